@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fsdp.doctor.tolerance import Tolerance
+from megatron_fsdp.doctor.reference import Tolerance
 
 FP32 = Tolerance(1e-5)
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.hang.explain import Kind, explain, first_mismatch, listed, subject
+from megatron_fsdp.hang.explain import Kind, explain, first_mismatch, listed, state_of, subject
 from megatron_fsdp.hang.log_file import (
+    Logs,
     Mark,
     Process,
     RankLog,
@@ -23,7 +24,6 @@ from megatron_fsdp.hang.log_file import (
     fold,
     this_process,
 )
-from megatron_fsdp.hang.reading import Logs, state_of
 
 _SECOND = 10**9
 _NOW = 1000 * _SECOND

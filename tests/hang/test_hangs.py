@@ -11,7 +11,7 @@ import torch
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.hang.explain import Kind
-from megatron_fsdp.hang.reading import read_folder
+from megatron_fsdp.hang.log_file import read_folder
 from tests.support.hanging import DEADLINE_S, explained, misbehaving, until, until_said
 
 _LAYER_2 = (

@@ -15,8 +15,17 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, Ring, UnitFacts, Writer, file_name, this_process
-from megatron_fsdp.hang.reading import Doing, read_folder, state_of
+from megatron_fsdp.hang.explain import Doing, state_of
+from megatron_fsdp.hang.log_file import (
+    NO_NUMBER,
+    Mark,
+    Ring,
+    UnitFacts,
+    Writer,
+    file_name,
+    read_folder,
+    this_process,
+)
 from tests.conftest import RunRanks
 from tests.support.hanging import step
 from tests.support.usage_models import Layer, Ordered

@@ -27,9 +27,10 @@ from megatron_fsdp.hang.log_file import (
     fold,
     parse_log,
     rank_and_model,
+    read_folder,
+    read_log,
     this_process,
 )
-from megatron_fsdp.hang.reading import read_folder, read_log
 
 Event = tuple[Mark, Phase, int, int]
 _EVENTS = st.tuples(

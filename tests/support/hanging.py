@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron_fsdp.hang.explain import Explanation, Kind, explain
-from megatron_fsdp.hang.reading import read_folder
+from megatron_fsdp.hang.log_file import read_folder
 from tests.support.settling import PATIENCE_S, settled, steady
 from tests.support.usage_models import FEATURES, Layer, Ordered
 from tests.support.worker_pool import preloaded_modules

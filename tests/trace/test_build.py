@@ -5,8 +5,23 @@ from typing import Any
 
 from megatron_fsdp.comm.lanes import HostClock, Moment
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.trace.build import BEGIN, BROKEN, DONE, END, TOLD, Counts, Raw, StepLog, Times, build_timeline
-from megatron_fsdp.trace.timeline import OPTIMIZER, Collective, MemorySample, StepWindow, Timeline
+from megatron_fsdp.trace.timeline import (
+    BEGIN,
+    BROKEN,
+    DONE,
+    END,
+    OPTIMIZER,
+    TOLD,
+    Collective,
+    Counts,
+    MemorySample,
+    Raw,
+    StepLog,
+    StepWindow,
+    Timeline,
+    Times,
+    build_timeline,
+)
 from tests.trace.synthetic import EMPTY, span
 
 BASE = 5_000  # where the host's clock stood when the recording started

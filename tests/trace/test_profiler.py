@@ -8,7 +8,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.trace import trace
-from megatron_fsdp.trace.recorder import ProfilerRanges
 from tests.conftest import RunRanks
 from tests.support.tower import FLOORS
 from tests.trace import training
@@ -38,7 +37,7 @@ def _profiled(is_profiled: bool) -> dict[str, Any]:
     for span in timeline.spans:
         if span.step == 1 and span.phase in [phase.value for phase in Phase]:
             phases[f"mfsdp/{span.phase} {timeline.units[span.unit]}"] += 1
-    return {"losses": losses, "names": names, "phases": phases, "open": recording._ranges.is_open}
+    return {"losses": losses, "names": names, "phases": phases, "open": bool(recording._ranges)}
 
 
 def test_a_profiler_sees_the_phases_of_its_steps_and_changes_nothing(run_ranks: RunRanks) -> None:
@@ -52,25 +51,29 @@ def test_a_profiler_sees_the_phases_of_its_steps_and_changes_nothing(run_ranks: 
         assert not seen["open"]
 
 
-def test_ranges_that_an_exception_left_open_are_closed_with_what_is_around_them() -> None:
-    ranges = ProfilerRanges(["(root)", "a", "b"])
-    assert not ranges.is_open
+def _ranges_around_an_exception() -> dict[str, str | None]:
+    """The names of ranges and operators, and the name of what each lies in."""
+    recording = trace(sharded_tower(3)[0])
+    recording.start()
     with profile(activities=CPU, acc_events=True) as profiler:
-        ranges.begins(Phase.FORWARD, 0)
-        ranges.begins(Phase.FORWARD, 1)
-        ranges.begins(Phase.WAIT, 1)  # raises
-        ranges.ends(Phase.FORWARD, 2)  # began before there was a profiler
-        assert ranges.is_open
-        ranges.ends(Phase.FORWARD, 1)
+        recording.begins(Phase.FORWARD, 0)
+        recording.begins(Phase.FORWARD, 1)
+        recording.begins(Phase.WAIT, 1)  # raises
+        recording.ends(Phase.FORWARD, 2)  # began before there was a profiler
+        recording.ends(Phase.FORWARD, 1)
         torch.ones(1).add_(1)
-        ranges.ends(Phase.FORWARD, 0)
-        ranges.begins(Phase.BACKWARD, 1)
-        ranges.close()
-    events = {event.name: event for event in profiler.events()}
-    parents = {name: event.cpu_parent and event.cpu_parent.name for name, event in events.items()}
+        recording.ends(Phase.FORWARD, 0)
+        recording.begins(Phase.BACKWARD, 1)
+        recording.stop()
+    assert not recording._ranges
+    return {event.name: event.cpu_parent and event.cpu_parent.name for event in profiler.events()}
+
+
+def test_ranges_that_an_exception_left_open_are_closed_with_what_is_around_them(run_ranks: RunRanks) -> None:
+    (parents,) = run_ranks(1, _ranges_around_an_exception)
     assert parents["mfsdp/forward (root)"] is None
-    assert parents["mfsdp/forward a"] == "mfsdp/forward (root)"
-    assert parents["mfsdp/wait a"] == "mfsdp/forward a"
+    assert parents["mfsdp/forward floors.0"] == "mfsdp/forward (root)"
+    assert parents["mfsdp/wait floors.0"] == "mfsdp/forward floors.0"
     assert parents["aten::add_"] == "mfsdp/forward (root)"
-    assert parents["mfsdp/backward a"] is None
-    assert "mfsdp/forward b" not in parents
+    assert parents["mfsdp/backward floors.0"] is None
+    assert "mfsdp/forward floors.1" not in parents

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Explain why a run hangs, and return the exit status."""
     from megatron_fsdp.config.hang_log import checked_timeout
     from megatron_fsdp.hang.explain import explain
-    from megatron_fsdp.hang.reading import read_folder
+    from megatron_fsdp.hang.log_file import read_folder
 
     checked_timeout(args.after, "--after")
     found = explain(read_folder(args.folder), args.after)

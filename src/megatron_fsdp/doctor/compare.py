@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_fsdp.doctor.reference import Reference
+from megatron_fsdp.doctor.reference import EXACT, Reference, Tolerance
 from megatron_fsdp.doctor.report import (
     BUFFER,
     COUNTER,
@@ -22,7 +22,6 @@ from megatron_fsdp.doctor.report import (
     WEIGHT,
     Difference,
 )
-from megatron_fsdp.doctor.tolerance import EXACT, Tolerance
 from megatron_fsdp.doctor.training import Observation, Place, Values
 
 _ROUNDINGS = 4

@@ -23,7 +23,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public,
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from megatron_fsdp.comm.groups import bound_device
-from megatron_fsdp.doctor.task import require_count
+from megatron_fsdp.doctor.training import require_count
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
 
 _GRACE_S = 5.0

@@ -21,18 +21,21 @@ from megatron_fsdp.doctor.compare import compare
 from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
 from megatron_fsdp.doctor.reference import Reference, run_reference
 from megatron_fsdp.doctor.report import BUFFER, INITIAL, LOADED, RESUMED, WEIGHT, ParityReport, RunReport
-from megatron_fsdp.doctor.task import (
+from megatron_fsdp.doctor.training import (
     LossFn,
     ModelFn,
+    Observation,
     OptimizerFn,
     Pair,
+    Place,
     ShardFn,
     Task,
+    Trainee,
+    Values,
     digest_of,
     digest_of_batch,
     require_count,
 )
-from megatron_fsdp.doctor.training import Observation, Place, Trainee, Values
 from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.fully_shard import fully_shard
 
@@ -140,7 +143,8 @@ def _check_here(task: Task, device: torch.device) -> ParityReport:
         lambda: run_reference(task, num_ranks, device) if dist.get_rank() == 0 else None,
         "the model could not be trained in one process, without any sharding",
     )
-    can_compare, known = _from_first((right.can_compare, _names(right)) if right is not None else None)
+    of_first: Any = gather_objects(None if right is None else (right.can_compare, _names(right)))[0]
+    can_compare, known = of_first
     runs = []
     for label, shard in _shardings(task, device) if can_compare else []:
         observation = run_sharded(task, shard, known, device)
@@ -151,13 +155,7 @@ def _check_here(task: Task, device: torch.device) -> ParityReport:
     if right is not None:
         findings = () if right.finding is None else (right.finding,)
         report = ParityReport(num_ranks, task.steps, right.tolerance.part, findings, tuple(runs), right.notes)
-    told: ParityReport = _from_first(report)
-    return told
-
-
-def _from_first(value: Any) -> Any:
-    """Broadcast the value of rank 0; collective."""
-    return gather_objects(value)[0]
+    return cast(ParityReport, gather_objects(report)[0])
 
 
 def _with_batches(task: Task) -> Task:

@@ -1,17 +1,225 @@
-"""Trains a model, sharded or not, and records what it does; the same code runs in both settings."""
+"""What to check: how the user's model is built, fed and trained, sharded or not, and what is recorded of it."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map
 
+from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.doctor.report import COUNTER, GRADIENT, LOSS, NORM, STATE, WEIGHT
-from megatron_fsdp.doctor.task import Part, Task
+from megatron_fsdp.errors import ConfigurationError
+
+ModelFn = Callable[[], nn.Module]
+LossFn = Callable[[nn.Module, Any], Tensor]
+OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+ShardFn = Callable[[nn.Module, torch.optim.Optimizer], Pair]
+Part = tuple[float, Any]
+"""A weight of the loss, and its samples."""
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Task:
+    """The arguments of `check_parity`; a callable may be given by its import path, "package.module:name"."""
+
+    model_fn: ModelFn | str
+    batch: Any
+    loss_fn: LossFn | str | None = None
+    optimizer_fn: OptimizerFn | str = "adamw"
+    shard_fn: ShardFn | str | None = None
+    strategies: tuple[int | str, ...] = (0, 1, 2, 3)
+    steps: int = 3
+    microbatches: int = 1
+    max_norm: float | None = 1.0
+    reduction: Literal["mean", "sum"] = "mean"
+    seed: int = 0
+    part_allowed: float | None = None  # `tolerance` of `check_parity`
+    checkpoint: bool = True
+    checkpoint_dir: str | None = None
+    made: tuple[Any, ...] = ()  # the batch of each step, once it is made, so that every run gets the same one
+
+    def build(self, device: torch.device, seed: int | None = None) -> Pair:
+        """Build the model on a device and its optimizer, from a known state of the random generators."""
+        torch.manual_seed(self.seed if seed is None else seed)
+        model = _resolve(self.model_fn, "model_fn")()
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"model_fn gave {type(model).__name__}; it has to give a torch.nn.Module")
+        model = model.to(device)
+        optimizer = self._optimizer_of(model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(f"optimizer_fn gave {type(optimizer).__name__}; it has to give an optimizer")
+        return model, optimizer
+
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        trained = [param for param in model.parameters() if param.requires_grad]
+        if self.optimizer_fn == "adamw":
+            return torch.optim.AdamW(trained, lr=LEARNING_RATE)
+        if self.optimizer_fn == "sgd":
+            return torch.optim.SGD(trained, lr=LEARNING_RATE)
+        return cast(torch.optim.Optimizer, _resolve(self.optimizer_fn, "optimizer_fn")(model))
+
+    def sharding(self) -> ShardFn | None:
+        """Return the user's own sharding function, if there is one."""
+        return None if self.shard_fn is None else cast(ShardFn, _resolve(self.shard_fn, "shard_fn"))
+
+    def with_batches(self) -> Task:
+        """Make the batch of every step, and of one more where there is a checkpoint."""
+        made = tuple(self._make_batch(step) for step in range(1, self.steps + 1 + self.checkpoint))
+        batch = self._batch()
+        takes_seed = callable(batch) and bool(inspect.signature(batch).parameters)
+        if takes_seed and digest_of_batch(made[0]) != digest_of_batch(self._make_batch(1)):
+            raise ConfigurationError(
+                f"batch({self.seed + 1}) gives other samples each time, though torch.manual_seed is called before; "
+                "draw them from a generator with the seed it is given"
+            )
+        return replace(self, made=made)
+
+    def _batch(self) -> Any:
+        return _resolve(self.batch, "batch") if isinstance(self.batch, str) else self.batch
+
+    def _make_batch(self, step: int) -> Any:
+        batch = self._batch()
+        if not callable(batch):
+            return batch
+        torch.manual_seed(self.seed + step)
+        return batch(self.seed + step) if inspect.signature(batch).parameters else batch()
+
+    def microbatches_of(self, step: int, num_ranks: int, device: torch.device) -> list[Any]:
+        """Return the microbatches of a step (counted from 1), each of all ranks together."""
+        batch = self.made[step - 1] if self.made else self._make_batch(step)
+        check_divides(batch, num_ranks, self.microbatches)
+        # A copy: a model may write to what it is given.
+        batch = tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, batch)
+        return [part_of(batch, number, self.microbatches) for number in range(self.microbatches)]
+
+    def parts_of_rank(self, microbatches: list[Any], rank: int, num_ranks: int) -> list[Part]:
+        """Return the weighted samples of one rank."""
+        return [(1 / self.microbatches, part_of(micro, rank, num_ranks)) for micro in microbatches]
+
+    def parts_of_all(self, microbatches: list[Any], num_ranks: int) -> list[list[Part]]:
+        """Return the samples of every rank, weighted so that losses add up as those of ranks do."""
+        share = self.share_of_rank(num_ranks) / self.microbatches
+        return [[(share, part_of(micro, rank, num_ranks)) for micro in microbatches] for rank in range(num_ranks)]
+
+    def parts_whole(self, microbatches: list[Any]) -> list[Part]:
+        """Return whole microbatches, weighted."""
+        return [(1 / self.microbatches, micro) for micro in microbatches]
+
+    def share_of_rank(self, num_ranks: int) -> float:
+        """Return the weight of one rank's loss in that of all ranks."""
+        return 1 / num_ranks if self.reduction == "mean" else 1.0
+
+    def loss_of(self, model: nn.Module, samples: Any) -> Tensor:
+        """Compute the loss: `loss_fn`, or `.loss` of `model(**samples)`, `model(*samples)` or `model(samples)`."""
+        if self.loss_fn is not None:
+            loss = _resolve(self.loss_fn, "loss_fn")(model, samples)
+            return _checked(loss, "loss_fn gave", "it has to give a scalar tensor")
+        if isinstance(samples, dict):
+            out = model(**samples)
+        else:
+            out = model(*samples) if isinstance(samples, tuple | list) else model(samples)
+        loss = getattr(out, "loss", None)
+        if loss is None:
+            loss = out["loss"] if isinstance(out, dict) and "loss" in out else out
+        return _checked(loss, "the model gave", "give loss_fn=(model, samples) -> scalar loss")
+
+
+def _resolve(given: Any, argument: str) -> Callable[..., Any]:
+    found = import_by_path(given, argument) if isinstance(given, str) else given
+    if not callable(found) and argument != "batch":
+        raise ConfigurationError(f"{argument} is {found!r}; give a function, or the import path of one")
+    return cast(Callable[..., Any], found)
+
+
+def _checked(loss: Any, gave: str, hint: str) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigurationError(f"{gave} {what} where the loss is wanted; {hint}")
+    return loss.squeeze()
+
+
+def require_count(argument: str, value: Any) -> None:
+    """Refuse a value that is not a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{argument} is {value!r}; give a whole number from 1")
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def count_samples(batch: Any) -> int:
+    """Count the samples of a batch: the length of the first dimension, which all its tensors share.
+
+    Numbers and other values belong to every part.
+    """
+    leaves = tree_flatten_with_path(batch)[0]
+    lengths = {
+        "".join(map(str, path)) or "batch": len(leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.dim() > 0
+    }
+    if not lengths:
+        raise ConfigurationError("the batch holds no tensor with a dimension; the first dimension of each is samples")
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ConfigurationError(
+            f"the first dimension of every tensor of the batch is samples, and these differ: {told}; expand what all "
+            "samples share, or close over it in loss_fn"
+        )
+    return next(iter(lengths.values()))
+
+
+def check_divides(batch: Any, num_ranks: int, microbatches: int) -> None:
+    """Refuse a batch that ranks and microbatches do not divide."""
+    samples = count_samples(batch)
+    if samples == 0 or samples % (num_ranks * microbatches):
+        raise ConfigurationError(
+            f"a batch of {samples} samples does not divide into {microbatches} microbatch(es) of {num_ranks} equal "
+            f"slices; give a multiple of {num_ranks * microbatches} samples, or another number of ranks or microbatches"
+        )
+
+
+def part_of(batch: Any, index: int, count: int) -> Any:
+    """Return part `index` of `count` equal parts, in the order of the samples."""
+    length = count_samples(batch) // count
+
+    def cut(leaf: Any) -> Any:
+        has_samples = isinstance(leaf, Tensor) and leaf.dim() > 0
+        return leaf[index * length : (index + 1) * length] if has_samples else leaf
+
+    return tree_map(cut, batch)
+
+
+def digest_of(value: Tensor | None) -> bytes:
+    """Hash bits and shape of a CPU tensor; return b"" for None."""
+    if value is None:
+        return b""
+    data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(data + repr(value.shape).encode(), digest_size=16).digest()
+
+
+def digest_of_batch(batch: Any) -> bytes:
+    """Hash the tensors, numbers and strings in dicts, tuples and lists; ignore other values."""
+    total = hashlib.blake2b(digest_size=16)
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor):
+            total.update(digest_of(leaf.cpu()))
+        elif isinstance(leaf, str | int | float):
+            total.update(repr(leaf).encode())
+    return total.digest()
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 

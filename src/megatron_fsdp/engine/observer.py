@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -44,6 +45,38 @@ class BorrowedMemory(Enum):
     WEIGHTS = "gathered weights"
     BUCKET = "communication bucket"
     SCRATCH = "scratch of a reduction"
+
+
+Open = TypeVar("Open", bound="OpenPhase")
+
+
+class OpenPhase(Protocol):
+    """What an observer keeps of a phase that has begun."""
+
+    @property
+    def phase(self) -> Phase | str:
+        """Which phase."""
+
+    @property
+    def unit(self) -> int:
+        """Of which unit."""
+
+
+def close_phase(begun: list[Open], phase: Phase | str, unit: int) -> list[Open]:
+    """Take a phase that has ended, and those inside of it, which an exception ended, out of a list of those that began.
+
+    Args:
+        begun: What is kept of each phase, outermost first.
+        phase: The one that has ended.
+        unit: Its unit.
+
+    Returns:
+        What was taken out, outermost first; empty where the phase has not begun.
+    """
+    places = [place for place, each in enumerate(begun) if (each.phase, each.unit) == (phase, unit)]
+    ended = begun[places[-1] :] if places else []
+    del begun[len(begun) - len(ended) :]
+    return ended
 
 
 PHASE_OF: dict[Action, Phase] = {action: Phase(action.value) for action in Action}

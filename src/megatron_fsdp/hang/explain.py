@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.hang.log_file import Record, UnitFacts
-from megatron_fsdp.hang.reading import ON_REQUEST, Doing, Logs, State, state_of
+from megatron_fsdp.engine.observer import Phase, close_phase
+from megatron_fsdp.hang.log_file import NO_NUMBER, Logs, Mark, RankLog, Record, UnitFacts
 
 _UNSURE_S = 1.5
 """Uncertainty of clocks and heartbeats, in seconds."""
@@ -39,7 +38,152 @@ _WAITING = {
     Phase.COPY: "copies a gradient of {unit}",
     Phase.INSTALL: "installs weights",
 }
+# ---- what a rank was doing -------------------------------------------------------------------------------------------
+
+ON_REQUEST = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE})
+"""Phases that take all ranks and that the caller asks for, outside of forward and backward too."""
+_COMMUNICATES = ON_REQUEST | {
+    Phase.GATHER,
+    Phase.WAIT,
+    Phase.REDUCE,
+    Phase.FINALISE,
+    Phase.GATHER_OUTER,
+    Phase.REDUCE_OUTER,
+    Phase.RETIRE,
+}
+
+
 _BETWEEN = ON_REQUEST | {Phase.INSTALL, Phase.REDUCE, Phase.RETIRE}
+
+
+class Doing(Enum):
+    """What a rank is doing."""
+
+    NOTHING_YET = "has not called the model"
+    OUTSIDE = "outside of the model"
+    COMPUTES = "computes"
+    WAITS = "communicates"
+    FAILED = "raised an error"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank was doing when it was last seen."""
+
+    log: RankLog
+    doing: Doing
+    # the innermost phase; the last one where none is under way; None: it has not called the model
+    phase: Phase | None = None
+    unit: int = 0
+    in_backward: bool = False  # whether autograd ran
+    # the phases that communicated, since the last reset, by number
+    operations: Mapping[int, Record] = field(default_factory=dict)
+    failure: Record | None = None  # the event in which it failed; None: it did not
+    is_inside: bool = False  # whether a phase is open, or was when the log was closed
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.log.writer.rank
+
+    @property
+    def last(self) -> Record:
+        """The last event; without any, one of the moment when the log was begun."""
+        began = Record(0, self.log.writer.started_ns, 0, 0, Phase.FORWARD, Mark.RESET)
+        return self.log.records[-1] if self.log.records else began
+
+    @property
+    def seen_ns(self) -> int:
+        """When it was last known to be there, in nanoseconds since 1970."""
+        beat_ns = self.log.beat.time_ns if self.log.beat is not None else 0
+        return max(self.last.time_ns, beat_ns, self.log.read_ns if self.log.alive else 0)
+
+    @property
+    def said_goodbye(self) -> bool:
+        """Whether its process ended, or its log was stopped; also after a failure."""
+        return self.last.mark is Mark.GOODBYE
+
+    @property
+    def is_gone(self) -> bool | None:
+        """Whether its process died without closing its log; None: not known on this machine."""
+        return False if self.said_goodbye else None if self.log.alive is None else not self.log.alive
+
+    @property
+    def was_terminated(self) -> bool:
+        """Whether its process is dead, and SIGTERM had come."""
+        return bool(self.log.termination) and not self.log.alive
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank communicates."""
+        return self.doing is Doing.WAITS
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether communication ended in an error, such as that of a time limit."""
+        return self.failure is not None and self.failure.phase in _COMMUNICATES
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds without any event before the rank was last seen."""
+        return (self.seen_ns - self.last.time_ns) / 1e9
+
+    @property
+    def count(self) -> int:
+        """Operations started since the start or the last reset."""
+        return max(self.operations, default=0)
+
+
+def state_of(log: RankLog) -> State:
+    """Derive from a log what its rank was doing."""
+    if not log.records:
+        return State(log, Doing.NOTHING_YET)
+    open_phases, failure = _unwind(log.records)
+    over = next((record for record in reversed(log.records) if record.mark is not Mark.GOODBYE), log.records[-1])
+    innermost = failure or (open_phases[-1] if open_phases else over)
+    phase, unit, doing = innermost.phase, innermost.unit, Doing.OUTSIDE
+    if failure is not None:  # how it ended follows from that
+        doing = Doing.FAILED
+    elif log.records[-1].mark is Mark.GOODBYE:
+        doing = Doing.ENDED
+    elif open_phases:
+        doing = Doing.WAITS if phase in _COMMUNICATES else Doing.COMPUTES
+    if doing in (Doing.OUTSIDE, Doing.COMPUTES) and log.beat is not None and log.beat.collective != NO_NUMBER:
+        doing, phase, unit = Doing.WAITS, log.beat.phase, log.beat.unit
+    return State(
+        log, doing, phase, unit, innermost.in_backward, _operations(log.records), failure, is_inside=bool(open_phases)
+    )
+
+
+def _unwind(records: Sequence[Record]) -> tuple[list[Record], Record | None]:
+    """Return the open phases, outermost first, and the failure that was not recovered from."""
+    stack: list[Record] = []
+    failure: Record | None = None
+    for record in records:
+        if record.mark is Mark.BEGINS:
+            stack.append(record)
+        elif record.mark in (Mark.ENDS, Mark.FAILED):
+            close_phase(stack, record.phase, record.unit)
+            if record.mark is Mark.FAILED:
+                failure = failure or record
+        elif record.mark is Mark.RESET:
+            stack.clear()
+            failure = None
+    return stack, failure
+
+
+def _operations(records: Sequence[Record]) -> dict[int, Record]:
+    found: dict[int, Record] = {}
+    for record in records:
+        if record.mark is Mark.RESET:
+            found.clear()
+        elif record.mark is Mark.LAUNCHES:
+            found[record.counted] = record
+    return found
+
+
+# ---- what is odd ----------------------------------------------------------------------------------------------------
 
 
 class Kind(Enum):

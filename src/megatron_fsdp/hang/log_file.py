@@ -27,7 +27,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_fsdp.engine.observer import Phase
+from megatron_fsdp.errors import ConfigurationError
 
 SUFFIX = ".mfsdplog"
 RECORD_BYTES = 64
@@ -51,6 +52,7 @@ _PHASES = tuple(Phase)
 _PHASE_NAMES = [phase.value for phase in Phase]
 _NUMBER_OF = {phase: number for number, phase in enumerate(_PHASES)}
 _FRAMES_SHOWN = 4
+_MOST_BYTES = 1 << 28  # of a file that is read as a log
 _NAME = re.compile(r"rank-(\d{5,})(?:\.model-(\d+))?" + re.escape(SUFFIX))
 _START_FIELD = 19  # field 22 of proc(5), counted after the name in parentheses, which may hold anything
 
@@ -262,6 +264,73 @@ def _record(content: bytes, at: int, writer: Writer) -> Record | None:
         return None
     record = Record(*values)
     return record if 0 <= record.unit < len(writer.units) else None
+
+
+@dataclass(frozen=True)
+class Logs:
+    """The logs of the newest run in a folder, by model, then by rank; what was left out and why."""
+
+    ranks: tuple[RankLog, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def read_log(path: Path) -> RankLog:
+    """Read one log.
+
+    Raises:
+        ValueError: The file is none, or damaged; says how.
+        OSError: It cannot be read.
+    """
+    log = parse_log(_content(path))
+    alive = log.writer.process.is_alive
+    if alive is False:  # again, since only now it is the last
+        log = parse_log(_content(path))
+    return replace(log, alive=alive, read_ns=time.time_ns())
+
+
+def _content(path: Path) -> bytes:
+    """Read all of a regular file; a pipe or a device could block, or never end."""
+    if not path.is_file():
+        raise ValueError("it is no regular file")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    return path.read_bytes()
+
+
+def read_folder(folder: Path, run: str | None = None) -> Logs:
+    """Read the logs of one run in a folder; None: of the newest run.
+
+    Raises:
+        ConfigurationError: There is no such folder, or no log of the run that can be read in it.
+    """
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder} is not a folder; give the one that MFSDP_HANG_LOG or log_for_hangs named")
+    found: list[RankLog] = []
+    remarks: list[str] = []
+    for path in sorted(folder.iterdir()):
+        if rank_and_model(path.name) is not None:
+            try:
+                found.append(read_log(path))
+            except (ValueError, OSError) as error:
+                remarks.append(f"{path.name} was left out: {error}")
+    if not found:
+        told = f" ({'; '.join(remarks)})" if remarks else ""
+        raise ConfigurationError(
+            f"{folder} holds no log of a rank{told}; train with MFSDP_HANG_LOG={folder}, or call "
+            "model.log_for_hangs(folder) on every rank"
+        )
+    run = run or max(found, key=lambda log: log.writer.started_ns).writer.run
+    ranks = sorted((log for log in found if log.writer.run == run), key=lambda log: (log.writer.model, log.writer.rank))
+    if not ranks:
+        raise ConfigurationError(f"{folder} holds logs of other runs only; give each job its own folder")
+    # SIGTERM is noted in the newest log of a process only.
+    terminations = {log.writer.process: log.termination for log in ranks if log.termination}
+    others = sorted({log.writer.rank for log in found if log.writer.run != run})
+    if others:
+        remarks.append(f"logs of rank {', '.join(map(str, others))} are of other runs and were left out")
+    return Logs(
+        tuple(replace(log, termination=terminations.get(log.writer.process, "")) for log in ranks), tuple(remarks)
+    )
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

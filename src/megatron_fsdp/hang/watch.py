@@ -10,6 +10,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,18 +19,37 @@ from torch.distributed import distributed_c10d
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import communicated_bytes
-from megatron_fsdp.engine.observer import Observer, Phase
+from megatron_fsdp.engine.observer import Observer, Phase, close_phase
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
-from megatron_fsdp.hang.explain import explain
-from megatron_fsdp.hang.log_file import Mark, Process, Ring, UnitFacts, Writer, file_name, rank_and_model, this_process
-from megatron_fsdp.hang.reading import ON_REQUEST, read_folder, read_log, state_of
+from megatron_fsdp.hang.explain import ON_REQUEST, explain, state_of
+from megatron_fsdp.hang.log_file import (
+    Mark,
+    Process,
+    Ring,
+    UnitFacts,
+    Writer,
+    file_name,
+    rank_and_model,
+    read_folder,
+    read_log,
+    this_process,
+)
 
 _RUN_KEY = "megatron_fsdp_hang_log_run"
 _MOST_HANDLES = 1024
 _BEAT_S = 1.0
 _NOTE_AFTER_S = 1.0
 """Seconds without progress that explain an error that ended a wait; the other ranks may be ending too."""
+
+
+@dataclass
+class _Open:
+    """A phase that has begun."""
+
+    phase: Phase
+    unit: int
+    is_counted: bool = False  # as one that communicates
 
 
 class HangLog(Observer):
@@ -51,7 +71,7 @@ class HangLog(Observer):
         # On accelerators the host goes on before a collective is complete; its handle then says whether it is.
         self._keeps_handles = engine.device.type != "cpu"
         self._handles: deque[tuple[dist.Work, int, Phase, int]] = deque(maxlen=_MOST_HANDLES)
-        self._open: list[tuple[Phase, int, bool]] = []  # phase, unit, and whether it has been counted
+        self._open: list[_Open] = []
         self._error = 0  # id of the last error written: it passes through many phases
         self._explained_at = -1
         over = threading.Event()
@@ -70,19 +90,19 @@ class HangLog(Observer):
     def begins(self, phase: Phase, unit: int) -> None:
         """Write that a phase begins."""
         self.ring.step += phase is Phase.INSTALL
-        self._open.append((phase, unit, False))
+        self._open.append(_Open(phase, unit))
         self.ring.add(Mark.BEGINS, phase, unit)
         if phase in ON_REQUEST:  # these communicate beside the lanes
             self._launch()
 
     def ends(self, phase: Phase, unit: int) -> None:
         """Write that a phase has ended."""
-        self._leave(phase, unit)
+        close_phase(self._open, phase, unit)
         self.ring.add(Mark.ENDS, phase, unit)
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
         """Write that a phase has failed. An error that passes through several phases belongs to the innermost."""
-        self._leave(phase, unit)
+        close_phase(self._open, phase, unit)
         if id(error) == self._error:
             self.ring.add(Mark.ENDS, phase, unit)
             return
@@ -103,8 +123,7 @@ class HangLog(Observer):
             self.ring.collective = number
             self._launch()
         elif moment is Moment.LAUNCHED and work is not None and self._keeps_handles and self._open:
-            phase, unit, _ = self._open[-1]
-            self._handles.append((work, number, phase, unit))
+            self._handles.append((work, number, self._open[-1].phase, self._open[-1].unit))
 
     def explains(self) -> str:
         """Return an explanation of what is odd, or an empty string (see `Observer`)."""
@@ -115,17 +134,10 @@ class HangLog(Observer):
 
     def _launch(self) -> None:
         """Record that the innermost phase communicates; counted once, however many collectives it takes."""
-        if self._open and not self._open[-1][2]:
-            phase, unit, _ = self._open[-1]
-            self._open[-1] = phase, unit, True
-            self.ring.launch(phase, unit, communicated_bytes(phase, self._units[unit]))
-
-    def _leave(self, phase: Phase, unit: int) -> None:
-        """Remove a phase, and those inside of it that were never ended."""
-        for place in reversed(range(len(self._open))):
-            if self._open[place][:2] == (phase, unit):
-                del self._open[place:]
-                return
+        if self._open and not self._open[-1].is_counted:
+            inner = self._open[-1]
+            inner.is_counted = True
+            self.ring.launch(inner.phase, inner.unit, communicated_bytes(inner.phase, self._units[inner.unit]))
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 

@@ -169,9 +169,8 @@ def _events_of(timeline: Timeline) -> Iterator[Event]:
     yield from _process(timeline)
     yield _thread(timeline, STEPS_THREAD, "steps")
     for window in timeline.steps:
-        yield _complete(
-            timeline, STEPS_THREAD, f"step {window.index}", "step", window.start_ns, window.end_ns - window.start_ns
-        )
+        name, duration_ns = f"step {window.index}", window.end_ns - window.start_ns
+        yield _complete(timeline, STEPS_THREAD, name, "step", window.start_ns, duration_ns)
     yield _thread(timeline, COMPUTE_THREAD, "compute")
     for span in timeline.spans:
         yield _phase(timeline, span)
@@ -196,11 +195,11 @@ def _phase(timeline: Timeline, span: Span) -> Event:
 
 
 def _lane(timeline: Timeline, place: int, collectives: Sequence[Collective]) -> Iterator[Event]:
-    flying = [(one, one.in_flight) for one in collectives]
-    intervals = [interval for _, interval in flying if interval is not None]
-    known = [one for one, interval in flying if interval is not None]
-    for one, row, (start_ns, end_ns) in zip(known, stack_rows(intervals), intervals, strict=True):
-        thread = _FIRST_LANE_THREAD + _THREADS_PER_LANE * place + row
+    known = [(one, interval) for one in collectives if (interval := one.in_flight) is not None]
+    rows = stack_rows([interval for _, interval in known])
+    first = _FIRST_LANE_THREAD + _THREADS_PER_LANE * place
+    for (one, (start_ns, end_ns)), row in zip(known, rows, strict=True):
+        thread = first + row
         name = f"{one.purpose} {timeline.units[one.unit]}"
         event = _complete(timeline, thread, name, f"collective,{one.purpose}", start_ns, end_ns - start_ns)
         event["args"] = {
@@ -212,9 +211,8 @@ def _lane(timeline: Timeline, place: int, collectives: Sequence[Collective]) -> 
         }
         yield event
         yield from _arrow(timeline, one, thread)
-    for row in range(1 + max(stack_rows(intervals), default=-1)):
-        thread = _FIRST_LANE_THREAD + _THREADS_PER_LANE * place + row
-        yield _thread(timeline, thread, f"{LANES[place]} lane" + (f" ({row + 1})" if row else ""))
+    for row in range(1 + max(rows, default=-1)):
+        yield _thread(timeline, first + row, f"{LANES[place]} lane" + (f" ({row + 1})" if row else ""))
 
 
 def _arrow(timeline: Timeline, one: Collective, thread: int) -> Iterator[Event]:

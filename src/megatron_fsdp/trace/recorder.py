@@ -7,7 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,25 @@ from torch.profiler import record_function
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.lanes import Moment, make_clock
 from megatron_fsdp.describe.model import memory_of
-from megatron_fsdp.engine.observer import Observer, Phase
+from megatron_fsdp.engine.observer import Observer, Phase, close_phase
 from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.errors import ConfigurationError, TraceError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.trace.build import BEGIN, BROKEN, DONE, END, TOLD, Raw, StepLog, Times, build_timeline
-from megatron_fsdp.trace.timeline import HOST, OPTIMIZER, STREAM, Timeline
+from megatron_fsdp.trace.timeline import (
+    BEGIN,
+    BROKEN,
+    DONE,
+    END,
+    HOST,
+    OPTIMIZER,
+    STREAM,
+    TOLD,
+    Raw,
+    StepLog,
+    Timeline,
+    Times,
+    build_timeline,
+)
 
 MAX_RECORDS = 500_000
 """Records of one step; a model that only evaluates never ends one."""
@@ -36,35 +49,12 @@ _COPY, _FORWARD, _INSTALL = Phase.COPY, Phase.FORWARD, Phase.INSTALL
 _profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
-class ProfilerRanges:
-    """Opens and closes ranges of torch's profiler, named such as "mfsdp/gather layers.3"."""
+class _Range(NamedTuple):
+    """A phase as a range of torch's profiler, named such as "mfsdp/gather layers.3"."""
 
-    def __init__(self, labels: Sequence[str]) -> None:
-        self._labels = labels
-        self._open: list[tuple[Phase, int, record_function]] = []
-
-    @property
-    def is_open(self) -> bool:
-        """Whether any range is open."""
-        return bool(self._open)
-
-    def begins(self, phase: Phase, unit: int) -> None:
-        """Open a range; call it only while a profiler runs."""
-        opened = record_function(f"mfsdp/{phase.value} {self._labels[unit]}")
-        opened.__enter__()
-        self._open.append((phase, unit, opened))
-
-    def ends(self, phase: Phase, unit: int) -> None:
-        """Close a range if it is open, and the ranges that an exception left open inside of it."""
-        for place in reversed(range(len(self._open))):
-            if self._open[place][:2] == (phase, unit):
-                self.close(place)
-                return
-
-    def close(self, down_to: int = 0) -> None:
-        """Close ranges, innermost first, all unless told otherwise."""
-        while len(self._open) > down_to:
-            self._open.pop()[2].__exit__(None, None, None)
+    phase: Phase
+    unit: int
+    opened: record_function
 
 
 class Recorder(Observer):
@@ -95,7 +85,7 @@ class Recorder(Observer):
         self._counters = tuple(self._engine.traffic_by_axis.values())
         self._memory = self._memory_reader() if memory else lambda: None
         self._steps: deque[StepLog] = deque(maxlen=steps)
-        self._ranges = ProfilerRanges([unit.label for unit in self._engine.units])
+        self._ranges: list[_Range] = []
         self._handles: list[Any] = []
         self._is_running = False
         self._tells_done = self._clock.is_host
@@ -124,8 +114,8 @@ class Recorder(Observer):
         self._open_step(0)
         self._is_running = True
         self._handles = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
+            register_optimizer_step_pre_hook(partial(self._note_optimizer, (BEGIN, None))),
+            register_optimizer_step_post_hook(partial(self._note_optimizer, (END,))),
         ]
         self._model.observe(self)
 
@@ -137,7 +127,7 @@ class Recorder(Observer):
         self._model.stop_observing(self)
         for handle in self._handles:
             handle.remove()
-        self._ranges.close()
+        self._close_ranges()
         self._times = self._read_clock()
 
     def __enter__(self) -> Recorder:
@@ -190,12 +180,14 @@ class Recorder(Observer):
         memory = None if phase is _COPY else self._look_around(phase, unit)  # copies are the most frequent phase
         self._note((BEGIN, self._mark(), phase, unit, memory))
         if _profiler_runs():
-            self._ranges.begins(phase, unit)
+            opened = record_function(f"mfsdp/{phase.value} {self._engine.units[unit].label}")
+            opened.__enter__()
+            self._ranges.append(_Range(phase, unit, opened))
 
     def ends(self, phase: Phase, unit: int) -> None:
         """Record the end of a phase."""
-        if self._ranges.is_open:
-            self._ranges.ends(phase, unit)
+        for ended in reversed(close_phase(self._ranges, phase, unit) if self._ranges else ()):
+            ended.opened.__exit__(None, None, None)
         self._note((END, self._mark(), phase, unit))
         if phase is _INSTALL:
             self._was_installed = self._was_used
@@ -216,10 +208,14 @@ class Recorder(Observer):
 
     def forgets(self) -> None:
         """Record that the model was reset."""
-        self._ranges.close()
+        self._close_ranges()
         self._note((BROKEN, self._mark()))
 
     # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _close_ranges(self) -> None:
+        while self._ranges:
+            self._ranges.pop().opened.__exit__(None, None, None)
 
     def _open_step(self, index: int) -> None:
         step = StepLog(index, self._mark())
@@ -257,17 +253,12 @@ class Recorder(Observer):
         at_rest, executor = memory_of(self._engine).persistent_bytes, self._engine.executor
         return lambda: at_rest + executor.held_bytes
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-        if self._is_ours(optimizer):
-            self._note((BEGIN, self._mark(), OPTIMIZER, ROOT, None))
-
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-        if self._is_ours(optimizer):
-            self._note((END, self._mark(), OPTIMIZER, ROOT))
-
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _note_optimizer(self, record: tuple[Any, ...], optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        """Record that the step of an optimizer begins or ends, if it steps parameters of this model."""
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        return any(id(param) in self._engine.group_and_index for param in firsts)
+        if any(id(param) in self._engine.group_and_index for param in firsts):
+            kind, *rest = record
+            self._note((kind, self._mark(), OPTIMIZER, ROOT, *rest))
 
 
 def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: bool = True) -> Recorder:
