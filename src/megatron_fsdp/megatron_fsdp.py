@@ -403,7 +403,7 @@ class MegatronFSDP(nn.Module):
         """
         check_policy(mixed_precision_policy)
         old, unset = self.mp_policy, MixedPrecisionPolicy()
-        for name in ("main_params_dtype", "main_grads_dtype", "weight_format", "weight_format_skips"):
+        for name in ("main_params_dtype", "main_grads_dtype", "weight_format"):
             if getattr(mixed_precision_policy, name) not in (None, getattr(unset, name), getattr(old, name)):
                 raise ConfigurationError(
                     f"{mixed_precision_policy} changes {name} of {old}; only grad_comm_dtype can change after "

@@ -1,6 +1,6 @@
 """Weights in a weight format: one process that rounds its weights, the same bits on any ranks, bytes, bad input."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ class Job:
     outer: int = 1
     outer_strategy: int = 0
     main: torch.dtype | None = FP32
-    skips: tuple[str, ...] = ()
+    others: dict[str, str | None] = field(default_factory=dict)  # by name
 
     @property
     def ranks(self) -> int:
@@ -42,7 +42,8 @@ class Job:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy(self.main, FP32, weight_format=self.weight_format, weight_format_skips=self.skips)
+        chosen = {**self.others, "*": self.weight_format} if self.others else self.weight_format
+        return MixedPrecisionPolicy(self.main, FP32, weight_format=chosen)
 
 
 def build(job: Job) -> nn.Module:
@@ -54,15 +55,18 @@ def batch() -> Batch:
     return make_token_batch(SAMPLES, torch.Generator().manual_seed(1))
 
 
-def is_rounded(model: nn.Module, name: str, job: Job) -> bool:
-    """What the documentation says: matrices, but for embeddings and what is skipped."""
+def format_of(model: nn.Module, name: str, job: Job) -> WeightFormat | None:
+    """What the documentation says: that of matrices, but for embeddings and what is named otherwise."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     param = dict(model.named_parameters())[name]
-    return param.ndim > 1 and id(param) not in embeddings and name not in job.skips
+    chosen = job.others.get(name, job.weight_format)
+    return None if chosen is None or param.ndim < 2 or id(param) in embeddings else WEIGHT_FORMATS[chosen]
 
 
-def rounded(weight_format: WeightFormat, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Encode and decode a whole tensor."""
+def rounded(weight_format: WeightFormat | None, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Encode and decode a whole tensor, or cast it where it has no format."""
+    if weight_format is None:
+        return weight.detach().to(dtype)
     flat, shape = weight.detach().reshape(-1), tuple(weight.shape)
     amaxes = weight_format.amaxes(flat, 0, shape)
     encoded = torch.empty(encoded_bytes(weight_format, flat.numel()), dtype=torch.uint8)
@@ -85,11 +89,7 @@ def reference(job: Job) -> Result:
     losses, grads = [], []
     for _ in range(STEPS):
         computed = {
-            name: (
-                rounded(WEIGHT_FORMATS[job.weight_format], master, job.dtype)
-                if is_rounded(model, name, job)
-                else master.to(job.dtype)
-            ).requires_grad_()
+            name: rounded(format_of(model, name, job), master, job.dtype).requires_grad_()
             for name, master in masters.items()
         }
         sums = {name: torch.zeros_like(master, dtype=FP32) for name, master in masters.items()}
@@ -160,7 +160,7 @@ JOBS = [
     Job("fp8", outer=2),
     Job("fp8", BF16, outer=2, outer_strategy=1),
     Job("fp8", main=None),
-    Job("fp8", skips=("head.weight",)),
+    Job("fp8", others={"head.weight": None, "blocks.0.attention.q.weight": "nvfp4"}),
 ]
 
 
@@ -193,10 +193,7 @@ def shards_of(job: Job) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", WEIGHT_FORMAT_NAMES)
 def test_compute_sees_the_same_bits_on_any_ranks(run_ranks: RunRanks, name: str) -> None:
     model = build(Job(name))
-    whole = {
-        key: rounded(WEIGHT_FORMATS[name], param, FP32) if is_rounded(model, key, Job(name)) else param.detach()
-        for key, param in model.named_parameters()
-    }
+    whole = {key: rounded(format_of(model, key, Job(name)), param, FP32) for key, param in model.named_parameters()}
     for job in (Job(name, inner=1), Job(name, inner=3), Job(name, inner=2, outer=2, outer_strategy=1)):
         for seen in run_ranks(job.ranks, shards_of, job):
             assert seen
@@ -248,9 +245,9 @@ def test_bytes_are_counted_and_described() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ({"weight_format": "fp7"}, ConfigurationError, "weight_format='fp7' does not exist; give one of fp8"),
-        ({"weight_format_skips": ("a",)}, ConfigurationError, "has no effect without a weight_format"),
-        ({"weight_format": "fp8", "weight_format_skips": "head"}, TypeError, "'head' is not a tuple of strings"),
+        ({"weight_format": "fp7"}, ConfigurationError, "weight_format='fp7': 'fp7' does not exist; give one of fp8"),
+        ({"weight_format": {"head": None}}, ConfigurationError, "names no format"),
+        ({"weight_format": {"head": None, "*": "int3"}}, ConfigurationError, "'int3' does not exist; give one of fp8"),
     ],
 )
 def test_a_policy_refuses_impossible_formats(fields: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -1,5 +1,6 @@
 """The dtype of each copy of a parameter and of its gradient."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,37 +27,37 @@ class MixedPrecisionPolicy:
         grad_comm_dtype: Dtype in which gradients are sent. None: the dtype of the main gradients.
         weight_format: Weight format in which weights of two dimensions or more, but for embeddings, are kept sharded
             and gathered under strategy 3; they are decoded into their dtype, so that the model computes with rounded
-            weights. None: weights are gathered in their dtype.
-        weight_format_skips: `fnmatch` patterns of parameter names that keep their dtype, such as ``("lm_head.*",)``.
+            weights. None: weights are gathered in their dtype. A mapping gives one, or None, for `fnmatch` patterns of
+            parameter names, the first that matches: ``{"lm_head.*": None, "*.experts.*": "nvfp4", "*": "fp8"}``.
 
     Raises:
-        TypeError: A dtype is neither None nor a ``torch.dtype`` (names such as ``"bf16"`` are not accepted here), or
-            the patterns are no tuple of strings.
-        ConfigurationError: A dtype is not one of float16, bfloat16, float32, float64; the weight format does not exist;
-            there are patterns without a format.
+        TypeError: A dtype is neither None nor a ``torch.dtype`` (names such as ``"bf16"`` are not accepted here).
+        ConfigurationError: A dtype is not one of float16, bfloat16, float32, float64; a weight format does not exist;
+            a mapping names none.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
-    weight_format: str | None = None
-    weight_format_skips: tuple[str, ...] = ()
+    weight_format: str | Mapping[str, str | None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
             check_main_dtype(getattr(self, name), name)
-        if self.weight_format not in (None, *WEIGHT_FORMAT_NAMES):
-            raise ConfigurationError(
-                f"weight_format={self.weight_format!r} does not exist; give one of {', '.join(WEIGHT_FORMAT_NAMES)}, "
-                "or None"
-            )
-        skips: object = self.weight_format_skips
-        if not isinstance(skips, tuple) or not all(isinstance(pattern, str) for pattern in skips):
-            raise TypeError(f"weight_format_skips={skips!r} is not a tuple of strings; give patterns of fnmatch in one")
-        if skips and self.weight_format is None:
-            raise ConfigurationError(
-                f"weight_format_skips={skips!r} has no effect without a weight_format; leave it out or name a format"
-            )
+        for chosen in self.weight_formats.values():
+            if chosen not in (None, *WEIGHT_FORMAT_NAMES):
+                raise ConfigurationError(
+                    f"weight_format={self.weight_format!r}: {chosen!r} does not exist; give one of "
+                    f"{', '.join(WEIGHT_FORMAT_NAMES)}, or None"
+                )
+        if self.weight_formats and not any(self.weight_formats.values()):
+            raise ConfigurationError(f"weight_format={self.weight_format!r} names no format; leave it out or name one")
+
+    @property
+    def weight_formats(self) -> Mapping[str, str | None]:
+        """The weight format of each pattern of parameter names, the first that matches; empty where there is none."""
+        chosen = self.weight_format
+        return chosen if isinstance(chosen, Mapping) else {} if chosen is None else {"*": chosen}
 
 
 def check_main_dtype(dtype: object, argument: str) -> None:

@@ -34,24 +34,25 @@ def encoded_parameters(
 ) -> dict[str, WeightFormat]:
     """Return the weight format of each parameter that has one, by name; the module is only read.
 
-    Those with two dimensions or more do, but for embeddings, what is tied to one, and what `weight_format_skips` names.
+    Those with two dimensions or more do, but for embeddings and what is tied to one, and as the policy's patterns say.
 
     Raises:
-        ConfigurationError: There is a format without sharded weights, without parameters for it, or with a pattern that
+        ConfigurationError: There is a format without sharded weights, without parameters for it, or for a pattern that
             matches no parameter.
     """
-    chosen, names = policy.weight_format, [name for name, _ in module.named_parameters()]
-    if chosen is None:
+    patterns, names = policy.weight_formats, [name for name, _ in module.named_parameters()]
+    if not patterns:
         return {}
+    asked = f"weight_format={policy.weight_format!r}"
     if strategy is not ShardingStrategy.optim_grads_params:
         raise ConfigurationError(
-            f"weight_format={chosen!r} is a format of sharded weights, and strategy {strategy.name} keeps them whole; "
-            "use zero_dp_strategy 3 (optim_grads_params) or leave it out"
+            f"{asked} is a format of sharded weights, and strategy {strategy.name} keeps them whole; use "
+            "zero_dp_strategy 3 (optim_grads_params) or leave it out"
         )
-    for pattern in policy.weight_format_skips:
+    for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigurationError(
-                f"weight_format_skips has {pattern!r}, which matches none of the {len(names)} parameters (such as "
+                f"{asked} has {pattern!r}, which matches none of the {len(names)} parameters (such as "
                 f"{', '.join(names[:2])}); patterns are those of fnmatch"
             )
     looked_up = {
@@ -60,19 +61,16 @@ def encoded_parameters(
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag)
         for param in owner.parameters(recurse=False)
     }
-    found = {
-        name: WEIGHT_FORMATS[chosen]
-        for name, param in module.named_parameters()
-        if param.ndim > 1
-        and param.dtype in _DECODED
-        and not is_guest(param)
-        and id(param) not in looked_up
-        and not any(fnmatchcase(name, pattern) for pattern in policy.weight_format_skips)
-    }
+    found = {}
+    for name, param in module.named_parameters():
+        chosen = next((form for pattern, form in patterns.items() if fnmatchcase(name, pattern)), None)
+        is_matrix = param.ndim > 1 and param.dtype in _DECODED and id(param) not in looked_up
+        if chosen is not None and is_matrix and not is_guest(param):
+            found[name] = WEIGHT_FORMATS[chosen]
     if not found:
         raise ConfigurationError(
-            f"weight_format={chosen!r} concerns none of the {len(names)} parameters: they are embeddings, have fewer "
-            "than two dimensions or are skipped; leave it out"
+            f"{asked} concerns none of the {len(names)} parameters: they are embeddings, have fewer than two "
+            "dimensions or are left out; leave it out"
         )
     return found
 
