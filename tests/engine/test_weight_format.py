@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
@@ -268,3 +270,25 @@ def test_encoded_shards_live_in_kept_memory() -> None:
     for mine, other in zip(kept.parameter_groups(), lazy.parameter_groups(), strict=True):
         same.append(torch.equal(mine.weights.compute.local, other.weights.compute.local))
     assert all(same)
+
+
+def resumed(folder: Path, other: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Train a step in fp8, save, and load into a model of another format; return its loss and both models' weights."""
+    model, optimizer = wrap(Job("fp8"))
+    own = batch().part(dist.get_rank(), 2)
+    CASE.loss(model, own).backward()
+    optimizer.step()
+    save_checkpoint(model, optimizer, folder, iteration=1)
+    again, optimizer = wrap(Job(other))
+    load_checkpoint(again, optimizer, folder)
+    weights = [{n: p.full_tensor() for n, p in each.module.named_parameters()} for each in (model, again)]
+    return CASE.loss(again, own).detach(), *weights
+
+
+@pytest.mark.parametrize("other", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.full)])
+def test_a_checkpoint_resumes_in_another_format(run_ranks: RunRanks, tmp_path: Path, other: str) -> None:
+    plain = build(Job("fp8"))
+    for rank, (loss, saved, loaded) in enumerate(run_ranks(2, resumed, tmp_path, other)):
+        computed = {n: rounded(format_of(plain, n, Job(other)), weight, FP32) for n, weight in saved.items()}
+        assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
+        torch.testing.assert_close(loss, CASE.loss(_Called(plain, computed), batch().part(rank, 2)).detach())
