@@ -43,6 +43,7 @@ def one_process_update(lr: float = 0.1) -> dict[str, Tensor]:
 # ---- keywords --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_step_syncs_gradients_unless_told_not_to(strategy: int) -> None:
@@ -59,6 +60,7 @@ def test_step_syncs_gradients_unless_told_not_to(strategy: int) -> None:
     assert difference <= TOLERANCE
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_step_installs_weights_unless_told_not_to(strategy: int) -> None:
@@ -83,6 +85,7 @@ def test_step_installs_weights_unless_told_not_to(strategy: int) -> None:
     assert states == [True, False, True, True]
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_zero_grad_forgets_pending_gradients_unless_told_not_to(strategy: int) -> None:
@@ -188,6 +191,7 @@ class TwoPhase(torch.optim.Optimizer):
         return loss
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_a_closure_sees_weights_that_moved_inside_the_step(strategy: int) -> None:
