@@ -33,10 +33,10 @@ def moved(model: MegatronFSDP, before: dict[str, Tensor]) -> bool:
     return largest_difference(whole_weights(model), before) > 0
 
 
-def one_process_update(lr: float = 0.1) -> dict[str, Tensor]:
+def one_process_update() -> dict[str, Tensor]:
     """Weights of one process after one SGD step on batch 0."""
     reference = build()
-    train(reference, torch.optim.SGD(reference.parameters(), lr=lr), 1)
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 1)
     return whole_weights(reference)
 
 

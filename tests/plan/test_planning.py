@@ -22,7 +22,6 @@ from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, outer_step
 from tests.support.tower import FEATURES, Floor, Tower
 
 BF16 = torch.bfloat16
-_FEW_LAYERS = {**PRESETS["qwen3-30b-a3b"], "num_hidden_layers": 8}
 
 
 def _sum(output: torch.Tensor) -> torch.Tensor:
