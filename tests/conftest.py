@@ -16,7 +16,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex
 
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
-from typing import Any, Protocol
+from typing import Any
 
 import hypothesis
 import pytest
@@ -27,8 +27,12 @@ from tests.support.tiers import leave_out_full
 from tests.support.worker_pool import DEFAULT_TIMEOUT_S, WorkerPool, preloaded_modules
 
 
-class RunRanks(Protocol):
-    """The type of the `run_ranks` fixture."""
+class RunRanks:
+    """The `run_ranks` fixture: one worker pool per world size and device type, each started when first used."""
+
+    def __init__(self, warning_filters: tuple[str, ...]) -> None:
+        self._warning_filters = warning_filters
+        self._pools: dict[tuple[int, str], WorkerPool] = {}
 
     def __call__(
         self,
@@ -37,24 +41,8 @@ class RunRanks(Protocol):
         *args: Any,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         device_type: str = "cpu",
-    ) -> list[Any]: ...
-
-
-class _Pools:
-    """One worker pool per world size and device type, each started when first used."""
-
-    def __init__(self, warning_filters: tuple[str, ...]) -> None:
-        self._warning_filters = warning_filters
-        self._pools: dict[tuple[int, str], WorkerPool] = {}
-
-    def run_ranks(
-        self,
-        world_size: int,
-        fn: Callable[..., Any],
-        *args: Any,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        device_type: str = "cpu",
     ) -> list[Any]:
+        """Run `fn(*args)` on each rank and return the results in rank order."""
         if device_type == "cuda" and torch.cuda.device_count() < world_size:
             pytest.skip(f"needs {world_size} CUDA device(s), this machine has {torch.cuda.device_count()}")
         key = (world_size, device_type)
@@ -68,21 +56,15 @@ class _Pools:
 
 
 @pytest.fixture(scope="session")
-def pools(pytestconfig: pytest.Config) -> Iterator[_Pools]:
-    """The worker processes of this session."""
-    made = _Pools(tuple(pytestconfig.getini("filterwarnings")))
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="session")
-def run_ranks(pools: _Pools) -> RunRanks:
+def run_ranks(pytestconfig: pytest.Config) -> Iterator[RunRanks]:
     """Run a module-level function on `world_size` ranks: `run_ranks(2, fn, *args) -> [result of rank 0, of rank 1]`.
 
     Each rank runs `fn(*args)` in its own process with `torch.distributed` initialised (gloo; with
     `device_type="cuda"` NCCL for CUDA tensors, rank i on device i). What a rank raises comes back as `WorkerError`.
     """
-    return pools.run_ranks
+    made = RunRanks(tuple(pytestconfig.getini("filterwarnings")))
+    yield made
+    made.stop()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -91,7 +73,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):  # of a job that pytest runs in
         os.environ.pop(name, None)
     slow = [hypothesis.HealthCheck.too_slow]
-    hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
+    examples = 30 if config.getoption("--short") else 100
+    hypothesis.settings.register_profile(
+        "suite", max_examples=examples, deadline=None, derandomize=True, suppress_health_check=slow
+    )
     hypothesis.settings.load_profile("suite")
 
 

@@ -7,8 +7,8 @@ Silent wrong results:
     3  mapping outputs, unused last module  below
     4  optimizer built after a forward      optim/test_optimizer.py  test_an_optimizer_may_be_built_after_a_forward
     5  parameter groups collapsed           optim/test_optimizer.py  test_groups_keep_order_and_options_...
-    6  auto sync and accumulation           below, and engine/test_accumulation_modes.py
-    7  never reduced, if nobody says "last" below, and engine/test_accumulation_modes.py
+    6  auto sync and accumulation           engine/test_accumulation_modes.py
+    7  never reduced, if nobody says "last" engine/test_accumulation_modes.py
     8  ranks with different weights         engine/test_rank_disagreement.py  test_all_ranks_get_the_weights_of_rank_...
     9  step(closure) returns None           optim/test_optimizer_step.py  test_step_runs_a_closure_and_...
     10 contexts do not restore              test_wrapper.py  test_sync_and_no_sync_restore_what_was_there_before
@@ -38,13 +38,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
+from tests.support.api_net import Layer, batches, build, largest_difference, mesh, own_part, train, weights
 from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 
@@ -116,6 +115,7 @@ def _mapped_backward(model: nn.Module, sharded: bool) -> None:
     nn.functional.mse_loss(model(inputs)["result"].logits, targets).backward()
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_gradients_arrive_through_mappings_whatever_module_is_registered_last(strategy: int) -> None:
@@ -131,39 +131,6 @@ def test_gradients_arrive_through_mappings_whatever_module_is_registered_last(st
         assert (got is None) is (param.grad is None) is name.startswith("never_called")
         if got is not None and param.grad is not None:
             assert largest_difference({name: got}, {name: param.grad}) <= TOLERANCE
-
-
-# ---- 6 and 7: reduced twice, or never ------------------------------------------------------------------------------
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("auto_sync", "count"), [(True, 3), (False, 1)])
-@on_ranks(2)
-def test_gradients_are_reduced_exactly_once_with_nothing_said(strategy: int, auto_sync: bool, count: int) -> None:
-    net = build()
-    model, optimizer = fully_shard(
-        net,
-        sgd(net),
-        mesh(),
-        fsdp_unit_modules=[Layer],
-        zero_dp_strategy=strategy,
-        sync_model_each_microbatch=auto_sync,
-    )
-    alone = build()
-    both = ((model, optimizer), (alone, sgd(alone)))
-    for each, its_optimizer in both:
-        for step in range(2):
-            for batch in batches(count, step * count):
-                backward(each, batch)
-            its_optimizer.step()
-            its_optimizer.zero_grad()
-    mine = torch.cat([tensor.flatten() for tensor in weights(model).values()])
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    # Three times as many samples are added up.
-    assert largest_difference(weights(model), weights(alone)) <= 3 * TOLERANCE
-    assert torch.equal(mine, first)
 
 
 # ---- 11: arguments that are dropped --------------------------------------------------------------------------------
@@ -196,6 +163,7 @@ def _loss(model: MegatronFSDP) -> float:
         return nn.functional.mse_loss(model(inputs.bfloat16()).float(), targets).item()
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_a_bare_load_reaches_the_weights_that_compute_uses(strategy: int, tmp_path: Path) -> None:
@@ -237,6 +205,7 @@ def _train_whole(model: nn.Module, optimizer: torch.optim.Optimizer, sharded: bo
         optimizer.step()
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", [OddShapes, Layer])
 @on_ranks(2)

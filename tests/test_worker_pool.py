@@ -19,7 +19,7 @@ from tests.support.worker_pool import WorkerError, WorkerPool, preloaded_modules
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(2, failure_grace_s=3.0)
+    pool = WorkerPool(2, failure_grace_s=10.0)
     yield pool
     pool.stop()
 
@@ -147,7 +147,7 @@ def test_failure_while_another_rank_waits_ends_after_the_grace(pool: WorkerPool)
 def test_hang_is_killed_and_its_stack_is_shown(pool: WorkerPool) -> None:
     hung_pids = pool.run(_worker_pid)
     with pytest.raises(WorkerError) as caught:
-        pool.run(_hang_on_rank_one, timeout_s=6.0)
+        pool.run(_hang_on_rank_one, timeout_s=20.0)
     assert list(caught.value.by_rank) == [1]
     assert "in _sleep_for_long" in caught.value.by_rank[1]
     assert pool.process_ids() == []

@@ -139,6 +139,7 @@ def test_the_class_syncs_only_when_told_and_leaves_its_config_alone() -> None:
 # ---- gradients by hand -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_gradients_are_synced_by_hand(strategy: int) -> None:
@@ -174,6 +175,7 @@ def test_gradients_are_synced_by_hand(strategy: int) -> None:
     assert max(found[key] for key in ("finished", "again", "stepped", "flagged")) <= TOLERANCE
 
 
+@pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_gradients_are_zeroed_and_scaled_visible_or_not(strategy: int) -> None:
@@ -262,6 +264,7 @@ def test_sync_and_no_sync_restore_what_was_there_before() -> None:
     ]
 
 
+@pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_no_sync_defers_and_sync_reduces_the_sum(strategy: int) -> None:
@@ -286,6 +289,7 @@ def test_no_sync_defers_and_sync_reduces_the_sum(strategy: int) -> None:
     assert found == {"in no_sync": 0, "in sync": 7, "manual": 0, "auto": 7}
 
 
+@pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_the_communication_dtype_changes_inside_its_context_only(strategy: int) -> None:

@@ -38,6 +38,7 @@ def kinds(model: MegatronFSDP) -> set[str]:
 # ---- gathering by hand -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_weights_are_gathered_ahead_of_a_forward(strategy: int) -> None:
@@ -152,6 +153,7 @@ def state_dict_contents(strategy: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_state_dicts_hold_dtensors_under_the_module_prefix_and_plain_buffers(
     strategy: int, run_ranks: RunRanks

@@ -1,8 +1,17 @@
-"""Ten steps are five steps, a save, new processes, and five steps more: bit for bit."""
+"""Ten steps are five steps, a save, new processes, and five steps more: bit for bit.
 
+In the job everything matters that a resume could forget: dropout, draws from Python, NumPy and torch in every step,
+accumulation, a schedule, a gradient scaler that meets an infinity, a data position with a shuffle of its own, an
+average, a buffer, a counter.
+"""
+
+import copy
 import itertools
 import math
-from functools import cached_property
+import random
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +21,277 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp import fully_shard
+from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.rng import place_in
+from megatron_fsdp.ema import ShardedEMA
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
-from tests.support.resume_job import (
-    INFINITE_AT,
-    Case,
-    Counter,
-    Outcome,
-    Shuffle,
-    load_elsewhere,
-    resume,
-    train_and_save,
-    train_whole,
-)
+from tests.support.arrangements import FLAT, Arrangement, hybrid_arguments
+from tests.support.parity import fixed_seed
+from tests.support.tensor_meshes import place, tensor_arguments
 from tests.support.worker_pool import WorkerPool
+
+# ---- the job ---------------------------------------------------------------------------------------------------------
+
+FEATURES, SAMPLES, MICROBATCHES = 7, 2, 2
+INFINITE_AT = (2, 8)
+"""Steps (from 0) whose loss is infinite on one rank: one before the save, one after."""
+
+Outcome = dict[str, Any]
+
+
+class NoisyBlock(nn.Module):
+    """A residual layer with dropout, and a counter of its calls in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(FEATURES, 12)
+        self.back = nn.Linear(12, FEATURES)
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.back(self.drop(torch.tanh(self.wide(x))))
+
+
+def divide(model: nn.Module, mesh: Any) -> None:
+    """Tensor parallelism inside the blocks: each rank drops its own columns."""
+    for name, module in model.named_children():
+        if isinstance(module, NoisyBlock):
+            parallelize_module(model, mesh, {f"{name}.wide": ColwiseParallel(), f"{name}.back": RowwiseParallel()})
+
+
+ARRANGEMENTS: dict[str, Arrangement] = {
+    "flat": FLAT,
+    "hybrid": Arrangement("hybrid", partial(hybrid_arguments, 2, 2)),
+    "tensor": Arrangement("tensor", tensor_arguments, partial(place, divide)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a job is sharded and saved.
+
+    Attributes:
+        strategy: 0 to 3.
+        arrangement: Of `ARRANGEMENTS`.
+        in_background: Whether it saves in the background.
+    """
+
+    strategy: int
+    arrangement: str = "flat"
+    in_background: bool = False
+
+    @property
+    def folder(self) -> str:
+        return f"{self.arrangement}-{self.strategy}-{self.in_background}"
+
+
+class Shuffle:
+    """A data position: an order drawn anew for each epoch, and a place in it; the same on every rank."""
+
+    length = 10
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.order = torch.randperm(self.length, generator=self.generator)
+        self.place = 0
+
+    def take(self) -> int:
+        if self.place == self.length:
+            self.order, self.place = torch.randperm(self.length, generator=self.generator), 0
+        self.place += 1
+        return int(self.order[self.place - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "place": self.place, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.place = state["order"].clone(), state["place"]
+        self.generator.set_state(state["generator"].clone())
+
+
+class Counter:
+    """Numbers that a loop keeps."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"skipped": 0, "seconds": 0.0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = dict(state)
+
+
+@dataclass
+class Job:
+    """Model, optimizer and all the rest, on one rank."""
+
+    case: Case
+    seed: int
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        arrangement = ARRANGEMENTS[self.case.arrangement]
+        with fixed_seed(self.seed):
+            model = nn.Sequential(NoisyBlock(), NoisyBlock(), nn.Linear(FEATURES, 3))
+            arrangement.place(model)
+        matrices = [param for param in model.parameters() if param.dim() > 1]
+        others = [param for param in model.parameters() if param.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+        options: dict[str, Any] = {"fsdp_unit_modules": [NoisyBlock], "zero_dp_strategy": self.case.strategy}
+        self.model, self.optimizer = fully_shard(
+            model, torch.optim.AdamW(groups, lr=1e-2), **options, **arrangement.arguments()
+        )
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=[2e-2, 5e-3], total_steps=12)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        self.data, self.counter = Shuffle(self.seed), Counter()
+        self.average = ShardedEMA(self.model, decay=0.8)
+        # Ranks of one tensor-parallel group see the same samples; their dropout differs all the same.
+        self.replica = dist.get_rank() // 2 if self.case.arrangement == "tensor" else dist.get_rank()
+        random.seed(self.seed + 100 * self.replica)
+        np.random.seed(self.seed + 200 * self.replica)
+        torch.manual_seed(self.seed + 300 * dist.get_rank())
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {
+            "schedule": self.schedule,
+            "scaler": self.scaler,
+            "data": self.data,
+            "average": self.average,
+            "counter": self.counter,
+        }
+
+    def step(self, number: int) -> None:
+        total = 0.0
+        for microbatch in range(MICROBATCHES):
+            last = microbatch == MICROBATCHES - 1
+            with nullcontext() if last else self.model.no_sync():
+                loss = self.loss(infinite=number in INFINITE_AT and last and self.replica == 0) / MICROBATCHES
+                self.scaler.scale(loss).backward()
+            total += loss.item()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.average.update()
+        self.counter.state["skipped"] += int(not torch.isfinite(norm).item())
+        self.counter.state["seconds"] += 0.1
+        self.losses.append(total)
+
+    def loss(self, infinite: bool) -> Tensor:
+        sample = self.data.take()
+        values = np.random.default_rng((sample, self.replica)).normal(size=(SAMPLES, FEATURES))
+        inputs = torch.from_numpy((values + np.random.normal() * random.random()).astype(np.float32))
+        if self.case.arrangement != "tensor":
+            inputs = inputs + 0.1 * torch.randn_like(inputs)
+        outputs: Tensor = self.model(inputs)
+        return outputs.square().mean() * (float("inf") if infinite else 1.0)
+
+    def outcome(self) -> Outcome:
+        """Everything there is, whole or of this rank."""
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        state = {
+            f"{names[id(param)]}/{slot}": _whole(value)
+            for param, slots in self.optimizer.state.items()
+            for slot, value in slots.items()
+        }
+        options = [
+            {key: each for key, each in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+        return {
+            "losses": list(self.losses),
+            "weights": {name: _whole(value) for name, value in self.model.full_parameters().items()},
+            "buffers": {name: value.clone() for name, value in self.model.named_buffers()},
+            "optimizer": state,
+            "options": options,
+            "schedule": copy.deepcopy(self.schedule.state_dict()),
+            "scaler": self.scaler.state_dict(),
+            "data": copy.deepcopy(self.data.state_dict()),
+            "average": {name: _whole(value) for name, value in self.average.state_dict().items()},
+            "counter": dict(self.counter.state),
+            "streams": streams(),
+        }
+
+
+def streams() -> dict[str, Any]:
+    """Where this rank's random generators stand."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+
+
+def train_whole(cases: list[Case], steps: int) -> list[Outcome]:
+    """Train without a checkpoint."""
+    return [_trained(Job(case, 0), range(steps)) for case in cases]
+
+
+def train_and_save(cases: list[Case], steps: int, root: str) -> list[Outcome]:
+    """Train the first half, save, and train on, so that what is saved late would be wrong. Returns what was saved."""
+    saved = []
+    for case in cases:
+        job = Job(case, 0)
+        with Checkpointer(f"{root}/{case.folder}", in_background=case.in_background) as checkpoints:
+            for number in range(steps):
+                job.step(number)
+            saved.append(job.outcome())
+            checkpoints.save(steps, job.model, job.optimizer, extra=job.extra)
+            job.step(steps)
+    return saved
+
+
+def resume(cases: list[Case], steps: int, root: str, leave_out: str | None = None) -> list[Outcome]:
+    """Load into a job that was begun otherwise, and train to the end.
+
+    Args:
+        cases: As they were saved.
+        steps: Of the whole run.
+        root: Where they were saved.
+        leave_out: Something that is not loaded: "optimizer", "streams" or a name of `Job.extra`.
+    """
+    return [_resumed(case, steps, root, leave_out) for case in cases]
+
+
+def _resumed(case: Case, steps: int, root: str, leave_out: str | None) -> Outcome:
+    job = Job(case, 7)
+    extra = {name: part for name, part in job.extra.items() if name != leave_out}
+    optimizer = None if leave_out == "optimizer" else job.optimizer
+    with Checkpointer(f"{root}/{case.folder}") as checkpoints:
+        report = checkpoints.load(job.model, optimizer, extra=extra, with_rng=leave_out != "streams", verify=True)
+    assert report.iteration is not None
+    return {**_trained(job, range(report.iteration, steps)), "report": str(report)}
+
+
+def load_elsewhere(case: Case, saved: Case, root: str) -> Outcome:
+    """Load what other ranks or another strategy saved, and draw from every stream."""
+    job = Job(case, 7)
+    with Checkpointer(f"{root}/{saved.folder}") as checkpoints:
+        report = checkpoints.load(job.model, job.optimizer, extra=job.extra)
+    loaded = job.outcome()
+    draws = (random.random(), float(np.random.random()), float(torch.rand((), dtype=torch.float64)))
+    return {**loaded, "report": str(report), "draws": draws}
+
+
+def _trained(job: Job, steps: range) -> Outcome:
+    for number in steps:
+        job.step(number)
+    return job.outcome()
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
 
 HALF, WHOLE = 5, 10
 
@@ -220,9 +482,9 @@ def test_every_coordinate_of_a_mesh_is_a_logical_rank_of_its_own(shape: list[int
     places = [place_in(names, shape, at, tp_dim) for at in itertools.product(*map(range, shape))]
     assert len({place.key for place in places}) == len(places) == math.prod(shape)
     tensor_size = shape[names.index(tp_dim)]
-    for place in places:
-        assert (place.tensor_size, place.data_size) == (tensor_size, math.prod(shape) // tensor_size)
-        assert 0 <= place.tensor < place.tensor_size
-        assert 0 <= place.data < place.data_size
+    for each in places:
+        assert (each.tensor_size, each.data_size) == (tensor_size, math.prod(shape) // tensor_size)
+        assert 0 <= each.tensor < each.tensor_size
+        assert 0 <= each.data < each.data_size
     by_tensor = [place.data for place in places if place.tensor == 0]
     assert by_tensor == list(range(places[0].data_size))

@@ -46,7 +46,7 @@ from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from tests.support import hostile
 from tests.support.byte_damage import saved_bytes
-from tests.support.hostile_readers import READERS, STEP, WEIGHT, by_folder, by_loading, write_linear
+from tests.support.hostile import READERS, STEP, WEIGHT, by_folder, by_loading, write_linear
 
 LONGEST_MESSAGE = 2000
 

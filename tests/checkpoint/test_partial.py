@@ -109,7 +109,6 @@ def test_lengths_that_no_checksum_covers_are_not_trusted(alone: tuple[Path, byte
             CheckpointFolder(file.parent).read_box("stack", (1, 0, 0), (1, 4, 6))
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_damaged_archives_are_refused_or_read_right(alone: tuple[Path, bytes, int], data: st.DataObject) -> None:
     file, raw, elements = alone

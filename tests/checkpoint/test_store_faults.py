@@ -8,23 +8,102 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from megatron_fsdp.checkpoint.store import POINTER, CheckpointStore, FileOps, RunFolder
 from megatron_fsdp.errors import CheckpointError
-from tests.support.save_loop import iteration_in, nursery
-from tests.support.save_loop import save as save_files
-from tests.support.store_faults import (
-    FAULTS,
-    FILES,
-    Fault,
-    FaultyOps,
-    Killed,
-    content_of,
-    write_content,
-)
+
+Fault = Literal["killed before", "killed halfway", "killed after", "error once", "errors from there on"]
+FAULTS: tuple[Fault, ...] = ("killed before", "killed halfway", "killed after", "error once", "errors from there on")
+
+FILES = ("a.distcp", "folder/b.distcp")
+
+
+class Killed(BaseException):
+    """The process is dead: whatever it tries from now on does nothing."""
+
+
+class FaultyOps(FileOps):
+    """Changes to the file system, of which number `at` goes wrong.
+
+    Attributes:
+        log: Name and path of every step that was begun.
+    """
+
+    def __init__(self, at: int | None = None, fault: Fault = "error once") -> None:
+        self.log: list[tuple[str, Path]] = []
+        self._at = at
+        self._fault = fault
+        self._is_dead = False
+
+    def _step(self, name: str, path: Path, *rest: Any) -> None:
+        if self._is_dead:
+            raise Killed
+        number = len(self.log)
+        self.log.append((name, path))
+        if self._at is None or number < self._at:
+            act(self, name, path, *rest)
+            return
+        if self._fault.startswith("error"):
+            if self._fault == "error once" and number > self._at:
+                act(self, name, path, *rest)
+                return
+            raise OSError(28, "No space left on device")
+        if self._fault == "killed halfway":
+            halfway(name, path)
+        if self._fault == "killed after":
+            act(self, name, path, *rest)
+        self._is_dead = True
+        raise Killed
+
+    def make_folder(self, path: Path) -> None:
+        self._step("make_folder", path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._step("rename", source, target)
+
+    def write_file(self, path: Path, content: str) -> None:
+        self._step("write_file", path, content)
+
+    def sync(self, path: Path) -> None:
+        self._step("sync", path)
+
+    def remove(self, path: Path) -> None:
+        self._step("remove", path)
+
+
+def act(ops: FileOps, name: str, path: Path, *rest: Any) -> None:
+    """Do a step, without forcing anything to the disk: thousands of steps are done, and no machine stops."""
+    if name == "write_file":
+        path.write_text(*rest)
+    elif name != "sync":
+        getattr(FileOps, name)(ops, path, *rest)
+
+
+def halfway(name: str, path: Path) -> None:
+    """What a killed process leaves of the steps that are not atomic."""
+    if name == "write_file":
+        path.write_text("")
+    if name == "remove" and path.is_dir():
+        (path / FILES[0]).unlink(missing_ok=True)  # and `.metadata` is still there
+
+
+def write_content(folder: Path, content: str) -> None:
+    """A small checkpoint, all of whose files say the same."""
+    (folder / "folder").mkdir(exist_ok=True)
+    for name in (*FILES, ".metadata"):
+        (folder / name).write_text(content)
+
+
+def content_of(folder: Path) -> str:
+    """What a whole checkpoint says."""
+    said = {(folder / name).read_text() for name in (*FILES, ".metadata")}
+    assert len(said) == 1, f"{folder} is mixed of {said}"
+    return said.pop()
 
 
 def save(root: Path, iteration: int, content: str, ops: FileOps, overwrite: bool = False) -> None:
@@ -236,7 +315,53 @@ def test_what_a_living_process_is_saving_is_not_taken_for_left_over(tmp_path: Pa
 
 
 KILLS = 24
+PARTS, LINES = 4, 2000
 SAVES_WITHIN = 6  # the longest life of a saver, in undisturbed saves of this machine as busy as it is
+
+
+def nursery(connection: Connection, root: Path) -> None:
+    """For every request fork a child that sends its process id and saves; tell when it has ended; until None."""
+    while connection.recv() is not None:
+        child = os.fork()
+        if child == 0:
+            try:
+                connection.send(os.getpid())
+                save_for_ever(root)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        connection.send(os.waitstatus_to_exitcode(status))
+
+
+def save_for_ever(root: Path) -> None:
+    """Go on from the latest iteration; replace every third one at once."""
+    store = CheckpointStore(root, keep_last=2)
+    latest = store.latest()
+    iteration = 0 if latest is None else iteration_in(latest)
+    while True:
+        iteration += 1
+        save_files(store, iteration, "first")
+        if iteration % 3 == 0:
+            save_files(store, iteration, "second", overwrite=True)
+
+
+def save_files(store: CheckpointStore, iteration: int, version: str, overwrite: bool = False) -> None:
+    """Save files that all tell the same iteration and version."""
+
+    def write(folder: Path) -> None:
+        for number in range(PARTS):
+            (folder / f"part{number}").write_text(f"{iteration} {version}\n" * LINES)
+        (folder / ".metadata").write_text(f"{iteration} {version}")
+
+    store.write(iteration, write, overwrite=overwrite)
+
+
+def iteration_in(folder: Path) -> int:
+    """The iteration that a checkpoint holds; all of its files are looked at."""
+    said = (folder / ".metadata").read_text()
+    for number in range(PARTS):
+        assert (folder / f"part{number}").read_text() == f"{said}\n" * LINES, f"{folder} is not whole"
+    return int(said.split()[0])
 
 
 def kill_savers(root: Path) -> tuple[int, int]:

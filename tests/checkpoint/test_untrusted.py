@@ -19,7 +19,7 @@ from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load
 from megatron_fsdp.checkpoint.safe_read import load_metadata
 from megatron_fsdp.errors import CheckpointError
 from tests.support import hostile
-from tests.support.hostile_readers import READERS, STEP, WEIGHT, Reader, by_folder, by_verify, refused, write_linear
+from tests.support.hostile import READERS, STEP, WEIGHT, Reader, by_folder, by_verify, refused, write_linear
 
 MARKER = Path("created-by-a-pickle")
 NAMES = sorted(hostile.payloads(MARKER))
@@ -53,6 +53,7 @@ def test_in_the_metadata(folder: Path, tmp_path: Path, name: str) -> None:
         refused(read, folder, marker, told, ".metadata")
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("key", [WEIGHT, STEP])
 def test_in_the_entry_of_a_tensor_or_object(folder: Path, tmp_path: Path, name: str, key: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
@@ -296,7 +296,6 @@ def test_switches_without_effect_are_named_with_what_they_lack(values: dict[str,
 
 
 @given(valid_configs())
-@settings(deadline=None, max_examples=30)
 def test_every_config_survives_all_round_trips(config: DistributedDataParallelConfig) -> None:
     known = {"DistributedDataParallelConfig": DistributedDataParallelConfig, "torch": torch}
     assert DistributedDataParallelConfig.from_dict(config.to_dict()) == config
@@ -309,7 +308,6 @@ def test_every_config_survives_all_round_trips(config: DistributedDataParallelCo
 
 
 @given(valid_configs(), valid_configs())
-@settings(deadline=None, max_examples=30)
 def test_configs_that_differ_are_written_differently(
     one: DistributedDataParallelConfig, other: DistributedDataParallelConfig
 ) -> None:

@@ -10,11 +10,9 @@ from torch import nn
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
 from tests.engine.test_parity import OPTIMIZERS, SCRIPTS
-from tests.support.bucket_models import ATTENTION, ENCODER, READING
 from tests.support.ddp_run import DdpSetting, ddp
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.scripts import three_microbatches
-from tests.support.seams import engine_of
 from tests.support.sharded_run import (
     FP32,
     ONE_RANK,
@@ -26,7 +24,7 @@ from tests.support.sharded_run import (
     reference,
     run_sharded,
 )
-from tests.support.usage_models import Nested, Recomputed, vector_case
+from tests.support.usage_models import ATTENTION, ENCODER, READING, Nested, Recomputed, vector_case
 
 RANKS = (1, 2, 3, 4)
 _BF16 = Tolerance(rtol=2**-5, atol=2**-6)
@@ -174,7 +172,7 @@ def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, i
     before = model.traffic()
     model(inputs).sum().backward()
     sent = model.traffic().since(before)
-    return sent.reductions, sent.reduce_bytes, engine_of(model).executor._buckets.peak_bytes, early
+    return sent.reductions, sent.reduce_bytes, model.memory().transient_peak_bytes, early
 
 
 @pytest.mark.full(short=["optim_grads_params"])

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.conftest import RunRanks
 from tests.parallel.test_expert_parallel import EXPERTS, TOP2
-from tests.support.bucket_models import READING
 from tests.support.ddp_run import DdpRun, DdpSetting, ddp, start
 from tests.support.models import DENSE, MODEL_CASES, ModelCase
 from tests.support.on_ranks import on_ranks
@@ -19,6 +18,7 @@ from tests.support.scripts import three_microbatches
 from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, check_jobs, sgd
 from tests.support.tensor_meshes import divide_tensors, tensor_parallel
+from tests.support.usage_models import READING
 
 SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
 IN_TURN: dict[str, Any] = {**SHARDS, "overlap_param_gather": True}

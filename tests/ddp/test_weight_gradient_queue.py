@@ -35,8 +35,8 @@ def backward_with(*actions: Callable[[], Any]) -> None:
     result.sum().backward()
 
 
-def leaf(value: float = 1.0) -> nn.Parameter:
-    return nn.Parameter(torch.full((2,), value))
+def leaf() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2))
 
 
 def grad_of(param: nn.Parameter) -> list[float]:

@@ -18,10 +18,9 @@ from megatron_fsdp.debug import verify_ranks as row_exchange
 from megatron_fsdp.debug.verify_ranks import DEFAULT_TIMEOUT_S, VARIABLE, resolve_verify_ranks
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
-from tests.support.experts import Experts, let_take_part
 from tests.support.settling import settled
 from tests.support.sharded_run import FP32, Outcome, Run, Scenario, Setting, assert_parity, reference, run_sharded
-from tests.support.usage_models import FEATURES, Layer, Ordered, vector_case
+from tests.support.usage_models import FEATURES, Experts, Layer, Ordered, let_take_part, vector_case
 
 _TIMEOUT_S = 300.0
 _WAIT_S = 60.0

@@ -49,6 +49,7 @@ def values(tensor: torch.Tensor) -> list[float]:
     return local.detach().clone().flatten().tolist()
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("way", ["optimizer", "model", "by hand"])
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)

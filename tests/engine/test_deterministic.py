@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, Batch, ModelName
 from tests.support.on_ranks import on_ranks
 
-STEPS, MICROBATCHES, MAX_NORM = 3, 12, 0.05
+STEPS, MICROBATCHES, MAX_NORM = 2, 12, 0.05
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -83,6 +84,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def in_one_process(job: Job) -> list[Step]:
     """Train as anyone would without ranks, one microbatch after another."""
+    return plain_steps(Job(job.model, dtype=job.dtype))
+
+
+@cache
+def plain_steps(job: Job) -> list[Step]:
     model = job.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     steps: list[Step] = []

@@ -1,6 +1,9 @@
 """Embeddings and heads as units of their own: equal to one process, gathered no more often, never read silently."""
 
 import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +17,93 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ShardOperationError
 from megatron_fsdp.sharding.accounting import StepTraffic, step_traffic
 from tests.conftest import RunRanks
-from tests.support.ends_models import Block, EndsDecoder, Read, Shape, calling, ends_case
-from tests.support.models import ModelCase
+from tests.support.models import Batch, ModelCase
 from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies
+
+# ---- small decoders with untied ends ---------------------------------------------------------------------------------
+
+FEATURES, VOCABULARY, TOKENS = 8, 12, 5
+BLOCKS = 3
+
+Read = Callable[["EndsDecoder", Tensor, Tensor], Tensor]
+"""(model, tokens, hidden states) -> logits."""
+
+
+class Block(nn.Module):
+    """A residual linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a decoder does with its ends.
+
+    Attributes:
+        twice: Whether both are called twice in a forward.
+        recomputes: Whether embedding, blocks and head are recomputed in backward.
+        frozen: Whether the head takes no gradient.
+        read: How logits come about where the head is not called.
+    """
+
+    twice: bool = False
+    recomputes: bool = False
+    frozen: bool = False
+    read: Read | None = None
+
+
+class EndsDecoder(nn.Module):
+    """Tokens (samples, tokens) in, logits (samples, tokens, vocabulary) out."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, FEATURES)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(FEATURES)
+        self.head = nn.Linear(FEATURES, VOCABULARY)
+        self.head.requires_grad_(not shape.frozen)
+        self.shape = shape
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self._call(self.tokens, tokens)
+        if self.shape.twice:
+            x = x + self.tokens(tokens.roll(1, dims=1))
+        for block in self.blocks:
+            x = self._call(block, x)
+        x = self.norm(x)
+        if self.shape.read is not None:
+            return self.shape.read(self, tokens, x)
+        logits = self._call(self.head, x)
+        return logits + 0.5 * self.head(torch.sin(x)) if self.shape.twice else logits
+
+    def _call(self, module: nn.Module, x: Tensor) -> Tensor:
+        if not self.shape.recomputes:
+            return module(x)
+        return checkpoint(module, x, use_reentrant=False)
+
+
+def ends_case(shape: Shape) -> ModelCase:
+    """A decoder, its data and its loss; its units are to be found."""
+    return ModelCase(partial(EndsDecoder, shape), make_batch, loss, ())
+
+
+def make_batch(samples: int, generator: torch.Generator) -> Batch:
+    tokens = torch.randint(VOCABULARY, (samples, TOKENS + 1), generator=generator)
+    return Batch(tokens[:, :-1], tokens[:, 1:])
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+
+
+# ---- parity ----------------------------------------------------------------------------------------------------------
 
 AUTOMATIC = (("fsdp_unit_modules", None),)
 SETTINGS = tuple(Setting(strategy, options=AUTOMATIC) for strategy in (3, 2, 1, 0))
@@ -217,7 +302,7 @@ def refused(strategy: int, reader: str, grad: bool) -> tuple[str, dict[str, Tens
     del caught  # torch 2.11 leaves its hooks of recomputation on until the frames of the error are gone
     gc.collect()
     model.reset()
-    calling(model.module)
+    model.module.shape = Shape()  # which calls the head
     case.loss(model, batch).backward()
     return message, model.full_gradients()
 
@@ -293,8 +378,6 @@ def train_reading(run: Run) -> None:
 
 
 def test_the_remedy_of_the_message_works(run_ranks: RunRanks) -> None:
-    from tests.support.ends_models import Block
-
     options = (("fsdp_unit_modules", [Block]),)
     for read in (_linear, _embedding, _recomputed):
         scenario = Scenario(train_reading, ends_case(Shape(read=read)))

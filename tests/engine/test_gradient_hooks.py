@@ -37,6 +37,7 @@ def difference(model: MegatronFSDP, wanted: dict[str, Tensor]) -> float:
 # ---- when they run ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("decoupled", [False, True])
 @each_strategy
 @on_ranks(3)

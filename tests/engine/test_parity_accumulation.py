@@ -90,22 +90,6 @@ def test_the_last_microbatch_synchronises(run_ranks: RunRanks, num_ranks: int) -
     _check(run_ranks, say_which_is_last, num_ranks=num_ranks)
 
 
-def let_the_optimizer_synchronise(run: Run) -> None:
-    for step in range(2):
-        for microbatch in range(3):
-            run.loss(10 * step + microbatch).backward()
-        run.optimizer.step()
-        run.note_gradients()
-        run.note_parameters()
-        run.optimizer.zero_grad()
-
-
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_optimizer_step_synchronises_when_nothing_was_said(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, let_the_optimizer_synchronise, MANUAL, num_ranks=num_ranks)
-
-
 def finish_by_hand(run: Run) -> None:
     for step in range(2):
         for microbatch in range(2):
@@ -117,23 +101,6 @@ def finish_by_hand(run: Run) -> None:
 
 def test_finish_grad_sync_shows_the_sum(run_ranks: RunRanks) -> None:
     _check(run_ranks, finish_by_hand, MANUAL)
-
-
-def clip_after_manual_sync(run: Run) -> None:
-    """Auto sync switched off and on again between steps."""
-    for step, auto_sync in enumerate((True, False, True)):
-        if run.sharded is not None:
-            run.sharded.set_model_auto_sync(auto_sync)
-        run.loss(2 * step).backward()
-        run.loss(2 * step + 1).backward()
-        run.optimizer.step()
-        run.note_gradients()
-        run.note_parameters()
-        run.optimizer.zero_grad()
-
-
-def test_auto_sync_can_change_between_steps(run_ranks: RunRanks) -> None:
-    _check(run_ranks, clip_after_manual_sync)
 
 
 # ---- clearing ------------------------------------------------------------------------------------------------------

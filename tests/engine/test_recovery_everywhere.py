@@ -13,11 +13,11 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.failing_model import LAYERS, POINTS, Failing, FailingModel, HalfwaySGD, PlannedError, failing_at
 from tests.support.live_bytes import held_bytes
-from tests.support.models import Batch
+from tests.support.models import Batch, vector_loss
 from tests.support.on_ranks import of_ranks, on_ranks
 from tests.support.parity import assert_equal_tensors, fixed_seed
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
-from tests.support.usage_models import make_batch, squared_error, vector_case
+from tests.support.usage_models import make_batch, vector_case
 
 CASE = vector_case(FailingModel)
 SETTINGS = [*(Setting(strategy) for strategy in range(4)), Setting(3, options=(("weight_allocator", "resize"),))]
@@ -133,9 +133,10 @@ def _deferring(model: MegatronFSDP, mode: str, last: bool) -> contextlib.Abstrac
 def _backward(model: nn.Module, number: int) -> None:
     """On a batch of 4 samples: its half of the ranks, or all of it."""
     whole = make_batch(4, torch.Generator().manual_seed(number))
-    squared_error(model, whole.part(dist.get_rank(), 2) if isinstance(model, MegatronFSDP) else whole).backward()
+    vector_loss(model, whole.part(dist.get_rank(), 2) if isinstance(model, MegatronFSDP) else whole).backward()
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 @pytest.mark.parametrize("mode", ["no_sync", "auto"])
 @on_ranks(2)
@@ -179,7 +180,7 @@ def test_ranks_that_failed_at_different_points_reduce_alike_afterwards(strategy:
 
 
 def _step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    squared_error(model, batch).backward()
+    vector_loss(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -198,7 +199,7 @@ def test_no_failure_leaves_memory_behind(strategy: int, allocator: str) -> None:
     for number in range(20):
         failing = failing_at(wrapped.module, number % LAYERS, POINTS[number % len(POINTS)])
         with failing, contextlib.suppress(PlannedError):
-            squared_error(wrapped, batch).backward()
+            vector_loss(wrapped, batch).backward()
         wrapped.reset()
         optimizer.zero_grad()
         if number in (0, 19):

@@ -70,6 +70,7 @@ def places(model: MegatronFSDP) -> tuple[set[str], set[torch.dtype], bool]:
     return {str(param.grad) for param in params}, {grad.dtype for grad in grads}, alike
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("auto_sync", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)

@@ -313,6 +313,7 @@ def test_nothing_is_kept_between_steps() -> None:
 # ---- writes, and loss scaling ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strategy", [0, 1, 3])
 @on_ranks(2)

@@ -107,6 +107,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_groups_keep_order_and_options_and_parameters_in_none_stay_alone(strategy: int) -> None:
@@ -195,6 +196,7 @@ def test_state_that_exists_is_sharded_and_training_goes_on(name: str, strategy: 
     assert found["difference"] <= TOLERANCE
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_sharding_makes_no_fake_step(strategy: int) -> None:
@@ -274,6 +276,7 @@ def test_parameters_smaller_than_the_ranks_train_too(name: str) -> None:
     assert largest_difference(weights(model), weights(reference)) <= TOLERANCE
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_an_optimizer_may_be_built_after_a_forward(strategy: int) -> None:

@@ -33,16 +33,17 @@ def moved(model: MegatronFSDP, before: dict[str, Tensor]) -> bool:
     return largest_difference(whole_weights(model), before) > 0
 
 
-def one_process_update(lr: float = 0.1) -> dict[str, Tensor]:
+def one_process_update() -> dict[str, Tensor]:
     """Weights of one process after one SGD step on batch 0."""
     reference = build()
-    train(reference, torch.optim.SGD(reference.parameters(), lr=lr), 1)
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 1)
     return whole_weights(reference)
 
 
 # ---- keywords --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_step_syncs_gradients_unless_told_not_to(strategy: int) -> None:
@@ -59,6 +60,7 @@ def test_step_syncs_gradients_unless_told_not_to(strategy: int) -> None:
     assert difference <= TOLERANCE
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_step_installs_weights_unless_told_not_to(strategy: int) -> None:
@@ -83,6 +85,7 @@ def test_step_installs_weights_unless_told_not_to(strategy: int) -> None:
     assert states == [True, False, True, True]
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_zero_grad_forgets_pending_gradients_unless_told_not_to(strategy: int) -> None:
@@ -188,6 +191,7 @@ class TwoPhase(torch.optim.Optimizer):
         return loss
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_a_closure_sees_weights_that_moved_inside_the_step(strategy: int) -> None:

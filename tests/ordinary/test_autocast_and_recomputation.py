@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
+from tests.support.models import vector_loss
 from tests.support.on_ranks import on_ranks
 from tests.support.parity import assert_equal_tensors
 from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
@@ -21,7 +22,6 @@ from tests.support.usage_models import (
     Recomputed,
     Where,
     make_batch,
-    squared_error,
     vector_case,
 )
 
@@ -146,6 +146,6 @@ def test_recomputation_gathers_as_often_as_it_must(where: Where | None, reentran
     model = fully_shard_model(Ordered() if where is None else Recomputed(where, reentrant), fsdp_unit_modules=[Layer])
     for step in range(4):
         before = model.traffic()
-        squared_error(model, make_batch(2, torch.Generator().manual_seed(0))).backward()
+        vector_loss(model, make_batch(2, torch.Generator().manual_seed(0))).backward()
         model.install_optimized_model_weights()
         assert step < 2 or model.traffic().since(before).gathers == GATHERS[where]

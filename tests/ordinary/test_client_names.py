@@ -58,9 +58,9 @@ class Box(nn.Module):
         self.module = module
 
 
-def _model(strategy: int = 3) -> MegatronFSDP:
+def _model() -> MegatronFSDP:
     torch.manual_seed(0)
-    return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
 
 
 @on_ranks(2)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
+from tests.support.models import vector_loss
 from tests.support.on_ranks import on_ranks
 from tests.support.parity import assert_equal_tensors
-from tests.support.usage_models import FEATURES, Layer, Ordered, make_batch, squared_error
+from tests.support.usage_models import FEATURES, Layer, Ordered, make_batch
 
 How = Literal[
     "unit in place", "unit in a box", "unit afterwards", "model in place", "model in a box", "model afterwards"
@@ -104,8 +105,8 @@ def train(how: How, strategy: int, backend: str) -> Found:
     pairs, first = [], 0
     for step in range(3):
         batch = make_batch(12, torch.Generator().manual_seed(step))
-        squared_error(model, batch.part(dist.get_rank(), dist.get_world_size())).backward()
-        squared_error(plain, batch).backward()
+        vector_loss(model, batch.part(dist.get_rank(), dist.get_world_size())).backward()
+        vector_loss(plain, batch).backward()
         gradients = {name: grad for name, grad in model.full_gradients().items() if grad is not None}
         pairs.append((gradients, {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}))
         for each in (optimizer, other):

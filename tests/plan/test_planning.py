@@ -22,7 +22,6 @@ from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, outer_step
 from tests.support.tower import FEATURES, Floor, Tower
 
 BF16 = torch.bfloat16
-_FEW_LAYERS = {**PRESETS["qwen3-30b-a3b"], "num_hidden_layers": 8}
 
 
 def _sum(output: torch.Tensor) -> torch.Tensor:
@@ -59,7 +58,7 @@ def test_persistent_bytes_of_the_zero_paper(strategy: int, gigabytes: float) -> 
     assert round(found.memory.held_bytes / 1e9, 1) == gigabytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     hidden=st.lists(st.integers(1, 9).map(lambda n: 8 * n), min_size=1, max_size=7).map(tuple),
     strategy=st.sampled_from(ShardingStrategy),

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,12 +37,6 @@ def inner_edges(layout: Layout, index: int) -> list[int]:
     return [edge - start for edge in edges if start < edge < stop]
 
 
-def checked(test: Callable[..., None]) -> Callable[..., None]:
-    """Without a time limit per example, which a busy machine would break."""
-    return settings(deadline=None, max_examples=100)(test)
-
-
-@checked
 @given(problems())
 def test_every_element_is_owned_by_exactly_one_rank(problem: Problem) -> None:
     layout = plan_layout(**problem)
@@ -55,7 +48,6 @@ def test_every_element_is_owned_by_exactly_one_rank(problem: Problem) -> None:
         assert all(0 <= stop - start <= layout.shard_numel for start, stop in ranges)
 
 
-@checked
 @given(problems())
 def test_tensors_survive_the_way_through_shards_and_back(problem: Problem) -> None:
     layout = plan_layout(**problem)
@@ -74,7 +66,7 @@ def test_tensors_survive_the_way_through_shards_and_back(problem: Problem) -> No
     assert int((buffer == -1).sum()) == layout.padding_numel
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=40),
     st.integers(1, 65536),
@@ -88,13 +80,11 @@ def test_padding_stays_within_the_bound_on_many_ranks(
     assert layout.padding_numel <= max(0.01 * layout.payload_numel, unavoidable)
 
 
-@checked
 @given(problems())
 def test_the_same_input_gives_the_same_layout(problem: Problem) -> None:
     assert plan_layout(**problem) == plan_layout(**problem)
 
 
-@checked
 @given(problems())
 def test_local_shapes_hold_exactly_the_local_elements(problem: Problem) -> None:
     layout = plan_layout(**problem)
@@ -128,7 +118,6 @@ def smallest_numel(problem: Problem, numel_multiple: int) -> int:
     return -(-units * alignment_numel // common) * common
 
 
-@checked
 @given(problems(), multiples)
 def test_the_buffer_is_a_multiple_and_everything_is_aligned(problem: Problem, numel_multiple: int) -> None:
     layout = plan_layout(**problem, numel_multiple=numel_multiple)
@@ -137,7 +126,6 @@ def test_the_buffer_is_a_multiple_and_everything_is_aligned(problem: Problem, nu
     assert all(start % alignment_numel == 0 for start in (layout.shard_numel, *layout.offsets))
 
 
-@checked
 @given(problems(), multiples)
 def test_rows_stay_whole_where_any_waste_is_allowed(problem: Problem, numel_multiple: int) -> None:
     layout = plan_layout(**{**problem, "max_waste": 1e6}, numel_multiple=numel_multiple)
@@ -145,7 +133,6 @@ def test_rows_stay_whole_where_any_waste_is_allowed(problem: Problem, numel_mult
         assert layout.is_row_sharded(index) == (bool(shape) and math.prod(shape[1:]) > 0)
 
 
-@checked
 @given(problems(), multiples)
 @example({"shapes": [(1,)], "num_shards": 8, "alignment_numel": 4, "max_waste": 0}, 1)
 def test_padding_stays_within_the_bound(problem: Problem, numel_multiple: int) -> None:
@@ -158,7 +145,6 @@ def test_padding_stays_within_the_bound(problem: Problem, numel_multiple: int) -
     assert layout.numel >= smallest_numel(problem, numel_multiple)
 
 
-@checked
 @given(problems(), multiples)
 def test_no_waste_allowed_gives_the_smallest_multiple(problem: Problem, numel_multiple: int) -> None:
     tight = {**problem, "max_waste": 0}
@@ -167,7 +153,6 @@ def test_no_waste_allowed_gives_the_smallest_multiple(problem: Problem, numel_mu
     assert layout.numel >= plan_layout(**tight).numel
 
 
-@checked
 @given(problems(), st.data())
 def test_a_multiple_that_shards_are_anyway_changes_nothing(problem: Problem, data: st.DataObject) -> None:
     common = problem["num_shards"] * problem["alignment_numel"]

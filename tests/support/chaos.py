@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.forked_programs import Program, children_of
+from tests.support.train_program import steps_done
 
 _POLL_S = 0.005
 
@@ -38,8 +39,8 @@ class Chaos:
         wants_save = [True] * self.during_saves + [False] * (self.kills - self.during_saves)
         choose.shuffle(wants_save)
         for want in wants_save:
-            before = _lines(out)
-            while _lines(out) <= before and program.poll() is None:
+            before = steps_done(out)
+            while steps_done(out) <= before and program.poll() is None:
                 time.sleep(_POLL_S)
             if not want:
                 time.sleep(choose.uniform(0.0, 0.3))
@@ -60,11 +61,6 @@ class Chaos:
                     self.killed.append(is_saving)
                     return True
         return False
-
-
-def _lines(out: Path) -> int:
-    file = out / "metrics.jsonl"
-    return file.read_text().count("\n") if file.exists() else 0
 
 
 def _is_saving(saved: Path) -> bool:

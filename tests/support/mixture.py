@@ -1,12 +1,12 @@
 """A mixture of experts whose ranks may hold a part of the experts each and send tokens to the others'."""
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from tests.support.models import TinyTransformer
 
@@ -130,24 +130,6 @@ def divide_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
             module.divide(group)
 
 
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
-
-
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send `sent[r]` consecutive rows to rank r; returns the `received[r]` rows of each rank r, in rank order."""
-    arrived: Tensor = _ExchangeRows.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return arrived
+    return all_to_all_single_autograd(rows.contiguous(), received, sent, group)

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from tests.support.settling import LIMIT_S
 from tests.support.source_tree import ROOT
 
 _OWN_HASH_SEED = 'PYTHONHASHSEED=$((RANK + 1)) exec "$0" "$@"'
-TIMEOUT_S = 600  # against waiting for ever
 
 
 def real_torchrun(words: Sequence[str]) -> str:
@@ -31,7 +31,7 @@ def real_torchrun(words: Sequence[str]) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=TIMEOUT_S,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

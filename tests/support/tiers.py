@@ -6,7 +6,8 @@
     @pytest.mark.full(cover=2)              all but a covering array, in which every pair of values meets once
 
 A fact is proved once in the short suite. Its repetition over sizes, models and ranks, long runs, kills and random cases
-are full. Every file keeps a short case, so that no subject is left out.
+are full; hypothesis draws 30 examples in the short suite and 100 in the full one. Every file keeps a short case, so
+that no subject is left out.
 """
 
 from collections.abc import Mapping, Sequence

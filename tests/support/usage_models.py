@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models import Batch, ModelCase
+from megatron_fsdp import MegatronFSDP
+from tests.support.models import ModelCase, make_vector_batch, vector_loss
 
 FEATURES = 6
 Where = Literal["units", "inside", "pairs", "all"]
@@ -278,18 +279,118 @@ class Branches(Ordered):
         super().__init__((0, 1, 2), 3, Branching)
 
 
-def make_batch(samples: int, generator: torch.Generator) -> Batch:
-    """Float32 inputs and targets (samples, FEATURES)."""
-    return Batch(
-        torch.randn(samples, FEATURES, generator=generator), torch.randn(samples, FEATURES, generator=generator)
-    )
-
-
-def squared_error(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean squared error."""
-    return F.mse_loss(model(batch.inputs), batch.targets)
+make_batch = partial(make_vector_batch, features=(FEATURES, FEATURES))
 
 
 def vector_case(build: Callable[[], nn.Module]) -> ModelCase:
     """A case whose units are the `Layer`s (and what derives from them)."""
-    return ModelCase(build, make_batch, squared_error, (Layer,))
+    return ModelCase(build, make_batch, vector_loss, (Layer,))
+
+
+# ---- parameters that other modules read than those that own them -----------------------------------------------------
+
+_LENGTH = 3
+
+
+class Attention(nn.Module):
+    """Self-attention, whose output projection is never called: its weight is read by the module around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.attention = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
+        self.layer = Layer()
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).unsqueeze(1).expand(-1, _LENGTH, -1)
+        scale = torch.arange(1.0, _LENGTH + 1).view(1, -1, 1)
+        x = x * scale
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.last(self.layer(x.mean(dim=1)))
+
+
+class Encoder(nn.Module):
+    """torch's encoder layers: in evaluation they read the weights of their parts without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(FEATURES, 2, 11, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).unsqueeze(1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x.squeeze(1))
+
+
+class Reading(nn.Module):
+    """A model that reads weights of modules it never calls, lists of parameters, and weights of its own, late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.linspace(-1.0, 1.0, FEATURES))
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.table = nn.ParameterList([torch.full((FEATURES,), 0.5), torch.linspace(0.0, 1.0, FEATURES)])
+        self.silent = nn.Linear(FEATURES, FEATURES)
+        self.inner = Layer()
+        self.mirror = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.mirror.weight = self.first.weight  # tied, and far away from each other
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) * self.table[0]
+        x = self.inner(x) + F.linear(x, self.silent.weight.t(), self.silent.bias)
+        return self.mirror(x) * self.late + self.table[1]
+
+
+ATTENTION: ModelCase = vector_case(Attention)
+ENCODER: ModelCase = vector_case(Encoder)
+READING: ModelCase = vector_case(Reading)
+
+# ---- units that some ranks skip --------------------------------------------------------------------------------------
+
+EXPERTS = 4
+
+TakePart = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Experts(nn.Module):
+    """Two layers of experts; a sample goes to the expert that its first feature says.
+
+    Attributes:
+        take_part: What a rank does for an expert that got none of its samples; None: it skips the expert.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.floors = nn.ModuleList(nn.ModuleList(Layer() for _ in range(EXPERTS)) for _ in range(2))
+        self.last = nn.Linear(FEATURES, FEATURES)
+        self.take_part: TakePart | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] * 7).long().abs() % EXPERTS
+        hidden = self.first(x)
+        for floor in self.floors:
+            mixed = torch.zeros_like(hidden)
+            assert isinstance(floor, nn.ModuleList)
+            for index, expert in enumerate(floor):
+                mine = (chosen == index).nonzero().flatten()
+                if len(mine):
+                    mixed = mixed.index_add(0, mine, expert(hidden[mine]))
+                elif self.take_part is not None:
+                    hidden = self.take_part(expert, hidden)
+            hidden = hidden + mixed
+            chosen = (chosen + 1) % EXPERTS
+        return self.last(hidden)
+
+
+def let_take_part(model: nn.Module) -> None:
+    """Make the experts of a sharded model take part where they have no samples; nothing on one process."""
+    if isinstance(model, MegatronFSDP):
+        assert isinstance(model.module, Experts)
+        model.module.take_part = model.take_part

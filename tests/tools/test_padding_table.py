@@ -10,6 +10,7 @@ from tools.padding_table import BF16_ALIGNMENT_NUMEL, RANK_COUNTS, groups, lcm_r
 GROUPS = {group.name: group for group in groups()}
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("num_shards", RANK_COUNTS)
 def test_real_layers_waste_at_most_one_percent(name: str, num_shards: int) -> None:

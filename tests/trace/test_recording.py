@@ -21,8 +21,6 @@ from tests.support.tower import FLOORS, tower_loss
 from tests.trace import training
 from tests.trace.training import Loop, bucketed_tower, data, sharded_tower, train
 
-Ran = tuple[dict[str, Any], Timeline]
-
 
 def _both(how: str, strategy: int, loop: Loop) -> tuple[dict[str, Any], dict[str, Any], Timeline]:
     """Values without a recording, values with one, and the recording."""

@@ -56,8 +56,7 @@ class RowExchange:
         # torch names a group by the number of groups, which is ambiguous after groups were destroyed.
         self._group = duplicate_group(group, shared_name("rows", group), backend="gloo")
         destroy_with(self, [self._group])
-        # Ranks start together: a slow start does not count against the first exchange, and no rank destroys its side
-        # of the group while another still connects.
+        # Ranks start together: a slow start does not count against the first exchange.
         dist.barrier(group=self._group)
 
     def __call__(self, row: torch.Tensor) -> list[torch.Tensor]:

@@ -33,8 +33,8 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> WriteOptions:
     return WriteOptions(change_tensors=change)
 
 
-def common_changed(change: Callable[[dict[str, Any]], Any], generation: int = 3) -> WriteOptions:
-    return WriteOptions(change_common=change, generation=generation)
+def common_changed(change: Callable[[dict[str, Any]], Any]) -> WriteOptions:
+    return WriteOptions(change_common=change)
 
 
 def test_state_of_another_shape_than_its_weight(tmp_path: Path) -> None:

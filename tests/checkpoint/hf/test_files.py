@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import pytest
 import safetensors
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from safetensors.torch import save_file
 
 from megatron_fsdp.checkpoint.hf.files import (
@@ -107,7 +107,6 @@ def test_a_damaged_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
 WHOLE = as_file({"__metadata__": {"format": "pt"}, **GOOD})
 
 
-@settings(max_examples=200)
 @given(
     edits=st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), max_size=4),
     cut=st.integers(0, len(WHOLE)),
