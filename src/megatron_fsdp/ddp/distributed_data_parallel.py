@@ -26,7 +26,7 @@ from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.engine import Engine, EngineComponents
 from megatron_fsdp.engine.group_plan import Sharding, local_part
-from megatron_fsdp.engine.wrap import parameter_info
+from megatron_fsdp.engine.wrap import check_not_wrapped, parameter_info
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, mesh_and_dim, tensor_parallel_dim
@@ -203,12 +203,7 @@ def _check_types(config: Any, module: Any) -> None:
             f"config is a {type(config).__name__}; DistributedDataParallel takes a DistributedDataParallelConfig first "
             "and the model second"
         )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; give the model, a torch.nn.Module")
-    if isinstance(module, MegatronFSDP):
-        raise ConfigurationError("the model is wrapped already; wrap a model once")
-    if any(hasattr(param, "_megatron_fsdp_model") for param in module.parameters()):
-        raise ConfigurationError("the model is sharded already, inside of another wrapper; wrap a model once")
+    check_not_wrapped(module)
 
 
 def _resolve_together(
