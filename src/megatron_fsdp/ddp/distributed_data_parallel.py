@@ -92,6 +92,8 @@ class DistributedDataParallel(MegatronFSDP):
     A bucket is reduced when all its gradients have come, and never before those behind it, so ranks cannot disagree on
     the order. A parameter that gets no gradient holds its bucket, and those in front of it, back until backward ends.
 
+    Arguments that are not listed here are those of `fully_shard_model`.
+
     Args:
         config: What to do; read once, never written to. Fields set after construction count.
         module: The model; sharded in place and kept as `.module`.
@@ -101,13 +103,9 @@ class DistributedDataParallel(MegatronFSDP):
         expt_device_mesh: The mesh of experts, as in `fully_shard_model`.
         disable_bucketing: One bucket for each kind of parameter.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
-        init_model_with_meta_device: As in `fully_shard_model`.
         fsdp_unit_modules: The units, with `use_megatron_fsdp`; else refused.
         device: Where the buffers live; None: this process's device of the mesh's type.
         sync_model_each_microbatch: Make gradients final after every backward; False: when `finish_grad_sync` is called.
-        find_unused_parameters: As in `fully_shard_model`.
-        verify_ranks: As in `fully_shard_model`.
-        deterministic: As in `fully_shard_model`.
 
     Attributes:
         ddp_config: The caller's configuration; nothing reads it after wrapping.
