@@ -19,13 +19,13 @@ from megatron_fsdp.config.engine_options import checked_deterministic, engine_op
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.bucket_plan import plan_buckets
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
-from megatron_fsdp.ddp.engine import BucketEngine
-from megatron_fsdp.ddp.hooks import register_bucket_hooks
+from megatron_fsdp.ddp.engine import BucketEngine, Readers
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.engine import Engine, EngineComponents
 from megatron_fsdp.engine.group_plan import Sharding, local_part
+from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.wrap import check_not_wrapped, parameter_info
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -71,7 +71,9 @@ class BucketGrouping:
     def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks that drive the engine."""
         assert isinstance(engine, BucketEngine)
-        register_bucket_hooks(engine, root)
+        if engine.waits_for_readers:  # before the engine's: each hook is prepended, and readers have to run after those
+            Readers(engine, root).register()
+        register_hooks(engine, root)
 
 
 class DistributedDataParallel(MegatronFSDP):
