@@ -174,7 +174,7 @@ CONFIGURATION_ERRORS: dict[str, tuple[Any, ...]] = {
         lambda: shard(nn.ReLU(), fsdp_unit_modules=None),
         "ReLU has no parameters; there is nothing to shard",
     ),
-    "wrapped_twice": (lambda: shard(shard()), "the model is a MegatronFSDP already; wrap a model once"),
+    "wrapped_twice": (lambda: shard(shard()), "the model is sharded already (7 of 7 parameters, such as "),
     "inner_module_wrapped_again": (
         lambda: shard(shard().module),
         "the model is sharded already (7 of 7 parameters, such as gain)",

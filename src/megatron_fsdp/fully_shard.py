@@ -426,12 +426,9 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that are wrong whatever the mesh and the model; the same verdict on every rank."""
     from megatron_fsdp.engine.wrap import check_not_wrapped
-    from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
     warn_of_namesake()
     check_not_wrapped(arguments["module"])
-    if isinstance(arguments["module"], MegatronFSDP):
-        raise ConfigurationError("the model is a MegatronFSDP already; wrap a model once")
     resolve_strategy(arguments["zero_dp_strategy"])
     resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
     refuse_unsupported(arguments)

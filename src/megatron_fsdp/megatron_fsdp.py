@@ -75,6 +75,8 @@ class MegatronFSDP(nn.Module):
     `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the
     forward of a unit its modules hold full, plain tensors. `.grad` is set by a backward that synchronises.
 
+    Arguments that are not listed here are those of `fully_shard_model`.
+
     Args:
         module: The model; sharded in place and kept as `.module`.
         dist_index: Mesh and process groups.
@@ -86,7 +88,6 @@ class MegatronFSDP(nn.Module):
         disable_bucketing: Never cut the parameters outside of units into several buckets.
         device: Device of the shards; None: this process's device of the mesh's type.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
-        init_model_with_meta_device: As in `fully_shard_model`.
         sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
             `is_last_microbatch`, call `finish_grad_sync`, or let `optimizer.step` do it.
         keep_fp8_transpose_cache: Not supported yet.
@@ -99,13 +100,6 @@ class MegatronFSDP(nn.Module):
         fine_grained_recurse_module_types: Classes of modules that are then gathered whole, with all inside them.
         report_nan_in_param_grad: Check every gradient for NaN and infinity and raise on all ranks, with names.
         reduce_scatter_with_fp32_accumulation: Also taken from `ddp_config`.
-        weight_allocator: As in `fully_shard_model`.
-        max_gathered_units: As in `fully_shard_model`.
-        forward_prefetch_units: As in `fully_shard_model`.
-        backward_prefetch_units: As in `fully_shard_model`.
-        verify_ranks: As in `fully_shard_model`.
-        find_unused_parameters: As in `fully_shard_model`.
-        deterministic: As in `fully_shard_model`.
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured.

@@ -55,8 +55,8 @@ def test_what_cannot_be_honoured_is_refused_in_words() -> None:
     ]
     expected = (
         "config is a Linear; DistributedDataParallel takes a DistributedDataParallelConfig first",
-        "module is a str; give the model",
-        "the model is wrapped already; wrap a model once",
+        "an object of str was given where a model is wanted",
+        "the model is sharded already (2 of 2 parameters",
         "the model is sharded already",
         "has no effect without use_megatron_fsdp=True, where buckets are made by size",
         "num_distributed_optimizer_instances=3 does not divide the 2 data-parallel ranks",

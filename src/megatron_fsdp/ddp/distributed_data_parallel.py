@@ -19,14 +19,14 @@ from megatron_fsdp.config.engine_options import checked_deterministic, engine_op
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.bucket_plan import plan_buckets
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
-from megatron_fsdp.ddp.engine import BucketEngine
-from megatron_fsdp.ddp.hooks import register_bucket_hooks
+from megatron_fsdp.ddp.engine import BucketEngine, Readers
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.engine import Engine, EngineComponents
 from megatron_fsdp.engine.group_plan import Sharding, local_part
-from megatron_fsdp.engine.wrap import parameter_info
+from megatron_fsdp.engine.hooks import register_hooks
+from megatron_fsdp.engine.wrap import check_not_wrapped, parameter_info
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, mesh_and_dim, tensor_parallel_dim
@@ -71,7 +71,9 @@ class BucketGrouping:
     def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks that drive the engine."""
         assert isinstance(engine, BucketEngine)
-        register_bucket_hooks(engine, root)
+        if engine.waits_for_readers:  # before the engine's: each hook is prepended, and readers have to run after those
+            Readers(engine, root).register()
+        register_hooks(engine, root)
 
 
 class DistributedDataParallel(MegatronFSDP):
@@ -92,6 +94,8 @@ class DistributedDataParallel(MegatronFSDP):
     A bucket is reduced when all its gradients have come, and never before those behind it, so ranks cannot disagree on
     the order. A parameter that gets no gradient holds its bucket, and those in front of it, back until backward ends.
 
+    Arguments that are not listed here are those of `fully_shard_model`.
+
     Args:
         config: What to do; read once, never written to. Fields set after construction count.
         module: The model; sharded in place and kept as `.module`.
@@ -101,13 +105,9 @@ class DistributedDataParallel(MegatronFSDP):
         expt_device_mesh: The mesh of experts, as in `fully_shard_model`.
         disable_bucketing: One bucket for each kind of parameter.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
-        init_model_with_meta_device: As in `fully_shard_model`.
         fsdp_unit_modules: The units, with `use_megatron_fsdp`; else refused.
         device: Where the buffers live; None: this process's device of the mesh's type.
         sync_model_each_microbatch: Make gradients final after every backward; False: when `finish_grad_sync` is called.
-        find_unused_parameters: As in `fully_shard_model`.
-        verify_ranks: As in `fully_shard_model`.
-        deterministic: As in `fully_shard_model`.
 
     Attributes:
         ddp_config: The caller's configuration; nothing reads it after wrapping.
@@ -203,12 +203,7 @@ def _check_types(config: Any, module: Any) -> None:
             f"config is a {type(config).__name__}; DistributedDataParallel takes a DistributedDataParallelConfig first "
             "and the model second"
         )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; give the model, a torch.nn.Module")
-    if isinstance(module, MegatronFSDP):
-        raise ConfigurationError("the model is wrapped already; wrap a model once")
-    if any(hasattr(param, "_megatron_fsdp_model") for param in module.parameters()):
-        raise ConfigurationError("the model is sharded already, inside of another wrapper; wrap a model once")
+    check_not_wrapped(module)
 
 
 def _resolve_together(

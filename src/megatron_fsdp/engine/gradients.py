@@ -1,9 +1,9 @@
 """The gradients of a parameter group: from autograd into a bucket, through the reduction, into the main gradient.
 
     autograd's gradient  -> copied, cast ->  bucket (full, grad_comm dtype)  -> reduced ->  main gradient  -> `.grad`
-    where all reduction is deferred:  -> added ->  partial (full, main_grads dtype)  -> cast ->  bucket
-    where there is an outer axis:  bucket  -> reduced inside, added ->  pending (an inner rank's part, main_grads dtype)
-        -> cast, reduced across, at the sync ->  main gradient
+    where all reduction is deferred:  -> added ->  deferred sum (full, main_grads dtype)  -> cast ->  bucket
+    where there is an outer axis:  bucket  -> reduced inside, added ->  inner sum (an inner rank's shard, main_grads
+        dtype)  -> cast, reduced across, at the sync ->  main gradient
 
 A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
 overwrites, else it adds; so clearing gradients in any of the usual ways is right. `.grad` is read when the reduction
@@ -444,7 +444,7 @@ class GradientBuffers:
     def reduce_outer(
         self, lane: Lane, params: Sequence[nn.Parameter], crossing: Sequence[torch.Tensor] = ()
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
-        """Start to reduce the pending sums over the outer ranks.
+        """Start to reduce the inner sums over the outer ranks.
 
         Args:
             lane: Where the collective runs.

@@ -388,24 +388,23 @@ class WeightMemory:
 
     def __init__(self, plan: WeightPlan, pool: CommunicationPool) -> None:
         self._plan = plan
+        self._slot_bytes = plan.slot_bytes
         self._pool = pool
         self._blocks: dict[tuple[Use, int], Block] = {}  # slots and units with memory of their own, once they were used
         self.peak_bytes = 0
         if plan.taken_at_once:
             for slot in range(plan.slots_used):
-                self._block(Use.SLOT, slot, plan.slot_bytes)
+                self._block(Use.SLOT, slot, self._slot_bytes)
             for unit in plan.units_in(WeightStorage.OWN):
                 self._block(Use.UNIT, unit, plan.gathered_bytes[unit])
-        self._note_peak()
 
     def take(self, unit: int, slot: int | None) -> Block:
         """Return the block that a unit is gathered into: that of a slot is always the same memory."""
         if self._plan.storages[unit] is WeightStorage.SLOT:
             assert slot is not None
-            block = self._block(Use.SLOT, slot, self._plan.slot_bytes)
-        else:
-            block = self._block(Use.UNIT, unit, self._plan.gathered_bytes[unit])
-            block.refill()
+            return self._block(Use.SLOT, slot, self._slot_bytes)
+        block = self._block(Use.UNIT, unit, self._plan.gathered_bytes[unit])
+        block.refill()
         self._note_peak()
         return block
 
@@ -420,6 +419,7 @@ class WeightMemory:
     def _block(self, use: Use, number: int, num_bytes: int) -> Block:
         if (use, number) not in self._blocks:
             self._blocks[use, number] = self._pool.make(use, number, num_bytes)
+            self._note_peak()
         return self._blocks[use, number]
 
     def _note_peak(self) -> None:

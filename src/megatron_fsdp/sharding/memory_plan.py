@@ -52,9 +52,9 @@ class WeightPlan:
     slots: int
     taken_at_once: bool = False
 
-    def units_in(self, place: WeightStorage) -> tuple[int, ...]:
+    def units_in(self, storage: WeightStorage) -> tuple[int, ...]:
         """Return the units with a kind of storage, the root included."""
-        return tuple(unit for unit, found in enumerate(self.storages) if found is place)
+        return tuple(unit for unit, found in enumerate(self.storages) if found is storage)
 
     @property
     def slot_bytes(self) -> int:
@@ -73,8 +73,8 @@ class WeightPlan:
         Slots and kept buffers (also those kept for a step) count whole. Of the units that resize, as many consecutive
         ones as there are slots are allocated at a time; the root is allocated with all of them.
         """
-        kept = sum(self.gathered_bytes[unit] for place in _KEPT for unit in self.units_in(place))
-        in_turn = [unit for unit, place in enumerate(self.storages) if unit and place not in _KEPT]
+        kept = sum(self.gathered_bytes[unit] for storage in _KEPT for unit in self.units_in(storage))
+        in_turn = [unit for unit, storage in enumerate(self.storages) if unit and storage not in _KEPT]
         resized = [self.gathered_bytes[unit] if self.storages[unit] is WeightStorage.RESIZED else 0 for unit in in_turn]
         windows = (sum(resized[first : first + self.slots]) for first in range(max(1, len(resized))))
         root = self.gathered_bytes[0] if self.storages[0] is WeightStorage.RESIZED else 0
@@ -94,16 +94,16 @@ def plan_weights(
     """
     others = units[1:]
     if allocator is WeightAllocator.RESIZE:
-        places = [WeightStorage.RESIZED] * len(others)
+        of_others = [WeightStorage.RESIZED] * len(others)
     elif allocator in (WeightAllocator.SLOTS, WeightAllocator.MAX_POOL):
-        places = [WeightStorage.SLOT] * len(others)
+        of_others = [WeightStorage.SLOT] * len(others)
     else:
         common = most_common_shape(others)
         odd = WeightStorage.RESIZED if allocator is WeightAllocator.DOUBLE_BUFFER else WeightStorage.OWN
-        places = [WeightStorage.SLOT if unit.shape == common else odd for unit in others]
-    storages = [_ROOT_STORAGE.get(allocator, WeightStorage.OWN), *places]
+        of_others = [WeightStorage.SLOT if unit.shape == common else odd for unit in others]
+    storages = [_ROOT_STORAGE.get(allocator, WeightStorage.OWN), *of_others]
     if keeps:
-        storages = [place if place is WeightStorage.SLOT else WeightStorage.OWN for place in storages]
+        storages = [storage if storage is WeightStorage.SLOT else WeightStorage.OWN for storage in storages]
     return WeightPlan(
         storages=tuple(storages),
         gathered_bytes=tuple(unit.gathered_bytes for unit in units),
@@ -129,7 +129,7 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A block of communication memory: its place and its size in bytes."""
+    """A block of communication memory: its offset and its size, in bytes."""
 
     use: Use
     number: int  # of the group, slot, unit or block, among those of the same use
@@ -137,7 +137,7 @@ class PlannedBlock:
     num_bytes: int
 
     def __str__(self) -> str:
-        """Name it, with its place."""
+        """Name it, with its offset."""
         return f"{self.use.value} {self.number} at {self.offset:,}"
 
 
@@ -158,7 +158,7 @@ _POOL_ALIGNMENT_BYTES = 512  # as torch's allocator aligns tensors on a GPU
 
 
 def plan_pool(sizes: Mapping[Use, Sequence[int]]) -> PoolPlan:
-    """Place blocks one after another, by use and number; those of 0 bytes take no place."""
+    """Place blocks one after another, by use and number; those of 0 bytes take no memory."""
     blocks, cursor = [], 0
     for use in Use:
         for number, num_bytes in enumerate(sizes.get(use, ())):
