@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, file_tensors
-from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, portions, write_file
+from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, write_file
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
 from megatron_fsdp.checkpoint.safe_read import read_json
@@ -407,11 +407,9 @@ def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
 
 def _check_same(source: CheckpointFolder, keys: Sequence[str]) -> None:
     """Refuse different values of what is one tied weight in the model."""
-    shape, itemsize = source.tensors[keys[0]].shape, source.tensors[keys[0]].dtype.itemsize
     for key in keys[1:]:
-        for box in portions(whole_box(shape), itemsize):
-            one, other = (source.read_box(each, box.offsets, box.lengths) for each in (keys[0], key))
-            if not torch.equal(one, other):
+        for box, values in source.parts(keys[0]):
+            if not torch.equal(values, source.read_box(key, box.offsets, box.lengths)):
                 raise CheckpointError(
                     f"{source.path}: {keys[0]} and {key} are one tied weight in the config's model, and differ; give a "
                     "config with tie_word_embeddings=false"

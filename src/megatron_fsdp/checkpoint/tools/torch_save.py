@@ -28,7 +28,6 @@ from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.safe_read import Opaque, ReadingBudget, reading, shortened
 from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, Source, TensorSource, write_sources
 from megatron_fsdp.checkpoint.store import new_file, new_folder
-from megatron_fsdp.checkpoint.tools.inspect import pieces
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
@@ -95,7 +94,7 @@ def _assembled(folder: CheckpointFolder, place: Path) -> Iterator[tuple[str, tor
         if entry.numel:
             raw = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=entry.nbytes)
             values = raw.view(entry.dtype).view(entry.shape)
-        for box, part in pieces(folder, key):
+        for box, part in folder.parts(key):
             values[box.indices] = part
         yield key, values
 
