@@ -85,9 +85,7 @@ def model_type(model: nn.Module) -> str:
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:
-    current: Any = model
-    for part in path.split("."):
-        current = getattr(current, part, None)
-        if current is None:
-            return None
-    return current if isinstance(current, nn.Module) else None
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None

@@ -15,17 +15,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
 
+from megatron_fsdp.automodel import forwards
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
-from megatron_fsdp.automodel.forwards import (
-    assume_no_packed_sequences,
-    checkpoint_layers,
-    checkpoint_mlps,
-    compile_forward,
-    run_under_autocast,
-)
 from megatron_fsdp.automodel.gradients import DEFERS, reshard_units
 from megatron_fsdp.automodel.meshes import (
     FSDP2_AXES,
@@ -188,16 +182,16 @@ class FSDP2Manager:
             )
         find_layers(model)
         if config.patch_is_packed_sequence:
-            assume_no_packed_sequences(model)
+            forwards.assume_no_packed_sequences(model)
         experts = parallelize_experts(model, self.moe_mesh["ep"]) if self.moe_mesh is not None else []
         self._divide_tensors(model)
         if mesh["cp"].size() > 1:
             enable_context_parallel(model, mesh["cp"])
         if config.activation_checkpointing:
-            checkpoint_layers(model, is_selective=config.activation_checkpointing == "selective")
+            forwards.checkpoint_layers(model, is_selective=config.activation_checkpointing == "selective")
         self.maybe_compile(model)
         if config.autocast_dtype is not None:
-            run_under_autocast(model, mesh.device_type, config.autocast_dtype)
+            forwards.run_under_autocast(model, mesh.device_type, config.autocast_dtype)
         self._shard(model, experts)
         setattr(model, DEFERS, config.defer_fsdp_grad_sync)
         return model
@@ -207,7 +201,7 @@ class FSDP2Manager:
         asynchronous = self.config.enable_async_tensor_parallel and self.device_mesh["tp"].size() > 1
         if self.config.enable_compile or asynchronous:
             for layer in find_layers(model).modules():
-                compile_forward(layer)
+                forwards.compile_forward(layer)
 
     def _divide_tensors(self, model: nn.Module) -> None:
         config, mesh = self.config, self.device_mesh["tp"]
@@ -324,9 +318,9 @@ class MegatronFSDPManager:
         if mesh["cp"].size() > 1:
             enable_context_parallel(model, mesh["cp"])
         if self.config.activation_checkpointing is True:
-            checkpoint_mlps(model)
+            forwards.checkpoint_mlps(model)
         elif self.config.activation_checkpointing:
-            checkpoint_layers(model, is_selective=self.config.activation_checkpointing == "selective")
+            forwards.checkpoint_layers(model, is_selective=self.config.activation_checkpointing == "selective")
         arguments = {**self.engine_arguments(), **({"init_model_with_meta_device": EMPTY} if leaves_empty else {})}
         if optimizer is None:
             return fully_shard_model(model, **arguments), None
@@ -414,7 +408,7 @@ class DDPManager:
             raise ConfigurationError("no parameter of the model requires a gradient; DDP has nothing to average")
         config = self.config
         if config.activation_checkpointing:
-            checkpoint_layers(model, is_selective=config.activation_checkpointing == "selective")
+            forwards.checkpoint_layers(model, is_selective=config.activation_checkpointing == "selective")
         on_device = model.to(self.device)
         return _Replica(
             on_device,

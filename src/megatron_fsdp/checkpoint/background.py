@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import uuid
 import warnings
 import weakref
@@ -97,16 +96,10 @@ class StagingBuffers:
                 used.append(0)
             places.append((len(used) - 1, used[-1]))
             used[-1] += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        kept = [
-            arena if arena.nbytes >= size and arena.is_pinned() == pinned else None
-            for arena, size in zip(self._arenas, used, strict=False)
-        ]
-        self._arenas = []  # free what does not fit before new memory is allocated
-        kept += [None] * (len(used) - len(kept))
-        self._arenas = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if arena is None else arena
-            for arena, size in zip(kept, used, strict=True)
-        ]
+        kept = zip(self._arenas, used, strict=False)
+        if len(self._arenas) < len(used) or any(a.nbytes < size or a.is_pinned() != pinned for a, size in kept):
+            self._arenas = []  # freed before new memory is allocated
+            self._arenas = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in used]
         return [(self._arenas[arena], first) for arena, first in places]
 
 
@@ -114,8 +107,7 @@ def _tensor_at(arena: torch.Tensor, first: int, like: torch.Tensor) -> torch.Ten
     """Make a tensor whose storage has just its bytes: inside of objects torch writes the whole storage."""
     if like.numel() == 0:
         return torch.empty(like.shape, dtype=like.dtype)
-    memory = (ctypes.c_char * like.nbytes).from_address(arena.data_ptr() + first)
-    memory.arena = arena  # type: ignore[attr-defined]  # lives as long as a tensor over it does
+    memory = arena.numpy()[first : first + like.nbytes]  # lives as long as a tensor over it does
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 

@@ -46,6 +46,7 @@ METADATA = ".metadata"
 _MAX_ARCHIVE_OVERHEAD = 1 << 20
 _MAX_SHARING = 16  # how often the bytes of a file may be named, on average; writers name them once
 _AT_ONCE_BYTES = 1 << 18
+_MOST_OPEN = 64  # files at a time
 
 
 @dataclass(frozen=True)
@@ -376,17 +377,25 @@ class CheckpointFolder:
         )
         if not inside:
             raise CheckpointError(f"{key} of shape {entry.shape} has no box at {offsets} with lengths {lengths}")
-        if key not in self._indices:
-            self._indices[key] = BoxIndex([chunk.box for chunk in entry.chunks])
         out: torch.Tensor | None = None
-        for number, shared in self._indices[key].meeting(wanted):
-            values = self._read_part(entry, number, shared)
+        for shared, values in self.parts(key, wanted):
             if shared == wanted:
                 return values
             out = torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
             out[shared.inside(wanted).indices] = values
-            del values
+            del values  # before the next one is read
         return torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
+
+    def parts(self, key: str, box: Box | None = None) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Read a tensor, or a box of it, one stored chunk at a time: where the elements belong in it, and these.
+
+        Nothing is read that the box does not meet, and chunks without elements are left out.
+        """
+        entry = self._tensor(key)
+        if key not in self._indices:
+            self._indices[key] = BoxIndex([chunk.box for chunk in entry.chunks])
+        for number, shared in self._indices[key].meeting(whole_box(entry.shape) if box is None else box):
+            yield shared, self._read_part(entry, number, shared)
 
     def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:
         """Read the elements of a box inside of a chunk; of a part of one only the pages of the file that hold it."""
@@ -450,7 +459,7 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[None]:
-        """Inside, a file is opened once, and closed at the end, however many spans of it are read."""
+        """Inside, files stay open from one span to the next, the last ones read where there are many."""
         files: dict[str, io.BufferedReader] = {}
         self._open_files = files
         try:
@@ -486,8 +495,8 @@ class CheckpointFolder:
         if self._open_files is None:
             return open_file(self.path / name)
         if name not in self._open_files:
-            while self._open_files:  # who reads in the order of files needs no more than one
-                self._open_files.popitem()[1].close()
+            while len(self._open_files) >= _MOST_OPEN:
+                self._open_files.pop(next(iter(self._open_files))).close()
             self._open_files[name] = open_file(self.path / name)
         return contextlib.nullcontext(self._open_files[name])
 

@@ -22,10 +22,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
@@ -39,6 +38,7 @@ from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Box
 
 _STATE, _META, _GROUPS = f"{OPTIMIZER}.{STATE}.", f"{OPTIMIZER}.{META}.", f"{OPTIMIZER}.{GROUPS}"
 _KIND = f"{OPTIMIZER}.{KIND}"
@@ -190,35 +190,22 @@ def _note_dtypes(match: Match, folder: CheckpointFolder) -> None:
 
 
 def _read(plan: _Plan) -> None:
-    """Read each chunk that this rank holds a part of once, file by file; no communication.
+    """Read what this rank holds of each tensor, one stored chunk at a time; no communication.
 
-    torch's planner says which parts those are. Its reader is not used: it reads a chunk as often as parts of it are
-    wanted, and believes what a file says of itself.
+    torch's reader is not used: it reads a chunk as often as parts of it are wanted, and believes what a file says of
+    itself.
     """
     folder, targets = plan.folder, plan.match.tensors
-    chunk_of = {
-        (key, chunk.box.offsets): which
-        for key in targets
-        for which, chunk in enumerate(folder.tensors[key].chunks)
-        if chunk.box.numel or not folder.tensors[key].numel
-    }
-    wanted: dict[tuple[str, int, str, int], list[ReadItem]] = defaultdict(list)
-    for item in create_default_local_load_plan(targets, folder.metadata, True).items:
-        key = item.storage_index.fqn
-        which = chunk_of[key, tuple(item.storage_index.offset or ())]
-        span = folder.tensors[key].chunks[which].span
-        wanted[span.file, span.offset, key, which].append(item)
     with torch.no_grad(), folder.kept_open():
-        for place in sorted(wanted):
-            _copy(folder.read_chunk(*place[2:]), targets, wanted[place])
-
-
-def _copy(chunk: torch.Tensor, targets: dict[str, Any], items: Sequence[ReadItem]) -> None:
-    """Copy parts of a chunk to where they belong."""
-    for item in items:
-        target = find_state_dict_object(targets, item.dest_index).detach()
-        part = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
-        narrow_tensor_by_index(target, item.dest_offsets, item.lengths).copy_(part)
+        for key, target in targets.items():
+            if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
+                continue
+            for chunk in _create_chunk_list(target):
+                held = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                view = find_state_dict_object(targets, MetadataIndex(key, chunk.offsets)).detach()
+                for shared, values in folder.parts(key, held):
+                    view[shared.inside(held).indices].copy_(values)
+                    del values  # before the next one is read
 
 
 def _install(

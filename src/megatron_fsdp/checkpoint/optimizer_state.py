@@ -22,7 +22,6 @@ from megatron_fsdp.checkpoint.naming import (
     original_name,
     saved_name,
 )
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 
 GROUPS = "param_groups"
@@ -96,9 +95,6 @@ def _require_no_local_parts(optimizer: torch.optim.Optimizer) -> None:
 def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Make an uninitialised state tensor, cut as its parameter where it has that shape; "step" is never sharded."""
     if isinstance(param, DTensor) and slot != "step" and tuple(shape) == tuple(param.shape):
-        if isinstance(param, UnevenDTensor):
-            local = torch.empty_like(param._local_tensor, dtype=dtype, requires_grad=False)
-            return UnevenDTensor.wrap(local, param.shard_frame)
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     device = torch.device("cpu") if slot == "step" else param.device
     return torch.empty(tuple(shape), dtype=dtype, device=device)

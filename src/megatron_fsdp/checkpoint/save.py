@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -46,6 +46,9 @@ from megatron_fsdp.sharding.shards import Box
 
 _SEAL = MetadataIndex("\0seal")
 
+KeyPath = tuple[str | int, ...]
+"""Where an entry is in the nested state dict: names in dicts and indices in lists (torch's `planner_data`)."""
+
 
 def save_alone(state: Mapping[str, Any], **options: Any) -> None:
     """Save from this process alone, whether or not there are others."""
@@ -63,40 +66,44 @@ class Seal:
 
 
 class SealingPlanner(DefaultSavePlanner):
-    """torch's save planner over a flat state, which checksums what it hands to the writer."""
+    """torch's save planner over a flat state, which checksums what it hands to the writer.
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    A state of sources has the keys of `paths`. What several ranks have of it is taken from the first of them.
+    """
+
+    def __init__(self, paths: Mapping[str, KeyPath] | None = None) -> None:
+        super().__init__(dedup_save_to_lowest_rank=paths is not None)
         self.seal = Seal()
+        self._paths = paths
         self._readable: set[str] = set()
 
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
+        storage_meta: StorageMeta | None = None,  # noqa: ARG002 (torch gives it)
         is_coordinator: bool = False,
     ) -> None:
         """Flatten by the rule of `naming.flatten`."""
         leaves, paths = flatten(state_dict)
-        self.mappings = dict(paths)
-        super().set_up_planner(leaves, storage_meta, is_coordinator)
-
-    def create_local_plan(self) -> SavePlan:
-        """Plan what this rank holds, with the paths of its keys."""
-        plan = super().create_local_plan()
-        self.plan = SavePlan(plan.items, plan.storage_data, self.mappings)
-        return self.plan
+        self.state_dict, self.is_coordinator = leaves, is_coordinator
+        self.mappings = dict(paths if self._paths is None else self._paths)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge the plans of all ranks, with the paths of every rank's keys."""
         _require_alike(all_plans)
-        plans, metadata = super().create_global_plan(all_plans)
-        metadata.planner_data = {key: path for plan in plans for key, path in (plan.planner_data or {}).items()}
-        return plans, metadata
+        return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the data of one item."""
-        data, key = super().resolve_data(write_item), write_item.index.fqn
+        """Return the data of one item; that of a source is read now."""
+        key, described = write_item.index.fqn, write_item.tensor_data
+        source = self.state_dict[key]
+        data: torch.Tensor | io.BytesIO
+        if isinstance(source, ObjectSource):
+            data = io.BytesIO(source.read())
+        elif isinstance(source, TensorSource) and described is not None:
+            data = source.read(Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes)))
+        else:
+            data = super().resolve_data(write_item)
         if isinstance(data, io.BytesIO):
             raw = data.getvalue()
             digest = self.seal.objects[key] = hashlib.sha256(raw).hexdigest()
@@ -104,7 +111,6 @@ class SealingPlanner(DefaultSavePlanner):
                 _require_readable(raw, key)
                 self._readable.add(digest)
         else:
-            described = write_item.tensor_data
             assert described is not None, "torch describes every tensor that it writes"
             part = checksum_box(data, described.chunk.offsets, described.size)
             self.seal.tensors[key] = combine((self.seal.tensors.get(key, 0), part))
@@ -214,121 +220,64 @@ def _manifest_of(metadata: Metadata, seals: Sequence[Seal]) -> Manifest:
     return Manifest(tensors, objects, facts)
 
 
-def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write a nested state into a folder, with its manifest; collective."""
-    if group is None and not dist.is_initialized():
-        _require_whole(state)
-    write_planned(state, SealingWriter(folder), SealingPlanner(), group)
-
-
-def write_planned(
+def write_state(
     state: Mapping[str, Any],
-    writer: SealingWriter,
-    planner: SavePlanner,
+    folder: Path,
     group: dist.ProcessGroup | None = None,
     *,
+    paths: Mapping[str, KeyPath] | None = None,
+    progress: Callable[[int], None] | None = None,
     is_alone: bool = False,
 ) -> None:
-    """Call `dcp.save` from this process if it is alone or told to be, else over the ranks of a group (collective)."""
+    """Write a state into a folder, with its manifest; collective.
+
+    Args:
+        state: Nested. What is not in memory stands in it as a source, which is read when it is written.
+        folder: Exists, or is made; to be published by the caller.
+        group: The ranks; None: all.
+        paths: Where each key is in the nested state, where `state` is flat (empty: keys are not nested); boxes that
+            several ranks have are then those of the first.
+        progress: As of `SealingWriter`.
+        is_alone: Write from this process alone, whether or not there are others.
+    """
+    if group is None and not dist.is_initialized():
+        _require_whole(state)
+    writer, planner = SealingWriter(folder, progress), SealingPlanner(paths)
     try:
         if is_alone or world_size_of(group) == 1:
             save_alone(state, storage_writer=writer, planner=planner)
         else:
             save(dict(state), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
-        raise in_short(error, f"writing {writer.path}") from error
+        raise in_short(error, f"writing {folder}") from error
 
 
 # ---- entries that are read when they are written ---------------------------------------------------------------------
-
-KeyPath = tuple[str | int, ...]
-"""Where an entry is in the nested state dict: names in dicts and indices in lists (torch's `planner_data`)."""
 
 
 @dataclass(frozen=True)
 class TensorSource:
     """A tensor to write: its chunks here are the boxes, whose values `read` gives in its dtype."""
 
-    key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: Sequence[Box]
     read: Callable[[Box], torch.Tensor]
+
+    def __create_write_items__(self, key: str, _object: object) -> Iterator[WriteItem]:
+        """Describe the chunks, as torch's planner asks whatever offers it."""
+        for box in self.boxes:
+            offsets, properties = torch.Size(box.offsets), TensorProperties(dtype=self.dtype)
+            chunk = ChunkStorageMetadata(offsets, torch.Size(box.lengths))
+            described = TensorWriteData(chunk, properties, torch.Size(self.shape))
+            yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=described)
 
 
 @dataclass(frozen=True)
 class ObjectSource:
     """An object to write; `read` gives the bytes of one `torch.save`."""
 
-    key: str
     read: Callable[[], bytes]
-
-
-Source = TensorSource | ObjectSource
-
-
-def write_sources(
-    folder: Path,
-    sources: Iterable[Source],
-    paths: Mapping[str, KeyPath],
-    group: dist.ProcessGroup | None = None,
-    progress: Callable[[int], None] | None = None,
-    *,
-    is_alone: bool = False,
-) -> None:
-    """Write a checkpoint of entries that are read one chunk at a time; collective.
-
-    Args:
-        folder: Exists; to be published by the caller.
-        sources: What this rank has; boxes that several ranks have are written once.
-        paths: Where each key is in the nested state dict; empty where keys are not nested.
-        group: The ranks; None: all.
-        progress: As of `SealingWriter`.
-        is_alone: Write from this process alone, whether or not there are others.
-    """
-    write_planned({}, SealingWriter(folder, progress), _SourcePlanner(sources, paths), group, is_alone=is_alone)
-
-
-class _SourcePlanner(SealingPlanner):
-    """A planner with one item for each chunk and object, which are read when they are written."""
-
-    def __init__(self, sources: Iterable[Source], paths: Mapping[str, KeyPath]) -> None:
-        super().__init__()
-        self.dedup_save_to_lowest_rank = True  # what ranks should hold alike is that of the first
-        self._sources = {source.key: source for source in sources}
-        self._paths = paths
-
-    def create_local_plan(self) -> SavePlan:
-        items = [item for source in self._sources.values() for item in _items(source)]
-        self._boxes = {
-            MetadataIndex(source.key, torch.Size(box.offsets)): box
-            for source in self._sources.values()
-            if isinstance(source, TensorSource)
-            for box in source.boxes
-        }
-        self.plan = SavePlan(items, None, dict(self._paths))
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        source = self._sources[index.fqn]
-        if isinstance(source, ObjectSource):
-            return io.BytesIO(source.read())
-        return source.read(self._boxes[index])
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002, ARG002 (torch's names)
-        return object
-
-
-def _items(source: Source) -> Iterator[WriteItem]:
-    if isinstance(source, ObjectSource):
-        yield WriteItem(MetadataIndex(source.key), WriteItemType.BYTE_IO)
-        return
-    for number, box in enumerate(source.boxes):
-        offsets, sizes = torch.Size(box.offsets), torch.Size(box.lengths)
-        described = TensorWriteData(
-            ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=source.dtype), torch.Size(source.shape)
-        )
-        yield WriteItem(MetadataIndex(source.key, offsets, number), WriteItemType.SHARD, tensor_data=described)
 
 
 # ---- what cannot be saved --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ One chunk is in memory at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -55,9 +55,8 @@ def _content_problems(
     `thorough` compares the CRC-32s that torch stored too, which name the chunk, and reads objects as data.
     """
     found: dict[str, str] = {}
-    sums: dict[str, int] = {}
     with folder.kept_open():
-        for key, index in _in_order_of_files(folder, keys):
+        for key in keys:
             try:
                 if key in folder.objects:
                     raw = folder.read_bytes(key)
@@ -65,30 +64,21 @@ def _content_problems(
                         found[key] = "holds other bytes than were saved"
                     if thorough:
                         folder.read_object(key)
-                elif key not in found:
-                    entry, values = folder.tensors[key], folder.read_chunk(key, index, check=thorough)
+                    continue
+                entry, total = folder.tensors[key], 0
+                for number, chunk in enumerate(entry.chunks):
+                    values = folder.read_chunk(key, number, check=thorough)
                     if key in manifest.tensors:
-                        box = entry.chunks[index].box
                         with reading(key):
-                            sums[key] = combine([sums.get(key, 0), checksum_box(values, box.offsets, entry.shape)])
+                            total = combine([total, checksum_box(values, chunk.box.offsets, entry.shape)])
+                    del values  # before the next one is read
+                if key in manifest.tensors and f"{total:016x}" != manifest.tensors[key].checksum:
+                    where = ", ".join(sorted({chunk.span.file for chunk in entry.chunks}))
+                    told = f" (as it was written, so another one stands in its place in {where})" if thorough else ""
+                    found[key] = f"holds other values than were saved{told}"
             except CheckpointError as error:
                 found[key] = f"cannot be read: {error}"
-    for key in keys:
-        if key in manifest.tensors and f"{sums.get(key, 0):016x}" != manifest.tensors[key].checksum:
-            where = ", ".join(sorted({chunk.span.file for chunk in folder.tensors[key].chunks}))
-            told = f" (as it was written, so another one stands in its place in {where})" if thorough else ""
-            found.setdefault(key, f"holds other values than were saved{told}")
     return found
-
-
-def _in_order_of_files(folder: CheckpointFolder, keys: Iterable[str]) -> list[tuple[str, int]]:
-    """Return keys and numbers of their chunks, in the order of files and offsets."""
-    places = []
-    for key in keys:
-        is_tensor = key in folder.tensors
-        spans = [chunk.span for chunk in folder.tensors[key].chunks] if is_tensor else [folder.objects[key].span]
-        places += [(span.file, span.offset, key, number) for number, span in enumerate(spans)]
-    return [(key, number) for *_, key, number in sorted(places)]
 
 
 def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> str:

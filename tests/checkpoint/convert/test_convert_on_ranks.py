@@ -113,10 +113,10 @@ def test_verification_finds_one_changed_element_and_publishes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
-    write = module.write_sources
+    write = module.write_state
 
-    def write_and_damage(folder: Path, *arguments: Any) -> None:
-        write(folder, *arguments)
+    def write_and_damage(state: dict[str, Any], folder: Path, *arguments: Any, **options: Any) -> None:
+        write(state, folder, *arguments, **options)
         entry = CheckpointFolder(folder).tensors["model.module.output_layer.weight"].chunks[0].span
         path = folder / entry.file
         raw = bytearray(path.read_bytes())
@@ -124,7 +124,7 @@ def test_verification_finds_one_changed_element_and_publishes_nothing(
         raw[raw.index(weight, entry.offset) + 5] ^= 1
         path.write_bytes(raw)
 
-    monkeypatch.setattr(module, "write_sources", write_and_damage)
+    monkeypatch.setattr(module, "write_state", write_and_damage)
     with pytest.raises(ConversionMismatchError, match=r"model\.module\.output_layer\.weight holds other"):
         convert(source, tmp_path / "out", steps=Steps(verify=True))
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"]

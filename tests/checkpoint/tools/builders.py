@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.save import TensorSource, write_sources
+from megatron_fsdp.checkpoint.save import TensorSource, write_state
 from megatron_fsdp.sharding.shards import Box
 from tests.support.torch_dist.gpt import GptSpec, make_truth
 from tests.support.torch_dist.write import WriteOptions, write_torch_dist
@@ -42,11 +42,11 @@ def dcp_load(state: dict[str, Any], path: Path, **kwargs: Any) -> dict[str, Any]
 def save_cut(tensors: Mapping[str, tuple[torch.Tensor, Sequence[Box]]], path: Path) -> CheckpointFolder:
     """Tensors, each cut into the boxes given."""
     path.mkdir(parents=True)
-    sources = []
-    for key, (values, boxes) in tensors.items():
-        read = partial(_box_of, values)
-        sources.append(TensorSource(key, tuple(values.shape), values.dtype, boxes, read))
-    write_sources(path, sources, {}, is_alone=True)
+    sources = {
+        key: TensorSource(tuple(values.shape), values.dtype, boxes, partial(_box_of, values))
+        for key, (values, boxes) in tensors.items()
+    }
+    write_state(sources, path, paths={}, is_alone=True)
     return CheckpointFolder(path)
 
 

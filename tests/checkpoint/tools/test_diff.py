@@ -79,7 +79,7 @@ def test_one_chunk_of_each_side_is_in_memory(tmp_path: Path, monkeypatch: pytest
 
         return read
 
-    for name in ("read_chunk", "read_box"):
+    for name in ("_read_part", "read_box"):
         monkeypatch.setattr(CheckpointFolder, name, watched(getattr(CheckpointFolder, name)))
     found = tensor_difference(a, b, "w", Tolerance())
     assert found is not None

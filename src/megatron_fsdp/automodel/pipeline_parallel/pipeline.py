@@ -18,13 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL, find_layers, text_config
 from megatron_fsdp.automodel.context_parallel import check_call
-from megatron_fsdp.automodel.pipeline_parallel.schedules import (
-    PipelineConfig,
-    count_microbatches,
-    count_stages,
-    schedule_named,
-    split_layers,
-)
+from megatron_fsdp.automodel.pipeline_parallel import schedules
+from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig
 from megatron_fsdp.automodel.pipeline_parallel.stages import (
     DecoderStage,
     cut_stage,
@@ -73,7 +68,7 @@ class Pipeline:
         """Called once the schedule of a step is done, where gradients of parts are not final with their backward."""
         self._parts, self._device = parts, device
         self._group = pp_mesh.get_group()
-        self._kind = schedule_named(config.pp_schedule)
+        self._kind = schedules.schedule_named(config.pp_schedule)
         self._loss = MicrobatchLoss(config.loss_fn)
         self._shape: tuple[int, ...] | None = None
         self._tied_end = self._find_tied_end()
@@ -269,7 +264,7 @@ class Pipeline:
         if self._shape == (rows, sequence):
             return
         size = self.config.pp_microbatch_size
-        count = count_microbatches(self._kind, rows, size, self.pp_mesh.size(), self.num_stages)
+        count = schedules.count_microbatches(self._kind, rows, size, self.pp_mesh.size(), self.num_stages)
         config = text_config(self.parts[0])
         shape, dtype = (size, sequence, config.hidden_size), self._parts.activation_dtype
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -366,12 +361,12 @@ def build_pipeline(
         )
     whole = model if isinstance(model, nn.Module) else model()
     find_ends(whole)
-    kind, ranks = schedule_named(config.pp_schedule), pp_mesh.size()
+    kind, ranks = schedules.schedule_named(config.pp_schedule), pp_mesh.size()
     num_layers = len(find_layers(whole).modules())
-    num_stages = count_stages(kind, num_layers, ranks, config.layers_per_stage)
-    pieces = split_layers(num_layers, num_stages, config.layers_per_stage)
+    num_stages = schedules.count_stages(kind, num_layers, ranks, config.layers_per_stage)
+    pieces = schedules.split_layers(num_layers, num_stages, config.layers_per_stage)
     if config.pp_batch_size > 1:
-        count_microbatches(kind, config.pp_batch_size, config.pp_microbatch_size, ranks, num_stages)
+        schedules.count_microbatches(kind, config.pp_batch_size, config.pp_microbatch_size, ranks, num_stages)
     tied = tied_embeddings(whole)
     if tied is not None and ranks == 1 and num_stages > 1:
         raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -318,10 +319,7 @@ def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
 
     What lies in another stage is None there, or absent in a `ModuleDict`. Tensors are shared, not copied.
     """
-    merged = stages[0]
-    for stage in stages[1:]:
-        merged = _merged(merged, stage)
-    return merged
+    return functools.reduce(_merged, stages)
 
 
 def _merged(one: nn.Module, other: nn.Module) -> nn.Module:

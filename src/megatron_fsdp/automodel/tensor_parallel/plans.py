@@ -344,18 +344,14 @@ class Ties:
     def adapt(self, model: nn.Module, styles: Mapping[str, ParallelStyle | str]) -> dict[str, ParallelStyle | str]:
         """Give a tied embedding the cut of the output projection, or that the one of the embedding if it has none."""
         adapted = dict(styles)
-        every = dict(model.named_parameters(remove_duplicate=False))
-        tied = {id(every[name]) for group in self.groups for name in group if name in every}
-        embeddings: dict[int, list[str]] = {}
-        linears: dict[int, list[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            key = id(getattr(module, "weight", None))
-            if key in tied and isinstance(module, nn.Embedding):
-                embeddings.setdefault(key, []).append(name)
-            elif key in tied and isinstance(module, nn.Linear):
-                linears.setdefault(key, []).append(name)
-        for key, names in linears.items():
-            _fit(adapted, names, embeddings.get(key, []))
+        for group in self.groups:
+            owners = [name.removesuffix(".weight") for name in group if name.endswith(".weight")]
+            linears, embeddings = (
+                [owner for owner in owners if isinstance(model.get_submodule(owner), kind)]
+                for kind in (nn.Linear, nn.Embedding)
+            )
+            if linears:
+                _fit(adapted, linears, embeddings)
         return adapted
 
     def restore(self, model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.kinds import read_common, recognise, side_file_problems
 from megatron_fsdp.checkpoint.ranks import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import Opaque
-from megatron_fsdp.checkpoint.save import ObjectSource, Source, TensorSource, write_sources
+from megatron_fsdp.checkpoint.save import ObjectSource, TensorSource, write_state
 from megatron_fsdp.checkpoint.store import (
     POINTER,
     RELEASE,
@@ -160,31 +160,27 @@ def _write(
     total = sum(move.nbytes for move in mine)
     told = None if progress is None else lambda done: progress(min(done, total), total)
     values = plan.values if rank == 0 else ()
-    sources = [_whole(move.target, move.shape, move.dtype, partial(opened.read, move)) for move in mine]
+
+    def source_of(move: Move) -> TensorSource:
+        return TensorSource(move.shape, move.dtype, [whole_box(move.shape)], lambda _: opened.read(move))
+
+    state = {move.target: source_of(move) for move in mine} | _small(values)
     paths = {move.target: move.path for move in mine} | {value.target: value.path for value in values}
-    write_sources(folder, [*sources, *_small(values)], paths, group, told)
+    write_state(state, folder, group, paths=paths, progress=told)
 
 
-def _whole(key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> TensorSource:
-    return TensorSource(key, shape, dtype, [whole_box(shape)], lambda _: read())
+def _small(values: Iterable[Value]) -> dict[str, Any]:
+    """Return the values as they are written, by key; objects that parameters of a group share are serialised once."""
+    saved: dict[int, ObjectSource] = {}  # ids stay valid: the plan holds the values
 
-
-def _small(values: Iterable[Value]) -> Iterator[Source]:
-    """Yield the values as they are written; those that parameters of a group share are serialised once."""
-    saved: dict[int, bytes] = {}  # ids stay valid: the plan holds the values
-
-    def serialised(value: object) -> bytes:
+    def serialised(value: object) -> ObjectSource:
         if id(value) not in saved:
             stream = io.BytesIO()
             torch.save(value, stream)
-            saved[id(value)] = stream.getvalue()
+            saved[id(value)] = ObjectSource(stream.getvalue)
         return saved[id(value)]
 
-    for each in values:
-        if isinstance(each.value, torch.Tensor):
-            yield _whole(each.target, tuple(each.value.shape), each.value.dtype, each.value.detach)
-        else:
-            yield ObjectSource(each.target, partial(serialised, each.value))
+    return {each.target: each.value if isinstance(each.value, Tensor) else serialised(each.value) for each in values}
 
 
 def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -124,11 +124,11 @@ class Match:
         self._used: set[str] = set()
         self._by_name: dict[str, _Described] = {}
         self._learn_file_tensors()
-        lost = [tensor for tensor in live if not self._place(tensor, self._places(tensor.aliases))]
+        lost = [tensor for tensor in live if not self._place(tensor, self._stored_for)]
         renamed = self._renamed({name for tensor in lost for name in tensor.aliases})
-        lost = [tensor for tensor in lost if not self._place(tensor, {a: renamed.get(a, []) for a in tensor.aliases})]
         for tensor in lost:
-            self._note_missing(tensor)
+            if not self._place(tensor, lambda name: renamed.get(name, [])):
+                self._note_missing(tensor)
         self._note_unexpected()
 
     def report(self) -> LoadReport:
@@ -146,13 +146,10 @@ class Match:
             for name in tensor.names:
                 self._by_name.setdefault(name, []).append((key, tensor))
 
-    def _places(self, names: Sequence[str]) -> dict[str, _Described]:
-        """Return for each name the stored keys of its tensor with their parts; empty if it is not stored."""
-        return {
-            name: self._stored_as(self._by_name.get(name, []))
-            or self._stored_as([(name, FileTensor.of(name, self._shapes[name]))])
-            for name in names
-        }
+    def _stored_for(self, name: str) -> _Described:
+        """Return the stored keys of a tensor with their parts; empty if it is not stored."""
+        whole = [(name, FileTensor.of(name, self._shapes[name]))]
+        return self._stored_as(self._by_name.get(name, [])) or self._stored_as(whole)
 
     def _stored_as(self, described: _Described) -> _Described:
         keys = [(self._stored_key(key), tensor) for key, tensor in described]
@@ -169,9 +166,9 @@ class Match:
         others = other_file_keys(self._module, sorted(self._stored.keys() - self._used))
         return {name: [(key, FileTensor.of(name, self._shapes[name]))] for key, name in others.items() if name in names}
 
-    def _place(self, live: LiveTensor, places: Mapping[str, _Described]) -> bool:
+    def _place(self, live: LiveTensor, stored_for: Callable[[str], _Described]) -> bool:
         """Record where a tensor is stored; return False if it is not."""
-        stored = {name: places[name] for name in (live.name, *live.aliases) if places[name]}
+        stored = {name: found for name in (live.name, *live.aliases) if (found := stored_for(name))}
         if not stored:
             return False
         fits = True
@@ -182,17 +179,15 @@ class Match:
                     self.reshaped[key] = (self._stored[key].shape, tensor.shape)
                     fits = False
         if fits:
-            sources = {name: self._sources(name, described) for name, described in stored.items()}
+            sources = {
+                name: tuple((p, self._stored[key]) for key, tensor in places for p in tensor.parts if p.name == name)
+                for name, places in stored.items()
+            }
             first, *others = sources
             keys = {entry.key for _, entry in sources[first]}
             doubles = {name: sources[name] for name in others if keys.isdisjoint(e.key for _, e in sources[name])}
             self.wanted.append(Wanted(live, sources[first], doubles))
         return True
-
-    def _sources(self, name: str, described: _Described) -> tuple[Source, ...]:
-        return tuple(
-            (part, self._stored[key]) for key, tensor in described for part in tensor.parts if part.name == name
-        )
 
     def _note_missing(self, live: LiveTensor) -> None:
         if is_ignored(self._module, "_keys_to_ignore_on_load_missing", live.aliases):

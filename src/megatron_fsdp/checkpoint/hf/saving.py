@@ -18,12 +18,12 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, file_tensors
-from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, portions, write_file
+from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, write_file
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
 from megatron_fsdp.checkpoint.ranks import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import read_json
-from megatron_fsdp.checkpoint.save import TensorSource, write_sources
+from megatron_fsdp.checkpoint.save import TensorSource, write_state
 from megatron_fsdp.checkpoint.store import new_folder, new_shared_folder, require_apart
 from megatron_fsdp.checkpoint.verify import share_out
 from megatron_fsdp.comm.agreement import gather_objects, rank_of, world_size_of
@@ -235,9 +235,9 @@ def save_files(
     is called on the first rank with the temporary folder.
     """
     doing = f"preparing to save {folder}"
-    sources = together(doing, lambda: [_source(tensor, cut) for tensor in live], group)
+    sources = together(doing, lambda: {tensor.name: _source(tensor, cut) for tensor in live}, group)
     known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for of_rank in gather_objects({source.key: (source.shape, source.dtype) for source in sources}, group):
+    for of_rank in gather_objects({name: (found.shape, found.dtype) for name, found in sources.items()}, group):
         known |= {name: described for name, described in of_rank.items() if name not in known}
 
     def lay_out() -> tuple[dict[str, FileTensor], Files]:
@@ -258,7 +258,7 @@ def save_files(
     with new_shared_folder(folder, group) as temporary:
         shards = temporary / _SHARDS
         decided_by_first(lambda: write_first(temporary), f"saving to {folder}", group)
-        write_sources(shards, sources, {}, group)
+        write_state(sources, shards, group, paths={})
         together(f"writing {folder}", lambda: write_files(own, tensors, _all_shards(shards), temporary), group)
         decided_by_first(lambda: shutil.rmtree(shards), f"saving to {folder}", group)
 
@@ -280,7 +280,7 @@ def _source(live: LiveTensor, cut: Cut) -> TensorSource:
     if 0 in shape:
         shards = {whole_box(shape): torch.empty(shape, dtype=dtype)}
     boxes = list(shards) if live.is_saved_here else []
-    return TensorSource(live.name, shape, dtype, boxes, lambda box: shards[box].to(dtype))
+    return TensorSource(shape, dtype, boxes, lambda box: shards[box].to(dtype))
 
 
 def write_files(
@@ -408,11 +408,9 @@ def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
 
 def _check_same(source: CheckpointFolder, keys: Sequence[str]) -> None:
     """Refuse different values of what is one tied weight in the model."""
-    shape, itemsize = source.tensors[keys[0]].shape, source.tensors[keys[0]].dtype.itemsize
     for key in keys[1:]:
-        for box in portions(whole_box(shape), itemsize):
-            one, other = (source.read_box(each, box.offsets, box.lengths) for each in (keys[0], key))
-            if not torch.equal(one, other):
+        for box, values in source.parts(keys[0]):
+            if not torch.equal(values, source.read_box(key, box.offsets, box.lengths)):
                 raise CheckpointError(
                     f"{source.path}: {keys[0]} and {key} are one tied weight in the config's model, and differ; give a "
                     "config with tie_word_embeddings=false"

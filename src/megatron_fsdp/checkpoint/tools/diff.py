@@ -13,7 +13,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, Tenso
 from megatron_fsdp.checkpoint.kinds import COMMON_FILE, as_json, dtype_name, read_common_file
 from megatron_fsdp.checkpoint.naming import alike
 from megatron_fsdp.checkpoint.safe_read import read_file
-from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order, pieces
+from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
@@ -151,7 +151,7 @@ def tensor_difference(
 ) -> ValueDifference | None:
     """Compare the values of a tensor, which has one shape and dtype on both sides, chunk by chunk of `a`."""
     found: ValueDifference | None = None
-    for box, values in pieces(a, key):
+    for box, values in a.parts(key):
         found = _merged(found, compare_piece(values, b.read_box(key, box.offsets, box.lengths), box, tolerance))
         del values  # before the next one is read
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> Listed
         return ListedEntry("object", key, span.length, None, None, 1, [span.file])
     entry = folder.tensors[key]
     files = sorted({chunk.span.file for chunk in entry.chunks})
-    found = statistics_of(values for _, values in pieces(folder, key)) if with_statistics else None
+    found = statistics_of(values for _, values in folder.parts(key)) if with_statistics else None
     dtype = dtype_name(entry.dtype)
     return ListedEntry("tensor", key, entry.nbytes, list(entry.shape), dtype, len(entry.chunks), files, found)
 
@@ -182,13 +182,6 @@ def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-
-
-def pieces(folder: CheckpointFolder, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Read the chunks of a tensor one at a time, each with its box."""
-    for index, chunk in enumerate(folder.tensors[key].chunks):
-        if chunk.box.numel:
-            yield chunk.box, folder.read_chunk(key, index)
 
 
 def statistics_of(chunks: Iterable[torch.Tensor]) -> TensorStatistics:

@@ -26,9 +26,8 @@ from megatron_fsdp.checkpoint.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.safe_read import Opaque, ReadingBudget, reading, shortened
-from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, Source, TensorSource, write_sources
+from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, TensorSource, write_state
 from megatron_fsdp.checkpoint.store import new_file, new_folder
-from megatron_fsdp.checkpoint.tools.inspect import pieces
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
@@ -95,7 +94,7 @@ def _assembled(folder: CheckpointFolder, place: Path) -> Iterator[tuple[str, tor
         if entry.numel:
             raw = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=entry.nbytes)
             values = raw.view(entry.dtype).view(entry.shape)
-        for box, part in pieces(folder, key):
+        for box, part in folder.parts(key):
             values[box.indices] = part
         yield key, values
 
@@ -164,7 +163,8 @@ def from_torch_save(
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     notes = _tied(tensors)
     with new_folder(target) as temporary:
-        write_sources(temporary, _sources(leaves, chunk_bytes, notes), paths, is_alone=True)
+        sources = {key: _source(key, value, chunk_bytes, notes) for key, value in leaves.items()}
+        write_state(sources, temporary, paths=paths, is_alone=True)
     nbytes = sum(value.nbytes for value in tensors.values())
     return RepackReport(len(tensors), nbytes, len(leaves) - len(tensors), tuple(notes))
 
@@ -200,13 +200,11 @@ def _flattened(state: Mapping[Any, Any], where: str, nesting: str) -> tuple[dict
         ) from error
 
 
-def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> Iterator[Source]:
-    for key, value in leaves.items():
-        if isinstance(value, torch.Tensor):
-            boxes = list(portions(whole_box(value.shape), value.dtype.itemsize, chunk_bytes))
-            yield TensorSource(key, tuple(value.shape), value.dtype, boxes, partial(_part, value))
-        else:
-            yield ObjectSource(key, partial(_stored, value, key, notes))
+def _source(key: str, value: Any, chunk_bytes: int, notes: list[str]) -> TensorSource | ObjectSource:
+    if not isinstance(value, torch.Tensor):
+        return ObjectSource(partial(_stored, value, key, notes))
+    boxes = list(portions(whole_box(value.shape), value.dtype.itemsize, chunk_bytes))
+    return TensorSource(tuple(value.shape), value.dtype, boxes, partial(_part, value))
 
 
 def _part(values: torch.Tensor, box: Box) -> torch.Tensor:

@@ -10,16 +10,10 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, ChunkEntry, ObjectEntry, Span, TensorEntry
 from megatron_fsdp.checkpoint.naming import ITERATION
@@ -56,6 +50,7 @@ _NAME = re.compile(r"(.+[._])(weight|bias)((?<=linear_fc1\.weight)_[wv]|(?<=line
 Rows = tuple[str, int, int]
 """Key of a stored tensor, its first row that is taken, and how many."""
 View = Callable[[CheckpointFolder], CheckpointFolder]
+_NOWHERE = Span("", 0, 0)
 
 
 def own_name(name: str, *, is_gated: bool) -> str | None:
@@ -166,17 +161,18 @@ class RearrangedFolder(CheckpointFolder):
         self, stored: CheckpointFolder, tensors: Mapping[str, Sequence[Rows]], objects: Mapping[str, object]
     ) -> None:
         """Show tensors and objects; nothing is read (so the base class, which opens a folder, is not initialised)."""
-        self.stored, self.path, self._values = stored, stored.path, dict(objects)
-        self._sources: dict[str, list[tuple[str, Box]]] = {}
+        self.stored, self.path, self._rows, self._values = stored, stored.path, tensors, dict(objects)
+        self._indices = {}
         self.tensors = {key: self._entry(key, rows) for key, rows in tensors.items()}
-        self.objects = {key: ObjectEntry(key, Span("", 0, 0)) for key in self._values}
-        described: dict[str, Any] = {key: _metadata_of(entry) for key, entry in self.tensors.items()}
-        self.metadata = Metadata(described, storage_data=stored.metadata.storage_data)
+        self.objects = {key: ObjectEntry(key, _NOWHERE) for key in self._values}
+        self.metadata = Metadata({})
 
-    def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:  # noqa: ARG002
-        """Read the values of one chunk, which lies in one chunk of the stored checkpoint."""
-        source, box = self._sources[key][index]
-        return self.stored.read_box(source, box.offsets, box.lengths)
+    def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:
+        """Read elements of one range of rows, from wherever they are in the stored checkpoint."""
+        source, start, _ = self._rows[entry.key][number]
+        at = entry.chunks[number].box.offsets
+        offsets = (wanted.offsets[0] - at[0] + start, *wanted.offsets[1:]) if at else ()
+        return self.stored.read_box(source, offsets, wanted.lengths)
 
     def read_object(self, key: str) -> object:
         """Return an object that was given."""
@@ -189,24 +185,13 @@ class RearrangedFolder(CheckpointFolder):
             yield
 
     def _entry(self, key: str, rows: Sequence[Rows]) -> TensorEntry:
-        """Cut the rows along the stored chunks, so that a rank reads no chunk that it holds nothing of."""
+        """Describe a tensor as one chunk for each range of rows."""
         first = self.stored.tensors[rows[0][0]]
+        if not first.shape:
+            return TensorEntry(key, (), first.dtype, (ChunkEntry(Box((), ()), _NOWHERE),))
         at, chunks = 0, []
-        self._sources[key] = []
-        for source, start, count in rows:
-            entry = self.stored.tensors[source]
-            wanted = Box((start, *(0 for _ in entry.shape[1:])), (count, *entry.shape[1:])) if entry.shape else None
-            for chunk in entry.chunks:
-                shared = chunk.box if wanted is None else chunk.box.meet(wanted)
-                if shared is None:
-                    continue
-                offsets = (shared.offsets[0] - start + at, *shared.offsets[1:]) if entry.shape else ()
-                chunks.append(ChunkEntry(Box(offsets, shared.lengths), chunk.span))
-                self._sources[key].append((source, shared))
+        for _, _, count in rows:
+            box = Box((at, *(0 for _ in first.shape[1:])), (count, *first.shape[1:]))
+            chunks.append(ChunkEntry(box, _NOWHERE))
             at += count
-        return TensorEntry(key, (at, *first.shape[1:]) if first.shape else (), first.dtype, tuple(chunks))
-
-
-def _metadata_of(entry: TensorEntry) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.lengths)) for c in entry.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+        return TensorEntry(key, (at, *first.shape[1:]), first.dtype, tuple(chunks))
