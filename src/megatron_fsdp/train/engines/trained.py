@@ -22,6 +22,9 @@ from torch.nn import functional
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
+from megatron_fsdp.optim.adamw8bit import AdamW8bit
+from megatron_fsdp.optim.chained import ChainedOptimizer
+from megatron_fsdp.optim.routes import kinds_of
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.models.decoder import split_for_decay
 from megatron_fsdp.train.options.job import Job
@@ -302,19 +305,31 @@ def trained_by_microbatches(job: Job, place: Place, model: nn.Module) -> Trained
 def build_optimizer(
     model: nn.Module, options: OptimizerOptions, *, undecayed: Collection[str] = ()
 ) -> torch.optim.Optimizer:
-    """Build AdamW or SGD, with groups with weight decay (matrices) and without (norms, biases, embeddings).
+    """Build an optimizer, with groups with weight decay (matrices) and without (norms, biases, embeddings).
 
     `undecayed` are further names without weight decay, such as a head that is a copy of the embeddings.
     """
     parameters = dict(model.named_parameters())
     decay, keep = split_for_decay(model)
-    groups = _groups([parameters[name] for name in decay if name not in undecayed], options.weight_decay)
-    groups += _groups([parameters[name] for name in [*keep, *(n for n in decay if n in undecayed)]], 0.0)
+    decayed = [parameters[name] for name in decay if name not in undecayed]
+    others = [parameters[name] for name in [*keep, *(name for name in decay if name in undecayed)]]
+    matrices: list[nn.Parameter] = []
+    if options.optimizer == "muon":
+        kinds = list(zip(decayed, kinds_of(decayed, model.modules()), strict=True))
+        matrices = [each for each, kind in kinds if kind == "matrices"]
+        decayed = [each for each, kind in kinds if kind != "matrices"]
+    groups = _groups(decayed, options.weight_decay) + _groups(others, 0.0)
     rate = 0.0 if options.lr is None else options.lr
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=options.sgd_momentum)
     betas = (options.adam_beta1, options.adam_beta2)
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=options.adam_eps, fused=True)
+    if options.optimizer == "adamw8bit":
+        return AdamW8bit(groups, lr=rate, betas=betas, eps=options.adam_eps)
+    adamw = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=options.adam_eps, fused=True)
+    if options.optimizer == "adam":
+        return adamw
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return ChainedOptimizer(muon, adamw)
 
 
 def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
