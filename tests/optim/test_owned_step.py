@@ -110,21 +110,6 @@ def test_hybrid_sharding_steps_as_one_process(variant: str, outer: str) -> None:
     assert_steps(variant, hybrid(3, outer))
 
 
-@pytest.mark.full(short=["SOAP-2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("name", ["SOAP", "Shampoo", "ScalableShampoo", "AdaFactor", "Muon"])
-@on_ranks()
-def test_optimizers_of_a_library_step_as_in_one_process(name: str) -> None:
-    kind = getattr(pytest.importorskip("pytorch_optimizer"), name)
-    if "_megatron_fsdp_steps_whole_tensors" not in vars(kind):
-        steps_whole_tensors(kind)
-
-    def make(params: Sequence[Any]) -> torch.optim.Optimizer:
-        return kind([{"params": params, "use_muon": True}] if name == "Muon" else params, lr=0.01)
-
-    three_steps(matrices(), make, flat(3), without=2)
-
-
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
