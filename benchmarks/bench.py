@@ -46,11 +46,13 @@ def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
     """Return all runs on the CPU, most important first; about 15 minutes on two quiet cores, or 4."""
     few = rounds or 3
     if is_quick:
-        return (_compared("many-small", 2, few, *EVERYBODY), *_phases(few), _ablation("many-small", few))
+        quick = (_compared("many-small", 2, few, *EVERYBODY), *_phases(few), _muon("many-small", 2, few))
+        return (*quick, _ablation("many-small", few))
     each = rounds or 4
     return (
         *(_compared(model, 2, each, *EVERYBODY) for model in ("many-small", "large", "llama", "moe")),
         *_phases(rounds or 8),
+        *(_muon(model, ranks, each) for model in ("many-small", "large", "llama") for ranks in (2, 4)),
         _ablation("many-small", each),
         Run("checkpoints", "checkpoints.py", ("--model", "large", "--rounds", str(each))),
         _accumulating("many-small", few),
@@ -81,6 +83,11 @@ def _phases(rounds: int) -> Iterator[Run]:
     host = ("host", "--model", "narrow", "--simulated-ranks", "2")
     yield Run("host", "phases.py", (*host, *count))
     yield Run("simulated-8", "phases.py", ("host", "--model", "many-small", "--simulated-ranks", "8", *count))
+
+
+def _muon(model: str, ranks: int, rounds: int) -> Run:
+    arguments = ("step", "--model", model, "--ranks", str(ranks), "--rounds", str(rounds), "--muon")
+    return Run(f"muon-{model}-{ranks}", "phases.py", arguments)
 
 
 # ---- running them ----------------------------------------------------------------------------------------------------

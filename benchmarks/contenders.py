@@ -29,6 +29,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.optim.routes import kinds_of
 
 FLOOR = "floor"
 """Does not communicate, so its losses are its own."""
@@ -248,8 +249,8 @@ def _muon(name: str, model: nn.Module, setting: Setting) -> Contender:
         model = fully_shard_model(model, setting.mesh, dp_shard_dim="dp")
         wrap, kind = fully_shard_optimizer, torch.optim.Muon
     split: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-    for param in model.parameters():
-        split[param.dim() != 2].append(param)
+    for param, what in zip(model.parameters(), kinds_of(model.parameters(), model.modules()), strict=True):
+        split[what != "matrices"].append(param)
     others = torch.optim.AdamW(split[1], lr=LEARNING_RATE, fused=True)
     return Contender(name, model, Several(wrap(kind(split[0], lr=LEARNING_RATE)), wrap(others)))
 

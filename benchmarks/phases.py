@@ -111,16 +111,18 @@ def measure_here(request: PhaseRequest, device: torch.device, mesh: DeviceMesh) 
 
 
 def steps(request: PhaseRequest, setting: Setting) -> Notes:
-    """Clipping and the optimizer's step, after a backward that is not timed."""
+    """Clipping and the optimizer's step, and both with the forward and backward before them."""
     batch = _batch(setting)
     contenders = {name: build_contender(name, setting) for name in request.contenders}
     notes = {name: PhaseNotes() for name in contenders}
 
     def turn(name: str, noted: PhaseNotes) -> None:
         contender = contenders[name]
-        contender.backward([batch])
+        _timed(noted, STEP, partial(contender.backward, [batch]), setting.device)
         _timed(noted, CLIPPING, lambda: _clip(contender), setting.device)
         _timed(noted, OPTIMIZER_STEP, contender.optimizer.step, setting.device)
+        for seconds in (noted.wall_s, noted.cpu_s):
+            seconds[STEP][-1] += seconds[CLIPPING][-1] + seconds[OPTIMIZER_STEP][-1]
         contender.optimizer.zero_grad()
 
     _rounds(request, notes, turn)
@@ -227,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--simulated-ranks", type=int, default=0, metavar="N", help="be the first of N ranks instead")
-    parser.add_argument("--muon", action="store_true", help="both step Muon, with `step` or `start`")
+    parser.add_argument("--muon", action="store_true", help="Muon beside AdamW, with `step` or `start`")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all that is stored")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")
@@ -239,7 +241,7 @@ def main(argv: Sequence[str]) -> int:
         1 if given.simulated_ranks else given.ranks,
         given.rounds,
         0 if given.what == "start" else given.warmup,
-        (FSDP2_MUON, OUR_MUON) if given.muon else (*[FLOOR][given.what != "host" :], FSDP2, OURS[3]),
+        (OUR_MUON, FSDP2_MUON, OURS[3], FSDP2) if given.muon else (*[FLOOR][given.what != "host" :], FSDP2, OURS[3]),
         given.what,
         given.simulated_ranks,
         given.device,

@@ -169,6 +169,7 @@ def test_the_package_exports_the_published_names() -> None:
         "fully_shard_optimizer",
         "reduce_scatter_with_fp32_accumulation",
         "AdamW8bit",  # ours
+        "ChainedOptimizer",  # ours
         "steps_whole_tensors",  # ours
     }
 

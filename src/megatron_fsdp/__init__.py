@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
     from megatron_fsdp.optim.adamw8bit import AdamW8bit
+    from megatron_fsdp.optim.chained import ChainedOptimizer
     from megatron_fsdp.optim.owned_step import steps_whole_tensors
     from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 __all__ = [
     "AdamW8bit",
+    "ChainedOptimizer",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "FSDPDistributedIndex",
@@ -65,6 +67,7 @@ __all__ = [
 
 _HOMES = {
     "AdamW8bit": "optim.adamw8bit",
+    "ChainedOptimizer": "optim.chained",
     "DistributedDataParallel": "ddp",
     "DistributedDataParallelConfig": "distributed_data_parallel_config",
     "FSDPDistributedIndex": "sharding.mesh",

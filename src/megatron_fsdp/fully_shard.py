@@ -286,6 +286,7 @@ def fully_shard_optimizer(
         ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
     from megatron_fsdp.comm.agreement import rank_of
+    from megatron_fsdp.optim.chained import members_of
     from megatron_fsdp.optim.optimizer import (
         SeveralModels,
         check_kind,
@@ -319,13 +320,15 @@ def fully_shard_optimizer(
     _check_several(optimizer, models)
     was_connected = models[0].is_connected(optimizer)
     for model in models:
-        model.adopt(optimizer)
+        for each in dict.fromkeys((optimizer, *members_of(optimizer))):
+            model.adopt(each)
     if not was_connected:
         whole = models[0] if len(models) == 1 else SeveralModels(models, _owner)
         integrate(optimizer, whole, describes_state=preproc_state_dict_for_dcp_ckpt)
         if rank_of() == 0:
             modules = [module for model in models for module in model.module.modules()]
-            logging.getLogger("megatron_fsdp").info(route_line(optimizer, modules))
+            for each in members_of(optimizer):
+                logging.getLogger("megatron_fsdp").info(route_line(each, modules))
     return optimizer
 
 

@@ -10,8 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import (
+    ChainedOptimizer,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.muon import check_muon, newton_schulz_flops
@@ -20,10 +27,10 @@ from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import Arrangement
 from tests.support.expert_meshes import FLAT, Sizes, experts_of
-from tests.support.mixture import ListedExperts, build_with_experts
+from tests.support.mixture import Experts, ListedExperts, build_with_experts
 from tests.support.models import Block, build_dense
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps
+from tests.support.optimizer_twins import Make, Matrices, Twins, drawn, flat, hybrid, matrices, three_steps
 from tests.support.parity import fixed_seed
 from tests.support.tensor_meshes import divide_tensors, hybrid_tensor_parallel, tensor_parallel
 
@@ -158,9 +165,13 @@ def test_matrices_may_go_in_several_waves(limit: int, waves: int) -> None:
     assert len(calls) == 2 * 3 * waves
 
 
-def bytes_of_a_step(strategy: int) -> tuple[int, int]:
+def equal_matrices() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(8)))
+
+
+def bytes_of_a_step(build: Callable[[], nn.Module]) -> tuple[int, int]:
     """Bytes that this rank sends in one step of Muon, to others and to itself; elements of all matrices."""
-    twins = Twins(matrices(), VARIANTS["defaults"], flat(strategy))
+    twins = Twins(build(), VARIANTS["defaults"], flat(3))
     sent, send = [], dist.all_to_all_single
     try:
         dist.all_to_all_single = lambda *args, **kwargs: sent.append(args[1].numel()) or send(*args, **kwargs)
@@ -171,8 +182,9 @@ def bytes_of_a_step(strategy: int) -> tuple[int, int]:
 
 
 def test_a_step_sends_two_bytes_per_element_each_way(run_ranks: RunRanks) -> None:
-    sent = run_ranks(3, bytes_of_a_step, 3)
+    sent = run_ranks(3, bytes_of_a_step, matrices)
     assert sum(nbytes for nbytes, _ in sent) == 4 * sent[0][1]
+    assert run_ranks(4, bytes_of_a_step, equal_matrices) == [(4 * 8 * 144 // 4, 8 * 144)] * 4
 
 
 @on_ranks(2)
@@ -222,51 +234,142 @@ def test_an_iteration_that_fails_on_an_owner_fails_on_all_ranks_and_changes_no_w
     assert (message_of(raised.value), kept, changed) == (("RankError", message), True, [True] * 5)
 
 
-# ---- matrices of several matrices -----------------------------------------------------------------------------------
+# ---- parameters of several matrices ---------------------------------------------------------------------------------
 
 
-SPLITS = {(9, 9): (2, 4, 3), (6, 1): 3, (11, 3): [10, 1]}
-"""`split_sizes` by shape of the parameter."""
+class Stacks(Matrices):
+    """With stacks of matrices, one of them of a single one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(5, 4, 3))
+        self.single = nn.Parameter(torch.randn(1, 3, 7))
+
+
+def stacks() -> nn.Module:
+    with fixed_seed(3):
+        return Stacks()
+
+
+def split_sizes(shape: Sequence[int]) -> Any:
+    """Of a parameter: as one, halves, or two of other sizes, which may begin anywhere in a shard."""
+    rows = shape[-2]
+    return None if rows % 3 == 1 else rows // 2 if rows % 2 == 0 else (1, rows - 1) if rows > 1 else (1,)
 
 
 def splitting(params: Sequence[Any]) -> torch.optim.Optimizer:
-    groups = [{"params": [param], "split_sizes": SPLITS.get(tuple(param.shape))} for param in params]
-    return torch.optim.Muon(groups, lr=0.1, adjust_lr_fn="match_rms_adamw")
+    """Muon of matrices, to which stacks are added: torch looks at dimensions in the constructor."""
+    groups = [{"params": [param], "split_sizes": split_sizes(param.shape)} for param in params if param.dim() > 1]
+    flat = [group for group in groups if group["params"][0].dim() == 2]
+    optimizer = torch.optim.Muon(flat, lr=0.1, adjust_lr_fn="match_rms_adamw")
+    for group in groups:
+        if group["params"][0].dim() == 3:
+            optimizer.add_param_group(group)
+    return optimizer
 
 
-def split_by_hand(whole: Tensor) -> list[nn.Parameter]:
-    sizes = SPLITS.get(tuple(whole.shape), len(whole))
-    return [nn.Parameter(piece.clone()) for piece in whole.split(sizes)]  # type: ignore[no-untyped-call]
+def split_by_hand(whole: Tensor) -> list[Tensor]:
+    """The matrices of a parameter, or of its gradient, as views."""
+    matrices = whole.detach().view(-1, *whole.shape[-2:])
+    sizes = split_sizes(whole.shape) or whole.shape[-2]
+    return [piece for matrix in matrices for piece in matrix.split(sizes)]
+
+
+class SplitTwins(Twins):
+    """Beside Muon on each matrix as a parameter of its own."""
+
+    def __init__(self, model: nn.Module, arguments: dict[str, Any]) -> None:
+        super().__init__(model, splitting, arguments)
+        self.pieces = [
+            [nn.Parameter(piece) for piece in split_by_hand(copy)] if copy.dim() > 1 else [] for copy in self.copies
+        ]
+        self.reference = torch.optim.Muon(itertools.chain(*self.pieces), lr=0.1, adjust_lr_fn="match_rms_adamw")
+
+    def step(self, step: int, without: int | None = None) -> None:
+        for index, (copy, pieces) in enumerate(zip(self.copies, self.pieces, strict=True)):
+            grads = split_by_hand(drawn(copy.shape, step, index)) if pieces else []
+            for piece, grad in zip(pieces, grads, strict=True):
+                piece.grad = None if index == without else grad
+        super().step(step, without)
+
+    def differing(self) -> list[str]:
+        found = []
+        for index, (param, copy, pieces) in enumerate(zip(self.params, self.copies, self.pieces, strict=True)):
+            if not torch.equal(param.full_tensor(), copy):  # type: ignore[attr-defined]
+                found.append(f"weight {index}")
+            if pieces and pieces[0].grad is not None:
+                wanted = torch.cat([self.reference.state[piece]["momentum_buffer"] for piece in pieces])
+                if not torch.equal(self.optimizer.state[param]["momentum_buffer"].full_tensor().flatten(0, -2), wanted):
+                    found.append(f"momentum {index}")
+        return found
 
 
 @pytest.mark.full(short=["3-3"])
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", [0, 2, 3])
 @on_ranks()
-def test_split_matrices_step_as_matrices_split_by_hand(tmp_path: Path, strategy: int) -> None:
+def test_split_matrices_and_stacks_step_as_matrices_of_their_own(tmp_path: Path, strategy: int) -> None:
     folder = tmp_path / "saved"
-    twins = Twins(matrices(), splitting, flat(strategy))
-    pieces = [split_by_hand(copy.detach()) for copy in twins.copies]
-    reference = torch.optim.Muon(itertools.chain(*pieces), lr=0.1, adjust_lr_fn="match_rms_adamw")
+    twins = SplitTwins(stacks(), flat(strategy))
     for step in range(3):
         twins.step(step, without=2 if step == 0 else None)
-        for copy, parts in zip(twins.copies, pieces, strict=True):
-            grads = [None] * len(parts) if copy.grad is None else copy.grad.split([len(part) for part in parts])  # type: ignore[no-untyped-call]
-            for part, grad in zip(parts, grads, strict=True):
-                part.grad = grad
-        reference.step()
+        assert twins.differing() == [], f"step {step}"
     save_checkpoint(twins.model, twins.optimizer, folder, iteration=3)
-    fresh = Twins(matrices(), splitting, flat(strategy))
+    fresh = SplitTwins(stacks(), flat(strategy))
     load_checkpoint(fresh.model, fresh.optimizer, folder)
-    found = []
-    for sharded in (twins, fresh):
-        for index, (param, parts) in enumerate(zip(sharded.params, pieces, strict=True)):
-            if not torch.equal(param.full_tensor(), torch.cat([part.detach() for part in parts])):  # type: ignore[attr-defined]
-                found.append(f"weight {index}")
-            buffer = sharded.optimizer.state[param]["momentum_buffer"].full_tensor()
-            if not torch.equal(buffer, torch.cat([reference.state[part]["momentum_buffer"] for part in parts])):
-                found.append(f"momentum {index}")
-    assert found == []
+    fresh.copies, fresh.pieces, fresh.reference = twins.copies, twins.pieces, twins.reference
+    assert fresh.differing() == []
+    fresh.step(3)
+    assert fresh.differing() == []
+
+
+@pytest.mark.full(short=["3"])
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(4)
+def test_split_matrices_that_tensor_parallelism_cuts_step_as_matrices_of_their_own(strategy: int) -> None:
+    arrangement = tensor_parallel(divide_tensors)
+    model = build_dense()
+    arrangement.place(model)
+    for param in model.parameters():
+        param.requires_grad_(param.dim() == 2)
+    twins = SplitTwins(model, {**arrangement.arguments(), "zero_dp_strategy": strategy, "fsdp_unit_modules": [Block]})
+    for step in range(2):
+        twins.step(step)
+        assert twins.differing() == [], f"step {step}"
+
+
+@pytest.mark.full(short=["sizes1"])
+@pytest.mark.parametrize("sizes", [FLAT, (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))])
+@on_ranks(4)
+def test_stacks_of_experts_step_as_matrices_of_their_own(sizes: Sizes) -> None:
+    arrangement = experts_of(sizes)
+    model = build_with_experts(kind=Experts)
+    arrangement.place(model)
+    for name, param in model.named_parameters():
+        param.requires_grad_(param.dim() > 1 and not name.endswith("shift"))
+    twins = SplitTwins(model, {**arrangement.arguments(), "zero_dp_strategy": 3, "fsdp_unit_modules": [Block]})
+    for step in range(2):
+        twins.step(step)
+        assert twins.differing() == [], f"step {step}"
+
+
+@on_ranks(2)
+def test_the_matrices_of_a_stack_are_shared_out_over_ranks() -> None:
+    """A stack as one piece would leave one of two ranks with nothing to do."""
+    model = nn.Module()
+    model.stack = nn.Parameter(torch.ones(4, 4, 3))
+    muon = torch.optim.Muon([nn.Parameter(torch.ones(1, 1))])
+    muon.param_groups[0]["params"] = [model.stack]
+    _, optimizer = fully_shard(model, muon, fsdp_unit_modules=[], **flat(3))
+    optimizer.param_groups[0]["params"][0].grad = torch.ones_like(optimizer.param_groups[0]["params"][0])
+    iterated: list[torch.Size] = []
+    from megatron_fsdp.optim import muon as module
+
+    iterate = module._zeropower_via_newtonschulz
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_zeropower_via_newtonschulz", lambda *a: [iterated.append(a[0].shape), iterate(*a)][1])
+        optimizer.step()
+    assert iterated == [torch.Size((4, 3))] * 2
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), 4, (9, 0), (10, -1), 0, (4.5, 4.5), ()])
@@ -308,12 +411,17 @@ def batch(step: int) -> Tensor:
     return torch.randn(12, 6, generator=torch.Generator().manual_seed(50 + step))
 
 
-def train_alone(steps: int) -> list[dict[str, Tensor]]:
+def one_optimizer(params: Sequence[Any]) -> list[torch.optim.Optimizer]:
+    return [ChainedOptimizer(*two_optimizers(params))]
+
+
+def train_alone(steps: int, clips: bool = True) -> list[dict[str, Tensor]]:
     model, found = net(), []
     optimizers = two_optimizers(list(model.parameters()))
     for step in range(steps):
         model(batch(step)).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -326,22 +434,45 @@ def close(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return all(torch.allclose(left[name], right[name], atol=2e-3, rtol=0) for name in right)
 
 
+@pytest.mark.parametrize("make", [two_optimizers, one_optimizer])
 @on_ranks(3)
-def test_muon_and_adamw_train_as_in_one_process() -> None:
+def test_muon_and_adamw_train_as_in_one_process(make: Callable[..., list[torch.optim.Optimizer]]) -> None:
     expected = train_alone(3)
-    steps = 3
     model = fully_shard_model(net(), mesh(), fsdp_unit_modules=[nn.Linear])
-    optimizers = [fully_shard_optimizer(made) for made in two_optimizers(list(model.parameters()))]
+    optimizers = [fully_shard_optimizer(made) for made in make(list(model.parameters()))]
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
-    for step in range(steps):
+    for step in range(3):
         model(batch(step).chunk(ranks)[rank]).square().mean().backward()
         model.clip_grad_norm_(0.5)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         found.append({name: value.clone() for name, value in model.full_parameters().items()})
-
     assert all(close(weights, want) for weights, want in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("strategy", [0, 2, 3])
+@on_ranks(3)
+def test_accumulation_a_scaler_and_recomputation_change_nothing(strategy: int) -> None:
+    """A chain that was built before the model was sharded; the second step overflows on one rank and is skipped."""
+    expected = train_alone(3, clips=False)
+    recomputed = net()
+    for layer in recomputed.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    (chain,) = one_optimizer(list(recomputed.parameters()))
+    model, optimizer = fully_shard(
+        recomputed, chain, device_mesh=mesh(), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy
+    )
+    ranks, rank, scaler = dist.get_world_size(), dist.get_rank(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in (0, None, 1, 2):
+        for part in batch(step or 0).chunk(ranks)[rank].chunk(2):
+            loss = model(part).square().mean() / 2
+            scaler.scale(loss * (float("inf") if step is None and rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 4.0
+    assert close({name: value.clone() for name, value in model.full_parameters().items()}, expected[-1])
 
 
 def save_after_two_steps(folder: Path, strategy: int) -> None:
@@ -385,7 +516,7 @@ def test_parameters_that_are_no_matrices_are_refused() -> None:
     optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})  # torch looks in the constructor only
     with pytest.raises(
-        ConfigurationError, match=r"of shape \(3,\); give it parameters of two dimensions, and the others"
+        ConfigurationError, match=r"of shape \(3,\); give it matrices, or stacks of matrices with three dimensions"
     ):
         check_muon(optimizer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -25,6 +25,7 @@ from megatron_fsdp.engine.group_plan import Domain, local_part
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.wrap import Assembly
+from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.routes import parts_of, step_of
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
@@ -181,6 +182,7 @@ def _name(dtype: torch.dtype) -> str:
 def memory_description(engine: Engine) -> MemoryDescription:
     """Describe the bytes held now, and how memory is borrowed."""
     held, schedule, weights = memory_of(engine), engine.scheduler.config, engine.memory_plan.weights
+    states = {param: state for each in engine.connected for param, state in each.state.items()}
     others = engine.units[ROOT + 1 :]
     return MemoryDescription(
         allocator=engine.memory_plan.allocator.value,
@@ -191,7 +193,7 @@ def memory_description(engine: Engine) -> MemoryDescription:
         forward_prefetch=schedule.forward_prefetch_units,
         backward_prefetch=schedule.backward_prefetch_units,
         persistent_bytes=held.persistent_bytes,
-        optimizer_bytes=sum(_state_bytes(engine, optimizer) for optimizer in engine.connected),
+        optimizer_bytes=_state_bytes(engine, states),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
         pool_bytes=None if engine.memory_plan.pool is None else engine.memory_plan.pool.num_bytes,
@@ -199,8 +201,8 @@ def memory_description(engine: Engine) -> MemoryDescription:
     )
 
 
-def _state_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
-    own = (state for param, state in optimizer.state.items() if id(param) in engine.group_and_index)
+def _state_bytes(engine: Engine, states: Mapping[torch.Tensor, Mapping[str, object]]) -> int:
+    own = (state for param, state in states.items() if id(param) in engine.group_and_index)
     tensors = (value for state in own for value in state.values())
     return sum(local_part(value).nbytes for value in tensors if isinstance(value, torch.Tensor))
 
@@ -210,6 +212,8 @@ def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescripti
     order = {key: position for position, key in enumerate(engine.group_and_index)}
     found = []
     for optimizer in engine.connected:
+        if isinstance(optimizer, ChainedOptimizer):
+            continue  # its optimizers are connected, too
         own = [param for group in optimizer.param_groups for param in group["params"] if id(param) in order]
         kind, groups = type(optimizer).__name__, len(optimizer.param_groups)
         parts = parts_of(own, module.modules())

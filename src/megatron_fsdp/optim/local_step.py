@@ -157,10 +157,10 @@ def _is_sharded_as(frame: ShardFrame, value: object) -> bool:
 @functools.cache
 def _view_class(kind: type[Optimizer]) -> type[Optimizer]:
     """Return the class of views for a class of optimizers, under its name, which torch's messages mention."""
-    return type(kind.__name__, (_LocalView, kind), {"__slots__": ()})
+    return type(kind.__name__, (LocalView, kind), {"__slots__": ()})
 
 
-class _LocalView(Optimizer):
+class LocalView(Optimizer):
     """An optimizer whose parameters and state are local tensors; everything else is the original's own."""
 
     __slots__ = ("_view",)

@@ -26,8 +26,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -36,18 +36,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, agreed, balanced_owners, waves_of
-from megatron_fsdp.sharding.shards import Box
+from megatron_fsdp.sharding.shards import narrow_description
 
 Group = Mapping[str, Any]
 """A parameter group of an optimizer: its options."""
 State = MutableMapping[str, Any]
 
 SPLIT_KEY = "split_sizes"
-"""Option of a parameter group: the rows of the matrices that its parameters are made of, each iterated by itself."""
+"""Option of a parameter group: the rows of the matrices that its matrices are made of, each iterated by itself."""
 _MOMENTUM = "momentum_buffer"
 WAVE_BYTES = 256 << 20
 """Bytes of operands that an owner receives at a time, unless a single matrix is larger."""
@@ -76,30 +77,30 @@ def check_muon(optimizer: Optimizer) -> None:
                 "place); use nesterov=True, or keep main weights and gradients in fp32"
             )
         for param in group["params"]:
-            if param.dim() != 2:
+            if param.dim() not in (2, 3):
                 raise ConfigurationError(
-                    f"Muon was given a parameter of shape {tuple(param.shape)}; give it parameters of two dimensions, "
-                    "and the others to another optimizer"
+                    f"Muon was given a parameter of shape {tuple(param.shape)}; give it matrices, or stacks of "
+                    "matrices with three dimensions, and the others to another optimizer; ChainedOptimizer joins both"
                 )
-            pieces_of(group, param.shape)
+            split_rows(group, param.shape)
 
 
-def pieces_of(group: Group, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows of the matrices that a parameter is made of: `split_sizes` of its group, or all.
+def split_rows(group: Group, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the rows of the matrices that a matrix, or each one of a stack, is made of: `split_sizes`, or all.
 
     Raises:
         ConfigurationError: They do not add up to the parameter.
     """
-    sizes, rows = group.get(SPLIT_KEY), shape[0]
+    sizes, rows = group.get(SPLIT_KEY), shape[-2]
     if sizes is None:
         return (rows,)
-    pieces = (sizes,) * (rows // max(sizes, 1)) if isinstance(sizes, int) else tuple(sizes)
-    if not all(isinstance(size, int) and size > 0 for size in pieces) or sum(pieces) != rows:
+    found = (sizes,) * (rows // max(sizes, 1)) if isinstance(sizes, int) else tuple(sizes)
+    if not all(isinstance(size, int) and size > 0 for size in found) or sum(found) != rows:
         raise ConfigurationError(
             f"Muon was given {SPLIT_KEY}={sizes!r} for a parameter of shape {tuple(shape)}; give the rows of each "
             f"piece, which add up to {rows}, or one number that divides it"
         )
-    return pieces
+    return found
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
@@ -108,24 +109,60 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
     return steps * (4 * short * short * long + 2 * short**3)
 
 
+def matrices_in(frame: ShardFrame, rows: Sequence[int]) -> tuple[tuple[ShardFrame, slice], ...]:
+    """Return the matrices of a parameter: how each is cut, and its elements in this rank's flattened shard.
+
+    Args:
+        frame: Of the parameter, (rows, columns) or (matrices, rows, columns).
+        rows: Of the matrices that each matrix is made of, one below the other.
+
+    Returns:
+        Frames of (rows, columns) or (1, rows, columns), in the order of the flattened parameter.
+    """
+    if len(frame.shape) == 2 and len(rows) == 1:
+        return ((frame, slice(None)),)
+    whole = frame.description
+    if whole.tensor_cut is not None and not whole.other_cuts:  # tensor-parallel parts of a piece may differ in shape
+        whole = replace(whole, other_cuts=(whole.cut,) * whole.use.num_parts)
+    edges = list(itertools.pairwise(itertools.accumulate(rows, initial=0)))
+    count = frame.shape[0] if len(frame.shape) == 3 else 0
+    stack = [narrow_description(whole, 0, index, index + 1) for index in range(count)] or [whole]
+    found, start = [], 0
+    for each in stack:
+        for edge in edges:
+            one = narrow_description(each, len(each.shape) - 2, *edge)
+            first, last = one.local_range
+            found.append((ShardFrame(frame.mesh, one), slice(start, start + last - first)))
+            start += last - first
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class _Matrix:
-    """A parameter, with the options of its group.
+    """A matrix that is iterated.
 
     Attributes:
-        pieces: Rows of the matrices that it is made of.
+        param: The parameter that it is, or is a part of.
+        frame: How it is cut; (rows, columns), or (1, rows, columns) out of a stack.
+        part: Its elements in this rank's flattened shard of the parameter.
+        group: The options.
         lr: As a number; of a tensor, one synchronisation for a group.
     """
 
     param: UnevenDTensor
+    frame: ShardFrame
+    part: slice
     group: Group
-    pieces: tuple[int, ...]
     lr: float
 
     @property
     def flops(self) -> int:
-        columns = self.param.shape[1]
-        return sum(newton_schulz_flops((rows, columns), self.group["ns_steps"]) for rows in self.pieces)
+        return newton_schulz_flops(self.frame.shape[-2:], self.group["ns_steps"])
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's shard; shares the version counter of the parameter, by which writes are noticed."""
+        return self.param._local_tensor.detach().view(-1)[self.part]
 
     def operand(self, state: State) -> Tensor:
         """Update the momentum of this rank's shard, and return the shard of what is orthogonalized."""
@@ -133,43 +170,25 @@ class _Matrix:
         sharded: Any = as_sharded(cast(Tensor, self.param.grad), frame)
         grad = sharded._local_tensor
         if _MOMENTUM not in state:
-            state[_MOMENTUM] = UnevenDTensor.wrap(torch.zeros_like(grad), frame)
-        buffer = state[_MOMENTUM]._local_tensor
+            blank = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+            state[_MOMENTUM] = UnevenDTensor.wrap(blank, frame)
+        grad, buffer = grad.reshape(-1)[self.part], state[_MOMENTUM]._local_tensor.view(-1)[self.part]
         buffer.lerp_(grad, 1 - momentum)
         update = grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer
         return cast(Tensor, update.bfloat16())  # as the iteration begins
 
     def orthogonalized(self, operand: Tensor) -> Tensor:
-        """Iterate on each piece of the whole operand."""
+        """Iterate on the whole operand."""
         options = self.group["ns_coefficients"], self.group["ns_steps"], self.group["eps"]
-        results = [_zeropower_via_newtonschulz(piece, *options) for piece in operand.split(self.pieces)]
-        return torch.cat(results) if len(results) > 1 else results[0]
+        result = _zeropower_via_newtonschulz(operand.view(self.frame.shape[-2:]), *options)
+        return result.expand(self.frame.shape)
 
     def apply(self, result: Tensor) -> None:
         """Update this rank's shard of the parameter in place, by the shard of the result."""
-        local = self.param._local_tensor.detach()  # shares the version counter, by which writes are noticed
-        local.mul_(1 - self.lr * self.group["weight_decay"])
-        columns = self.param.shape[1]
-        for rows, updated, update in self._by_piece(local, result):
-            lr = _adjust_lr(self.lr, self.group["adjust_lr_fn"], torch.Size((rows, columns)))
-            updated.add_(update, alpha=-lr)
-
-    def _by_piece(self, local: Tensor, result: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Return the parts of this rank's shards that lie in each piece, with its rows."""
-        if len(self.pieces) == 1:
-            return [(self.pieces[0], local, result)]
-        columns, local, result = self.param.shape[1], local.view(-1), result.reshape(-1)
-        first_rows = itertools.accumulate(self.pieces, initial=0)
-        pieces = [Box((first, 0), (rows, columns)) for first, rows in zip(first_rows, self.pieces, strict=False)]
-        found, start = [], 0
-        for box in self.param.shard_frame.description.boxes():
-            for piece in pieces:
-                common = box.meet(piece)
-                if common is not None:
-                    part = slice(start, start + common.numel)
-                    found.append((piece.lengths[0], local[part], result[part]))
-                    start += common.numel
-        return found
+        weight = self.weight
+        weight.mul_(1 - self.lr * self.group["weight_decay"])
+        lr = _adjust_lr(self.lr, self.group["adjust_lr_fn"], self.frame.shape[-2:])
+        weight.add_(result.reshape(-1), alpha=-lr)
 
 
 # ---- all matrices ----------------------------------------------------------------------------------------------------
@@ -182,10 +201,11 @@ class MuonStep:
         self._ranks: dict[DeviceMesh, Ranks] = {}
         self._owned: tuple[Any, list[int]] = None, []
         self._planned: tuple[Any, list[tuple[list[int], Exchange]]] = None, []
+        self._parts: dict[tuple[ShardFrame, tuple[int, ...]], tuple[tuple[ShardFrame, slice], ...]] = {}
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object on which the code of the optimizer's class is to run its step."""
-        made = _StandIn.__new__(_StandIn)
+        made = MuonStandIn.__new__(MuonStandIn)
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
         made._update = functools.partial(self.update, optimizer)
         return made
@@ -203,14 +223,10 @@ class MuonStep:
         Raises:
             RankError: Momentum or iteration have failed on some rank; on all ranks. No weight was updated.
         """
-        matrices = [
-            _Matrix(param, group, pieces_of(group, param.shape), lr)
-            for group, lr in ((group, float(group["lr"])) for group in optimizer.param_groups)
-            for param in group["params"]
-        ]
+        matrices = list(self._matrices(optimizer))
         owners = self._owners(matrices)
-        grads = get_grads([matrix.param for matrix in matrices], GRAD)
-        live = [place for place, grad in enumerate(grads) if grad is not None]
+        params = [matrix.param for matrix in matrices]
+        live = [place for place, grad in enumerate(get_grads(params, GRAD)) if grad is not None]
         stepped = [matrices[place] for place in live]
         waves = [
             _Wave([stepped[index] for index in members], exchange, optimizer.state)
@@ -224,16 +240,25 @@ class MuonStep:
             if turn > 1:
                 waves[turn - 2].receive()
         failed = next((wave.error for wave in waves if wave.error is not None), None)
-        meshes = dict.fromkeys(matrix.param.shard_frame.mesh for matrix in stepped)
+        meshes = dict.fromkeys(matrix.frame.mesh for matrix in stepped)
         agreed({self._ranks[mesh]: {} for mesh in meshes}, failed)
         for wave in waves:
             wave.apply()
 
+    def _matrices(self, optimizer: Optimizer) -> Iterator[_Matrix]:
+        for group in optimizer.param_groups:
+            lr = float(group["lr"])
+            for param in group["params"]:
+                key = param.shard_frame, split_rows(group, param.shape)
+                if key not in self._parts:
+                    self._parts[key] = matrices_in(*key)
+                yield from (_Matrix(param, *part, group, lr) for part in self._parts[key])
+
     def _owners(self, matrices: Sequence[_Matrix]) -> list[int]:
         """Return the owner of each matrix; it does not depend on which of them have a gradient."""
-        key = [(matrix.param.shard_frame, matrix.pieces, matrix.group["ns_steps"]) for matrix in matrices]
+        key = [(matrix.frame, matrix.group["ns_steps"]) for matrix in matrices]
         if key != self._owned[0]:
-            meshes = [matrix.param.shard_frame.mesh for matrix in matrices]
+            meshes = [matrix.frame.mesh for matrix in matrices]
             self._owned = key, balanced_owners(meshes, [matrix.flops for matrix in matrices])
             for mesh in dict.fromkeys(meshes):
                 self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)
@@ -241,7 +266,7 @@ class MuonStep:
 
     def _waves(self, matrices: Sequence[_Matrix], owners: Sequence[int]) -> list[tuple[list[int], Exchange]]:
         """Return the waves of all meshes: places of the matrices, and their messages."""
-        frames = [matrix.param.shard_frame for matrix in matrices]
+        frames = [matrix.frame for matrix in matrices]
         key = frames, owners
         if key != self._planned[0]:
             found = []
@@ -274,7 +299,7 @@ class _Wave:
             operands = [matrix.operand(self._state[matrix.param]) for matrix in self._matrices]
         except Exception as error:  # noqa: BLE001 - the other ranks must raise, too
             self.error = error.with_traceback(None)
-            operands = [torch.zeros_like(each.param._local_tensor, dtype=torch.bfloat16) for each in self._matrices]
+            operands = [torch.zeros_like(each.weight, dtype=torch.bfloat16) for each in self._matrices]
         self._like = operands[0].new_zeros(1, 1)
         self._sent = self._exchange.to_owners(operands)
 
@@ -286,7 +311,7 @@ class _Wave:
                 results[index] = self._matrices[index].orthogonalized(operand)
         except Exception as error:  # noqa: BLE001 - the other ranks must raise, too
             self.error = error.with_traceback(None)  # which would keep the tensors
-            results = {index: self._like.expand(self._matrices[index].param.shape) for index in self._exchange.own}
+            results = {index: self._like.expand(self._matrices[index].frame.shape) for index in self._exchange.own}
         self._sent = self._exchange.to_shards(results, self._like)
 
     def receive(self) -> None:
@@ -300,7 +325,7 @@ class _Wave:
             self._matrices[index].apply(result)
 
 
-class _StandIn(torch.optim.Muon):
+class MuonStandIn(torch.optim.Muon):
     """A Muon whose step finds nothing left to do: all updates are made when it asks for the gradients of one group."""
 
     __slots__ = ("_update",)

@@ -8,7 +8,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,8 +21,9 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
-from megatron_fsdp.optim.local_step import LocalStep
-from megatron_fsdp.optim.muon import MuonStep, check_muon
+from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
+from megatron_fsdp.optim.local_step import LocalStep, LocalView
+from megatron_fsdp.optim.muon import MuonStandIn, MuonStep, check_muon
 from megatron_fsdp.optim.owned_step import OwnedStep, inherits_declaration, steps_owned
 from megatron_fsdp.optim.routes import NEEDS_ALL
 
@@ -41,6 +42,8 @@ _BUFFER = "momentum_buffer"
 def is_known_without_a_step(optimizer: Optimizer) -> bool:
     """Return whether the initial state of an optimizer can be made without a step: it is one of torch's, or ours."""
     kind = type(optimizer)
+    if isinstance(optimizer, ChainedOptimizer):
+        return all(map(is_known_without_a_step, optimizer.optimizers))
     if kind is AdamW8bit:
         return True
     of_torch = kind.step.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")
@@ -56,12 +59,13 @@ def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     Returns:
         A state dict with state in the order of the parameters, the same on every rank; tensors cut as parameters.
     """
-    if not is_known_without_a_step(optimizer) or isinstance(optimizer, torch.optim.Adagrad):
-        return state_dict  # Adagrad makes its state when it is built
     had, state = state_dict["state"], {}
-    for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+    owners = (each for each in members_of(optimizer) for _ in each.param_groups)
+    for owner, group, packed in zip(owners, optimizer.param_groups, state_dict["param_groups"], strict=True):
+        is_known = is_known_without_a_step(owner) and not isinstance(owner, torch.optim.Adagrad)  # which has it at once
         for param, number in zip(group["params"], packed["params"], strict=True):
-            found = had.get(number) or (_first_state(optimizer, group, param) if param.requires_grad else None)
+            makes = is_known and param.requires_grad
+            found = had.get(number) or (_first_state(owner, group, param) if makes else None)
             if found:
                 state[number] = found
     return {**state_dict, "state": {**state, **had}}
@@ -102,7 +106,7 @@ def _blank_momentum(group: Mapping[str, Any]) -> float:
 
 def without_blank_momentum(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Remove blank momentum where it differs from none: SGD's first step applies no dampening."""
-    if not isinstance(optimizer, torch.optim.SGD):
+    if not any(isinstance(each, torch.optim.SGD) for each in members_of(optimizer)):
         return state_dict
     blank = {
         number
@@ -333,8 +337,41 @@ def _check_new_groups(optimizer: torch.optim.Optimizer, model: weakref.ref[Shard
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
+class _ChainedStep:
+    """Steps the optimizers of a chain, each in the way of its class."""
+
+    def __init__(self, chain: ChainedOptimizer) -> None:
+        self._links = tuple(_Link(each, _step_of(each)) for each in chain.optimizers)
+
+    def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        made = object.__new__(ChainedOptimizer)
+        made.__dict__ = {**optimizer.__dict__, "optimizers": self._links}
+        return made
+
+    def finish(self, _optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: each link has finished its step."""
+
+    def release(self) -> None:
+        for link in self._links:
+            link.way.release()
+
+
+class _Link(NamedTuple):
+    """An optimizer of a chain, and how it is stepped."""
+
+    optimizer: torch.optim.Optimizer
+    way: _Step
+
+    def step(self) -> None:
+        made = self.way.stand_in(self.optimizer)
+        type(made).step(made)  # with the hooks of the optimizer
+        self.way.finish(self.optimizer)
+
+
 def _step_of(optimizer: torch.optim.Optimizer) -> _Step:
     """Return how an optimizer of this class is stepped."""
+    if isinstance(optimizer, ChainedOptimizer):
+        return _ChainedStep(optimizer)
     if type(optimizer) is torch.optim.Muon:
         return MuonStep()
     if not steps_owned(optimizer):
@@ -567,6 +604,15 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         ConfigurationError: It is one of torch's that do, and a parameter is sharded; Muon itself is refused
             for some options only.
     """
+    if isinstance(optimizer, ChainedOptimizer):
+        for each in optimizer.optimizers:
+            check_kind(each)
+            if steps_owned(each):
+                raise ConfigurationError(
+                    f"{type(each).__name__} steps whole tensors, which a ChainedOptimizer does not; leave it out "
+                    "of the chain and hand it to fully_shard_optimizer"
+                )
+        return
     if type(optimizer) is torch.optim.Muon:
         check_muon(optimizer)
         return
@@ -598,6 +644,9 @@ def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) 
     Raises:
         ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's `step` is torch's own.
     """
+    if isinstance(optimizer, ChainedOptimizer):
+        for each in optimizer.optimizers:
+            check_reads_decoupled(each, is_decoupled)
     kind = type(optimizer)
     is_torch = kind.step.__module__.startswith("torch.optim")
     if is_decoupled and (is_torch or isinstance(optimizer, AdamW8bit) or steps_owned(optimizer)):
@@ -617,6 +666,9 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
         ConfigurationError: It has torch's option `capturable`, and some group has it off; or it counts its steps, or
             lets ranks agree, on the host.
     """
+    if isinstance(optimizer, ChainedOptimizer):
+        for each in optimizer.optimizers:
+            check_capturable(each)
     if isinstance(optimizer, AdamW8bit | torch.optim.Muon) or steps_owned(optimizer):
         raise ConfigurationError(
             f"steps of {type(optimizer).__name__} cannot be captured, which cuda_graph_mode=True is for: they count "
@@ -644,6 +696,10 @@ def move_to_sharded(
         replacements: Sharded parameter for the id of each original.
         shard_state: Turns a full state tensor, shaped as its parameter, into the one for the sharded parameter.
     """
+    if isinstance(optimizer, ChainedOptimizer):
+        for each in optimizer.optimizers:
+            move_to_sharded(each, replacements, shard_state)
+        return
     state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -682,6 +738,8 @@ def _watchers() -> weakref.WeakSet[StepWatcher]:
     watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 
     def after_step(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
+        if isinstance(optimizer, LocalView | MuonStandIn):
+            return  # within the step of a chain
         for watcher in tuple(watchers):
             watcher.note_step(optimizer)
 

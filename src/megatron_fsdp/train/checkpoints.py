@@ -33,7 +33,7 @@ from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.ranks import Rank
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_OF_OPTIMIZER = {"sgd": ("sgd_momentum",), "adam": ("adam_beta1", "adam_beta2", "adam_eps")}
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _BATCH = "--global-batch-size"
 
 Say = Callable[[str], None]
@@ -193,7 +193,7 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
 
 def _deciding(options: Options) -> Iterator[str]:
     """Yield the options that decide numbers as they were given."""
-    yield from ("optimizer", *_OF_OPTIMIZER[options.optimizer.optimizer])
+    yield from ("optimizer", *(("sgd_momentum",) if options.optimizer.optimizer == "sgd" else _OF_ADAM))
     yield from ("weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss", "split")
     if options.model.source is None:  # not visible in the shapes of weights
         yield from ("num_attention_heads", "normalization", "norm_epsilon")

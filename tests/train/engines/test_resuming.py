@@ -34,12 +34,14 @@ PIPELINE = {"pipeline_model_parallel_size": 2}
 EIGHT = {"train_iters": 8}
 
 
-@pytest.mark.full(short=["2-values1"])
+@pytest.mark.full(short=["2-values1", "2-values2"])
 @pytest.mark.parametrize(
     ("ranks", "values"),
     [
         (2, {**DECODER, **FSDP2}),
         (2, {**DECODER, **UNITS, "fp16": True, "initial_loss_scale": 64.0}),
+        (2, {**DECODER, **UNITS, "optimizer": "muon"}),
+        (2, {**DECODER, **UNITS, "optimizer": "adamw8bit"}),
         (2, {**LLAMA, **FSDP2}),
         (2, {**LLAMA, **FSDP2, "tensor_model_parallel_size": 2}),
         (2, {**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2}),

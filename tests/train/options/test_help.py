@@ -41,7 +41,7 @@ def test_it_begins_with_how_to_begin_and_fits_into_80_columns(text: str) -> None
     assert text.startswith(START)
     assert [line for line in text.splitlines() if len(line) > 80] == []
     assert "  --[no-]bf16           Compute in bfloat16. (default: off)\n" in text
-    assert "  --optimizer {adam,sgd}\n                        AdamW, or SGD with momentum. (default: adam)\n" in text
+    assert "  --optimizer {adam,sgd,muon,adamw8bit}\n                        AdamW, SGD with momentum, Muon" in text
     assert "  --data-parallel-sharding-strategy\n    {no_shard,optim,optim_grads,optim_grads_params}\n" in text
 
 

@@ -115,7 +115,7 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
         ("train_iters: 2.5\n", "invalid --train-iters 2.5: give a whole number"),
         ("train_iters: yes\n", "invalid --train-iters True: give a whole number"),
         ("bf16: 1\n", "invalid --bf16 1: give true or false"),
-        ("optimizer: lion\n", "invalid --optimizer lion: give one of adam, sgd"),
+        ("optimizer: lion\n", "invalid --optimizer lion: give one of adam, sgd, muon, adamw8bit"),
         ("use_megatron_fsdp: 1\n", "invalid --use-megatron-fsdp 1: give true or false"),
         ("seed: 1\ntraining:\n  seed: 2\n", "run.yaml:3: 'seed' is given twice: give it once"),
         (

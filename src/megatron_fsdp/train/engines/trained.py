@@ -22,6 +22,9 @@ from torch.nn import functional
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
+from megatron_fsdp.optim.adamw8bit import AdamW8bit
+from megatron_fsdp.optim.chained import ChainedOptimizer
+from megatron_fsdp.optim.routes import kinds_of
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.models.decoder import split_for_decay
 from megatron_fsdp.train.options.job import Job
@@ -282,20 +285,35 @@ def trained_by_microbatches(job: Job, place: Place, model: nn.Module) -> Trained
 def build_optimizer(
     model: nn.Module, options: OptimizerOptions, *, undecayed: Collection[str] = ()
 ) -> torch.optim.Optimizer:
-    """Build AdamW or SGD, with groups with weight decay (matrices) and without (norms, biases, embeddings).
+    """Build an optimizer, with groups with weight decay (matrices) and without (norms, biases, embeddings).
 
     `undecayed` are further names without weight decay, such as a head that is a copy of the embeddings.
     """
-    parameters, groups = dict(model.named_parameters()), list[dict[str, Any]]()
-    for names, weight_decay in zip(split_for_decay(model, undecayed), (options.weight_decay, 0.0), strict=True):
-        by_mesh: dict[Hashable, list[Tensor]] = {}  # fused steps do not mix meshes, and experts have one of their own
-        for name in names:
-            parameter: Tensor = parameters[name]
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-        groups += [{"params": found, "weight_decay": weight_decay} for found in by_mesh.values()]
+    parameters = dict(model.named_parameters())
+    decayed, others = ([parameters[name] for name in names] for names in split_for_decay(model, undecayed))
+    matrices: list[nn.Parameter] = []
+    if options.optimizer == "muon":
+        kinds = list(zip(decayed, kinds_of(decayed, model.modules()), strict=True))
+        matrices = [each for each, kind in kinds if kind == "matrices"]
+        decayed = [each for each, kind in kinds if kind != "matrices"]
+    groups = _groups(decayed, options.weight_decay) + _groups(others, 0.0)
     rate = 0.0 if options.lr is None else options.lr
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=options.sgd_momentum)
     betas = (options.adam_beta1, options.adam_beta2)
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=options.adam_eps, fused=True)
+    if options.optimizer == "adamw8bit":
+        return AdamW8bit(groups, lr=rate, betas=betas, eps=options.adam_eps)
+    adamw = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=options.adam_eps, fused=True)
+    if options.optimizer == "adam":
+        return adamw
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return ChainedOptimizer(muon, adamw)
+
+
+def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Make one group per mesh, since fused steps do not mix meshes; experts have a mesh of their own."""
+    by_mesh: dict[Hashable, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
+    return [{"params": found, "weight_decay": weight_decay} for found in by_mesh.values()]

@@ -24,7 +24,7 @@ NEEDS: Mapping[str, str] = {
     "torch_fsdp2_no_reshard_after_forward": "--use-torch-fsdp2",
     "initial_loss_scale": "--fp16",
     "recompute_num_layers recompute_method": "--recompute-granularity full",
-    "adam_beta1 adam_beta2 adam_eps": "--optimizer adam",
+    "adam_beta1 adam_beta2 adam_eps": "--optimizer adam or muon or adamw8bit",
     "sgd_momentum": "--optimizer sgd",
     "min_lr lr_decay_iters": "--lr-decay-style linear or cosine or inverse-square-root or WSD",
     "lr_decay_samples lr_warmup_samples lr_wsd_decay_samples": "--train-samples",

@@ -306,7 +306,8 @@ class OptimizerOptions:
     """Optimizer, clipping and the learning rate over the steps.
 
     Attributes:
-        optimizer: AdamW, or SGD with momentum.
+        optimizer: AdamW, SGD with momentum, Muon for matrices (with updates as large as those of AdamW) and AdamW for
+            the rest, or AdamW with moments of 8 bits.
         lr: Largest learning rate.
         min_lr: Smallest learning rate, at the end of the decay.
         lr_decay_style: How it falls after the warmup.
@@ -326,7 +327,7 @@ class OptimizerOptions:
         clip_grad: Largest norm of all gradients; 0: they are not scaled.
     """
 
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Literal["adam", "sgd", "muon", "adamw8bit"] = "adam"
     lr: Positive | None = None
     min_lr: NotNegative = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"

@@ -162,6 +162,11 @@ def _engine_config(
     """Complete the configuration of sharding and reduction; refuse or report what has no effect with this engine."""
     config = options.ddp
     if engine == "torch_fsdp2":
+        if options.optimizer.optimizer in ("muon", "adamw8bit"):
+            raise ConfigurationError(
+                f"--optimizer {options.optimizer.optimizer} does not step the shards of --use-torch-fsdp2: give "
+                "--optimizer adam or sgd, or shard with --use-megatron-fsdp"
+            )
         for name in options.origins:
             if name in DDP_FIELDS and name != "use_megatron_fsdp" and options.is_chosen(name):
                 raise ConfigurationError(

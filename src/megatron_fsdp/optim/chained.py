@@ -1,0 +1,107 @@
+"""Several optimizers of different parameters as one, such as Muon for matrices and AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from megatron_fsdp.errors import ConfigurationError
+
+
+class ChainedOptimizer(Optimizer):
+    """Several optimizers of different parameters as one: one step, one state dict, one checkpoint, one scheduler.
+
+        muon, adamw = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)
+        model, optimizer = fully_shard(model, ChainedOptimizer(muon, adamw))
+
+    It has the groups and the state of its optimizers, not copies of them. They step in the order given.
+
+    Args:
+        optimizers: At least one; no parameter is in two of them. Step them through this object from now on.
+
+    Attributes:
+        optimizers: As given.
+
+    Raises:
+        ConfigurationError: There is none, something is no optimizer or a chain itself, or two have a parameter.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        given: tuple[object, ...] = optimizers
+        wrong = [each for each in given if not isinstance(each, Optimizer) or isinstance(each, ChainedOptimizer)]
+        if wrong or not optimizers:
+            kind = type(wrong[0]).__name__ if wrong else "nothing"
+            raise ConfigurationError(
+                f"ChainedOptimizer was given {kind}; give optimizers of torch, of this library or of your own, one "
+                "after another and not in a list"
+            )
+        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+        twice = next((param for param, count in Counter(params).items() if count > 1), None)
+        if twice is not None:
+            raise ConfigurationError(
+                f"ChainedOptimizer was given a parameter of shape {tuple(twice.shape)} twice; give it to one optimizer"
+            )
+        self.__setstate__({"optimizers": optimizers, "defaults": {}})  # with torch's hooks, and nothing of its own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all optimizers, in their order."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        """The state of all optimizers by parameter; new entries belong into that of one of them."""
+        return defaultdict(dict, {param: state for each in self.optimizers for param, state in each.state.items()})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the optimizers one after another.
+
+        Args:
+            closure: Computes gradients and returns a loss, which is returned; called once.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers:
+            each.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse.
+
+        Raises:
+            ConfigurationError: It is not said to which optimizer the group would belong.
+        """
+        raise ConfigurationError(
+            f"ChainedOptimizer.add_param_group was given a group with {', '.join(map(str, param_group))}, and not told "
+            "for which optimizer; add it to one of them before they are chained"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state dict of such a chain; each optimizer loads its own part, as it does alone."""
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError("loaded state dict has a different number of parameter groups")  # as torch says it
+        first = 0
+        for each in self.optimizers:
+            own = groups[first : first + len(each.param_groups)]
+            numbers = [number for group in own for number in group["params"]]
+            state = {number: state_dict["state"][number] for number in numbers if number in state_dict["state"]}
+            each.load_state_dict({"state": state, "param_groups": own})
+            first += len(own)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
+def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the optimizers of a chain, or the optimizer itself."""
+    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
