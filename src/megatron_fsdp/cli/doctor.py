@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
         description="Compare loss, every gradient, the gradient norm, updates and a checkpoint round trip of a sharded "
         "run with one process on the whole batch. Functions are given as package.module:name and are looked for in "
         "the current folder too. Exit status: 0 the same, 1 they differ, 2 it could not be "
-        "run or judged (dropout, a loss that is no mean).",
+        "run or judged (dropout, a loss that is no mean). A step of a run is executed again by `mfsdp replay`.",
     )
     _add_model(parser)
     _add_training(parser)

@@ -340,6 +340,11 @@ class Engine:
                 hook = direct_hook(grads.direct, grads.filled, grads.arrived, parameter, hook)
             param.register_post_accumulate_grad_hook(hook)
 
+    @property
+    def backward_number(self) -> int:
+        """How many backwards have begun."""
+        return self._backward_id
+
     def inspect_gradients(self, group: ParameterGroup) -> None:
         """Pass gradients to the finite check, where there is one, before they are reduced."""
         check, names = self.finite_check, group.names
