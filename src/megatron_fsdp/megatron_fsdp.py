@@ -54,6 +54,7 @@ from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_sha
 from megatron_fsdp.engine.wrap import Grouping, UnitGrouping, assemble
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
+from megatron_fsdp.optim.digests import digesting_backwards, gradient_digests, parameter_digests
 from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import check_capturable, watch_optimizers
 from megatron_fsdp.optim.statistics import ModelStatistics, gradient_statistics, parameter_statistics
@@ -803,6 +804,35 @@ class MegatronFSDP(nn.Module):
         """Return the same statistics of every gradient that is not None. One small collective."""
         with self._engine.observers.during(Phase.WHOLE, ROOT):
             return gradient_statistics(self._engine)
+
+    def parameter_digests(self, *, is_whole: bool = True) -> dict[str, str]:
+        """Return a digest of the main weights of each unit, 16 hexadecimal digits by the unit's label. Collective.
+
+        It depends on every bit and on no cut: the same weights give the same digest on any ranks under any strategy.
+        Without `is_whole` it is that of this rank's part, and no collective.
+        """
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return parameter_digests(self._engine, is_whole=is_whole)
+
+    def gradient_digests(self, *, is_whole: bool = True) -> dict[str, str]:
+        """Return the same of all gradients; one that is None adds nothing."""
+        with self._engine.observers.during(Phase.WHOLE, ROOT):
+            return gradient_digests(self._engine, is_whole=is_whole)
+
+    @contextmanager
+    def digesting_backwards(self, shift: int = 0) -> Iterator[Callable[[], list[dict[str, str]]]]:
+        """Record digests of this rank's own gradients of every backward in the block, before they are reduced.
+
+        For a model with `deterministic="world"`. With a `shift` this rank computes the microbatches of the rank so many
+        places further, and gradients are still added in the order of microbatches: the same bits, by another rank.
+        What is yielded returns them after the block, one dict by unit for each backward.
+        """
+        if not self._engine.is_deterministic:
+            raise ConfigurationError(
+                'digesting_backwards needs deterministic="world", without which ranks compute other bits; pass that'
+            )
+        with digesting_backwards(self._engine, shift) as found:
+            yield found
 
     def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool = True) -> None:
         """Clear the `.decoupled_grad` of sharded parameters; nothing happens where gradients are in `.grad`."""

@@ -61,6 +61,7 @@ MEGATRON_FIELDS: dict[str, tuple[Any, Any]] = {
     "fsdp_double_buffer": (bool, False),
     "activation_checkpointing": (bool | str, False),
     "backend": (str, "nccl"),
+    "deterministic": (Optional[str], None),  # of this package only
 }
 DDP_FIELDS: dict[str, tuple[Any, Any]] = {
     "activation_checkpointing": (bool | str, False),
@@ -102,6 +103,12 @@ def test_dictionary_has_every_field_in_order(kind: Any, published: Any) -> None:
     if kind is FSDP2Config:
         expected["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16, True)
     assert made == expected
+
+
+@pytest.mark.parametrize("kind", [FSDP2Config, DDPConfig])
+def test_what_torch_reduces_cannot_be_deterministic(kind: Any) -> None:
+    with pytest.raises(ConfigurationError, match="order of the back end; use MegatronFSDPConfig"):
+        kind(deterministic="world")
 
 
 def test_dictionary_holds_the_same_objects() -> None:

@@ -19,6 +19,7 @@ from megatron_fsdp.automodel import (
     create_device_mesh,
 )
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
@@ -114,6 +115,22 @@ def test_model_that_is_parallel_already_is_refused() -> None:
             made = first.parallelize(build("llama"))
             model = made[0] if isinstance(made, tuple) else made
             assert "parallel already" in refusal(lambda: second.parallelize(model))  # noqa: B023
+
+
+@on_ranks(2)
+def test_deterministic_sums_are_passed_on_or_refused() -> None:
+    config = MegatronFSDPConfig(backend="gloo", deterministic="world", calculate_per_token_loss=True)
+
+    def parallel(**sizes: int) -> MegatronFSDP:
+        mesh, _ = create_device_mesh(config, **sizes)
+        assert mesh is not None
+        return MegatronFSDPManager(config, mesh).parallelize(build("llama"))[0]
+
+    with groups_destroyed():
+        assert "context parallelism cuts the sums over a sequence" in refusal(lambda: parallel(cp_size=2))
+        assert "tensor parallelism cuts the sums inside of matrix products" in refusal(lambda: parallel(tp_size=2))
+        model = parallel()
+        assert "no_sync cannot be used with deterministic" in refusal(lambda: model.no_sync().__enter__())
 
 
 @on_ranks(1)

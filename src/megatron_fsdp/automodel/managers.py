@@ -261,6 +261,7 @@ _SAME_NAME = (
     "keep_fp8_transpose_cache",
     "nccl_ub",
     "fsdp_double_buffer",
+    "deterministic",
 )
 """Fields that `fully_shard_model` takes by the same name."""
 
@@ -316,6 +317,11 @@ class MegatronFSDPManager:
                 "sequence_parallel of MegatronFSDPConfig: no effect with tp_size=1; give tp_size, or leave it out"
             )
         if mesh["cp"].size() > 1:
+            if self.config.deterministic is not None:
+                raise ConfigurationError(
+                    f'deterministic="{self.config.deterministic}" cannot hold with cp_size={mesh["cp"].size()}: '
+                    "context parallelism cuts the sums over a sequence; leave cp_size out"
+                )
             enable_context_parallel(model, mesh["cp"])
         if self.config.activation_checkpointing is True:
             forwards.checkpoint_mlps(model)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Compare loss, every gradient, the gradient norm, updates and a checkpoint round trip of a sharded run with "
         "one process on the whole batch. Functions are given as package.module:name and are looked for in the current "
         "folder too. Exit status: 0 the same, 1 they differ, 2 it could not be run or judged (dropout, a loss that is "
-        "no mean)."
+        "no mean). A step of a run is executed again by `mfsdp replay`."
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="a function that builds the model")

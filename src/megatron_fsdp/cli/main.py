@@ -16,6 +16,7 @@ _COMMANDS = {
     "train": "train a language model, sharded over ranks; flags as in Megatron-LM",
     "plan": "memory, traffic and time of a run, without hardware",
     "doctor": "train a model sharded on local ranks and in one process, and name what differs",
+    "replay": "execute a recorded step of a deterministic run again on one rank, and compare the bits",
     "describe": "units, layouts, dtypes, groups and options of a model on a rank, without hardware",
     "trace": "look into recorded timelines",
     "hang": "name the rank that the others wait for, its unit and what it does",

@@ -353,6 +353,11 @@ class Engine:
                 hook = direct_hook(grads.of_parameter[parameter], hook)
             param.register_post_accumulate_grad_hook(hook)
 
+    @property
+    def backward_number(self) -> int:
+        """How many backwards have begun."""
+        return self._backward_id
+
     def _inspect_gradients(self, group: ParameterGroup) -> None:
         """Pass gradients to the finite check, where there is one, before they are reduced."""
         check, names = self.finite_check, group.names

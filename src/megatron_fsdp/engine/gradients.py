@@ -290,6 +290,7 @@ class GradientBuffers:
         self.reducer = GradientReducer(layout.numel, axes, placement, reduction, flat)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
+        self.row_shift = 0  # how many ranks further the rank is whose gradient this one computes
         self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device)
         self.of_parameter = tuple(ParameterGradient() for _ in layout.shapes)
         self._padding = padding_ranges(layout)
@@ -412,6 +413,8 @@ class GradientBuffers:
             for index, view in enumerate(self.bucket_views.of(bucket)):
                 self.inspect(index, view)
         stage = self.reducer.reduce_inner(bucket, scratch)
+        if self.row_shift:
+            stage = stage._replace(rows=(*stage.rows[-self.row_shift :], *stage.rows[: -self.row_shift]))
         if not self.reducer.reduces_outer:
             self._take_back(params)
             return lane.submit(stage.launch, lambda: self._accumulate(stage)), stage.memory
@@ -431,8 +434,9 @@ class GradientBuffers:
     def _move_into(self, pending: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
         """Move this rank's part of the main gradient into a sum, so that what comes is added to that one by one."""
         self._take_back(params)
-        pending.fill_(-0.0)  # which leaves every number that is added to it as it is, 0.0 too
-        if any(each.counts for each in self.of_parameter):
+        if not any(each.counts for each in self.of_parameter):
+            pending.fill_(-0.0)  # which leaves every number that is added to it as it is, -0.0 too
+        else:
             self._zero_what_does_not_count()
             pending.copy_(self.main.local[self.reducer.inner_region.within(self.main.region)])
         for each in self.of_parameter:

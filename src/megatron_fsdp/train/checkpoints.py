@@ -277,6 +277,10 @@ class RunCheckpoints:
             self._say(f"wrote the map of parameter groups: {folder}")
         return self._state.progress
 
+    def changes(self) -> list[str]:
+        """Describe what decides numbers and is not as it was when the checkpoint of `start` was saved."""
+        return self._state.changes()
+
     def is_due(self, step: int) -> bool:
         """Return whether to save after a step that is not the last one."""
         every = self._options.save_interval

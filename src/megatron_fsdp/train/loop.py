@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.train.audit import Audit
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import Batch, Feed, held_out_batches
 from megatron_fsdp.train.data.preparation import TokenData
@@ -38,6 +39,7 @@ class Run:
     feed: Feed
     rank: Rank
     speed: Speed | None = None
+    audit: Audit | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,14 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
     for group in trained.optimizer.param_groups:
         group["lr"] = rate
     batches = run.feed.batches(done.samples)
-    losses = trained.accumulate(batches, _loss_factors(run, batches)).tolist()
+    if run.audit is not None and run.audit.is_due(done.steps + 1):
+        shares = run.audit.accumulate(done.steps + 1, done.samples, batches, partial(_loss_factors, run))
+    else:
+        shares = trained.accumulate(batches, _loss_factors(run, batches))
+    losses = shares.tolist()
+    digests = {}
+    if is_digested := asked.log_digests_interval is not None and (done.steps + 1) % asked.log_digests_interval == 0:
+        digests["gradients"] = trained.digests_of("gradients")
     grad_norm = float(trained.clip(run.job.options.optimizer.clip_grad))
     share = trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
     checksum = sum(batch.checksum for batch in batches)
@@ -131,8 +140,12 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
         trained.update()
     else:
         trained.skip()
+    if run.audit is not None:
+        run.audit.note_update(record.step)
     if asked.log_params_norm:
         record = replace(record, params_norm=trained.norm_of_parameters())
+    if is_digested:
+        record = replace(record, digests={**digests, "weights": trained.digests_of("weights")})
     return record, interrupts > 0, lates > 0
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ class StepRecord:
     loss_scale: float = 1.0  # factor of the loss for backward
     params_norm: float = math.nan  # of all weights after this step
     num_zeros_in_grad: float = math.nan
+    digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of gradients and weights, by unit
 
 
 @dataclass(frozen=True)

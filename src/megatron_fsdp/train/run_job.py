@@ -22,6 +22,7 @@ from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.config.hang_log import FOLDER_VARIABLE
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.audit import Audit
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, find_origin, with_saved_batch
 from megatron_fsdp.train.console import (
     ConsoleWatcher,
@@ -69,10 +70,8 @@ def run_job(job: Job, rank: Rank) -> None:
     console = make_console(is_first=rank.is_first)
     say = partial(print_message, console)
     require_packages(job.options)
-    seed, checkpoint = job.options.training.seed, job.options.checkpoint
-    random.seed(seed)  # every generator whose state a checkpoint holds, so that equal runs leave equal ones
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    checkpoint = job.options.checkpoint
+    seed_everything(job.options.training.seed)
     with telling_of_memory(partial(memory_told, job, rank, 0)), ExitStack() as held:
         if (saves := checkpoint.save) is not None:
             decided_by_first(lambda: claim_folder(saves, _SAVES_CLAIM, "--save", job, held), f"looking into {saves}")
@@ -86,6 +85,13 @@ def run_job(job: Job, rank: Rank) -> None:
         run_in(folder, with_saved_batch(job, origin, rank, say), rank, data, origin, console)
 
 
+def seed_everything(seed: int) -> None:
+    """Seed every generator whose state a checkpoint holds, so that equal runs leave equal ones."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, console: Console) -> None:
     """Train and show the results (see `run_job`), in a folder that is this run's alone."""
     say = partial(print_message, console)
@@ -95,7 +101,8 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
     with library_messages(console, job.options.reporting.logging_level):
         trained = build(job, data.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
-        run = Run(job, trained, data, feed, rank, speed)
+        audit = Audit(job, trained, data) if job.options.recovery.audit_share else None
+        run = Run(job, trained, data, feed, rank, speed, audit)
         display = ConsoleWatcher(console, job.train_iters, job.limit_s)
         keeper = RunCheckpoints(job, trained, data, origin, display.say)
         with logging_for_hangs(trained, folder / HANG_FOLDER, rank), display, keeper:

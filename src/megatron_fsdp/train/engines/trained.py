@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -207,6 +207,11 @@ class Trained:
         if self._own is not None:
             return self._own.parameter_statistics().total.norm
         return float(self._gradients.norm_of_parameters(self._measured))
+
+    def digests_of(self, what: Literal["gradients", "weights"]) -> dict[str, str]:
+        """Return digests by unit, the same on all ranks and for any number of them; only of this package's engine."""
+        assert self.inside is not None
+        return self.inside.gradient_digests() if what == "gradients" else self.inside.parameter_digests()
 
     def count_zero_gradients(self) -> int:
         """Return how many elements of all gradients are zero, the same on all ranks."""

@@ -42,6 +42,7 @@ LogLevel = Annotated[int, Bound("0 to 50", lambda v: 0 <= v <= 50)]
 Positive = Annotated[float, _POSITIVE]
 NotNegative = Annotated[float, _NOT_NEGATIVE]
 Share = Annotated[float, Bound("0 or more, and less than 1", lambda v: 0 <= v < 1)]
+Probability = Annotated[float, Bound("a number above 0, and at most 1", lambda v: 0 < v <= 1)]
 Minutes = Annotated[float, _POSITIVE, Bound(f"at most {_YEAR}, a year", lambda v: v <= _YEAR)]
 Duration = Annotated[float, Bound("a number above 0", lambda v: v > 0)]
 
@@ -434,6 +435,8 @@ class ReportingOptions:
         log_interval: Steps between updates of the display and lines of the log's files.
         log_params_norm: Measure the norm of all weights after each step.
         log_num_zeros_in_grad: Count the zeros in the gradients of each step.
+        log_digests_interval: Write digests of the gradients and weights of each unit every so many steps, which
+            `mfsdp replay` compares.
         logging_level: Least level of messages of Python's loggers that are shown, such as 10 for all; default: 20, and
             only those of this package.
         log_exposed_communication: Measure in one step of each interval how much communication was waited for.
@@ -448,6 +451,7 @@ class ReportingOptions:
     log_interval: Count = 5
     log_params_norm: bool = False
     log_num_zeros_in_grad: bool = False
+    log_digests_interval: Count | None = None
     logging_level: LogLevel | None = None
     log_exposed_communication: bool = True
     tensorboard_dir: Path | None = None
@@ -465,11 +469,14 @@ class RecoveryOptions:
         max_nan_steps: Steps in a row whose loss or gradient may be NaN or infinite; each is skipped and counted, and
             the run ends at one more.
         max_failed_saves: Saves in a row that may fail, as on a full disk; the run ends at one more.
+        audit_share: The share of steps, drawn at random, that are computed again on other ranks; a run in which bits
+            differ ends, and names the rank that got them wrong.
     """
 
     max_restarts: Whole = 0
     max_nan_steps: Whole = 3
     max_failed_saves: Whole = 3
+    audit_share: Probability | None = None
 
 
 DDP_FIELDS: Mapping[str, str] = {

@@ -1,0 +1,243 @@
+"""Executes recorded steps of a deterministic run again, on one rank, and compares every bit that was recorded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.checkpoint.store import RunFolder
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints
+from megatron_fsdp.train.data.batches import make_feed
+from megatron_fsdp.train.data.preparation import prepare_data, tokens_folder
+from megatron_fsdp.train.engines.sharded import build
+from megatron_fsdp.train.loop import NanGuard, Run, train_step
+from megatron_fsdp.train.measure import Progress, StepRecord
+from megatron_fsdp.train.options.command_line import Layer, assemble, make_parser
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.options import CheckpointOptions, RecoveryOptions, ReportingOptions
+from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.program import find_device_type
+from megatron_fsdp.train.ranks import Rank
+from megatron_fsdp.train.recorder import APPLIED_FILE, METRICS_FILE, read_lines
+from megatron_fsdp.train.run_job import seed_everything
+
+_MEASURED = ("log_num_zeros_in_grad", "log_digests_interval")
+_OF_THE_RUN = {
+    *(field.name for cls in (CheckpointOptions, RecoveryOptions, ReportingOptions) for field in fields(cls)),
+    *("nproc", "distributed_backend", "num_workers", "data_cache_path"),
+    *("eval_interval", "exit_interval", "exit_duration_in_mins", "skip_train"),
+    *("num_distributed_optimizer_instances", "outer_dp_sharding_strategy"),
+}.difference(_MEASURED)
+"""Options of the ranks, files and times of a run, which decide no number of a step."""
+
+# Not the norm of the weights, for display, which is merged rank by rank.
+_NUMBERS = ("grad_norm", "learning_rate", "loss_scale", "skipped", "num_zeros_in_grad")
+_SHOWN = 3  # units with different digests
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What was executed again.
+
+    Attributes:
+        first: The first step that was executed.
+        last: The last one: as asked for, or where something differed.
+        digests: Of how many of them the run recorded digests.
+        difference: The first difference, as a sentence; None: all is the same, bit for bit.
+    """
+
+    first: int
+    last: int
+    digests: int
+    difference: str | None = None
+
+
+def replay(
+    folder: Path,
+    step: int,
+    *,
+    checkpoints: Path | None = None,
+    data_path: Path | None = None,
+    from_start: bool = False,
+    say: Say = lambda _: None,
+) -> Replayed:
+    """Execute the steps from the last checkpoint before `step` to `step` again in this process, and compare.
+
+    Args:
+        folder: The results of a run of `mfsdp train --deterministic world`, on any number of ranks.
+        step: The step, from 1.
+        checkpoints: Where its checkpoints are now; None: where it saved them.
+        data_path: Where its text is now; None: where it was.
+        from_start: Begin with fresh weights in place of a checkpoint, for a run that did.
+        say: Prints a line.
+
+    Raises:
+        ConfigurationError: The folder holds no such run or step, the run is not deterministic, or there is nothing to
+            begin with; or data or options are not those of the checkpoint.
+    """
+    applied, records = _read(folder, step)
+    begin = None if from_start else _checkpoint_before(step, checkpoints or applied["options"].get("save"), folder)
+    given: dict[str, Any] = {"load": begin, "data_path": data_path}
+    job = _job(applied, {name: str(value) for name, value in given.items() if value is not None}, folder)
+    device = torch.device(find_device_type(job.options.parallel.device))
+    with alone(device, job.options.training.seed) as rank, tempfile.TemporaryDirectory() as scratch:
+        has_tokens = tokens_folder(job.options, folder.absolute())[0].is_dir()
+        data = prepare_data(job, folder.absolute() if has_tokens else Path(scratch), rank)
+        trained = build(job, data.vocab_size, rank)
+        keeper = RunCheckpoints(job, trained, data, Origin(begin), say)
+        done = keeper.start()
+        if changes := keeper.changes():
+            raise ConfigurationError(
+                f"{folder} cannot be replayed from {begin}, whose run had other data or options: {'; '.join(changes)}; "
+                "bring the files back, or name their place with --data-path or --checkpoints"
+            )
+        feed = make_feed(data, job, 0, pins=device.type != "cpu")
+        try:
+            return _compare_steps(Run(job, trained, data, feed, rank), done, step, records)
+        finally:
+            feed.close()
+
+
+def _compare_steps(run: Run, done: Progress, last: int, records: Mapping[int, StepRecord]) -> Replayed:
+    first, digests = done.steps + 1, 0
+    guard = NanGuard(run.job.train_iters, lambda _: None)
+    while done.steps < last:
+        found, _, _ = train_step(run, done, guard, (False, False))
+        done = Progress(found.step, found.samples, found.skipped)
+        recorded = records.get(found.step)
+        if recorded is not None:
+            digests += bool(recorded.digests)
+            if (difference := first_difference(recorded, found)) is not None:
+                return Replayed(first, found.step, digests, f"step {found.step}: {difference}")
+    return Replayed(first, last, digests)
+
+
+def first_difference(recorded: StepRecord, found: StepRecord) -> str | None:
+    """Return the first thing of a step that differs, in the order in which a step computes them; None: nothing does."""
+    return next(_differences(recorded, found), None)
+
+
+def _differences(recorded: StepRecord, found: StepRecord) -> Iterator[str]:
+    if recorded.data_checksum != found.data_checksum:
+        yield f"data: recorded checksum {recorded.data_checksum}, replayed {found.data_checksum}"
+    yield from _different_number("loss", recorded, found)
+    yield from _different_units("gradients", recorded, found)
+    for name in _NUMBERS:
+        yield from _different_number(name, recorded, found)
+    yield from _different_units("weights", recorded, found)
+
+
+def _different_number(name: str, recorded: StepRecord, found: StepRecord) -> Iterator[str]:
+    left, right = float(getattr(recorded, name)), float(getattr(found, name))
+    if left != right and not (math.isnan(left) and math.isnan(right)):
+        yield f"{name}: recorded {left!r} ({left.hex()}), replayed {right!r} ({right.hex()})"
+
+
+def _different_units(what: str, recorded: StepRecord, found: StepRecord) -> Iterator[str]:
+    if what not in recorded.digests or what not in found.digests:
+        return
+    left, right = dict(recorded.digests[what]), dict(found.digests[what])
+    if left.keys() != right.keys():  # other units or buckets: digests of the same tensors add up to the same
+        left, right = ({"all units together": _sum_of(each)} for each in (left, right))
+    different = [unit for unit in left if left[unit] != right[unit]]
+    if different:
+        unit, more = different[0], len(different) - _SHOWN
+        others = f" (also {', '.join(different[1:_SHOWN])}{f' and {more} more' if more > 0 else ''})"
+        yield (
+            f"{what} of unit {unit}: recorded digest {left[unit]}, replayed {right[unit]}"
+            f"{others if len(different) > 1 else ''}"
+        )
+
+
+def _sum_of(digests: Mapping[str, str]) -> str:
+    return f"{sum(int(each, 16) for each in digests.values()) & (1 << 64) - 1:016x}"
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def _read(folder: Path, step: int) -> tuple[dict[str, Any], dict[int, StepRecord]]:
+    """Read what was applied to a run and its steps."""
+    try:
+        applied: dict[str, Any] = json.loads((folder / APPLIED_FILE).read_text(encoding="utf-8"))
+        deterministic, total = applied["options"].get("deterministic"), applied["batch"]["total"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigurationError(
+            f"{folder} holds no results of a run ({APPLIED_FILE}): give the folder of --out of mfsdp train"
+        ) from None
+    if deterministic != "world":
+        raise ConfigurationError(
+            f"{folder} was trained without --deterministic world, so one rank has other bits than {_ranks(applied)}: "
+            "train with it, then every step can be replayed"
+        )
+    assert isinstance(total, int)
+    records = {record.step: record for record in read_lines(folder / METRICS_FILE, StepRecord)}
+    if step not in records:
+        held = f"steps {min(records)} to {max(records)}" if records else "no steps"
+        raise ConfigurationError(f"{folder / METRICS_FILE} has no step {step}: it has {held}; give one of them")
+    return applied, records
+
+
+def _ranks(applied: Mapping[str, Any]) -> str:
+    ranks = applied["batch"].get("ranks", "several")
+    return f"the {ranks} ranks of the run"
+
+
+def _checkpoint_before(step: int, saves: Path | str | None, folder: Path) -> Path:
+    if saves is None:
+        raise ConfigurationError(
+            f"the run of {folder} saved no checkpoints (--save): name their place with --checkpoints, or give "
+            f"--from-start to execute all {step} steps again from fresh weights"
+        )
+    try:
+        found = RunFolder(Path(saves)).iterations()
+    except (OSError, CheckpointError):
+        found = []
+    before = [iteration for iteration in found if iteration < step]
+    if not before:
+        held = f"its checkpoints are of steps {', '.join(map(str, found))}" if found else "it holds none"
+        raise ConfigurationError(
+            f"{saves} has no checkpoint before step {step} ({held}): give a later step, name another place with "
+            f"--checkpoints, or give --from-start to execute all {step} steps again from fresh weights"
+        )
+    return RunFolder(Path(saves)).path_of(before[-1])
+
+
+def _job(applied: Mapping[str, Any], given: Mapping[str, str], folder: Path) -> Job:
+    """Resolve the recorded options for one rank."""
+    parser, options = make_parser(), applied["options"]
+    names = [name for name in applied["origins"] if name not in _OF_THE_RUN and name not in given]
+    words = [word for name in names for word in parser.words_of(name, options[name])]
+    words += [word for name, value in given.items() for word in parser.words_of(name, value)]
+    words += parser.words_of("global_batch_size", applied["batch"]["total"])
+    values, problems = parser.read(words)
+    chosen = assemble((Layer(f"config {folder / APPLIED_FILE}", values),), problems)
+    return resolve(chosen, World(1, find_device_type(chosen.parallel.device)))
+
+
+@contextmanager
+def alone(device: torch.device, seed: int) -> Iterator[Rank]:
+    """Make this process the only rank of a process group, and end that; a group that is there already is kept."""
+    seed_everything(seed)
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield Rank(0, 1, device, os.getppid())
+    finally:
+        if is_ours:
+            dist.destroy_process_group()

@@ -1,0 +1,151 @@
+"""`mfsdp replay`: recorded steps of runs on several ranks are the same bits on one, and what is not is named."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.cli.main import main
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.measure import StepRecord
+from megatron_fsdp.train.recorder import METRICS_FILE, read_lines
+from megatron_fsdp.train.replay import first_difference, replay
+from tests.conftest import RunRanks
+from tests.support.train_program import train, write_text
+
+WORLD = ("--deterministic", "world", "--micro-batch-size", "1", "--global-batch-size", "6", "--clip-grad", "0.5")
+UNITS = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy")
+RECORDS = ("--save-interval", "3", "--log-digests-interval", "2", "--log-params-norm", "--log-num-zeros-in-grad")
+
+
+def arguments(folder: Path, *options: str) -> tuple[str, ...]:
+    places = ("--data-path", str(folder / "text"), "--out", str(folder / "out"), "--save", str(folder / "saves"))
+    write_text(folder / "text")
+    return (*WORLD, *places, *RECORDS, *options)
+
+
+def train_with_fault(method: str, at_step: int, *options: str) -> None:
+    """Train, and let rank 1 flip a bit of the first block after `Trained.accumulate` or `Trained.update` of a step."""
+    whole, steps = getattr(Trained, method), iter(range(1, 100))
+
+    def faulty(trained: Trained, *args: Any) -> Any:
+        result = whole(trained, *args)
+        if next(steps) == at_step and dist.get_rank() == 1:
+            named = trained.model.named_parameters()
+            tensor = next(p for name, p in named if "blocks.0" in name and p.to_local().numel())
+            tensor = tensor.detach() if method == "update" else tensor.grad
+            tensor.to_local().view(-1).view(torch.int32)[0] ^= 1
+        return result
+
+    setattr(Trained, method, faulty)
+    try:
+        train(*options)
+    finally:
+        setattr(Trained, method, whole)
+
+
+CASES = {
+    "zero3": (3, (*UNITS, "optim_grads_params")),
+    "buckets": (2, ("--use-distributed-optimizer",)),
+    "bfloat16": (2, (*UNITS, "optim_grads", "--bf16", "--recompute-granularity", "full")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_of_several_ranks_are_the_same_bits_on_one(run_ranks: RunRanks, tmp_path: Path, case: str) -> None:
+    ranks, options = CASES[case]
+    run_ranks(ranks, train, *arguments(tmp_path, *options))
+    found = run_ranks(1, replay, tmp_path / "out", 6)[0]
+    assert asdict(found) == {"first": 4, "last": 6, "digests": 2, "difference": None}
+
+
+@pytest.mark.parametrize(("method", "what"), [("accumulate", "gradients"), ("update", "weights")])
+def test_a_bit_that_a_rank_got_wrong_is_named(run_ranks: RunRanks, tmp_path: Path, method: str, what: str) -> None:
+    words = arguments(tmp_path, *UNITS, "optim_grads_params", "--log-digests-interval", "1")
+    run_ranks(2, train_with_fault, method, 5, *words)
+    found = run_ranks(1, replay, tmp_path / "out", 6)[0]
+    assert found.last == 5
+    assert found.difference is not None
+    assert found.difference.startswith(f"step 5: {what} of unit blocks.0: recorded digest ")
+    assert "also" not in found.difference
+
+
+def test_the_command_tells_what_it_found(
+    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(2, train, *arguments(tmp_path, *UNITS, "optim_grads_params"))
+    out = tmp_path / "out"
+    assert main(["replay", str(out), "--step", "5"]) == 0
+    shown = capfd.readouterr().out
+    assert "executed steps 4 to 5 again on one rank; digests were recorded of 1\nthe same bits\n" in shown
+    assert main(["replay", str(out), "--step", "2", "--from-start", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out) == {"first": 1, "last": 2, "digests": 1, "difference": None}
+    lines = (out / METRICS_FILE).read_text().splitlines(keepends=True)
+    record = json.loads(lines[4])
+    lines[4] = json.dumps({**record, "loss": record["loss"] * (1 + 2**-52)}) + "\n"
+    (out / METRICS_FILE).write_text("".join(lines))
+    assert main(["replay", str(out), "--step", "6"]) == 1
+    assert "\nstep 5: loss: recorded " in capfd.readouterr().out
+
+
+def test_what_cannot_be_replayed_is_told(run_ranks: RunRanks, tmp_path: Path) -> None:
+    words = arguments(tmp_path, *UNITS, "optim_grads_params")
+    run_ranks(2, train, *words)
+    out = tmp_path / "out"
+
+    def refusal(step: int, **more: Any) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            replay(out, step, **more)
+        return str(caught.value)
+
+    assert "metrics.jsonl has no step 9: it has steps 1 to 8" in refusal(9)
+    assert "saves has no checkpoint before step 3 (its checkpoints are of steps 3, 6, 8)" in refusal(3)
+    assert "has no checkpoint before step 5 (it holds none)" in refusal(5, checkpoints=tmp_path)
+    write_text(tmp_path / "text").write_text("another text\n" * 500)
+    assert "had other data or options: --data-path was text with checksum" in refusal(5)
+    (tmp_path / "text").unlink()
+    assert "does not exist" in refusal(5)
+    assert replay(out, 5, data_path=write_text(tmp_path / "moved")).difference is None
+    applied = out / "applied.json"
+    plain = json.loads(applied.read_text())
+    plain["options"]["deterministic"] = None
+    applied.write_text(json.dumps(plain))
+    assert "was trained without --deterministic world" in refusal(5)
+    assert "holds no results of a run" in _without(applied, refusal)
+
+
+def _without(path: Path, refusal: Any) -> str:
+    path.unlink()
+    return str(refusal(5))
+
+
+def test_the_first_difference_is_that_of_what_is_computed_first() -> None:
+    digests = {"gradients": {"(root)": "01", "a": "02", "b": "03"}, "weights": {"(root)": "04"}}
+    record = StepRecord(1, 6, 2.5, 1.0, 1e-3, 0, 77, digests=digests)
+    assert first_difference(record, record) is None
+    nan = replace(record, loss=float("nan"))
+    assert first_difference(nan, nan) is None
+    other = replace(record, grad_norm=1.5, digests={**digests, "weights": {"(root)": "05"}})
+    assert (
+        first_difference(record, other)
+        == "grad_norm: recorded 1.0 (0x1.0000000000000p+0), replayed 1.5 (0x1.8000000000000p+0)"
+    )
+    units = replace(other, digests={**digests, "gradients": {"(root)": "01", "a": "12", "b": "13"}})
+    assert first_difference(record, units) == "gradients of unit a: recorded digest 02, replayed 12 (also b)"
+    moved = replace(record, digests={"gradients": {"bucket 0": "06"}})
+    assert first_difference(record, moved) is None, "digests of other units add up to the same"
+    assert (
+        first_difference(record, replace(other, loss=2.0, data_checksum=78))
+        == "data: recorded checksum 77, replayed 78"
+    )
+
+
+def test_without_digests_the_lines_are_as_before(run_ranks: RunRanks, tmp_path: Path) -> None:
+    text = str(write_text(tmp_path / "text"))
+    run_ranks(2, train, *WORLD, *UNITS, "optim", "--data-path", text, "--out", str(tmp_path / "out"))
+    assert all(record.digests == {} for record in read_lines(tmp_path / "out" / METRICS_FILE, StepRecord))
