@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
-    StepTraffic,
     TransientBytes,
     exchange_scratch_bytes,
     passing_bytes,
@@ -68,7 +68,7 @@ class Reading:
     peak_bytes: int
     unsharded_bytes: int
     transient_bytes: int
-    traffic: list[StepTraffic]
+    traffic: list[Traffic]
 
 
 def measure_all() -> dict[tuple[WeightAllocator, int], Reading]:
@@ -103,8 +103,7 @@ def _measure(options: dict[str, Any]) -> Reading:
             gathered.append(model.memory().gathered_bytes)
         optimizer.step()
         optimizer.zero_grad()
-        sent = model.traffic().since(start)
-        traffic.append(StepTraffic(sent.gathers, sent.reductions, sent.gather_bytes, sent.reduce_bytes))
+        traffic.append(model.traffic().since(start))
     gathered.append(model.memory().gathered_bytes)
     counters = sum(state["step"].nbytes for state in optimizer.state.values())
     rest = held_bytes() - before - counters

@@ -13,7 +13,7 @@ from torch import nn
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.comm.axis import Axis, Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.sharding.accounting import GroupFootprint, StepTraffic, step_traffic
+from megatron_fsdp.sharding.accounting import GroupFootprint, step_traffic
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelCase, ModelName
 from tests.support.on_ranks import on_ranks
@@ -267,5 +267,5 @@ def test_counter_sees_an_unwanted_collective_and_an_unwanted_copy() -> None:
 def test_one_rank_sends_nothing(runs: Runs) -> None:
     for strategy in (0, 3):
         (run,) = runs("transformer", 1, strategy, 3)
-        assert step_traffic(run.groups, ShardingStrategy.optim_grads_params) == StepTraffic(0, 0, 0, 0)
+        assert step_traffic(run.groups, ShardingStrategy.optim_grads_params) == Traffic(0, 0, 0, 0)
         assert all(step.seen == Collectives() for step in run.steps)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import AdamW8bit, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.machine import find_machine
@@ -88,6 +88,10 @@ MODELS = {
 }
 
 
+KINDS = {"adamw8bit": AdamW8bit}
+"""Optimizers by the planner's names; others are torch's AdamW."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One arrangement."""
@@ -100,13 +104,15 @@ class Case:
     policy: MixedPrecisionPolicy = PLAIN
     microbatches: int = 1
     accumulation: Accumulation = "every"
+    optimizer: str = "adamw-loop"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         wide = "-wide" if self.policy is WIDE else ""
+        kind = f"-{self.optimizer}" if self.optimizer in KINDS else ""
         return (
             f"{self.model}-{self.strategy}{self.outer}-{self.ranks[0]}x{self.ranks[1]}-{dtype}{wide}"
-            f"-{self.microbatches}{self.accumulation.upper()}"
+            f"-{self.microbatches}{self.accumulation.upper()}{kind}"
         )
 
     @property
@@ -129,6 +135,9 @@ CASES = [
     Case("tower", 2, ranks=(2, 2), outer=1, dtype=BF16, microbatches=2, accumulation="outer"),
     Case("tower", 3, dtype=BF16, microbatches=2, accumulation="last"),
     Case("tower", 1, dtype=BF16, microbatches=3),
+    Case("tower", 3, ranks=(1, 3), dtype=BF16, policy=WIDE, optimizer="adamw8bit"),
+    Case("transformer", 1, ranks=(1, 3), optimizer="adamw8bit"),
+    Case("tower", 3, ranks=(2, 2), outer=1, dtype=BF16, optimizer="adamw8bit"),
 ]
 
 
@@ -143,7 +152,7 @@ def _measure(case: Case) -> dict[str, Any]:
     module = spec.build(case.dtype)
     model, optimizer = fully_shard(
         module,
-        torch.optim.AdamW(module.parameters()),
+        KINDS.get(case.optimizer, torch.optim.AdamW)(module.parameters()),
         mesh,
         "dp_shard",
         dp_outer_dim="dp_outer" if is_hybrid else None,
@@ -207,7 +216,7 @@ def planned(case: Case, rank: int) -> dict[str, Any]:
         backend="gloo",
         microbatches=case.microbatches,
         accumulation=case.accumulation,
-        optimizer=OPTIMIZERS["adamw-loop"],
+        optimizer=OPTIMIZERS[case.optimizer],
         device_rank=rank,
     )
     workload = Workload(case.model, module, inputs, 1, spec.loss, spec.units)
@@ -231,6 +240,7 @@ SHORT = [
     "tower-10-1x2-bfloat16-3EVERY",
     "tower-21-2x2-bfloat16-2OUTER",
     "tower-30-1x2-bfloat16-2LAST",
+    "tower-30-1x3-bfloat16-wide-1EVERY-adamw8bit",
     "transformer-10-1x3-float32-1EVERY",
     "llama-30-1x2-bfloat16-1EVERY",
     "wide-llama-30-1x2-float32-1EVERY",

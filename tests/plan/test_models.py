@@ -32,9 +32,10 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "deepseek-v3": 671_026_419_200,
+    "kimi-k2": 1_026_408_232_448,
 }
-ROUTER_BIASES = 58 * 256
-"""Of DeepSeek-V3, among the published parameters; transformers has them as buffers, since no gradient moves them."""
+ROUTER_BIASES = {"deepseek-v3": 58 * 256, "kimi-k2": 60 * 384}
+"""Among the published parameters; transformers has them as buffers, since no gradient moves them."""
 
 
 def numel(model: nn.Module) -> int:
@@ -44,12 +45,12 @@ def numel(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_published_size_and_no_memory(name: str) -> None:
     model = build_meta_model(name, torch.bfloat16)
-    expected = PUBLISHED[name] - (ROUTER_BIASES if name == "deepseek-v3" else 0)
+    expected = PUBLISHED[name] - ROUTER_BIASES.get(name, 0)
     assert numel(model) == expected
     assert {(param.dtype, param.device.type) for param in model.parameters()} == {(torch.bfloat16, "meta")}
     assert model.training
     biases = [buffer.numel() for each, buffer in model.named_buffers() if "correction_bias" in each]
-    assert sum(biases) == (ROUTER_BIASES if name == "deepseek-v3" else 0)
+    assert sum(biases) == ROUTER_BIASES.get(name, 0)
 
 
 def build_tower() -> nn.Module:

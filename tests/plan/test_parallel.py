@@ -116,6 +116,8 @@ def test_biases_are_cut_with_the_outputs_of_their_products() -> None:
     assert mixture["model.layers.1.mlp.experts.gate_up_proj"].shape == (8, 96, HIDDEN)
     assert mixture["model.layers.1.mlp.experts.down_proj"].shape == (8, HIDDEN, 48)
     assert mixture["model.layers.1.mlp.gate.weight"].shape == (8, HIDDEN)
+    mixture = dict(share(MIXTURE, ep=4, dp_shard=4).module().named_parameters())
+    assert mixture["model.layers.1.mlp.experts.down_proj"].shape == (2, HIDDEN, 96)
 
 
 @pytest.mark.parametrize("model", [LLAMA, MIXTURE])

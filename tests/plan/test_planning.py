@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine
 from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import Plan, plan, plan_workload, recommend
 from megatron_fsdp.plan.replay import INNER, OUTER, Wires
-from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Setup
+from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Piece, Setup
 from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, outer_step_traffic, step_traffic, transient_bytes
 from tests.support.tower import FEATURES, Floor, Tower
 
@@ -212,7 +213,21 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
     assert found("adamw") == (8 * numel // 2 + 4 * params, cast + 4 * numel // 2)
     run = 2 * FEATURES * 32 // 2  # this rank's part of a unit; of the one before the denominator is still there
     assert found("adamw-loop") == (8 * numel // 2 + 4 * params, cast + (2 + 1) * 4 * run)
-    assert set(OPTIMIZERS) == {"sgd", "momentum", "adamw", "adamw-fused", "adamw-loop", "muon"}
+    assert set(OPTIMIZERS) == {"sgd", "momentum", "adamw", "adamw-fused", "adamw-loop", "adamw8bit", "muon"}
+
+
+def test_eight_bits_take_two_bytes_a_scale_for_each_block_that_begins_here_and_a_counter() -> None:
+    kind, precision = OPTIMIZERS["adamw8bit"], resolve_precision(MixedPrecisionPolicy(), BF16)
+    state = [kind.state_bytes(Piece("w", *ends, precision)) for ends in ((0, 512), (100, 600), (300, 400), (7, 7))]
+    assert state == [2 * (512 + 4 * 2) + 4, 2 * (500 + 4 * 2) + 4, 2 * 100 + 4, 4]
+    pieces = [Piece("w", 100, 600, precision), Piece("v", 0, 256 * 5000, precision)]
+    assert kind.borrowed_bytes(pieces) == 4 * (2 * (3 + 5000) + 7 * 2**20 + 2 * (256 + 255))
+    assert kind.borrowed_bytes(pieces[:1]) == 4 * (2 * 3 + 6 * 500 + 3 * 256 + 2 * (256 + 255))
+
+
+def test_eight_bits_leave_ten_of_sixteen_bytes_of_a_parameter() -> None:
+    plans = [plan("llama-3.2-1b", 1, optimizer=name) for name in ("adamw", "adamw8bit")]
+    assert [round(each.memory.held_bytes / each.workload.total_numel, 2) for each in plans] == [16.0, 10.03]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +241,7 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
         ({"ranks": {"dp_outer": 2, "dp_shard": 2}, "strategy": 0, "outer_strategy": 1}, "shards further"),
         ({"ranks": 4, "machine": "h1000"}, "machine 'h1000' is not known"),
         ({"ranks": 4, "optimizer": "adam"}, "optimizer 'adam' is not known"),
+        ({"ranks": {"dp_shard": 2, "tp": 2}, "optimizer": "adamw8bit"}, "leave tp and ep at 1"),
         ({"ranks": 4, "microbatches": 0}, "microbatches=0"),
         ({"ranks": 4, "micro_batch": 0}, "micro_batch=0"),
         (

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
     PassingBytes,
     PersistentBytes,
-    StepTraffic,
     TransientBytes,
     exchange_scratch_bytes,
     passing_bytes,
@@ -88,7 +88,7 @@ def test_one_rank_gathers_nothing_and_exchanges_nothing() -> None:
     assert transient_bytes(alone, OPTIM_GRADS_PARAMS) == TransientBytes(0, 128 + 256, 0)
     assert exchange_scratch_bytes(alone, OPTIM_GRADS_PARAMS) == 0
     for strategy in ShardingStrategy:
-        assert step_traffic([mixed(0, 400, shards=1)], strategy, microbatches=2) == StepTraffic(0, 0, 0, 0)
+        assert step_traffic([mixed(0, 400, shards=1)], strategy, microbatches=2) == Traffic(0, 0, 0, 0)
     assert passing_bytes(alone, OPTIM_GRADS_PARAMS) == PassingBytes(local_sum=0, cast_grads=4 * 192)
 
 
@@ -123,7 +123,7 @@ def test_a_group_that_is_held_whole_costs_what_it_costs_unsharded() -> None:
     whole = replace(mixed(0, 3), is_whole=True)
     for strategy in ShardingStrategy:
         assert persistent_bytes([whole], strategy) == persistent_bytes([whole], NO_SHARD)
-        assert step_traffic([whole], strategy) == StepTraffic(0, 1, 0, 2 * (6 - 1))
+        assert step_traffic([whole], strategy) == Traffic(0, 1, 0, 2 * (6 - 1))
         assert transient_bytes([whole], strategy) == TransientBytes(0, 128, 0)
         assert exchange_scratch_bytes([whole], strategy) == 0
 
@@ -131,24 +131,24 @@ def test_a_group_that_is_held_whole_costs_what_it_costs_unsharded() -> None:
 def test_no_groups_cost_nothing() -> None:
     assert persistent_bytes([], OPTIM_GRADS_PARAMS).total == 0
     assert transient_bytes([], OPTIM_GRADS_PARAMS).total == 0
-    assert step_traffic([], OPTIM_GRADS_PARAMS) == StepTraffic(0, 0, 0, 0)
+    assert step_traffic([], OPTIM_GRADS_PARAMS) == Traffic(0, 0, 0, 0)
 
 
 def test_plain_data_parallelism_sends_two_p_and_a_sharded_optimizer_no_more() -> None:
-    assert step_traffic(MODEL, NO_SHARD) == StepTraffic(0, 4, 0, 2 * 2 * 3000)
+    assert step_traffic(MODEL, NO_SHARD) == Traffic(0, 4, 0, 2 * 2 * 3000)
     for strategy in (OPTIM, OPTIM_GRADS):
-        assert step_traffic(MODEL, strategy) == StepTraffic(4, 4, 2 * 3000, 2 * 3000)
-        assert step_traffic(MODEL, strategy, microbatches=3) == StepTraffic(4, 12, 2 * 3000, 3 * 2 * 3000)
+        assert step_traffic(MODEL, strategy) == Traffic(4, 4, 2 * 3000, 2 * 3000)
+        assert step_traffic(MODEL, strategy, microbatches=3) == Traffic(4, 12, 2 * 3000, 3 * 2 * 3000)
 
 
 def test_full_sharding_gathers_again_in_backward_what_did_not_stay() -> None:
     # forward: root, 1, 2, 3; units 2 and 3 stay; backward: 1
-    assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=2) == StepTraffic(5, 4, 2 * (4000 + 1200) * 3 // 4, 6000)
+    assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=2) == Traffic(5, 4, 2 * (4000 + 1200) * 3 // 4, 6000)
     traffic = step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=0)
-    assert traffic == StepTraffic(4 + 3, 4, 2 * (4000 + 3200) * 3 // 4, 6000)
+    assert traffic == Traffic(4 + 3, 4, 2 * (4000 + 3200) * 3 // 4, 6000)
     assert traffic.gather_bytes + traffic.reduce_bytes == 2 * (3 * P - 800) * 3 // 4
-    assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=3) == StepTraffic(4, 4, 6000, 6000)
-    assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, microbatches=5, slots=9) == StepTraffic(4, 20, 6000, 30000)
+    assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=3) == Traffic(4, 4, 6000, 6000)
+    assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, microbatches=5, slots=9) == Traffic(4, 20, 6000, 30000)
     # the second forward finds root, 1, 2 and gathers 3; the backward then gathers 1
     first, both = (step_traffic(MODEL, OPTIM_GRADS_PARAMS, microbatches=count) for count in (1, 2))
     assert both.gathers - first.gathers == 2
@@ -158,18 +158,18 @@ def test_full_sharding_gathers_again_in_backward_what_did_not_stay() -> None:
 
 def test_traffic_of_groups() -> None:
     groups = [mixed(0, 400), mixed(1, 400), plain(1, 400)]
-    assert step_traffic(groups, OPTIM_GRADS_PARAMS) == StepTraffic(3, 3, 300 * (2 + 2 + 4), 300 * (2 + 2 + 4))
+    assert step_traffic(groups, OPTIM_GRADS_PARAMS) == Traffic(3, 3, 300 * (2 + 2 + 4), 300 * (2 + 2 + 4))
     groups = [mixed(0, 400), mixed(1, 400, trained=False)]
-    assert step_traffic(groups, OPTIM_GRADS) == StepTraffic(1, 1, 600, 600)
-    assert step_traffic(groups, OPTIM_GRADS_PARAMS) == StepTraffic(2, 1, 1200, 600)
+    assert step_traffic(groups, OPTIM_GRADS) == Traffic(1, 1, 600, 600)
+    assert step_traffic(groups, OPTIM_GRADS_PARAMS) == Traffic(2, 1, 1200, 600)
     wide = GroupFootprint(0, 400, 4, BF16, FP32, FP32, FP32, True)
-    assert step_traffic([wide], OPTIM_GRADS) == StepTraffic(1, 1, 600, 1200)
+    assert step_traffic([wide], OPTIM_GRADS) == Traffic(1, 1, 600, 1200)
 
 
 def test_a_buffer_that_is_never_cut_need_not_divide() -> None:
     odd = mixed(0, 401)
     assert persistent_bytes([odd], NO_SHARD).main_grad == 802
-    assert step_traffic([odd], NO_SHARD) == StepTraffic(0, 1, 0, 2 * (802 - 200))
+    assert step_traffic([odd], NO_SHARD) == Traffic(0, 1, 0, 2 * (802 - 200))
 
 
 # ---- allocators, and more buckets ----------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def _gathered(groups: list[GroupFootprint], allocator: WeightAllocator, slots: i
 def test_traffic_follows_the_allocator() -> None:
     once, twice = (step_traffic(MODEL, OPTIM_GRADS_PARAMS, count, allocator=WeightAllocator.RESIZE) for count in (1, 2))
     assert once == step_traffic(MODEL, OPTIM_GRADS_PARAMS)
-    assert twice == StepTraffic(2 * 5, 2 * 4, 2 * once.gather_bytes, 2 * once.reduce_bytes)
+    assert twice == Traffic(2 * 5, 2 * 4, 2 * once.gather_bytes, 2 * once.reduce_bytes)
     groups = [mixed(0, 800), mixed(1, 1200), mixed(2, 400), mixed(3, 400), mixed(4, 400)]
     traffic = step_traffic(groups, OPTIM_GRADS_PARAMS, 1, allocator=WeightAllocator.PERSISTENT_DOUBLE_BUFFER)
     assert traffic.gathers == 5 + 1  # unit 2 again on the way back; 1 has its own buffer, 3 and 4 are in the slots

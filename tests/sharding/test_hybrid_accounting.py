@@ -9,13 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import fully_shard
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
-    StepTraffic,
     outer_step_traffic,
-    part_numel,
-    pending_bytes,
     persistent_bytes,
     step_traffic,
 )
@@ -29,22 +27,18 @@ ZERO3, NO_SHARD = ShardingStrategy.optim_grads_params, ShardingStrategy.no_shard
 
 def test_what_crosses_the_outer_axis() -> None:
     part_bytes = 96 // 2 * 2  # bfloat16
-    assert outer_step_traffic([GROUP], ZERO3) == StepTraffic(0, 1, 0, 2 * (part_bytes - part_bytes // 3))
+    assert outer_step_traffic([GROUP], ZERO3) == Traffic(0, 1, 0, 2 * (part_bytes - part_bytes // 3))
     shared = replace(GROUP, outer_shares=True)
     sent = 48 * 2 - 48 * 2 // 3
-    assert outer_step_traffic([shared], ZERO3) == StepTraffic(1, 1, 48 * 4 - 48 * 4 // 3, sent)
+    assert outer_step_traffic([shared], ZERO3) == Traffic(1, 1, 48 * 4 - 48 * 4 // 3, sent)
     alone, cut = persistent_bytes([GROUP], ZERO3), persistent_bytes([shared], ZERO3)
     assert (alone.compute_weight, cut.compute_weight) == (192, 192)
     assert (alone.main_grad, cut.main_grad) == (192, 64)
     assert (alone.optimizer, cut.optimizer) == (384, 128)
-    assert part_numel(GROUP, NO_SHARD) == 96
-    assert part_numel(replace(GROUP, is_whole=True, outer_shares=True), ZERO3) == 96
-    assert outer_step_traffic([replace(GROUP, is_whole=True, outer_shares=True)], ZERO3).gathers == 0
-    assert outer_step_traffic([replace(GROUP, outer_ranks=1)], ZERO3) == StepTraffic(0, 0, 0, 0)
-    assert pending_bytes([replace(GROUP, outer_ranks=1)], ZERO3) == 0
-    groups = [replace(GROUP, unit=unit) for unit in range(5)]
-    assert pending_bytes(groups, ZERO3) == 3 * 48 * 4
-    assert pending_bytes(groups, ZERO3, deferred=True) == 5 * 48 * 4
+    whole = Traffic(0, 1, 0, 2 * (96 * 2 - 96 * 2 // 3))
+    assert outer_step_traffic([GROUP], NO_SHARD) == whole
+    assert outer_step_traffic([replace(GROUP, is_whole=True, outer_shares=True)], ZERO3) == whole
+    assert outer_step_traffic([replace(GROUP, outer_ranks=1)], ZERO3) == Traffic(0, 0, 0, 0)
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -77,12 +71,6 @@ def test_the_engine_sends_what_the_formulas_say(strategy: int, outer: int) -> No
     after = model.traffic_by_axis()
     inside, across = (after[name].since(before[name]) for name in ("shard", "outer"))
     footprints, wanted = model.footprints(), ShardingStrategy(strategy)
-    inside, inside_wanted, across, across_wanted = (
-        StepTraffic(inside.gathers, inside.reductions, inside.gather_bytes, inside.reduce_bytes),
-        step_traffic(footprints, wanted),
-        StepTraffic(across.gathers, across.reductions, across.gather_bytes, across.reduce_bytes),
-        outer_step_traffic(footprints, wanted),
-    )
-    assert inside == inside_wanted
-    assert across == across_wanted
+    assert inside == step_traffic(footprints, wanted)
+    assert across == outer_step_traffic(footprints, wanted)
     assert across.reductions > 0

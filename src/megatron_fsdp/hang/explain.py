@@ -38,6 +38,7 @@ _WAITING = {
     Phase.COPY: "copies a gradient of {unit}",
     Phase.INSTALL: "installs weights",
 }
+
 # ---- what a rank was doing -------------------------------------------------------------------------------------------
 
 ON_REQUEST = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE})
@@ -51,8 +52,6 @@ _COMMUNICATES = ON_REQUEST | {
     Phase.REDUCE_OUTER,
     Phase.RETIRE,
 }
-
-
 _BETWEEN = ON_REQUEST | {Phase.INSTALL, Phase.REDUCE, Phase.RETIRE}
 
 

@@ -98,8 +98,9 @@ class AdamW8bit(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        codes = functools.cache(_codes_on)  # for this step: once a device, not once a parameter
         pieces = [
-            _Piece(param, group, self._state_of(param))
+            _Piece(param, group, self._state_of(param), codes)
             for group in self.param_groups
             for param in group["params"]
             if param.grad is not None
@@ -308,6 +309,11 @@ class _Code:
         return torch.bucketize(values, self.thresholds, out_int32=True).to(torch.uint8)
 
 
+def _codes_on(device: torch.device) -> tuple[_Code, _Code]:
+    """Return the codes of both moments."""
+    return _Code.on(True, device), _Code.on(False, device)
+
+
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +327,13 @@ class _Piece:
         groups: Of the ranks that hold its other elements.
     """
 
-    def __init__(self, param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        param: Tensor,
+        group: Mapping[str, Any],
+        state: Mapping[str, Any],
+        codes_on: Callable[[torch.device], tuple[_Code, _Code]],
+    ) -> None:
         assert param.grad is not None
         self._group, self._count = group, float(state[_STEP])
         if isinstance(param, UnevenDTensor):
@@ -335,7 +347,7 @@ class _Piece:
         self._weight, self._grad = _local_of(param), _local_of(grad).reshape(-1)
         self._codes = [_local_of(state[key]).view(-1) for key in _CODES]
         self._kept = [_local_of(state[key]).view(-1) for key in _SCALES]  # of blocks that begin here
-        self._maps = [_Code.on(is_signed, self._grad.device) for is_signed in (True, False)]
+        self._maps = codes_on(self._grad.device)
         self.first, self._last = self._start // BLOCK, _blocks(self._stop) if self._stop > self._start else 0
         self.scales = torch.zeros(2, max(self._last - self.first, 0), device=self._grad.device)
         self.scales[:, self.scales.shape[1] - len(self._kept[0]) :] = torch.stack(self._kept)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import _scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
@@ -107,11 +108,11 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = self._answers.run(func, args, kwargs)
-        operands = [*tensors_of(args), *tensors_of(tuple(kwargs.values()))]
-        self._live.note(operands, tensors_of((result,)))
+        operands, results = tensors_of((args, kwargs)), tensors_of(result)
+        self._live.note(operands, results)
         segment = self._open
         segment.peak_bytes = max(segment.peak_bytes, self._live.now_bytes)
-        moved = operator_bytes(func, operands, tensors_of((result,)))
+        moved = operator_bytes(func, operands, results)
         flops = operator_flops(func, args, kwargs, result)
         segment.moved_bytes += moved
         segment.operators += moved > 0
@@ -144,7 +145,8 @@ def _hooked(recorder: _Recorder, model: nn.Module, unit_names: Sequence[str]) ->
     handles: list[RemovableHandle] = []
     for unit, name in enumerate(unit_names):
         module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(partial(_before_forward, recorder, unit), prepend=True))
+        begins = partial(recorder.mark, Event.FORWARD_BEGINS, unit)
+        handles.append(module.register_forward_pre_hook(lambda *_, begins=begins: begins(), prepend=True))
         handles.append(module.register_forward_hook(partial(_after_forward, recorder, unit), always_call=True))
     for name, param in model.named_parameters():
         if param.grad is not None:
@@ -158,20 +160,14 @@ def _hooked(recorder: _Recorder, model: nn.Module, unit_names: Sequence[str]) ->
             handle.remove()
 
 
-def _before_forward(recorder: _Recorder, unit: int, _module: nn.Module, _args: Any) -> None:
-    recorder.mark(Event.FORWARD_BEGINS, unit)
-
-
 def _after_forward(recorder: _Recorder, unit: int, _module: nn.Module, _args: Any, output: Any) -> None:
     recorder.mark(Event.FORWARD_ENDS, unit)
-    if not torch.is_grad_enabled():
-        return
 
     @functools.cache  # hooked to all outputs, and the first gradient counts
     def backward_begins() -> None:
         recorder.mark(Event.BACKWARD_BEGINS, unit)
 
-    for tensor in tensors_in(output):
+    for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
         if tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(lambda _grad: backward_begins())
 
@@ -179,14 +175,9 @@ def _after_forward(recorder: _Recorder, unit: int, _module: nn.Module, _args: An
 # ---- what is alive --------------------------------------------------------------------------------------------------
 
 
-def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
-    """Yield the plain tensors among the arguments or results of an operator, also one list deep."""
-    for value in values:
-        if type(value) in _PLAIN:
-            assert isinstance(value, Tensor)
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_of(value)
+def tensors_of(values: object) -> list[Tensor]:
+    """Return the plain tensors among the arguments or results of an operator."""
+    return [value for value in tree_leaves(values) if type(value) in _PLAIN]
 
 
 class LiveStorages:
@@ -401,49 +392,34 @@ class _Attention:
         return len({tensor.shape[-1] for tensor in (self.query, self.key, self.value)}) == 1
 
 
-def _attention_by_products(call: _Attention) -> Tensor:
-    result: tuple[Tensor, ...] = _ATEN._scaled_dot_product_attention_math(
-        call.query,
-        call.key,
-        call.value,
-        call.mask,
-        call.dropout_p,
-        call.is_causal,
-        None,
-        scale=call.scale,
-        enable_gqa=call.enable_gqa,
-    )
-    return result[0]
+def _attention_by_products(call: _Attention) -> tuple[Tensor, ...]:
+    options = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+    products = _ATEN._scaled_dot_product_attention_math
+    return products(call.query, call.key, call.value, call.mask, call.dropout_p, call.is_causal, None, **options)
 
 
-def _attention_on_cpu(call: _Attention) -> Tensor:
+def _attention_on_cpu(call: _Attention) -> tuple[Tensor, ...]:
     mask = call.mask
     learned_mask = mask is not None and mask.requires_grad
     if call.dropout_p or learned_mask or not (call.is_plain and call.has_one_head_size):
         return _attention_by_products(call)
-    result: tuple[Tensor, ...] = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        call.query, call.key, call.value, call.dropout_p, call.is_causal, attn_mask=mask, scale=call.scale
-    )
-    return result[0]
+    options = {"attn_mask": mask, "scale": call.scale}
+    flash = _ATEN._scaled_dot_product_flash_attention_for_cpu
+    return flash(call.query, call.key, call.value, call.dropout_p, call.is_causal, **options)
 
 
-def _attention_on_cuda(call: _Attention) -> Tensor:
+def _attention_on_cuda(call: _Attention) -> tuple[Tensor, ...]:
     query, key, value, mask = call.query, call.key, call.value, call.mask
     is_small = call.has_one_head_size and query.shape[-1] <= _FLASH_HEAD_DIM
-    result: tuple[Tensor, ...]
     if call.is_plain and is_small and mask is None and query.dtype in _HALF:
-        result = _ATEN._scaled_dot_product_flash_attention(
-            query, key, value, call.dropout_p, call.is_causal, False, scale=call.scale
-        )
-    elif call.is_plain and query.shape[1] == key.shape[1] and query.dtype != torch.float64:
+        flash = _ATEN._scaled_dot_product_flash_attention
+        return flash(query, key, value, call.dropout_p, call.is_causal, False, scale=call.scale)
+    if call.is_plain and query.shape[1] == key.shape[1] and query.dtype != torch.float64:
         mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        result = _ATEN._scaled_dot_product_efficient_attention(
-            query, key, value, mask, needs_grad, call.dropout_p, call.is_causal, scale=call.scale
-        )
-    else:
-        return _attention_by_products(call)
-    return result[0]
+        efficient = _ATEN._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, mask, needs_grad, call.dropout_p, call.is_causal, scale=call.scale)
+    return _attention_by_products(call)
 
 
 def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
@@ -477,8 +453,8 @@ class _RmsNorm(torch.autograd.Function):
         return grads[0] * given, torch.empty_like(weight) if wanted else None, None
 
 
-def _calling(kernel: Callable[[_Attention], Tensor]) -> dict[str, Callable[..., Tensor]]:
-    return {"scaled_dot_product_attention": lambda *args, **kwargs: kernel(_Attention(*args, **kwargs))}
+def _calling(kernel: Callable[[_Attention], tuple[Tensor, ...]]) -> dict[str, Callable[..., Tensor]]:
+    return {"scaled_dot_product_attention": lambda *args, **kwargs: kernel(_Attention(*args, **kwargs))[0]}
 
 
 _KERNELS: dict[Kernels, dict[str, Callable[..., Tensor]]] = {

@@ -93,11 +93,6 @@ class ComputeProfile:
         return sum(segment.recomputed_flops for segment in self.segments)
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes that all segments read and write."""
-        return sum(segment.moved_bytes for segment in self.segments)
-
-    @property
     def used(self) -> frozenset[str]:
         """Names of the parameters that got gradients."""
         return frozenset(name for segment in self.segments for name in segment.gradients)

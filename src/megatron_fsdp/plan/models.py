@@ -222,6 +222,7 @@ def _decoder(
 
 
 _QWEN3_MOE: Mapping[str, Any] = {"kind": "qwen3_moe", "head_dim": 128, "norm_topk_prob": True}
+_KIMI_K2 = {"n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"model_type": "gpt2"},
     "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
@@ -239,5 +240,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": _decoder(2048, 6144, 48, 32, 4, 151936, moe_intermediate_size=768, **_QWEN3_MOE),
     "qwen3-235b-a22b": _decoder(4096, 12288, 94, 64, 4, 151936, moe_intermediate_size=1536, **_QWEN3_MOE),
     "deepseek-v3": {"model_type": "deepseek_v3", "max_position_embeddings": 163840},
+    "kimi-k2": _decoder(7168, 18432, 61, 64, 64, 163840, "deepseek_v3", routed_scaling_factor=2.827, **_KIMI_K2),
 }
 """Name -> config fields. DeepSeek-V3 is the main model, without the layer that predicts a second token."""

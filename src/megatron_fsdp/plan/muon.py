@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -14,7 +13,7 @@ from megatron_fsdp.optim.muon import WAVE_BYTES, newton_schulz_flops
 from megatron_fsdp.optim.routes import kinds_of
 from megatron_fsdp.optim.whole_exchange import assign_owners
 from megatron_fsdp.plan.machine import Machine
-from megatron_fsdp.plan.models import PRESETS, build_meta_model
+from megatron_fsdp.plan.models import build_meta_model
 
 NEWTON_SCHULZ_STEPS = 5  # of torch.optim.Muon
 _BYTES = 2  # of an element that travels, each way
@@ -104,22 +103,11 @@ def muon_work(shapes: Sequence[Sequence[int]], ranks: int) -> MuonWork:
 
 # ---- the table of the documentation ---------------------------------------------------------------------------------
 
-_KIMI_K2: Mapping[str, Any] = {
-    **PRESETS["deepseek-v3"],
-    "vocab_size": 163840,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "n_routed_experts": 384,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 2.827,
-}
-_MODELS: Mapping[str, Any] = {
+_MODELS = {
     "Llama-3 8B": "llama-3-8b",
     "Llama-3 70B": "llama-3-70b",
     "DeepSeek-V3": "deepseek-v3",
-    "Kimi K2": _KIMI_K2,
+    "Kimi K2": "kimi-k2",
 }
 BALANCED_RANKS = (8, 64, 128, 256, 512, 1024)
 
@@ -129,8 +117,8 @@ def balance_rows() -> Iterator[tuple[str, ...]]:
 
     Where one matrix is more than the mean the row says so: "2.11 (one matrix)".
     """
-    for name, spec in _MODELS.items():
-        shapes = list(muon_matrices(build_meta_model(spec)).values())
+    for name, preset in _MODELS.items():
+        shapes = list(muon_matrices(build_meta_model(preset)).values())
         works = [muon_work(shapes, ranks) for ranks in BALANCED_RANKS]
         told = [f"{work.imbalance:.2f}" + (" (one matrix)" if work.bound > 1 else "") for work in works]
         yield (name, f"{works[0].matrices:,}", *told)

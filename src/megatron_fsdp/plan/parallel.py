@@ -287,12 +287,13 @@ class DecoderShare:
         return flops * self.tokens / (self.ranks.tp * self.ranks.pp)
 
     def module(self) -> nn.Module:
-        """Build the stage with local shapes on the meta device, with the experts of all expert-parallel ranks."""
+        """Build the stage with local shapes on the meta device."""
         key_heads, kept = self.shape.key_heads, set(self.layers)
-        memo: dict[int, Any] = {
-            id(param): nn.Parameter(param.new_empty(local_shape(name, param.shape, self.ranks.tp, key_heads)))
-            for name, param in self.model.named_parameters()
-        }
+        memo: dict[int, Any] = {}
+        for name, param in self.model.named_parameters():
+            rows, *rest = local_shape(name, param.shape, self.ranks.tp, key_heads)
+            rows //= self.ranks.ep if len(rest) == 2 else 1  # a stack of experts
+            memo[id(param)] = nn.Parameter(param.new_empty((rows, *rest)))
         memo |= {id(layer): layer for place, layer in enumerate(self._all_layers) if place not in kept}
         stage = copy.deepcopy(self.model, memo)  # what the memo knows already is not copied
         base = stage.get_submodule(self.layer_path.rpartition(".")[0])

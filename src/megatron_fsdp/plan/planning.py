@@ -72,9 +72,7 @@ class Workload:
     """One rank's share of the model and of a microbatch."""
 
     name: str
-    # on the meta device; of one tensor-parallel rank of one pipeline stage, with the experts of all expert-parallel
-    # ranks
-    module: nn.Module
+    module: nn.Module  # on the meta device; of one tensor- and expert-parallel rank of one pipeline stage
     inputs: Any  # of one microbatch, on the meta device, as `profile_compute` takes them
     tokens: int  # tokens (or samples) of one microbatch on this rank
     loss_fn: Callable[[Any], torch.Tensor] | None = None  # as `profile_compute` takes it
@@ -316,13 +314,12 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """The assumptions, in words."""
-        share = self.workload.share
-        return (*self.workload.notes, *(() if share is None else share.notes(self.setup)), *self._muon_notes)
-
-    @property
-    def _muon_notes(self) -> tuple[str, ...]:
-        muon, tokens = self.model.muon, self.workload.tokens * self.setup.microbatches
-        return () if muon is None else (f"Muon: {muon.told(self.machine, tokens, self.step.compute_s)}.",)
+        share, muon = self.workload.share, self.model.muon
+        notes = self.workload.notes if share is None else (*self.workload.notes, *share.notes(self.setup))
+        if muon is None:
+            return notes
+        tokens = self.workload.tokens * self.setup.microbatches
+        return (*notes, f"Muon: {muon.told(self.machine, tokens, self.step.compute_s)}.")
 
     @property
     def utilisation(self) -> float:
@@ -360,8 +357,7 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
 
 def _rank_memory(workload: Workload, model: PlannedModel, profile: ComputeProfile, step: ReplayedStep) -> RankMemory:
     """Count the bytes of a rank: by the engine's layouts, and by the moment of the step that holds most."""
-    kind = model.setup.optimizer
-    held = persistent_bytes(model.footprints, model.setup.strategy, kind.states_per_param)
+    held = persistent_bytes(model.footprints, model.setup.strategy)
     return RankMemory(
         held.compute_weight,
         held.main_weight,

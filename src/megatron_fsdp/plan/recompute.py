@@ -92,12 +92,7 @@ def keeping_every_second_product() -> tuple[Any, Any]:
     return contexts
 
 
-def _keeping_products() -> tuple[Any, Any]:
-    """Keep the results of products with weights; recompute the rest."""
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(
-        lambda _context, operator, *_args, **_kwargs: _KEPT if operator.overloadpacket in PRODUCTS else _AGAIN
-    )
-    return contexts
-
-
-_CONTEXTS = {"selective": _keeping_products, "every_second_product": keeping_every_second_product}
+_CONTEXTS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "selective": functools.partial(create_selective_checkpoint_contexts, [packet.default for packet in PRODUCTS]),
+    "every_second_product": keeping_every_second_product,
+}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,21 +20,12 @@ from megatron_fsdp.engine.memory import CommunicationPool, pack_bytes
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
 from megatron_fsdp.plan.machine import Machine
-from megatron_fsdp.plan.setup import ParallelRanks, Setup
+from megatron_fsdp.plan.setup import Backend, ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, step_bytes
-from megatron_fsdp.sharding.accounting import (
-    GroupFootprint,
-    exchange_scratch_bytes,
-    outer_step_traffic,
-    part_numel,
-    passing_bytes,
-    pending_bytes,
-    persistent_bytes,
-    step_traffic,
-)
 
 INNER, OUTER = "dp_shard", "dp_outer"
 _META = torch.device("meta")
+_SUM_ITEMSIZE = torch.float32.itemsize  # local sums are at least this wide
 
 
 @dataclass(frozen=True)
@@ -128,17 +120,28 @@ def replay_step(
     return replay.step()
 
 
-# ---- a unit, as the executor sees it: what its collectives send and allocate, by the engine's formulas ---------------
+# ---- a unit, as the executor sees it: what its collectives send and allocate, by the engine's plans of its groups ----
 
 
-def _allocated_across(group: GroupFootprint, setup: Setup) -> int:
+def _sent_bytes(group: GroupPlan, axis: str) -> tuple[int, int]:
+    """Return what one rank sends over an axis in a gather of a group's weights, and in a reduction of its gradients."""
+    if axis == INNER:
+        ranks, is_cut = group.axis.num_ranks, group.needs_all_gather
+        whole, reduced = group.sent_bytes, group.bucket_bytes
+    else:  # an inner rank's part
+        ranks, is_cut = group.axes[0].num_ranks, group.gathers_outer and group.requires_grad
+        whole, reduced = group.sent_bytes // group.axis.num_ranks, group.crossing_bytes
+    gathered = whole if is_cut else 0
+    passes = 1 if is_cut else 2  # an all-reduce is a reduce-scatter and an all-gather
+    return gathered - gathered // ranks, passes * (reduced - reduced // ranks)
+
+
+def _allocated_across(group: GroupPlan, backend: Backend) -> int:
     """Count the bytes that a group's reduction over the outer ranks allocates."""
-    if not group.requires_grad:
-        return 0
-    on_wire = part_numel(group, setup.strategy) * group.grad_comm.itemsize
-    allocated = on_wire if group.grad_comm != group.main_grads else 0
-    if group.outer_shares and not group.is_whole:
-        allocated += on_wire if setup.backend == "gloo" else on_wire // group.outer_ranks
+    crossing = group.crossing_bytes
+    allocated = crossing if group.precision.grad_comm != group.precision.main_grads else 0
+    if group.gathers_outer:
+        allocated += crossing if backend == "gloo" else crossing // group.axes[0].num_ranks
     return allocated
 
 
@@ -180,31 +183,28 @@ class _Unit:
     """
 
     def __init__(self, index: int, unit: PlannedUnit, setup: Setup, passing: _Passing) -> None:
-        groups, strategy = [plan.footprint(index) for plan in unit.groups], setup.strategy
-        trained = [group for group in groups if group.requires_grad]
-        exchanged = [group for group in trained if exchange_scratch_bytes([group], strategy)]
-        held, deferred = persistent_bytes(groups, strategy), persistent_bytes(groups, strategy, deferred=True)
         self.index, self.label, self._passing = index, unit.name, passing
         self.group_plans: Sequence[GroupPlan] = unit.groups
+        trained = [group for group in unit.groups if group.requires_grad]
+        exchanged = [group for group in trained if group.needs_all_gather and setup.backend == "gloo"]
+        crossing = [group for group in trained if group.crossing_bytes]
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
-        self._are_experts = [plan.is_expert for plan in unit.groups]
-        self._traffic = {
-            INNER: [step_traffic([group], strategy) for group in groups],
-            OUTER: [outer_step_traffic([group], strategy) for group in groups],
-        }
+        self._sent_bytes = {axis: [_sent_bytes(group, axis) for group in unit.groups] for axis in (INNER, OUTER)}
+        self._are_experts = [group.is_expert for group in unit.groups]
         self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in unit.groups])[1]
-        self.reads_weights = not self.gathered_bytes or not all(
-            plan.is_looked_up for plan in unit.groups
-        )  # in backward
+        is_looked_up = all(plan.is_looked_up for plan in unit.groups)
+        self.reads_weights = not self.gathered_bytes or not is_looked_up  # in backward
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
-        self.main_bytes = held.main_grad
-        self._whole_bytes = deferred.main_grad - held.main_grad
-        self._pending_bytes = pending_bytes(groups, strategy, deferred=True)
-        self._across_bytes = sum(_allocated_across(group, setup) for group in groups)
-        on_gloo = setup.backend == "gloo"
-        self._local_sum_bytes = passing_bytes(groups, strategy).local_sum if on_gloo else 0
-        self.exchanges_inner = on_gloo and bool(exchanged)
-        self.reduces_outer = any(group.outer_ranks > 1 for group in trained)
+        self.main_bytes = sum(group.main_region.numel * group.precision.main_grads.itemsize for group in trained)
+        cast = [group for group in trained if group.precision.main_grads != group.precision.main_params]
+        self.cast_bytes = sum(group.main_region.numel * group.precision.main_params.itemsize for group in cast)
+        self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
+        self._pending_bytes = sum(group.inner_region.numel * group.precision.main_grads.itemsize for group in crossing)
+        self._across_bytes = sum(_allocated_across(group, setup.backend) for group in trained)
+        narrow = [group for group in exchanged if group.precision.grad_comm.itemsize < _SUM_ITEMSIZE]
+        self._local_sum_bytes = max((group.inner_region.numel * _SUM_ITEMSIZE for group in narrow), default=0)
+        self.exchanges_inner = bool(exchanged)
+        self.reduces_outer = bool(crossing)
         self.is_filling = self.has_deferred_sum = self.has_inner_sum = self.has_main = False
         self.needs_outer_all_gather = False
         self.begin_step(Wires(lambda *_: 0.0))
@@ -215,17 +215,10 @@ class _Unit:
 
     def _send(self, axis: str, *, is_gather: bool) -> float:
         """Start the collectives of all groups; return the time when the last one is done."""
-        ends = (
-            self._wires.send(
-                axis,
-                self.index,
-                traffic.gather_bytes if is_gather else traffic.reduce_bytes,
-                is_gather=is_gather,
-                is_expert=is_expert,
-            )
-            for traffic, is_expert in zip(self._traffic[axis], self._are_experts, strict=True)
-        )
-        return max(ends, default=0.0)
+        send = partial(self._wires.send, axis, self.index, is_gather=is_gather)
+        sent = [gathered if is_gather else reduced for gathered, reduced in self._sent_bytes[axis]]
+        pairs = zip(sent, self._are_experts, strict=True)
+        return max((send(num_bytes, is_expert=is_expert) for num_bytes, is_expert in pairs), default=0.0)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -344,11 +337,11 @@ class _Replay:
 
     def _optimizer_s(self) -> float:
         """Estimate the time of the optimizer's step and of installing the new weights."""
-        passes = self._setup.optimizer.passes_per_param
-        moved = 0
-        for group, counts in self._model.updated(self._profile.used):
-            precision = group.precision
-            moved += sum(counts) * ((passes + 1) * precision.main_params.itemsize + precision.compute.itemsize)
+        passes = self._setup.optimizer.passes_per_param + 1
+        moved = sum(
+            piece.numel * (passes * piece.precision.main_params.itemsize + piece.precision.compute.itemsize)
+            for piece in self._model.pieces(self._profile.used)
+        )
         muon = self._model.muon
         return self._machine.compute_s(0, moved) + (0.0 if muon is None else muon.seconds(self._machine))
 
@@ -445,7 +438,7 @@ class _Replay:
             else:
                 self._executor.reduce_outer(cast(Any, unit))
         self._executor.retire_all()
-        self._cast_bytes = passing_bytes(self._model.footprints, self._setup.strategy).cast_grads
+        self._cast_bytes = sum(unit.cast_bytes for unit in self._units)
 
 
 # ---- collectives of model parallelism -------------------------------------------------------------------------------

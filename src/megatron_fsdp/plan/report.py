@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.machine import GIB, Machine
@@ -152,19 +153,11 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
     yield ("memory of a rank at the peak", "bytes"), [(name, in_bytes(count)) for name, count in at_peak.items()]
     if plan.traffic:
         columns = ("traffic of a step", "gathers", "reductions", "sent by a rank", "on the wire")
-        yield (
-            columns,
-            [
-                (
-                    axis.axis,
-                    f"{axis.gathers:,}",
-                    f"{axis.reductions:,}",
-                    in_bytes(axis.sent_bytes),
-                    f"{1e3 * axis.seconds:,.1f} ms",
-                )
-                for axis in plan.traffic
-            ],
-        )
+        rows: list[Row] = []
+        for axis in plan.traffic:
+            sent, wire = in_bytes(axis.sent_bytes), f"{1e3 * axis.seconds:,.1f} ms"
+            rows.append((axis.axis, f"{axis.gathers:,}", f"{axis.reductions:,}", sent, wire))
+        yield columns, rows
 
 
 def _unit_rows(units: Sequence[PlannedUnit]) -> list[Row]:
@@ -248,12 +241,6 @@ def flags(setup: Setup) -> list[str]:
     elif setup.recompute == "selective":
         found += ["--recompute-granularity", "selective"]
     return found
-
-
-def in_bytes(count: float) -> str:
-    """Format bytes in the unit that fits: KiB, MiB, GiB or TiB."""
-    power = next((power for power in (4, 3, 2) if abs(count) >= 0.995 * 1024**power), 1)
-    return f"{count / 1024**power:,.2f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
 _KINDS = {  # of memory, and their colours

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from heapq import nlargest
+from typing import Any, Literal, NamedTuple, get_args
 
 from megatron_fsdp.config.engine_options import MemoryOptions
-from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from megatron_fsdp.optim.adamw8bit import BLOCK, CHUNK
 from megatron_fsdp.sharding.placement import placements_for
 
 Recompute = Literal["none", "full", "selective", "every_second_product", "mlp"]
@@ -37,25 +39,76 @@ last (`set_model_auto_sync(False)` until then); or everything at the last (`no_s
 kept)."""
 
 
+class Piece(NamedTuple):
+    """This rank's elements [start, stop) of one flattened parameter, as its optimizer updates them."""
+
+    name: str
+    start: int
+    stop: int
+    precision: ResolvedPrecision
+
+    @property
+    def numel(self) -> int:
+        """Their number."""
+        return self.stop - self.start
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of their main weights."""
+        return self.numel * self.precision.main_params.itemsize
+
+
 @dataclass(frozen=True)
 class OptimizerKind:
     """Memory that an optimizer keeps and borrows."""
 
     name: str  # for people
     states_per_param: int  # values that it keeps per parameter, in the dtype of the main weights
-    counts_steps: bool  # whether it keeps a counter of 4 bytes per parameter that has elements on the rank
+    counts_steps: bool  # whether it keeps a counter of 4 bytes per parameter
     temporaries: int  # values per parameter that its step borrows
     one_by_one: bool  # whether it borrows for one parameter after another, else for all at a time
     passes_per_param: int  # values per parameter that a step reads and writes, its state included
 
+    def state_bytes(self, piece: Piece) -> int:
+        """Count the bytes of state that it keeps for a piece."""
+        return self.states_per_param * piece.num_bytes + _COUNTER_BYTES * self.counts_steps
 
-MUON = "muon"
+    def borrowed_bytes(self, pieces: Sequence[Piece]) -> int:
+        """Count the bytes that a step on some pieces borrows."""
+        sizes = [piece.num_bytes for piece in pieces]
+        if not self.one_by_one:
+            return self.temporaries * sum(sizes)
+        first, second = nlargest(2, [*sizes, 0, 0])  # the last value of the one before is still there
+        return self.temporaries * first + second
+
+
+class _EightBitKind(OptimizerKind):
+    """`AdamW8bit`: a byte for each of two moments, and an fp32 scale with the first element of each block of 256."""
+
+    def state_bytes(self, piece: Piece) -> int:
+        """Count codes, scales and the counter."""
+        scales = -(-piece.stop // BLOCK) - -(-piece.start // BLOCK)
+        return 2 * (piece.numel + _FP32_BYTES * scales) + _COUNTER_BYTES
+
+    def borrowed_bytes(self, pieces: Sequence[Piece]) -> int:
+        """Count the scales of all blocks, the two codes, and what is decoded of one piece at a time."""
+        blocks = {piece: -(-piece.stop // BLOCK) - piece.start // BLOCK for piece in pieces if piece.numel}
+        decoded = (
+            self.temporaries * min(piece.numel, CHUNK) + min(BLOCK * count, CHUNK) for piece, count in blocks.items()
+        )
+        return _FP32_BYTES * (2 * sum(blocks.values()) + max(decoded, default=0) + 2 * _CODE_VALUES)
+
+
+_COUNTER_BYTES = _FP32_BYTES = 4
+_CODE_VALUES = 256 + 255  # of a code, and the thresholds between them
+MUON, EIGHT_BIT = "muon", "adamw8bit"
 OPTIMIZERS = {
     kind.name: kind
     for kind in (
         OptimizerKind("adamw", 2, True, 1, False, 7),
         OptimizerKind("adamw-fused", 2, True, 0, False, 7),
         OptimizerKind("adamw-loop", 2, True, 2, True, 7),
+        _EightBitKind(EIGHT_BIT, 0, True, 6, True, 82),
         OptimizerKind("momentum", 1, False, 0, False, 5),
         OptimizerKind("sgd", 0, False, 0, False, 3),
         OptimizerKind(MUON, 2, True, 1, False, 7),
@@ -63,7 +116,8 @@ OPTIMIZERS = {
 }
 """By name. Torch's AdamW on lists of tensors (foreach, its default on CUDA) borrows one value per parameter for the
 denominator, its loop over parameters (the default on CPU) two for one parameter at a time; fused kernels nothing.
-"muon" is `torch.optim.Muon` for matrices, of which it keeps one value, and such an AdamW for the others."""
+"muon" is `torch.optim.Muon` for matrices, of which it keeps one value, and such an AdamW for the others. "adamw8bit" is
+`megatron_fsdp.AdamW8bit`, which runs operator by operator on a million elements at a time."""
 
 
 def find_optimizer(name: str) -> OptimizerKind:
@@ -213,6 +267,11 @@ class Setup:
             )
         if self.optimizer.name == MUON and {"tp", "pp", "ep"} & self.ranks.divided.keys():
             raise ConfigurationError("Muon is planned on data- and context-parallel ranks; leave tp, pp and ep at 1")
+        if self.optimizer.name == EIGHT_BIT and {"tp", "ep"} & self.ranks.divided.keys():
+            raise ConfigurationError(
+                "AdamW8bit is planned where no other axis cuts a parameter, maybe inside a block of 256 elements; "
+                "leave tp and ep at 1"
+            )
         data_ranks = self.ranks.dp_outer * self.ranks.inner
         if not 0 <= self.device_rank < data_ranks:
             raise ConfigurationError(f"rank {self.device_rank} does not exist; there are ranks 0 to {data_ranks - 1}")

@@ -6,10 +6,9 @@ holds between steps is counted from the layouts, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import nlargest
 from typing import Any
 
 import torch
@@ -22,19 +21,14 @@ from megatron_fsdp.engine.group_plan import Domain, GroupPlan, Sharding, looked_
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.wrap import parameter_info, plan_units
-from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
-from megatron_fsdp.plan.setup import MUON, Setup
+from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, OptimizerKind, Piece, Setup
 from megatron_fsdp.sharding.accounting import GroupFootprint
-from megatron_fsdp.sharding.units import (
-    ParameterInfo,
-    cut_groups,
-    group_parameters,
-)
+from megatron_fsdp.sharding.units import cut_groups, group_parameters
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _META = torch.device("meta")
-_COUNTER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -93,29 +87,33 @@ class PlannedModel:
         """Padding over payload, in elements."""
         return sum(unit.padding_numel for unit in self.units) / max(1, self.numel)
 
-    def updated(self, used: Collection[str] | None = None) -> Iterator[tuple[GroupPlan, list[int]]]:
-        """Yield each trained group, and the elements of each of its parameters that this rank's optimizer updates.
+    def pieces(self, used: Collection[str] | None = None) -> list[Piece]:
+        """List what this rank's optimizer updates: a piece of each trained parameter, without padding, maybe empty.
 
         `used` names the parameters that get gradients, since an optimizer leaves others alone; None: all.
         """
-        for group in self.groups:
-            if group.requires_grad:
-                names = [info.name for info in group.spec.parameters]
-                owned = zip(names, _owned(group), strict=True)
-                yield group, [count for name, count in owned if used is None or name in used]
+        trained = [piece for group in self.groups if group.requires_grad for piece in _pieces_of(group)]
+        return [piece for piece in trained if used is None or piece.name in used]
+
+    def stepped(self, used: Collection[str] | None = None) -> list[tuple[OptimizerKind, list[Piece]]]:
+        """List the optimizers and the pieces that each of them updates, Muon's matrices last; `used` as above."""
+        others = [piece for piece in self.pieces(used) if piece.name not in self.matrices]
+        matrices = [piece for piece in self.pieces(used) if piece.name in self.matrices]
+        return [(self.setup.optimizer, others), (OPTIMIZERS["momentum"], matrices)]
 
 
-def _owned(group: GroupPlan) -> list[int]:
-    """Count the elements of each parameter in this rank's main weights, without padding."""
-    ranges = (group.layout.range_in(index, group.main_region) for index in range(len(group.layout.shapes)))
-    return [stop - start for start, stop in ranges]
+def _pieces_of(group: GroupPlan) -> list[Piece]:
+    """List what of each parameter is in this rank's main weights."""
+    return [
+        Piece(info.name, *group.layout.range_in(index, group.main_region), group.precision)
+        for index, info in enumerate(group.spec.parameters)
+    ]
 
 
 def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules = None) -> PlannedModel:
     """Shard a model on paper, as `fully_shard` would; the module is only read.
 
-    Its parameters are what one tensor-parallel rank of one pipeline stage holds, experts those of all expert-parallel
-    ranks.
+    Its parameters are what one tensor- and expert-parallel rank of one pipeline stage holds.
     """
     num_ranks = setup.ranks.inner * setup.ranks.dp_outer
     is_flat = setup.ranks.ep == setup.ranks.tp == 1
@@ -129,8 +127,9 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     cut_numel = setup.memory.root_group_numel_on(num_ranks)
     units = []
     for index, spec in enumerate(found.units):
-        infos = [_info(name, params[name], sharding, setup, spec.modules) for name in spec.parameters]
-        specs = group_parameters(infos)
+        specs = group_parameters(
+            [parameter_info(name, params[name], sharding, spec.modules) for name in spec.parameters]
+        )
         groups = []
         for group in specs if index else cut_groups(specs, cut_numel):
             alike = (group.key, tuple(info.shape for info in group.parameters))
@@ -142,20 +141,6 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     memory = plan_memory(setup.memory, setup.reduces_early, [unit.groups for unit in units])
     matrices = muon_matrices(module) if setup.optimizer.name == MUON else {}
     return PlannedModel(setup, tuple(units), found.source, memory, matrices)
-
-
-def _info(
-    name: str, param: nn.Parameter, sharding: Sharding, setup: Setup, unit_modules: Sequence[str]
-) -> ParameterInfo:
-    info = parameter_info(name, param, sharding, unit_modules)
-    if not info.key.is_expert or setup.ranks.ep == 1:
-        return info
-    rows, *rest = info.shape
-    if rows % setup.ranks.ep:
-        raise ParallelSizeError(
-            f"{name} has {rows} experts, which ep={setup.ranks.ep} does not divide; give a divisor of their number"
-        )
-    return replace(info, shape=(rows // setup.ranks.ep, *rest))
 
 
 def _sharding(setup: Setup) -> Sharding:
@@ -187,37 +172,16 @@ def _domain(setup: Setup, inner: int) -> Domain:
 
 def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """Count the optimizer state of this rank in bytes; `used` names the parameters that get gradients (None: all)."""
-    kind = model.setup.optimizer
-    total = 0
-    for group, counts in model.updated(used):
-        total += kind.states_per_param * sum(counts) * group.precision.main_params.itemsize
-        total += _COUNTER_BYTES * len(counts) if kind.counts_steps else 0
-    value_bytes, number = _of_matrices(model, used)
-    return total - value_bytes - _COUNTER_BYTES * number  # Muon keeps momentum alone
+    return sum(kind.state_bytes(piece) for kind, pieces in model.stepped(used) for piece in pieces)
 
 
 def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
-    """Count the bytes that the optimizer's step borrows; `used` as for `optimizer_bytes`."""
-    kind = model.setup.optimizer
-    sizes = [count * group.precision.main_params.itemsize for group, counts in model.updated(used) for count in counts]
-    if kind.one_by_one:  # a parameter at a time, and the last value of the one before is still there
-        first, second = nlargest(2, [*sizes, 0, 0])
-        return kind.temporaries * first + second
-    if model.muon is not None:  # the other optimizer's step comes before or after
-        return max(model.muon.borrowed_bytes, kind.temporaries * (sum(sizes) - _of_matrices(model, used)[0]))
-    return kind.temporaries * sum(sizes)
-
-
-def _of_matrices(model: PlannedModel, used: Collection[str] | None) -> tuple[int, int]:
-    """Return the bytes of a value for each element of Muon's matrices on this rank, and the number of matrices."""
-    named = set(model.matrices) if used is None else set(model.matrices).intersection(used)
-    found = [
-        (sum(counts) * group.precision.main_params.itemsize, len(counts)) for group, counts in model.updated(named)
-    ]
-    return sum(nbytes for nbytes, _ in found), sum(number for _, number in found)
+    """Count the bytes that the steps of the optimizers borrow, one after another; `used` as for `optimizer_bytes`."""
+    (kind, pieces), _ = model.stepped(used)
+    return max(kind.borrowed_bytes(pieces), 0 if model.muon is None else model.muon.borrowed_bytes)
 
 
 def saving_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """Count the bytes of a checkpoint of this rank: main weights without padding, and optimizer state."""
-    weights = sum(sum(_owned(group)) * group.precision.main_params.itemsize for group in model.groups)
+    weights = sum(piece.num_bytes for group in model.groups for piece in _pieces_of(group))
     return weights + optimizer_bytes(model, used)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.memory_plan import UnitWeights, WeightPlan, WeightStorage, plan_weights
@@ -132,23 +133,6 @@ class PassingBytes:
     cast_grads: int
 
 
-@dataclass(frozen=True)
-class StepTraffic:
-    """Collectives of one rank from one optimizer step to the next, and the bytes that the rank sends in them.
-
-    Attributes:
-        gathers: Number of parameter all-gathers.
-        reductions: Number of gradient reduce-scatters (all-reduces under ``no_shard`` and for groups held whole).
-        gather_bytes: Bytes sent in gathers.
-        reduce_bytes: Bytes sent in reductions.
-    """
-
-    gathers: int
-    reductions: int
-    gather_bytes: int
-    reduce_bytes: int
-
-
 def persistent_bytes(
     groups: Sequence[GroupFootprint],
     strategy: ShardingStrategy,
@@ -237,7 +221,7 @@ def step_traffic(
     microbatches: int = 1,
     slots: int = 2,
     allocator: WeightAllocator = WeightAllocator.SLOTS,
-) -> StepTraffic:
+) -> Traffic:
     """Count the collectives from one optimizer step to the next, in the steady state.
 
     Every trainable group is reduced once per microbatch; groups on one rank never communicate, and groups that are held
@@ -266,7 +250,7 @@ def step_traffic(
         _sent_bytes(group, group.grad_comm) * (1 if _is_sharded(group, strategy, "main_grad") else 2)  # an all-reduce
         for group in trainable
     )
-    return StepTraffic(
+    return Traffic(
         gathers=len(gathered),
         reductions=len(trainable) * microbatches,
         gather_bytes=sum(_all_but_one(group.weight_bytes(group.numel), group.num_shards) for group in gathered),
@@ -381,7 +365,7 @@ OUTER_REDUCTIONS = 2
 """Units whose gradients are in reduction over the outer axis at a time."""
 
 
-def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> StepTraffic:
+def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> Traffic:
     """Count the collectives over the outer axis from one optimizer step to the next.
 
     An inner rank's part of each trainable group (all of it under ``no_shard``) is reduced over the outer axis once per
@@ -390,11 +374,11 @@ def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrat
     """
     trainable = [group for group in groups if group.requires_grad and group.outer_ranks > 1]
     shared = [group for group in trainable if group.outer_shares and not group.is_whole]
-    return StepTraffic(
+    return Traffic(
         gathers=len(shared),
         reductions=len(trainable),
         gather_bytes=sum(
-            _all_but_one(group.weight_bytes(part_numel(group, strategy)), group.outer_ranks) for group in shared
+            _all_but_one(group.weight_bytes(_part_numel(group, strategy)), group.outer_ranks) for group in shared
         ),
         reduce_bytes=sum(
             _sent_across(group, strategy, group.grad_comm.itemsize) * (1 if group in shared else 2)
@@ -403,27 +387,11 @@ def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrat
     )
 
 
-def pending_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, deferred: bool = False) -> int:
-    """Bound the gradient sums that wait for the reduction over the outer axis, or are in it.
-
-    Returns:
-        Bytes per rank, in the main gradient's dtype: those of all units if deferred, else of the units in reduction at
-        a time and the one that is being summed.
-    """
-    by_unit: dict[int, int] = {}
-    for group in groups:
-        if group.requires_grad and group.outer_ranks > 1:
-            held = part_numel(group, strategy) * group.main_grads.itemsize
-            by_unit[group.unit] = by_unit.get(group.unit, 0) + held
-    sizes = sorted(by_unit.values(), reverse=True)
-    return sum(sizes if deferred else sizes[: OUTER_REDUCTIONS + 1])
-
-
-def part_numel(group: GroupFootprint, strategy: ShardingStrategy) -> int:
+def _part_numel(group: GroupFootprint, strategy: ShardingStrategy) -> int:
     """Return the elements of a group's gradient that one inner rank has after the inner reduction."""
     is_cut = not group.is_whole and strategy is not ShardingStrategy.no_shard
     return group.shard_numel if is_cut else group.numel
 
 
 def _sent_across(group: GroupFootprint, strategy: ShardingStrategy, itemsize: int) -> int:
-    return _all_but_one(part_numel(group, strategy) * itemsize, group.outer_ranks)
+    return _all_but_one(_part_numel(group, strategy) * itemsize, group.outer_ranks)
