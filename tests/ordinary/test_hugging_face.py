@@ -20,6 +20,8 @@ from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_s
 
 transformers = pytest.importorskip("transformers")
 
+from tests.support.language_models import config_of  # noqa: E402
+
 ALL = tuple(Setting(strategy) for strategy in range(4))
 SHARDED = (Setting(3), Setting(2))
 CLOSE = Tolerance(rtol=1e-5, atol=2e-6)
@@ -28,20 +30,10 @@ UNITS = (
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
     "transformers.models.gpt2.modeling_gpt2.GPT2Block",
 )
-_NO_SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 
 
 def build_llama(checkpointing: str | None = None, adapters: bool = False) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        **_NO_SPECIAL,
-    )
+    config = config_of("llama_gqa", vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24)
     model = transformers.LlamaForCausalLM(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer releases have other names for checkpointing
@@ -56,17 +48,7 @@ def build_llama(checkpointing: str | None = None, adapters: bool = False) -> nn.
 
 
 def build_gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=64,
-        n_embd=16,
-        n_layer=4,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        **_NO_SPECIAL,
-    )
+    config = config_of("gpt2", vocab_size=VOCABULARY, n_embd=16, n_inner=None, n_head=2)
     model = transformers.GPT2LMHeadModel(config)
     assert model.lm_head.weight is model.transformer.wte.weight
     return model

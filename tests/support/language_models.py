@@ -132,7 +132,6 @@ def label_count(labels: Tensor) -> int:
 # ---- for the planner -------------------------------------------------------------------------------------------------
 
 LAYERS = 3
-_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
 SMALL_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama_gqa", {}, {}),
     "llama-eager-attention": ("llama_gqa", {}, {"attn_implementation": "eager"}),

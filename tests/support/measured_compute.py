@@ -33,7 +33,7 @@ def on_meta(value: Any) -> Any:
     return value.to("meta")
 
 
-def token_batch(samples: int = 2, tokens: int = 16, vocabulary: int = 100) -> dict[str, Tensor]:
+def token_batch() -> dict[str, Tensor]:
     """Inputs of a causal language model of transformers, with labels."""
-    ids = torch.arange(samples * tokens).view(samples, tokens) * 7 % vocabulary
+    ids = torch.arange(32).view(2, 16) * 7 % 100
     return {"input_ids": ids, "labels": ids}

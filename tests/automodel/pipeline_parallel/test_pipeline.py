@@ -42,13 +42,13 @@ def truth_of(model: nn.Module, batch: dict[str, Tensor], **inputs: Tensor) -> fl
     return loss.item()
 
 
-def assert_gradients(pipeline: Pipeline, model: nn.Module, scale: float = 1.0) -> None:
+def assert_gradients(pipeline: Pipeline, model: nn.Module) -> None:
     seen = 0
     for name, param in pipeline.named_parameters():
         expected = model.get_parameter(pipeline.tied_copies.get(name, name)).grad
         assert (param.grad is None) == (not param.requires_grad), name
         if param.grad is not None:
-            torch.testing.assert_close(param.grad, expected * scale, rtol=1e-4, atol=1e-6, msg=name.__add__)
+            torch.testing.assert_close(param.grad, expected, rtol=1e-4, atol=1e-6, msg=name.__add__)
             seen += 1
     assert seen
 

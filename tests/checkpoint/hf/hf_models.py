@@ -10,24 +10,20 @@ import transformers
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
+from tests.support.language_models import config_of
 from tests.support.parity import fixed_seed
 
 VOCABULARY = 41
 """Prime: no number of ranks divides it."""
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
+_SMALL = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_key_value_heads": 2}
+_SMALL |= {"hidden_size": 16, "intermediate_size": 24}
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _SMALL),
+    "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 16, "n_inner": None, "n_layer": 2, "n_head": 2}),
+    "mixtral": ("mixtral", _SMALL),
+    "qwen_moe": ("qwen2_moe", {**_SMALL, "moe_intermediate_size": 12, "tie_word_embeddings": True}),
 }
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
@@ -38,20 +34,9 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
         seed: Of the weights.
         changes: Of the config.
     """
+    family, sizes = _KINDS[kind]
     with fixed_seed(seed):
-        if kind == "llama":
-            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_SMALL, **changes}))
-        if kind == "gpt2":
-            sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
-            tokens = {name: _SMALL[name] for name in ("bos_token_id", "eos_token_id")}
-            return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **tokens, **changes}))
-        if kind == "mixtral":
-            config = transformers.MixtralConfig(**{**_SMALL, "num_local_experts": 4, **changes})
-            return transformers.MixtralForCausalLM(config)
-        more = {"num_experts": 4, "shared_expert_intermediate_size": 20, "tie_word_embeddings": True}
-        return transformers.Qwen2MoeForCausalLM(
-            transformers.Qwen2MoeConfig(**{**_SMALL, **_EXPERTS, **more, **changes})
-        )
+        return transformers.AutoModelForCausalLM.from_config(config_of(family, **{**sizes, **changes}))
 
 
 def shard(model: nn.Module, strategy: int = 3, **options: Any) -> MegatronFSDP:
