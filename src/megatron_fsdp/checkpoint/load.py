@@ -50,10 +50,7 @@ class _Plan:
 
     folder: CheckpointFolder
     match: Match
-    names: list[list[str]]
-    optimizer: OptimizerMatch | None
-    options: list[dict[str, Any]]
-    extras: tuple[ExtraMatch, ...]
+    parts: tuple[OptimizerMatch | ExtraMatch, ...]
     iteration: int | None
 
 
@@ -119,7 +116,7 @@ def load_checkpoint(
         return plan, report, objects, restore_rng
 
     def install() -> None:
-        _install(plan, objects, model, optimizer)
+        _install(plan, objects, model)
         restore_rng()
 
     compares = "where there is a manifest" if verify is None else str(bool(verify))
@@ -151,24 +148,15 @@ def _plan(opened: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Opt
         )
     match = Match()
     states = match_model(match, opened, model)
-    names: list[list[str]] = []
-    found, options = None, []
+    parts: list[OptimizerMatch | ExtraMatch] = []
     if optimizer is not None:
-        names = optimizer_state.named_parameters_of(optimizer, model)
-        found = OptimizerMatch(match, opened, names, optimizer, model)
-        try:
-            options = optimizer_state.merged_options(names, optimizer.param_groups, found.options)
-        except ConfigurationError as error:
-            raise CheckpointError(f"{opened.path}: {error}") from error
-    extras = tuple(
-        match_extra(match, opened, (name,), optimizer_state.as_extra(target)) for name, target in extra.items()
-    )
+        parts.append(OptimizerMatch(match, opened, optimizer, model))
+    parts += states
+    parts += [match_extra(match, opened, (name,), optimizer_state.as_extra(target)) for name, target in extra.items()]
     note_left_out(match, opened, {MODEL, *([] if optimizer is None else [OPTIMIZER]), *extra})
     _note_dtypes(match, opened)
     iteration = opened.read_object(ITERATION) if ITERATION in opened.objects else None
-    return _Plan(
-        opened, match, names, found, options, (*states, *extras), iteration if type(iteration) is int else None
-    )
+    return _Plan(opened, match, tuple(parts), iteration if type(iteration) is int else None)
 
 
 def _telling(what_is_left: str, act: Callable[[], None]) -> None:
@@ -208,18 +196,12 @@ def _read(plan: _Plan) -> None:
                     del values  # before the next one is read
 
 
-def _install(
-    plan: _Plan, objects: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> None:
+def _install(plan: _Plan, objects: Mapping[str, Any], model: nn.Module) -> None:
     install_weights = getattr(model, "install_optimized_model_weights", None)
     if install_weights is not None:
         install_weights()
-    if optimizer is not None and plan.optimizer is not None:
-        rest = {name: objects[key] for name, key in plan.optimizer.rest.items()}
-        state, kept = plan.optimizer.state(objects), plan.optimizer.kept
-        optimizer_state.install(optimizer, plan.names, state, kept, plan.options, rest)
-    for extra in plan.extras:
-        extra.install(objects)
+    for part in plan.parts:
+        part.install(objects)
 
 
 def _random_states(
@@ -420,38 +402,48 @@ class OptimizerMatch:
     """
 
     def __init__(
-        self,
-        match: Match,
-        folder: CheckpointFolder,
-        names: list[list[str]],
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
+        self, match: Match, folder: CheckpointFolder, optimizer: torch.optim.Optimizer, model: nn.Module
     ) -> None:
         self.leaves: dict[str, dict[KeyPath, torch.Tensor | str]] = {}
         self.options: dict[str, dict[str, Any]] = {}
         self.kept: set[str] = set()
         self.rest: dict[str, str] = {}
-        self._match, self._folder = match, folder
+        self._match, self._folder, self._optimizer, self._model = match, folder, optimizer, model
+        self._names = optimizer_state.named_parameters_of(optimizer, model)
         self._keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(f"{OPTIMIZER}.")]
-        if not self._keys:
+        if self._keys:
+            self._match_all()
+        else:
             match.missing.append(OPTIMIZER)
-            self.kept = {name for group in names for name in group}
-            return
-        self._listed = list(chain.from_iterable(naming.listed_names(optimizer, model, names)))  # other experts, too
+            self.kept = set(chain.from_iterable(self._names))
+        try:
+            self._merged = optimizer_state.merged_options(self._names, optimizer.param_groups, self.options)
+        except ConfigurationError as error:
+            raise CheckpointError(f"{folder.path}: {error}") from error
+
+    def _match_all(self) -> None:
+        model, listed = self._model, naming.listed_names(self._optimizer, self._model, self._names)
+        self._listed = list(chain.from_iterable(listed))  # other experts, too
         self._of_all = naming.place_of(model).names
         self._known = {*self._listed, *self._of_all}
         params = {
             name: param
-            for group, in_group in zip(names, optimizer.param_groups, strict=True)
+            for group, in_group in zip(self._names, self._optimizer.param_groups, strict=True)
             for name, param in zip(group, in_group["params"], strict=True)
         }
         slots = {name: by_slot for name, by_slot in self._slots().items() if name in params}
         own_names = {id(param): naming.own_name(model, name) for name, param in model.named_parameters()}
         for name, by_slot in slots.items():
-            self._match_state(name, params[name], own_names[id(params[name])], by_slot, optimizer, model)
+            self._match_state(name, params[name], own_names[id(params[name])], by_slot)
         self._read_options()
         self._note_without_state(slots.keys(), list(params))
-        self._match_rest(optimizer, has_state=bool(slots))
+        self._match_rest(has_state=bool(slots))
+
+    def install(self, objects: Mapping[str, Any]) -> None:
+        """Load state and options once tensors and objects are read."""
+        rest = {name: objects[key] for name, key in self.rest.items()}
+        state = self.state(objects)
+        optimizer_state.install(self._optimizer, self._names, state, self.kept, self._merged, rest)
 
     def state(self, objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the state by parameter, once tensors and objects are read."""
@@ -492,21 +484,14 @@ class OptimizerMatch:
         """Return names by position; those of a Sequential are numbers too, and a stage knows only its own."""
         return {} if self._of_all or has_names else {str(at): name for at, name in enumerate(self._listed)}
 
-    def _match_state(
-        self,
-        name: str,
-        param: torch.Tensor,
-        own: str,
-        by_slot: Mapping[KeyPath, str],
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
-    ) -> None:
+    def _match_state(self, name: str, param: torch.Tensor, own: str, by_slot: Mapping[KeyPath, str]) -> None:
         """Match the state of one parameter; live tensors are loaded in place."""
+        model = self._model
         view = naming.saved_view(model, own, param.detach())
         if self._is_reshaped(name, view, by_slot):
             self.kept.add(name)
             return
-        leaves, paths = naming.flatten(optimizer.state.get(param, {}))
+        leaves, paths = naming.flatten(self._optimizer.state.get(param, {}))
         live = {
             paths[key]: naming.saved_view(model, own, value) if isinstance(value, torch.Tensor) else value
             for key, value in leaves.items()
@@ -586,14 +571,13 @@ class OptimizerMatch:
                 "now"
             )
 
-    def _match_rest(self, optimizer: torch.optim.Optimizer, *, has_state: bool) -> None:
+    def _match_rest(self, *, has_state: bool) -> None:
         if has_state and not self.options:
             self._match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
         kind = self._folder.read_object(_KIND) if _KIND in self._folder.objects else None
-        if kind not in (None, optimizer_state.kind_of(optimizer)):
-            self._match.unexpected.append(
-                f"{_KIND} (state of {kind!s:.100}, and the optimizer is {optimizer_state.kind_of(optimizer)})"
-            )
+        own = optimizer_state.kind_of(self._optimizer)
+        if kind not in (None, own):
+            self._match.unexpected.append(f"{_KIND} (state of {kind!s:.100}, and the optimizer is {own})")
         prefixes = (_STATE, _META, f"{_GROUPS}.", _KIND)
         for key in self._keys:
             if key != _GROUPS and not key.startswith(prefixes) and key in self._folder.objects:

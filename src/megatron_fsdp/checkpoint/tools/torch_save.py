@@ -96,6 +96,7 @@ def _assembled(folder: CheckpointFolder, place: Path) -> Iterator[tuple[str, tor
             values = raw.view(entry.dtype).view(entry.shape)
         for box, part in folder.parts(key):
             values[box.indices] = part
+            del part  # before the next one is read
         yield key, values
 
 
