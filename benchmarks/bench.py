@@ -87,7 +87,7 @@ def _phases(rounds: int) -> Iterator[Run]:
 
 def _muon(model: str, ranks: int, rounds: int) -> Run:
     arguments = ("step", "--model", model, "--ranks", str(ranks), "--rounds", str(rounds), "--muon")
-    return Run(f"muon-{model}-{ranks}", "phases.py", arguments)
+    return Run(f"muon-{model}-{ranks}", "phases.py", arguments, 1200)
 
 
 # ---- running them ----------------------------------------------------------------------------------------------------

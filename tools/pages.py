@@ -38,7 +38,14 @@ from megatron_fsdp.cli.main import main as mfsdp
 from megatron_fsdp.plan.muon import BALANCED_RANKS, balance_rows
 from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
 from megatron_fsdp.train.failures import ENDS
-from tools import accumulation_costs, ddp_config_table, padding_table, precision_parity, training_flags_table
+from tools import (
+    accumulation_costs,
+    ddp_config_table,
+    optimizer_curves,
+    padding_table,
+    precision_parity,
+    training_flags_table,
+)
 from tools.on_ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -216,6 +223,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ddp_fields": ddp_config_table.fields,
     "exit_codes": exit_codes,
     "muon_balance": muon_balance,
+    "optimizer_band": lambda: optimizer_curves.band_table(optimizer_curves.published()),
+    "optimizer_rates": lambda: optimizer_curves.rate_table(optimizer_curves.published()),
     "padding": padding_table.render,
     "precision_losses": lambda: precision_parity.gap_table(precision_parity.published()),
     "precision_stages": precision_parity.stage_table,
@@ -242,6 +251,10 @@ class Picture:
 
 PLAN = "plan llama-3-70b --ranks 256 --sequence-length 8192 --strategy 3 --recompute full"
 PICTURES = {
+    "optimizers": Picture(
+        "Loss of the tiny model under AdamW and under Muon, over 2,000 steps",
+        lambda path: optimizer_curves.plot(path, optimizer_curves.published()),
+    ),
     "plan": Picture(
         "Memory of one rank over a step, planned",
         lambda path: _in_this_process([*PLAN.split(), "--picture", str(path)], str(ROOT)),

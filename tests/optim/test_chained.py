@@ -1,5 +1,6 @@
 """Several optimizers of different parameters as one: the bits of each alone, one state dict and one checkpoint."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def test_hybrid_sharding_steps_as_one_process() -> None:
 
 def test_a_chain_steps_as_its_optimizers_one_after_another() -> None:
     params, copies = ([nn.Parameter(drawn(torch.Size(s), 0, 0)) for s in ((4, 4), (3,), (2,))] for _ in range(2))
-    chained, alone = chain(params), chain(copies).optimizers
+    chained, alone = copy.deepcopy(chain(params)), chain(copies).optimizers
+    params = [param for group in chained.param_groups for param in group["params"]]
     assert [group["lr"] for group in chained.param_groups] == [0.1, 0.2, 0.02]
     for group in chained.param_groups:
         group["lr"] = group["lr"] / 2

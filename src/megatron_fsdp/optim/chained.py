@@ -49,6 +49,10 @@ class ChainedOptimizer(Optimizer):
             )
         self.__setstate__({"optimizers": optimizers, "defaults": {}})  # with torch's hooks, and nothing of its own
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of."""
+        return {"optimizers": self.optimizers, "defaults": self.defaults}
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of all optimizers, in their order."""

@@ -1,0 +1,161 @@
+"""Trains the trainer's tiny model under several optimizers for 2,000 steps; docs/sharded_models.md shows what came out.
+
+    python -m tools.optimizer_curves          # train again, in about half an hour on a core, and write the losses
+
+All runs begin with the same weights and see the same batches at the same steps, so that they differ in the optimizer
+alone; AdamW on 2 ranks shows what rounding alone does in such a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "optimizer-curves.json"
+STEPS, WINDOW = 2000, 20
+RATES = (1.5e-3, 3e-3, 6e-3)
+RATE = 3e-3
+"""Learning rate of the preset, and of the runs that are compared at one rate."""
+
+Losses = Mapping[str, Sequence[float]]
+"""By the name of a run the mean loss of each 20 steps in nats per byte; last the loss on held-out text."""
+
+
+@dataclass(frozen=True)
+class CurveRun:
+    """One run of the trainer."""
+
+    optimizer: str  # of `--optimizer`
+    rate: float = RATE
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        """Return a name for the file."""
+        return f"{self.optimizer}, rate {self.rate:g}, {self.ranks} ranks"
+
+    def words(self) -> list[str]:
+        """Return the command line of the trainer; 4 samples a step on any ranks."""
+        asked = {
+            "--preset": "tiny",
+            "--nproc": self.ranks,
+            "--train-iters": STEPS,
+            "--micro-batch-size": 4 // self.ranks,
+            "--global-batch-size": 4,
+            "--optimizer": self.optimizer,
+            "--lr": self.rate,
+            "--min-lr": self.rate / 10,
+            "--seed": 1,
+            "--eval-interval": STEPS,
+            "--eval-iters": 50,
+            "--log-interval": 100,
+            "--exit-duration-in-mins": 600,
+        }
+        return [str(word) for pair in asked.items() for word in pair]
+
+
+RUNS = (
+    CurveRun("adam"),
+    CurveRun("adamw8bit"),
+    CurveRun("muon"),
+    CurveRun("adam", ranks=2),
+    *(CurveRun(optimizer, rate) for rate in RATES for optimizer in ("adam", "muon") if rate != RATE),
+)
+
+
+def measure(run: CurveRun) -> list[float]:
+    """Train; returns the entry of the run in `Losses`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "megatron_fsdp.train", *run.words(), "--out", folder]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        steps, held_out = (
+            [json.loads(line)["loss"] for line in Path(folder, name).read_text("utf-8").splitlines()]
+            for name in ("metrics.jsonl", "evaluations.jsonl")
+        )
+    windows = (steps[first : first + WINDOW] for first in range(0, STEPS, WINDOW))
+    return [*(round(mean(window), 5) for window in windows), round(held_out[-1], 5)]
+
+
+def published() -> dict[str, list[float]]:
+    """Return what was measured last."""
+    losses: dict[str, list[float]] = json.loads(RESULTS.read_text("utf-8"))
+    return losses
+
+
+# ---- what the page shows ---------------------------------------------------------------------------------------------
+
+
+def rate_table(losses: Losses) -> str:
+    """Return the held-out loss of AdamW and Muon by learning rate."""
+    head = "| held-out loss, nats per byte | " + " | ".join(f"rate {rate:g}" for rate in RATES) + " |"
+    rows = [
+        f"| {title} | " + " | ".join(f"{losses[CurveRun(kind, rate).name][-1]:.3f}" for rate in RATES) + " |"
+        for kind, title in (("adam", "AdamW"), ("muon", "Muon for matrices, AdamW for the rest"))
+    ]
+    return "\n".join([head, "|---" * (len(RATES) + 1) + "|", *rows])
+
+
+def band_table(losses: Losses) -> str:
+    """Return how far losses are from those of AdamW on one rank."""
+    lines = ["| run | largest gap of 20 steps | mean gap | held-out loss |", "|---|---:|---:|---:|"]
+    wanted = losses[CurveRun("adam").name]
+    for run, title in (
+        (CurveRun("adam"), "AdamW"),
+        (CurveRun("adam", ranks=2), "AdamW, 2 ranks"),
+        (CurveRun("adamw8bit"), "AdamW8bit"),
+    ):
+        own = losses[run.name]
+        gaps = [a - b for a, b in zip(own[:-1], wanted[:-1], strict=True)]
+        largest, average = max(gaps, key=abs), mean(gaps)
+        lines.append(f"| {title} | {largest:+.4f} | {average:+.5f} | {own[-1]:.4f} |")
+    return "\n".join(lines)
+
+
+def plot(path: Path, losses: Losses) -> None:
+    """Draw AdamW and Muon, each at the rate that gave it the least held-out loss, as a PNG."""
+    figure = Figure(figsize=(8.0, 4.0), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    best = {
+        kind: min((CurveRun(kind, rate) for rate in RATES), key=lambda run: losses[run.name][-1])
+        for kind in ("adam", "muon")
+    }
+    shown = (
+        (best["adam"], f"AdamW, rate {best['adam'].rate:g}", "#1f77b4"),
+        (best["muon"], f"Muon and AdamW, rate {best['muon'].rate:g}", "#d62728"),
+    )
+    for run, label, colour in shown:
+        values = losses[run.name][:-1]
+        axes.plot(range(WINDOW, STEPS + 1, WINDOW), values, color=colour, label=label)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per byte, mean of 20 steps)", ylim=(None, 3.5))
+    axes.set_title("The tiny model under AdamW and under Muon", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9, loc="upper right")
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Train what the file does not have yet, and print the tables."""
+    found = published() if RESULTS.exists() else {}
+    for run in RUNS:
+        if run.name not in found:
+            found[run.name] = measure(run)
+            RESULTS.write_text(json.dumps(found) + "\n", encoding="utf-8")
+            print(run.name, found[run.name][-1], flush=True)
+    print(rate_table(found), band_table(found), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
