@@ -38,7 +38,7 @@ from megatron_fsdp.cli.main import main as mfsdp
 from megatron_fsdp.plan.muon import BALANCED_RANKS, balance_rows
 from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
 from megatron_fsdp.train.failures import ENDS
-from tools import accumulation_costs, ddp_config_table, padding_table, precision_parity, training_flags_table
+from tools import accumulation_costs, ddp_config_table, one_curve, padding_table, precision_parity, training_flags_table
 from tools.on_ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,6 +245,10 @@ PICTURES = {
     "plan": Picture(
         "Memory of one rank over a step, planned",
         lambda path: _in_this_process([*PLAN.split(), "--picture", str(path)], str(ROOT)),
+    ),
+    "one_curve": Picture(
+        "Training loss of five runs over 1,000 steps: one curve",
+        lambda path: one_curve.plot(path, one_curve.published()),
     ),
     "precision_parity": Picture(
         "Gap of the loss to the reference, over 50 steps",
