@@ -1,7 +1,7 @@
 """Train one model on several numbers of ranks, kill and resume it on others, and draw all losses: there is one curve.
 
     python tools/one_curve.py --out runs/one-curve            # a few minutes on two cores
-    python tools/one_curve.py --out runs/one-curve --draw docs/images/one_curve.png
+    python tools/one_curve.py --out runs/one-curve --publish  # and write the losses into benchmarks/results
 
 Every loss and gradient norm is compared as a float, bit for bit; the exit status is 1 where one differs.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "one-curve.json"
 STEPS, EVERY = 1000, 100
 MODEL = (
     *("--preset", "tiny", "--hidden-size", "32", "--ffn-hidden-size", "88", "--seq-length", "32", "--device", "cpu"),
@@ -87,15 +88,21 @@ def losses_of(folder: Path) -> dict[int, tuple[float, float]]:
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
 
 
-def draw(found: dict[str, dict[int, tuple[float, float]]], path: Path) -> None:
-    """Draw all losses over each other, the first one widest."""
+def published() -> dict[str, list[float]]:
+    """Return the losses of each run; a file holds them once, since they are equal."""
+    found = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return {name: list(map(float.fromhex, found["losses"])) for name in found["runs"]}
+
+
+def plot(path: Path, found: dict[str, list[float]]) -> None:
+    """Draw all losses over each other, the first ones widest, as a PNG."""
     figure = Figure(figsize=(8.0, 4.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for number, (name, losses) in enumerate(found.items()):
         is_last = number + 1 == len(found)
         shown = {"color": "black", "linewidth": 0.8} if is_last else {"linewidth": 6.0 - 1.3 * number}
-        axes.plot(list(losses), [loss for loss, _ in losses.values()], label=name, **shown)
+        axes.plot(range(1, len(losses) + 1), losses, label=name, **shown)
     axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)", yscale="log")
     axes.set_title("Five runs, all drawn: every loss has the same bits", fontsize=11)
     axes.grid(alpha=0.3)
@@ -108,7 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--draw", type=Path)
+    parser.add_argument("--publish", action="store_true")
     arguments = parser.parse_args()
     found = {}
     for number, (name, parts) in enumerate(RUNS.items()):
@@ -121,8 +128,9 @@ def main() -> int:
     first, *others = found.values()
     different = [step for step in first for losses in others if losses.get(step) != first[step]]
     print(f"{len(first)} steps of {len(found)} runs, {len(different)} differ in a bit of loss or gradient norm")
-    if arguments.draw is not None:
-        draw(found, arguments.draw)
+    if arguments.publish and not different:
+        losses = [loss.hex() for loss, _ in first.values()]
+        RESULTS.write_text(json.dumps({"runs": list(found), "losses": losses}) + "\n", encoding="utf-8")
     return 1 if different else 0
 
 

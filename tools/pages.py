@@ -41,6 +41,7 @@ from megatron_fsdp.train.failures import ENDS
 from tools import (
     accumulation_costs,
     ddp_config_table,
+    one_curve,
     optimizer_curves,
     padding_table,
     precision_parity,
@@ -258,6 +259,10 @@ PICTURES = {
     "plan": Picture(
         "Memory of one rank over a step, planned",
         lambda path: _in_this_process([*PLAN.split(), "--picture", str(path)], str(ROOT)),
+    ),
+    "one_curve": Picture(
+        "Training loss of five runs over 1,000 steps: one curve",
+        lambda path: one_curve.plot(path, one_curve.published()),
     ),
     "precision_parity": Picture(
         "Gap of the loss to the reference, over 50 steps",
