@@ -140,7 +140,7 @@ def passed_on() -> tuple[set[str], set[str]]:
     """The arguments that `fully_shard` gives to `fully_shard_model`, and those that it takes."""
     net = build()
     module = inspect.getmodule(fully_shard)
-    with mock.patch.object(module, "fully_shard_model", side_effect=InterruptedError) as called:
+    with mock.patch.object(module, "fully_shard_model", autospec=True, side_effect=InterruptedError) as called:
         try:
             fully_shard(net, sgd(net), mesh())
         except InterruptedError:

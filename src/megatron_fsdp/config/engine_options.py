@@ -283,6 +283,11 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
     )
 
 
+def default_memory_options() -> MemoryOptions:
+    """Return the options of a model that is given none, small units merged as the environment says."""
+    return MemoryOptions(message_bytes=_message_bytes(MemoryOptions().allocator))
+
+
 def _message_bytes(allocator: WeightAllocator) -> int | None:
     """Return the bytes up to which small units are merged, as the environment says; None: by the number of ranks."""
     given = os.environ.get(MESSAGE_VARIABLE)

@@ -632,13 +632,6 @@ def check_not_wrapped(module: object) -> None:
             raise ConfigurationError(
                 f"the model{at} is sharded by {by} already; leave that out and give the plain model"
             )
-    params = dict(module.named_parameters())
-    sharded = [name for name, param in params.items() if hasattr(param, "_megatron_fsdp_model")]
-    if sharded:
-        raise ConfigurationError(
-            f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
-            "model once"
-        )
 
 
 def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
@@ -652,6 +645,12 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
+    sharded = [name for name, param in params.items() if hasattr(param, "_megatron_fsdp_model")]
+    if sharded:
+        raise ConfigurationError(
+            f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
+            "model once"
+        )
     lazy = [name for name, param in params.items() if isinstance(param, UninitializedParameter)]
     if lazy:
         raise ConfigurationError(

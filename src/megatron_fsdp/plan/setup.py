@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import Any, Literal, NamedTuple, get_args
 
-from megatron_fsdp.config.engine_options import MemoryOptions
+from megatron_fsdp.config.engine_options import MemoryOptions, default_memory_options
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.engine.schedule import SyncMode
@@ -241,7 +241,7 @@ class Setup:
     strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
     outer_strategy: ShardingStrategy = ShardingStrategy.no_shard
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    memory: MemoryOptions = field(default_factory=default_memory_options)
     overlap_grad_reduce: bool = True
     microbatches: int = 1
     accumulation: Accumulation = "every"
