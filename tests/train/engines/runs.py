@@ -292,12 +292,14 @@ def expected(values: Mapping[str, Any]) -> Results:
     return _kept(tuple(sorted({**plain, "micro_batch_size": values["global_batch_size"]}.items())))
 
 
-def assert_equal_to_one_process(found: Results, values: Mapping[str, Any]) -> None:
+def assert_equal_to_one_process(found: Results, values: Mapping[str, Any], tolerance: float = 2e-5) -> None:
     """Losses, norms, held-out loss and all weights are those of the plain loop."""
     plain = expected(values)
-    torch.testing.assert_close(found.losses, plain.losses, rtol=2e-5, atol=0)
-    torch.testing.assert_close(found.norms, plain.norms, rtol=2e-4, atol=0)
-    torch.testing.assert_close(found.held_out, plain.held_out, rtol=2e-5, atol=0)
+    torch.testing.assert_close(found.losses, plain.losses, rtol=tolerance, atol=0)
+    torch.testing.assert_close(found.norms, plain.norms, rtol=10 * tolerance, atol=0)
+    torch.testing.assert_close(found.held_out, plain.held_out, rtol=tolerance, atol=0)
     assert found.weights.keys() == plain.weights.keys()
     for name, value in plain.weights.items():
-        torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found.weights[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
