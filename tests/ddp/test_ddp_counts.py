@@ -184,7 +184,7 @@ def count(name: str, fields: Fields, microbatches: int) -> tuple[list[Any], Coll
                     case.loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-    buckets = sum(unit.trainable for unit in engine_of(model).units)
+    buckets = sum(unit.is_trainable for unit in engine_of(model).units)
     return list(model.footprints()), counts.collectives, model.traffic().since(before), buckets
 
 

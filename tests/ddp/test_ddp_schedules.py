@@ -163,7 +163,7 @@ def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks() -> None
     fields: dict[str, Any] = {"num_buckets": 4, "overlap_grad_reduce": True}
     setting = ddp(arrangement=tensor_parallel(divide_tensors), **fields)
     run = start(Scenario(three_microbatches, DENSE), setting)
-    found = sum(unit.trainable for unit in engine_of(run.sharded).units)
+    found = sum(unit.is_trainable for unit in engine_of(run.sharded).units)
     assert found in (3, 4)
 
 

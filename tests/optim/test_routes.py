@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.optim.routes import parts_of, route_line
+from megatron_fsdp.optim.routes import count_kinds, route_line
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
 
@@ -33,7 +33,7 @@ class Words(nn.Module):
 
 def test_parameters_are_counted_by_what_they_are() -> None:
     model = Words()
-    assert parts_of(model.parameters(), model.modules()) == (
+    assert count_kinds(model.parameters(), model.modules()) == (
         "norms 4",
         "matrices 2",
         "biases 2",
@@ -43,8 +43,8 @@ def test_parameters_are_counted_by_what_they_are() -> None:
         "head 1",
     )
     tied = Words(ties=True)
-    assert parts_of([tied.head.weight], tied.modules()) == ("embeddings 1",)
-    assert parts_of([torch.ones(2, 2), torch.ones(2)], ()) == ("matrices 1", "vectors 1")
+    assert count_kinds([tied.head.weight], tied.modules()) == ("embeddings 1",)
+    assert count_kinds([torch.ones(2, 2), torch.ones(2)], ()) == ("matrices 1", "vectors 1")
 
 
 def test_an_optimizer_over_all_of_whole_weights_is_called_replicated() -> None:

@@ -20,7 +20,7 @@ from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.optim.grad_norm import Groups, combine_powers, sum_of_powers
+from megatron_fsdp.optim.grad_norm import ProcessGroups, combine_powers, sum_of_powers
 
 Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
 """What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""
@@ -412,7 +412,7 @@ def _total_norm(
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     kind = mesh.device_type if mesh is not None else found.parameters[0].device if found.parameters else "cpu"
     device = torch.empty(0, device=kind).device
-    pieces: dict[Groups, list[Tensor]] = {}
+    pieces: dict[ProcessGroups, list[Tensor]] = {}
     for param in found.parameters:  # the keys are the same on all ranks, gradient or not
         tensors = pieces.setdefault(_shard_groups(param), [])
         if (piece := of_param(param)) is not None:
@@ -425,7 +425,7 @@ def _total_norm(
     return combine_powers({over: sum_of_powers(norms, norm_type, device)}, norm_type)
 
 
-def _shard_groups(param: Tensor) -> Groups:
+def _shard_groups(param: Tensor) -> ProcessGroups:
     """Return the process groups along which ranks hold different shards."""
     if not isinstance(param, DTensor):
         return ()

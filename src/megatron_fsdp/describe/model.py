@@ -26,7 +26,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.wrap import Assembly
 from megatron_fsdp.optim.chained import ChainedOptimizer
-from megatron_fsdp.optim.routes import parts_of, step_of
+from megatron_fsdp.optim.routes import count_kinds, step_of
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement
@@ -63,7 +63,7 @@ def memory_of(engine: Engine) -> MemoryUse:
     groups = engine.groups()
     return MemoryUse(
         sum(group.weights.compute.local.nbytes for group in groups),
-        sum(group.weights.main.local.nbytes for group in groups if not group.weights.main_is_compute),
+        sum(group.weights.main.local.nbytes for group in groups if not group.weights.main_lies_in_compute),
         sum(gradients.main.num_bytes for _, gradients in engine.groups_with_gradients()),
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
@@ -148,7 +148,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         numel=plan.layout.payload_numel,
         padding_numel=plan.layout.padding_numel,
         shard_numel=group.weights.main.local.numel(),
-        is_trainable=group.is_trained,
+        is_trainable=group.is_trainable,
         is_expert=plan.is_expert,
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),
         storage=stored,
@@ -166,7 +166,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         main_gradient=() if gradients is None else _placed(plan.placements.main_grad),
         main_weight=_placed(plan.placements.main_weight),
         compute_bytes=group.weights.compute.local.nbytes,
-        main_bytes=0 if group.weights.main_is_compute else group.weights.main.local.nbytes,
+        main_bytes=0 if group.weights.main_lies_in_compute else group.weights.main.local.nbytes,
         gradient_bytes=0 if gradients is None else gradients.main.num_bytes,
     )
 
@@ -216,7 +216,7 @@ def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescripti
             continue  # its optimizers are connected, too
         own = [param for group in optimizer.param_groups for param in group["params"] if id(param) in order]
         kind, groups = type(optimizer).__name__, len(optimizer.param_groups)
-        parts = parts_of(own, module.modules())
+        parts = count_kinds(own, module.modules())
         first = min((order[id(param)] for param in own), default=len(order))
         found.append((first, OptimizerDescription(kind, groups, len(own), step_of(optimizer), parts)))
     return tuple(told for _, told in sorted(found, key=lambda entry: (entry[0], entry[1].class_name)))
@@ -225,10 +225,14 @@ def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescripti
 def without_optimizer(engine: Engine, module: nn.Module) -> tuple[str, ...]:
     """Say which trained parameters no connected optimizer updates, where any is connected."""
     held = {id(param) for each in engine.connected for group in each.param_groups for param in group["params"]}
-    left = [param for group in engine.groups() if group.is_trained for param in group.sharded if id(param) not in held]
+    left = [
+        param for group in engine.groups() if group.is_trainable for param in group.sharded if id(param) not in held
+    ]
     if not held or not left:
         return ()
-    return (f"no connected optimizer updates {len(left)} parameters ({', '.join(parts_of(left, module.modules()))})",)
+    return (
+        f"no connected optimizer updates {len(left)} parameters ({', '.join(count_kinds(left, module.modules()))})",
+    )
 
 
 def unused_of(engine: Engine) -> tuple[str, ...] | None:

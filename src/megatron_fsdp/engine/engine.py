@@ -20,7 +20,7 @@ from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames
-from megatron_fsdp.engine.gradient_agreement import UsageAgreement, match_deferred_sums
+from megatron_fsdp.engine.gradient_agreement import UsageAgreement, match_waiting_sums
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, direct_hook
 from megatron_fsdp.engine.group_plan import Sharding
@@ -397,7 +397,7 @@ class Engine:
             return
         call.last_backward = self._backward_id
         self.observers.backward_pauses()
-        if torch.is_grad_enabled() and self.units[call.unit].lives_in_slots:  # autograd's create_graph=True
+        if torch.is_grad_enabled() and self.units[call.unit].shards_compute_weights:  # autograd's create_graph=True
             raise ScheduleError(
                 f"the backward of unit {self.units[call.unit].label} builds a graph of its own (create_graph=True), "
                 "whose saved weights would be released before they are used; differentiate twice under "
@@ -591,24 +591,24 @@ class Engine:
             trainable = [
                 (group, gradients)
                 for group, gradients in self.groups_with_gradients()
-                if group.plan.is_expert is is_expert and any(group.trained)
+                if group.plan.is_expert is is_expert and any(group.trained_since_attach)
             ]
             used_here = [
                 each.arrived
                 for group, gradients in trainable
-                for each, trained in zip(gradients.of_parameter, group.trained, strict=True)
+                for each, trained in zip(gradients.of_parameter, group.trained_since_attach, strict=True)
                 if trained
             ]
             if not used_here:
                 continue
             with self.observers.during(Phase.AGREE, ROOT):
-                agreed = iter(usage.agree(used_here, self.executor.fingerprint))
+                agreed = iter(usage.agree(used_here, self.executor.operations_digest))
             for group, gradients in trainable:
-                used = [trained and next(agreed) for trained in group.trained]
+                used = [trained and next(agreed) for trained in group.trained_since_attach]
                 if gradients.renewed:
                     renewed.append((group, used))
                 gradients.attach(group.sharded, used, group.describe_piece)
-                group.trained = list(group.trainable)
+                group.trained_since_attach = list(group.trainable)
         for group, used in renewed:  # once all gradients are set
             group.run_user_hooks(used)
 
@@ -664,7 +664,7 @@ class Engine:
         for is_expert in self._usage:
             with self.observers.during(Phase.AGREE, ROOT):
                 gradients = [each for group, each in self.groups_with_gradients() if group.plan.is_expert is is_expert]
-                match_deferred_sums(gradients, self.sharding.domain(is_expert), self.device)
+                match_waiting_sums(gradients, self.sharding.domain(is_expert), self.device)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -717,7 +717,8 @@ class Engine:
         Where one does, a gather in flight would undo what is written into main weights meanwhile.
         """
         return not any(
-            group.plan.needs_all_gather and group.weights.main_is_compute and not group.plan.weights_in_slots
+            group.weights.main_lies_in_compute
+            and (group.plan.gathers_outer or (group.plan.needs_all_gather and not group.plan.shards_compute_weights))
             for group in self.groups()
         )
 

@@ -87,7 +87,7 @@ def communicated_bytes(phase: Phase, unit: Unit) -> int:
 
 
 _GATHER, _WAIT, _RELEASE, _REDUCE, _FINALISE = Action  # looking these up for each operation takes time
-_FINGERPRINT_LIMIT = 2**61 - 1
+_DIGEST_LIMIT = 2**61 - 1
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Executor:
         self.bucket_count = memory_plan.buckets
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
-        self.fingerprint = 0
+        self.operations_digest = 0
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self._in_flight: deque[_Reduction] = deque()
         self._outer_reductions: deque[tuple[Block | None, list[tuple[Ticket, tuple[torch.Tensor, ...]]]]] = deque()
@@ -212,8 +212,8 @@ class Executor:
             self._finalise()
 
     def _fold(self, action: Action, index: int) -> None:
-        """Fold an operation into the fingerprint of the communication, which ranks compare."""
-        self.fingerprint = (self.fingerprint * 1_000_003 + 2 * index + (action is _REDUCE)) % _FINGERPRINT_LIMIT
+        """Fold an operation into the digest of the gathers and reductions, which ranks compare."""
+        self.operations_digest = (self.operations_digest * 1_000_003 + 2 * index + (action is _REDUCE)) % _DIGEST_LIMIT
 
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.gathered_bytes:
@@ -353,7 +353,7 @@ class Executor:
         """Drop gradients in reduction and take all borrowed memory back."""
         self.observers.forget()
         self.is_broken = False
-        self.fingerprint = 0  # ranks may have been stopped at different points
+        self.operations_digest = 0  # ranks may have been stopped at different points
         self.retire_all()
         for unit in self._units:
             unit.wait_for_unshard()

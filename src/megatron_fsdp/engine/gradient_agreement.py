@@ -13,9 +13,9 @@ from megatron_fsdp.engine.group_plan import Domain
 from megatron_fsdp.errors import ScheduleError
 
 # A parameter that no rank used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
-# alone. A rank cannot know that by itself, so the ranks agree after the first backward. Where every parameter was
+# alone. A rank cannot know that by itself, so the ranks agree at the first sync. Where every parameter was
 # used, which is the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they
-# agree after every backward. `find_unused_parameters=True` makes them ask every time: one small collective, and one
+# agree at every sync. `find_unused_parameters=True` makes them ask every time: one small collective, and one
 # wait for it.
 
 
@@ -53,12 +53,12 @@ class UsageAgreement:
         self._all_used = False
 
     @real_values()
-    def agree(self, used_here: Sequence[bool], fingerprint: int) -> list[bool]:
+    def agree(self, used_here: Sequence[bool], operations_digest: int) -> list[bool]:
         """Return whether any rank used each parameter.
 
         Args:
             used_here: For each parameter, in the order that all ranks share, whether this rank computed a gradient.
-            fingerprint: Of the communication so far; has to be the same on every rank. Below 2 ** 62.
+            operations_digest: Of the gathers and reductions so far; has to be the same on every rank. Below 2 ** 62.
 
         Raises:
             ScheduleError: On every rank, where ranks gathered or reduced different units.
@@ -67,7 +67,9 @@ class UsageAgreement:
             return [True] * len(used_here)
         if self._group is None:  # nothing to send, so no device sync
             return self._show_one(list(used_here))
-        flags = torch.tensor([*used_here, fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
+        flags = torch.tensor(
+            [*used_here, operations_digest, -operations_digest], dtype=torch.int64, device=self._device
+        )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         *found, highest, minus_lowest = flags.tolist()
         if highest != -minus_lowest:
@@ -91,13 +93,13 @@ class UsageAgreement:
         return used if any(used) or not bool(anything.item()) else [True, *used[1:]]
 
 
-def match_deferred_sums(gradients: Sequence[GradientBuffers], domain: Domain, device: torch.device) -> None:
-    """Make every rank hold deferred sums for the same groups, so that all reduce the same later. Collective."""
+def match_waiting_sums(gradients: Sequence[GradientBuffers], domain: Domain, device: torch.device) -> None:
+    """Make every rank hold sums that wait for the same groups, so that all reduce the same later. Collective."""
     if domain.group is None or not gradients:
         return
     flags = torch.tensor(
         [[each.has_deferred_sum, each.has_inner_sum] for each in gradients], dtype=torch.int32, device=device
     )
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=domain.group)
-    for each, (deferred, pending) in zip(gradients, flags.tolist(), strict=True):
-        each.ensure_sums(bool(deferred), bool(pending))
+    for each, (deferred, inner) in zip(gradients, flags.tolist(), strict=True):
+        each.ensure_sums(bool(deferred), bool(inner))

@@ -290,7 +290,7 @@ class GradientBuffers:
         self.reducer = GradientReducer(layout.numel, axes, placement, reduction, flat)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
-        self.row_shift = 0  # how many ranks further the rank is whose gradient this one computes
+        self.row_shift = 0  # this rank computes the gradient of the rank so many places further
         self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device)
         self.of_parameter = tuple(ParameterGradient() for _ in layout.shapes)
         self._padding = padding_ranges(layout)
@@ -419,26 +419,26 @@ class GradientBuffers:
             self._take_back(params)
             return lane.submit(stage.launch, lambda: self._accumulate(stage)), stage.memory
         if self._inner_sum is None:
-            self._inner_sum = self._zeros(self.reducer.inner_region.numel)
+            self._inner_sum = self._zeros(self.reducer.first_region.numel)
             if self.reducer.reduction.one_by_one:
                 self._move_into(self._inner_sum, params)
-        pending = self._inner_sum
+        inner_sum = self._inner_sum
         rows = stage.rows if self.reducer.reduction.one_by_one else None
 
         def add_to_pending() -> None:
             for row in rows or (stage.result(),):
-                pending.add_(row)
+                inner_sum.add_(row)
 
         return lane.submit(stage.launch, add_to_pending), stage.memory
 
-    def _move_into(self, pending: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
+    def _move_into(self, inner_sum: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
         """Move this rank's part of the main gradient into a sum, so that what comes is added to that one by one."""
         self._take_back(params)
         if not any(each.counts for each in self.of_parameter):
-            pending.fill_(-0.0)  # which leaves every number that is added to it as it is, -0.0 too
+            inner_sum.fill_(-0.0)  # which leaves every number that is added to it as it is, -0.0 too
         else:
             self._zero_what_does_not_count()
-            pending.copy_(self.main.local[self.reducer.inner_region.within(self.main.region)])
+            inner_sum.copy_(self.main.local[self.reducer.first_region.within(self.main.region)])
         for each in self.of_parameter:
             each.counts = False
 
@@ -458,15 +458,15 @@ class GradientBuffers:
         Returns:
             The ticket, and memory that has to be kept until it was waited for.
         """
-        pending, self._inner_sum = self._inner_sum, None
-        assert pending is not None
+        inner_sum, self._inner_sum = self._inner_sum, None
+        assert inner_sum is not None
         self._take_back(params)
         if self.reducer.reduction.one_by_one:
-            stage = self.reducer.reduce_outer(pending)  # a sum already, which must not be rounded
+            stage = self.reducer.reduce_outer(inner_sum)  # a sum already, which must not be rounded
         elif crossing:
-            stage = self.reducer.reduce_outer(crossing[0].copy_(pending), crossing[1] if len(crossing) > 1 else None)
+            stage = self.reducer.reduce_outer(crossing[0].copy_(inner_sum), crossing[1] if len(crossing) > 1 else None)
         else:
-            stage = self.reducer.reduce_outer(pending.to(self.precision.grad_comm))
+            stage = self.reducer.reduce_outer(inner_sum.to(self.precision.grad_comm))
         ticket = lane.submit(stage.launch, lambda: self._accumulate(stage))
         return ticket, stage.memory
 
@@ -618,7 +618,7 @@ class GradientBuffers:
         if self._deferred_sum is not None:
             full_view(self.layout, self._deferred_sum, index).zero_()
         if self._inner_sum is not None:
-            piece_view(self.layout, self.reducer.inner_region, self._inner_sum, index).zero_()
+            piece_view(self.layout, self.reducer.first_region, self._inner_sum, index).zero_()
 
     def release(self, params: Sequence[nn.Parameter]) -> None:
         """Free the memory of the main gradient where no gradient is set and none counts.
@@ -643,12 +643,12 @@ class GradientBuffers:
         for each in self.of_parameter:
             each.written = False
 
-    def ensure_sums(self, deferred: bool, pending: bool) -> None:
+    def ensure_sums(self, deferred: bool, inner: bool) -> None:
         """Make sums, of zeros, where there are none, because another rank has some and will reduce them."""
         if deferred and self._deferred_sum is None:
             self._deferred_sum = self._zeros(self.layout.numel)
-        if pending and self._inner_sum is None:
-            self._inner_sum = self._zeros(self.reducer.inner_region.numel)
+        if inner and self._inner_sum is None:
+            self._inner_sum = self._zeros(self.reducer.first_region.numel)
 
     def _zeros(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=self.precision.main_grads, device=self.main.device)

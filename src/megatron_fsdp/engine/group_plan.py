@@ -171,11 +171,11 @@ class FlatAxis:
 
     Attributes:
         axis: The axis; a rank's place on it is the number of its microbatch.
-        parts: For each rank, which of as many equal parts of a flat buffer is its own (see `held_region`).
+        shares: For each rank, which of as many equal parts of a flat buffer is its own (see `held_region`).
     """
 
     axis: Axis
-    parts: tuple[int, ...]
+    shares: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class GroupPlan:
         return self.main_region.numel < self.inner_region.numel
 
     @cached_property
-    def weights_in_slots(self) -> bool:
+    def shards_compute_weights(self) -> bool:
         """Whether full weights exist only while gathered."""
         return held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel < self.layout.numel
 
@@ -270,7 +270,7 @@ class GroupPlan:
     @property
     def gathered_bytes(self) -> int:
         """Bytes that the full compute weights take while they are gathered, and only then, else 0."""
-        return self.gathered_numel * self.gathered_dtype.itemsize if self.weights_in_slots else 0
+        return self.gathered_numel * self.gathered_dtype.itemsize if self.shards_compute_weights else 0
 
     @property
     def gathered_dtype(self) -> torch.dtype:
@@ -295,7 +295,7 @@ class GroupPlan:
     @property
     def is_encoded(self) -> bool:
         """Whether compute weights are held and gathered as the bytes of a weight format."""
-        return self.weight_format is not None and (self.weights_in_slots or self.has_guests)
+        return self.weight_format is not None and (self.shards_compute_weights or self.has_guests)
 
     @property
     def sent_dtype(self) -> torch.dtype:

@@ -2,8 +2,9 @@
 
 That is PyTorch's extension of FSDP2, which the float8 weights of torchao implement:
 
-    fsdp_pre_all_gather(mesh) -> (tensors to gather,), metadata                              of a shard, whole rows
-    fsdp_post_all_gather(gathered, metadata, dtype, *, out=None) -> tensor, its inner ones   out: the one of last time
+    fsdp_pre_all_gather(mesh) -> (tensors to gather,), metadata              a shard is whole rows
+    fsdp_post_all_gather(gathered, metadata, dtype) -> tensor, its inner ones
+    fsdp_post_all_gather(gathered, metadata, dtype, out=tensor)              out: what the first call returned
 
 Here a guest has to be plain values with a way to encode them: it flattens into one tensor of its own shape and dtype,
 which is sharded as any other, and encodes it into one tensor of that shape. Its codes are gathered in place, and

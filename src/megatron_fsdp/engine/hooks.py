@@ -37,7 +37,7 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
     unit_modules = {id(module) for *_, module in modules}
     for index, module_index, module in modules:
         watch = None
-        if index != ROOT and engine.units[index].lives_in_slots:
+        if index != ROOT and engine.units[index].shards_compute_weights:
             watch = AuxiliaryOutputs(module, unit_modules)
         entry = _UnitModule(index, module_index, watch)
         before = partial(_pre_forward, reference, entry)
@@ -189,7 +189,7 @@ def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:
     """Refuse results in which no tensor can be found: the beginning of the unit's backward would go unnoticed."""
     opaque = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, _TRANSPARENT)]
     opaque = [leaf for leaf in opaque if not dataclasses.is_dataclass(leaf) and not isinstance(leaf, Mapping)]
-    if opaque and engine.units[index].lives_in_slots:
+    if opaque and engine.units[index].shards_compute_weights:
         raise ScheduleError(
             f"unit {engine.units[index].label} returned an object of type {type(opaque[0]).__name__}, in which no "
             "tensor can be found, so its weights could not be gathered for backward; return tuples, lists, dicts, "

@@ -315,7 +315,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
         returned_before_step=frozenset(
             unit
             for unit in weights.units_in(WeightStorage.FOR_STEP)
-            if any(group.weights_in_slots for group in units[unit])
+            if any(group.shards_compute_weights for group in units[unit])
         ),
     )
     at_a_time = buckets if reduces_early else max(buckets, sum(schedule.trainable[ROOT + 1 :]))
@@ -372,7 +372,7 @@ def bucket_count(numel: int, units: Sequence[GroupPlans]) -> int:
 
 
 def _weights_of(unit: GroupPlans) -> UnitWeights:
-    in_slots = [group for group in unit if group.weights_in_slots]
+    in_slots = [group for group in unit if group.shards_compute_weights]
     return UnitWeights(
         pack_bytes([group.gathered_bytes for group in unit])[1],
         tuple((group.layout.numel, group.precision.compute) for group in in_slots),

@@ -1,6 +1,6 @@
-"""Watches over what users do with a model and its optimizers between steps, which would make training wrong, silently.
+"""Checks between steps: parameters replaced or added, steps before gradients are reduced, writes through state dicts.
 
-They may replace what was sharded, step before gradients are there, or write into weights behind our back.
+Each would make training wrong without an error.
 """
 
 from __future__ import annotations

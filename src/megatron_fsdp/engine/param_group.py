@@ -68,9 +68,9 @@ class WeightBuffers:
             self.compute: FlatBuffer = EncodedBuffer(self.codec, layout, held, plan.device, memory)
         else:
             self.compute = FlatBuffer(layout, held, precision.compute, plan.device, memory)
-        self.main_is_compute = self.codec is None and not precision.has_main_copy
+        self.main_lies_in_compute = self.codec is None and not precision.has_main_copy
         self._is_stale = False  # the compute weights are not encoded from what was stored last
-        if not self.main_is_compute:
+        if not self.main_lies_in_compute:
             self.main = FlatBuffer(layout, plan.main_region, precision.main_params, plan.device)
         elif plan.main_region == self.compute.region:
             self.main = self.compute
@@ -86,7 +86,7 @@ class WeightBuffers:
         shared = self.main
         self.main = FlatBuffer(shared.layout, shared.region, precision.main_params, shared.local.device)
         self.main.local.copy_(shared.local)
-        self.main_is_compute = False
+        self.main_lies_in_compute = False
         return True
 
     def store(self, index: int, tensor: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ class WeightBuffers:
         if self.codec is not None:
             self._is_stale = True
             return (self.main,)
-        return (self.compute,) if self.main_is_compute else (self.compute, self.main)
+        return (self.compute,) if self.main_lies_in_compute else (self.compute, self.main)
 
     @property
     def main_changed(self) -> bool:
@@ -115,7 +115,7 @@ class WeightBuffers:
         """
         if self._is_stale:
             return True
-        gathered_in_place = self.main_is_compute and self.main is not self.compute
+        gathered_in_place = self.main_lies_in_compute and self.main is not self.compute
         return not gathered_in_place and self.main.local._version != self._seen_version
 
     def note_seen(self) -> None:
@@ -128,7 +128,7 @@ class WeightBuffers:
         if self.codec is not None:
             write = self.codec.encode if self.is_encoded else self.codec.round_into
             write(self.main.local.detach(), self.main.region, self.compute.view_of(self.main.region))
-        elif not self.main_is_compute:
+        elif not self.main_lies_in_compute:
             self.compute.view_of(self.main.region).copy_(self.main.local)
 
     def all_gather_outer(self, async_op: bool) -> torch.distributed.Work | None:
@@ -187,7 +187,7 @@ class ParameterGroup:
         weights: Compute and main weights.
         gradients: Main gradient and bucket; None for a group that has been frozen since it was made.
         trainable: For each parameter whether it takes gradients, as the ranks last agreed.
-        trained: For each whether it took any since gradients were last attached.
+        trained_since_attach: For each whether it took any since gradients were last attached.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
         full: The parameters that compute sees: plain tensors, views of gathered weights.
     """
@@ -208,7 +208,7 @@ class ParameterGroup:
         self.weights = WeightBuffers(plan, self._guests or codec, memory)
         self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
         self.trainable = [plan.requires_grad] * len(originals)
-        self.trained = list(self.trainable)
+        self.trained_since_attach = list(self.trainable)
         self._grad_attribute: GradAttribute = GRAD
         self._placeholder: torch.Tensor | None = None
         self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
@@ -220,7 +220,7 @@ class ParameterGroup:
         self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
-        if not plan.weights_in_slots:
+        if not plan.shards_compute_weights:
             self.point_full_to(self.weights.compute.local)
         self._pointers = self._find_pointers()
         self._seen_versions = -1
@@ -256,7 +256,7 @@ class ParameterGroup:
     def install(self) -> None:
         """Copy main weights into compute weights."""
         self.weights.install()
-        if self._guests is not None and not self.plan.weights_in_slots:
+        if self._guests is not None and not self.plan.shards_compute_weights:
             self.decode(self.weights.compute.local)
         self.note_installed()
 
@@ -295,7 +295,7 @@ class ParameterGroup:
             return list(map(_requires_grad, self.sharded))
 
     @property
-    def is_trained(self) -> bool:
+    def is_trainable(self) -> bool:
         """Whether any parameter takes gradients."""
         return any(self.trainable)
 
@@ -314,7 +314,9 @@ class ParameterGroup:
             has_unattached: Whether gradients have come since some were last attached.
         """
         self.trainable = list(trainable)
-        self.trained = [now or (before and has_unattached) for now, before in zip(trainable, self.trained, strict=True)]
+        self.trained_since_attach = [
+            now or (before and has_unattached) for now, before in zip(trainable, self.trained_since_attach, strict=True)
+        ]
         for index, (param, is_trainable) in enumerate(zip(self.full, trainable, strict=True)):
             param.requires_grad_(is_trainable)
             if is_trainable:

@@ -94,7 +94,9 @@ def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
     except BaseException:
         engine.post_forward(call.unit, needs_backward=False, failed=True, module_index=call.module_index)
         raise
-    trainable = engine.units[call.unit].trainable or (call.unit == ROOT and any(u.trainable for u in engine.units))
+    trainable = engine.units[call.unit].is_trainable or (
+        call.unit == ROOT and any(u.is_trainable for u in engine.units)
+    )
     needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trainable)
     reads_weights = not engine.units[call.unit].only_looks_up  # as on the ranks that look something up
     forward = engine.post_forward(

@@ -53,7 +53,7 @@ class GradientReducer:
     """Reduces gradients of one layout over the ranks.
 
     Attributes:
-        inner_region: The elements that the first stage leaves on this rank.
+        first_region: The elements that the first stage leaves on this rank.
         main_region: The elements that the second leaves; the same where the gradient is not sharded over outer ranks.
         reduction: Operation and factors; may be replaced between backwards.
     """
@@ -73,7 +73,7 @@ class GradientReducer:
         if flat is not None:
             first = [Placement.SHARD if Placement.SHARD in placement else Placement.REPLICATE] * len(axes)
         self._numel = numel
-        self.inner_region = held_region(numel, first, axes)
+        self.first_region = held_region(numel, first, axes)
         self.main_region = held_region(numel, placement, axes)
         self.reduction = reduction
 
@@ -81,18 +81,18 @@ class GradientReducer:
     def reduces_outer(self) -> bool:
         """Whether there is a second stage."""
         if self._flat is not None:
-            return self.inner_region.numel < self.main_region.numel
+            return self.first_region.numel < self.main_region.numel
         return self._outer is not None and self._outer.num_ranks > 1
 
     @property
     def scatters_inner(self) -> bool:
         """Whether the first stage leaves each inner rank a shard."""
-        return self.inner_region.numel < self._numel
+        return self.first_region.numel < self._numel
 
     @property
     def scatters_outer(self) -> bool:
         """Whether the second stage leaves each outer rank a shard."""
-        return self.main_region.numel < self.inner_region.numel
+        return self.main_region.numel < self.first_region.numel
 
     @property
     def exchanges_inner(self) -> bool:
@@ -124,14 +124,14 @@ class GradientReducer:
             scratch: The same again where `exchanges_inner`, else None.
 
         Returns:
-            A stage whose result is (inner_region.numel,), as are its rows.
+            A stage whose result is (first_region.numel,), as are its rows.
         """
         axis, average = self._inner, self._averages
         if self._flat is not None:
             axis = self._flat.axis
             if self.scatters_inner:
                 parts = bucket.view(axis.num_ranks, -1)
-                sent = torch.cat([parts[part] for part in self._flat.parts])  # in the order of those who add them up
+                sent = torch.cat([parts[part] for part in self._flat.shares])  # in the order of those who add them up
                 received = torch.empty_like(sent) if scratch is None else scratch
                 stage = _in_rows(axis, received, partial(axis.exchange, received, sent))
                 return stage._replace(memory=(sent, received))
@@ -143,13 +143,13 @@ class GradientReducer:
             return Stage(partial(axis.all_reduce, bucket, average), lambda: bucket)
         if scratch is not None:
             return _in_rows(axis, scratch, partial(axis.exchange, scratch, bucket))
-        return _native(axis, bucket, self.inner_region.numel, average)
+        return _native(axis, bucket, self.first_region.numel, average)
 
-    def reduce_outer(self, wire: torch.Tensor, received: torch.Tensor | None = None) -> Stage:
+    def reduce_outer(self, sums: torch.Tensor, received: torch.Tensor | None = None) -> Stage:
         """Reduce over the outer ranks.
 
         Args:
-            wire: (inner_region.numel,) in the communication dtype; overwritten.
+            sums: (first_region.numel,) in the communication dtype; overwritten.
             received: Memory of the same shape for an exchange, which otherwise allocates some.
 
         Returns:
@@ -158,16 +158,16 @@ class GradientReducer:
         axis, average = self._outer, self._averages
         assert axis is not None
         if self._flat is not None:
-            whole = wire.new_empty(self.main_region.numel)
-            return Stage(partial(axis.gather_rows, whole, wire), lambda: whole, (wire, whole))
+            whole = sums.new_empty(self.main_region.numel)
+            return Stage(partial(axis.gather_rows, whole, sums), lambda: whole, (sums, whole))
         if not self.scatters_outer:
-            return Stage(partial(axis.all_reduce, wire, average), lambda: wire, (wire,))
+            return Stage(partial(axis.all_reduce, sums, average), lambda: sums, (sums,))
         if axis.exchanges_pairwise:
-            received = torch.empty_like(wire) if received is None else received
-            stage = _in_rows(axis, received, partial(axis.exchange, received, wire))
-            return stage._replace(memory=(wire, received))
-        stage = _native(axis, wire, self.main_region.numel, average)
-        return stage._replace(memory=(wire,))
+            received = torch.empty_like(sums) if received is None else received
+            stage = _in_rows(axis, received, partial(axis.exchange, received, sums))
+            return stage._replace(memory=(sums, received))
+        stage = _native(axis, sums, self.main_region.numel, average)
+        return stage._replace(memory=(sums,))
 
 
 def _in_rows(axis: Axis, received: torch.Tensor, launch: Launch) -> Stage:

@@ -1,4 +1,4 @@
-"""A unit: a module whose parameters are gathered and released together."""
+"""A unit: parameters that are gathered and released together, and the places in the module tree that hold them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _version = attrgetter("_version")
 
 
 class Unit:
-    """The parameter groups of one module and the places in the module tree that hold their parameters.
+    """The parameter groups of one unit and the places in the module tree that hold their parameters.
 
     Attributes:
         index: Position in the plan; 0 is the root.
@@ -61,7 +61,9 @@ class Unit:
         self._tickets: list[Ticket] = []
         self._outer_tickets: list[Ticket] = []
         self._outer_gather_is_due = False  # the last update was not gathered over the outer ranks yet
-        self._slotted = tuple(param for group in self.groups if group.plan.weights_in_slots for param in group.full)
+        self._slotted = tuple(
+            param for group in self.groups if group.plan.shards_compute_weights for param in group.full
+        )
         self._versions = tuple((version,) * len(self._slotted) for version in (0, 1))
 
     @property
@@ -70,19 +72,19 @@ class Unit:
         return [group.plan for group in self.groups]
 
     @property
-    def trainable(self) -> bool:
+    def is_trainable(self) -> bool:
         """Whether any parameter takes a gradient."""
-        return any(group.is_trained for group in self.groups)
+        return any(group.is_trainable for group in self.groups)
 
     @property
-    def lives_in_slots(self) -> bool:
+    def shards_compute_weights(self) -> bool:
         """Whether full weights exist only while gathered."""
         return bool(self._slotted)
 
     @property
     def only_looks_up(self) -> bool:
         """Whether it has sharded weights, and backward reads none of them."""
-        return self.lives_in_slots and all(plan.is_looked_up for plan in self.group_plans)
+        return self.shards_compute_weights and all(plan.is_looked_up for plan in self.group_plans)
 
     @property
     def exchanges_inner(self) -> bool:
@@ -228,7 +230,7 @@ class Unit:
         if not any(map(_version, self._slotted)):
             return
         for group in self.groups:
-            if not group.plan.weights_in_slots:
+            if not group.plan.shards_compute_weights:
                 continue
             for name, param in zip(group.names, group.full, strict=True):
                 if param._version:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.gradients import Inspect
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.optim.grad_norm import Groups, shared_out_over
+from megatron_fsdp.optim.grad_norm import ProcessGroups, shared_out_over
 
 _AT_ONCE = 1 << 15  # elements, so that the integers stay in the cache
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -78,7 +78,7 @@ def digesting_backwards(engine: Engine, shift: int = 0) -> Iterator[Callable[[],
 
 def _digests(engine: Engine, locals_of: Locals, is_whole: bool) -> dict[str, str]:
     labels = [unit.label for unit in engine.units]
-    sums: dict[Groups, torch.Tensor] = {}
+    sums: dict[ProcessGroups, torch.Tensor] = {}
     for position, unit in enumerate(engine.units):
         for group in unit.groups:
             for index, tensor in enumerate(locals_of(group)):

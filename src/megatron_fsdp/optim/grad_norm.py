@@ -18,10 +18,10 @@ from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.sharding.placement import Placement
 
-Groups = tuple[dist.ProcessGroup, ...]
+ProcessGroups = tuple[dist.ProcessGroup, ...]
 
 
-def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> Groups:
+def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> ProcessGroups:
     """Return the process groups that a reduction over a main weight, or its gradient after the sync, must span.
 
     Returns:
@@ -83,12 +83,12 @@ def _is_known_to_be_one(factor: torch.Tensor) -> bool:
     return factor.is_cpu and has_values(factor) and factor.item() == 1.0
 
 
-def _pieces(engine: Engine) -> dict[Groups, list[torch.Tensor]]:
+def _pieces(engine: Engine) -> dict[ProcessGroups, list[torch.Tensor]]:
     """Collect this rank's elements of the gradients, by the groups they are sharded over.
 
     The keys and their order are the same on all ranks, gradient or not.
     """
-    pieces: dict[Groups, list[torch.Tensor]] = {}
+    pieces: dict[ProcessGroups, list[torch.Tensor]] = {}
     for group in engine.groups():
         if group.gradients is None:
             continue
@@ -100,7 +100,9 @@ def _pieces(engine: Engine) -> dict[Groups, list[torch.Tensor]]:
     return pieces
 
 
-def _total_norm(pieces: dict[Groups, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
+def _total_norm(
+    pieces: dict[ProcessGroups, list[torch.Tensor]], norm_type: float, device: torch.device
+) -> torch.Tensor:
     """Compute the norm of everything; what ranks hold copies of counts once."""
     if not pieces:
         return torch.zeros((), dtype=torch.float32, device=device)
@@ -108,7 +110,7 @@ def _total_norm(pieces: dict[Groups, list[torch.Tensor]], norm_type: float, devi
     return combine_powers(powers, norm_type)
 
 
-def combine_powers(powers: dict[Groups, torch.Tensor], norm_type: float) -> torch.Tensor:
+def combine_powers(powers: dict[ProcessGroups, torch.Tensor], norm_type: float) -> torch.Tensor:
     """Reduce each sum over its groups; sums that share a group travel together in one all-reduce.
 
     Args:
@@ -125,7 +127,7 @@ def combine_powers(powers: dict[Groups, torch.Tensor], norm_type: float) -> torc
     return total.max() if is_max else total.sum() ** (1.0 / norm_type)
 
 
-def _over_ranks(powers: dict[Groups, torch.Tensor], is_max: bool) -> list[torch.Tensor]:
+def _over_ranks(powers: dict[ProcessGroups, torch.Tensor], is_max: bool) -> list[torch.Tensor]:
     """Reduce each tensor over its groups; those that share a group travel together in one all-reduce."""
     for over in dict.fromkeys(group for groups in powers for group in groups):
         together = [groups for groups in powers if over in groups]
@@ -146,7 +148,7 @@ _DIGITS, _DIGIT_BITS = 2, 28  # sums of 2**35 digits fit into int64
 _SQUARED_AT_ONCE = 1 << 15  # in float64 a quarter MiB, which stays in the cache and is not mapped anew each time
 
 
-def _exact_norm(pieces: dict[Groups, list[torch.Tensor]], device: torch.device) -> torch.Tensor:
+def _exact_norm(pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.device) -> torch.Tensor:
     """Compute the 2-norm of everything, the same bits however the elements are cut into pieces."""
     largest = _total_norm(pieces, math.inf, device)
     if not pieces:

@@ -60,7 +60,7 @@ class LocalStep:
             A view that works on local tensors; the optimizer itself where its kind is not known to be elementwise,
             or where the step is compiled or runs in inference mode.
         """
-        self.release()
+        self.hand_over()
         if not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
         kind = _view_class(type(optimizer))  # type: ignore[arg-type]  # mypy: classes with a __hash__
@@ -71,9 +71,9 @@ class LocalStep:
 
     def finish(self, _optimizer: Optimizer) -> None:
         """Give new state to the optimizer after a step."""
-        self.release()
+        self.hand_over()
 
-    def release(self) -> None:
+    def hand_over(self) -> None:
         """Give new state to the optimizer, after a step or one that failed, and drop all references."""
         view, self._view = self._view, None
         if view is not None:

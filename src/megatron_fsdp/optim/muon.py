@@ -213,7 +213,7 @@ class MuonStep:
     def finish(self, _optimizer: Optimizer) -> None:
         """Do nothing: the step has made the update."""
 
-    def release(self) -> None:
+    def hand_over(self) -> None:
         """Do nothing: no step leaves anything behind."""
 
     @torch.no_grad()

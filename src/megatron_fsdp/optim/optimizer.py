@@ -201,8 +201,8 @@ class _Step(Protocol):
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Take what the step has made, at once after it."""
 
-    def release(self) -> None:
-        """Give the optimizer state that it does not have yet, before its state is read; a step may have failed."""
+    def hand_over(self) -> None:
+        """Give the optimizer what a step has made and not given back, also after one that failed."""
 
 
 class _StepHooks:
@@ -248,7 +248,7 @@ class _StepHooks:
         self._step.finish(optimizer)
 
     def before_state_is_read(self, _optimizer: torch.optim.Optimizer) -> None:
-        self._step.release()
+        self._step.hand_over()
 
     def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._installs:
@@ -351,9 +351,9 @@ class _ChainedStep:
     def finish(self, _optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: each link has finished its step."""
 
-    def release(self) -> None:
+    def hand_over(self) -> None:
         for link in self._links:
-            link.way.release()
+            link.way.hand_over()
 
 
 class _Link(NamedTuple):

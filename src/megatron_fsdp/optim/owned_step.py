@@ -198,7 +198,7 @@ class OwnedStep:
             raise
         return {mesh: found[self._ranks[mesh]] for mesh in told}
 
-    def release(self) -> None:
+    def hand_over(self) -> None:
         """Do nothing: state rests with the optimizer, and is new once the step is finished."""
 
     def _drop(self) -> None:

@@ -36,7 +36,7 @@ def step_of(optimizer: Optimizer) -> str:
     return "on local tensors" if steps_locally(optimizer) else "on DTensors"
 
 
-def parts_of(params: Iterable[Tensor], modules: Iterable[nn.Module]) -> tuple[str, ...]:
+def count_kinds(params: Iterable[Tensor], modules: Iterable[nn.Module]) -> tuple[str, ...]:
     """Count parameters by what they are, the most first: ("norms 65", "embeddings 1", "head 1"); see `kinds_of`."""
     return tuple(f"{kind} {count}" for kind, count in Counter(kinds_of(params, modules)).most_common())
 
@@ -78,5 +78,5 @@ def _kind(param: Tensor, holder: tuple[nn.Module | None, str], vocabularies: set
 def route_line(optimizer: Optimizer, modules: Iterable[nn.Module]) -> str:
     """Say in a line what an optimizer updates: "AdamW: 67 parameters on local tensors (norms 65, ...)"."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    parts = ", ".join(parts_of(params, modules))
+    parts = ", ".join(count_kinds(params, modules))
     return f"{type(optimizer).__name__}: {len(params)} parameters {step_of(optimizer)} ({parts})"

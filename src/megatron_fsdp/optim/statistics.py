@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.optim.grad_norm import Groups, shared_out_over
+from megatron_fsdp.optim.grad_norm import ProcessGroups, shared_out_over
 
 _COLUMNS = 9  # numel, finite, mean, m2, sum of squares, min, max, zeros, NaN
 
@@ -97,7 +97,7 @@ def gradient_statistics(engine: Engine) -> ModelStatistics:
 def _statistics(
     engine: Engine, locals_of: Callable[[ParameterGroup], Sequence[torch.Tensor | None]]
 ) -> ModelStatistics:
-    by_ranks: dict[Groups, list[_Piece]] = {}
+    by_ranks: dict[ProcessGroups, list[_Piece]] = {}
     for group in engine.groups():
         for index, local in enumerate(locals_of(group)):
             ranks = shared_out_over(group, index, engine.sharding.domain(group.plan.is_expert))
@@ -111,7 +111,7 @@ def _statistics(
     return ModelStatistics({name: _merge(rows) for name, rows in merged.items()}, _merge(every))
 
 
-def _gather(ranks: Groups, pieces: Sequence[_Piece]) -> torch.Tensor:
+def _gather(ranks: ProcessGroups, pieces: Sequence[_Piece]) -> torch.Tensor:
     """Gather the rows of all ranks that hold different pieces, (ranks, pieces, columns), on the CPU."""
     gathered = torch.stack([_row(piece) for piece in pieces]).unsqueeze(0)
     for group in ranks:

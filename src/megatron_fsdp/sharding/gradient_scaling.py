@@ -1,4 +1,8 @@
-"""The factors of a gradient reduction; no other code scales a gradient."""
+"""The factors of a gradient reduction.
+
+Nothing else scales a gradient, but for `GradientReducer.factor`, which makes up for an average that a local sum did not
+take, and `unite_gradients`, which averages what a loss outside of forward gives.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -58,7 +62,7 @@ def gradient_reduction(
     comm_dtype: torch.dtype,
     scales_first: bool = False,
 ) -> GradientReduction:
-    """Decide the operation and the factors of a gradient reduction. No other code scales a gradient.
+    """Decide the operation and the factors of a gradient reduction.
 
     Write ``g_r`` for the gradient of rank r, D for ``dp_size`` and G for ``group_size``. The wanted value is:
 

@@ -291,7 +291,9 @@ class _Gaps:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors in one flat buffer of `num_shards * shard_numel` elements; shard r is owned by rank r.
+    """Tensors in one flat buffer of `num_shards * shard_numel` elements.
+
+    Shard r is the r-th stretch of `shard_numel`; `held_region` says which rank has it.
 
     Attributes:
         shapes: Shape of each tensor.
@@ -338,16 +340,16 @@ class Layout:
         """Return the half-open range of one tensor in the buffer."""
         return self.offsets[index], self.offsets[index] + self.tensor_numel(index)
 
-    def shard_range(self, rank: int) -> tuple[int, int]:
-        """Return the half-open range of one rank's shard in the buffer."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+    def shard_range(self, shard: int) -> tuple[int, int]:
+        """Return the half-open range of one shard in the buffer."""
+        return shard * self.shard_numel, (shard + 1) * self.shard_numel
 
-    def local_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Return the half-open range of one tensor's flattened elements that a rank owns; start equals stop for none.
+    def local_range(self, index: int, shard: int) -> tuple[int, int]:
+        """Return the half-open range of one tensor's flattened elements in a shard; start equals stop for none.
 
-        The ranges of ranks 0, 1, ... follow each other without a gap: each starts where the one before stops.
+        The ranges of shards 0, 1, ... follow each other without a gap: each starts where the one before stops.
         """
-        return self.range_in(index, Region(*self.shard_range(rank)))
+        return self.range_in(index, Region(*self.shard_range(shard)))
 
     def range_in(self, index: int, region: Region) -> tuple[int, int]:
         """Return the half-open range of one tensor's flattened elements in a region of the buffer, maybe empty."""

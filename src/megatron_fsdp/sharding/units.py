@@ -505,18 +505,18 @@ def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGrou
     return tuple(ParameterGroupSpec(key, tuple(group)) for key, group in members.items())
 
 
-def cut_groups(groups: Sequence[ParameterGroupSpec], bucket_numel: int | None) -> tuple[ParameterGroupSpec, ...]:
-    """Cut groups into buckets: the parameter with which a bucket reaches a number of elements is its last."""
-    if bucket_numel is None:
+def cut_groups(groups: Sequence[ParameterGroupSpec], group_numel: int | None) -> tuple[ParameterGroupSpec, ...]:
+    """Cut groups: the parameter with which one reaches a number of elements is its last."""
+    if group_numel is None:
         return tuple(groups)
-    buckets: list[ParameterGroupSpec] = []
+    cut: list[ParameterGroupSpec] = []
     for group in groups:
         filling: list[ParameterInfo] = []
         for parameter in group.parameters:
             filling.append(parameter)
-            if sum(info.numel for info in filling) >= bucket_numel:
-                buckets.append(ParameterGroupSpec(group.key, tuple(filling)))
+            if sum(info.numel for info in filling) >= group_numel:
+                cut.append(ParameterGroupSpec(group.key, tuple(filling)))
                 filling = []
         if filling:
-            buckets.append(ParameterGroupSpec(group.key, tuple(filling)))
-    return tuple(buckets)
+            cut.append(ParameterGroupSpec(group.key, tuple(filling)))
+    return tuple(cut)
