@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -80,3 +80,20 @@ def _words(chunk: torch.Tensor) -> torch.Tensor:
         return chunk.view(_BITS[chunk.itemsize]).to(torch.int64)
     aligned = chunk.storage_offset() * chunk.itemsize % torch.int64.itemsize == 0
     return (chunk if aligned else chunk.clone()).view(torch.int64)
+
+
+def differing_tensors(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> tuple[str, ...]:
+    """Return the names of tensors that are not the same bits on every rank; sends two numbers per tensor.
+
+    Args:
+        tensors: The same names in the same order on every rank, none of them empty.
+        group: The ranks.
+        device: Where the hashes travel.
+    """
+    if not tensors:
+        return ()
+    hashes = fingerprints(list(tensors.values())).to(device)
+    lowest, highest = lowest_and_highest(hashes, group)
+    return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import agree, all_agree
 from megatron_fsdp.comm.axis import Traffic, backend_of, has_values, is_simulated
-from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
+from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
 from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
@@ -741,24 +741,7 @@ def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device
     return differing
 
 
-def differing_tensors(
-    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
-) -> tuple[str, ...]:
-    """Return the names of tensors that are not the same bits on every rank; sends two numbers per tensor.
-
-    Args:
-        tensors: The same names in the same order on every rank, none of them empty.
-        group: The ranks.
-        device: Where the hashes travel.
-    """
-    if not tensors:
-        return ()
-    hashes = fingerprints(list(tensors.values())).to(device)
-    lowest, highest = lowest_and_highest(hashes, group)
-    return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
-
-
-NAME = "reduce_scatter_with_fp32_accumulation"
+_FP32_SUMS = "reduce_scatter_with_fp32_accumulation"
 
 
 def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
@@ -769,7 +752,7 @@ def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
     """
     if strategy == ShardingStrategy.no_shard:
         raise ConfigurationError(
-            f"{NAME}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
+            f"{_FP32_SUMS}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
             "use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
         )
 
@@ -779,6 +762,6 @@ def warn_without_16_bits(trainable: Sequence[ResolvedPrecision]) -> None:
     travelling = sorted({str(precision.grad_comm) for precision in trainable if precision.grad_comm.itemsize > 2})
     if travelling and all(precision.grad_comm.itemsize > 2 for precision in trainable):
         warn_caller(
-            f"{NAME}=True changes no sum here, since gradients travel in {', '.join(travelling)} and are added in it; "
+            f"{_FP32_SUMS}=True changes no sum here, since gradients travel in {', '.join(travelling)} and are added in it; "
             "set grad_comm_dtype=torch.bfloat16 to halve what is sent, or leave the switch out"
         )
