@@ -762,6 +762,6 @@ def warn_without_16_bits(trainable: Sequence[ResolvedPrecision]) -> None:
     travelling = sorted({str(precision.grad_comm) for precision in trainable if precision.grad_comm.itemsize > 2})
     if travelling and all(precision.grad_comm.itemsize > 2 for precision in trainable):
         warn_caller(
-            f"{_FP32_SUMS}=True changes no sum here, since gradients travel in {', '.join(travelling)} and are added in it; "
-            "set grad_comm_dtype=torch.bfloat16 to halve what is sent, or leave the switch out"
+            f"{_FP32_SUMS}=True changes no sum here, since gradients travel in {', '.join(travelling)} and are added "
+            "in it; set grad_comm_dtype=torch.bfloat16 to halve what is sent, or leave the switch out"
         )
