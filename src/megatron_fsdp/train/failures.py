@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.config.command_parser import EXIT_INTERRUPTED
 from megatron_fsdp.describe.description import in_bytes
-from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError
 from megatron_fsdp.train.options.job import Job
 
 if TYPE_CHECKING:
@@ -193,6 +193,7 @@ _OUT_OF_MEMORY = re.compile(
 )
 """What untyped errors of drivers and libraries say."""
 _OF_PEERS = ("MemoryError: ", "OutOfMemoryError: ")  # ranks exchange the type and the message of an error
+_MET_TOGETHER = (CheckpointError, RankError, ConfigurationError)  # whose messages name the ranks that met something
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -201,9 +202,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, torch.OutOfMemoryError | MemoryError):
             return True
-        if isinstance(seen, RuntimeError | OSError | CheckpointError) and _OUT_OF_MEMORY.search(str(seen)):
+        if isinstance(seen, (RuntimeError, OSError, *_MET_TOGETHER)) and _OUT_OF_MEMORY.search(str(seen)):
             return True
-        if isinstance(seen, CheckpointError) and any(words in str(seen) for words in _OF_PEERS):
+        if isinstance(seen, _MET_TOGETHER) and any(words in str(seen) for words in _OF_PEERS):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
@@ -224,7 +225,7 @@ def telling_of_memory(describe: Callable[[Exception], str]) -> Iterator[None]:
 
 def memory_told(job: Job, rank: Rank, step: int, error: BaseException) -> str:
     """Describe what happened in which step (0: in none) on which rank, and what to try."""
-    where = "" if isinstance(error, CheckpointError) else f" on rank {rank.index}"  # which names the ranks itself
+    where = "" if isinstance(error, _MET_TOGETHER) else f" on rank {rank.index}"
     when = f"in step {step}" if step else "outside of a step"
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     lines = [
