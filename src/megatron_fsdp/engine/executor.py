@@ -250,7 +250,7 @@ class Executor:
     def reduce(self, unit: Unit, reach: Reach) -> None:
         """Start to reduce all gradients of a unit, or keep them where the reduction is deferred."""
         if reach is Reach.NOWHERE:
-            self._keep(unit)
+            self._defer(unit)
             return
         bucket = self._bucket(unit)
         scratch = self._scratch_for(unit)
@@ -292,7 +292,7 @@ class Executor:
         if block is not None:
             self._crossing.give_back(block)
 
-    def _keep(self, unit: Unit) -> None:
+    def _defer(self, unit: Unit) -> None:
         """Keep deferred sums, of zeros where no gradient came: ranks must agree on what there is to reduce later."""
         for group_index, group in enumerate(unit.groups):
             if group.gradients is None or not group.reduces:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.schedule import ROOT, ScheduleConfig
-from megatron_fsdp.sharding.accounting import OUTER_REDUCTIONS
+from megatron_fsdp.sharding.accounting import BLOCK_ALIGNMENT_BYTES, OUTER_REDUCTIONS
 from megatron_fsdp.sharding.memory_plan import (
     PoolPlan,
     UnitWeights,
@@ -32,7 +32,6 @@ from megatron_fsdp.sharding.memory_plan import (
 
 Result = TypeVar("Result")
 
-_ALIGNMENT_BYTES = 128
 _POISON = 0xFF
 
 
@@ -121,7 +120,7 @@ def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     offsets, cursor = [], 0
     for length in lengths_bytes:
         offsets.append(cursor)
-        cursor += -(-length // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        cursor += -(-length // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES
     return tuple(offsets), cursor
 
 

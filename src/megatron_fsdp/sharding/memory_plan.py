@@ -20,7 +20,7 @@ class WeightStorage(Enum):
     RESIZED = "resized"  # in a buffer of its own that is allocated only while the unit is gathered
 
 
-_KEPT = (WeightStorage.OWN, WeightStorage.FOR_STEP)
+_OF_ITS_OWN = (WeightStorage.OWN, WeightStorage.FOR_STEP)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class WeightPlan:
         Slots and kept buffers (also those kept for a step) count whole. Of the units that resize, as many consecutive
         ones as there are slots are allocated at a time; the root is allocated with all of them.
         """
-        kept = sum(self.gathered_bytes[unit] for storage in _KEPT for unit in self.units_in(storage))
-        in_turn = [unit for unit, storage in enumerate(self.storages) if unit and storage not in _KEPT]
+        kept = sum(self.gathered_bytes[unit] for storage in _OF_ITS_OWN for unit in self.units_in(storage))
+        in_turn = [unit for unit, storage in enumerate(self.storages) if unit and storage not in _OF_ITS_OWN]
         resized = [self.gathered_bytes[unit] if self.storages[unit] is WeightStorage.RESIZED else 0 for unit in in_turn]
         windows = (sum(resized[first : first + self.slots]) for first in range(max(1, len(resized))))
         root = self.gathered_bytes[0] if self.storages[0] is WeightStorage.RESIZED else 0
