@@ -34,8 +34,6 @@ LATER_CONFIG_FIELDS: dict[str, Any] = {
     "num_distributed_optimizer_instances": 2,
     "num_buckets": 2,
     "pad_buckets_for_high_nccl_busbw": True,
-    "fp8_param_gather": True,
-    "fp4_param_gather": True,
     "keep_fp8_transpose_cache": True,
 }
 

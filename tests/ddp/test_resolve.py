@@ -27,12 +27,17 @@ def resolve(num_ranks: int = 4, num_parameters: int = 1_000, disable_bucketing: 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 NOT_YET: list[tuple[Fields, str]] = [
-    ({"fp8_param_gather": True}, "fp8_param_gather=True is not supported yet: parameters of Transformer Engine"),
-    ({"fp4_param_gather": True}, "fp4_param_gather=True is not supported yet: parameters of Transformer Engine"),
     ({"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, "is not supported yet"),
     ({"keep_fp8_transpose_cache": True}, "keep_fp8_transpose_cache=True is not supported yet"),
     ({"megatron_fsdp_version": 2}, "megatron_fsdp_version=2 is not supported: this package has one engine"),
 ]
+
+
+def test_gathers_in_few_bits_are_weight_formats_of_sharded_weights() -> None:
+    assert resolve(**UNITS, fp8_param_gather=True).policy.weight_format == "fp8"
+    assert resolve(**UNITS, fp4_param_gather=True).policy.weight_format == "nvfp4"
+    with pytest.raises(ConfigurationError, match="fp4_param_gather=True has no effect without sharded weights"):
+        resolve(**SHARDS, fp4_param_gather=True)
 
 
 @pytest.mark.parametrize(("fields", "message"), NOT_YET)

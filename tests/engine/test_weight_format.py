@@ -12,7 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
@@ -293,3 +299,18 @@ def test_a_checkpoint_resumes_in_another_format(run_ranks: RunRanks, tmp_path: P
         computed = {n: rounded(format_of(plain, n, Job(other)), weight, FP32) for n, weight in saved.items()}
         assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
         torch.testing.assert_close(loss, CASE.loss(_Called(plain, computed), batch().part(rank, 2)).detach())
+
+
+@on_ranks(2)
+def test_fields_of_a_configuration_choose_a_format() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    sharded = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+    own = batch().part(dist.get_rank(), 2)
+    for switch, name in (("fp8_param_gather", "fp8"), ("fp4_param_gather", "nvfp4")):
+        config = DistributedDataParallelConfig(**{**sharded, switch: True})
+        model = DistributedDataParallel(config, build(Job(name)), mesh, fsdp_unit_modules=list(CASE.unit_classes))
+        other, _ = wrap(Job(name))
+        assert torch.equal(CASE.loss(model, own), CASE.loss(other, own))
+        assert f"gather {name}" in str(model.describe())
+        with pytest.raises(ConfigurationError, match=f"{switch}=True has no effect without sharded weights"):
+            DistributedDataParallel(DistributedDataParallelConfig(**{switch: True}), build(Job(name)), mesh)

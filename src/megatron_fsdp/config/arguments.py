@@ -15,10 +15,6 @@ _Result = TypeVar("_Result")
 _Class = TypeVar("_Class")
 
 NOT_IMPLEMENTED: Mapping[str, str] = {
-    "fp8_param_gather": 'parameters of Transformer Engine are not; MixedPrecisionPolicy(weight_format="fp8") gathers '
-    "plain ones in float8",
-    "fp4_param_gather": 'parameters of Transformer Engine are not; MixedPrecisionPolicy(weight_format="nvfp4") gathers '
-    "plain ones in 4 bits",
     "reuse_grad_buf_for_mxfp8_param_ag": "bytes of weight_format='mxfp8' are gathered into the slot of the weights, so "
     "no gradient buffer is needed",
     "keep_fp8_transpose_cache": "modules compute with decoded weights, so there is no float8 operand to transpose",

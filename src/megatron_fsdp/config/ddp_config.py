@@ -49,8 +49,8 @@ class DistributedDataParallelConfig:
         param_name_patterns_for_fp32_local_accumulation: ``fnmatch`` patterns of parameters whose gradients accumulate
             in float32 on each rank; ``"all"`` is every parameter.
         average_in_collective: Let the collective average, in place of a sum and a factor.
-        fp8_param_gather: Keep compute weights in float8 and gather them so.
-        fp4_param_gather: Keep compute weights in 4 bits and gather them so.
+        fp8_param_gather: Keep compute weights in float8 and gather them so (``fp8``); needs sharded weights.
+        fp4_param_gather: Keep compute weights in 4 bits and gather them so (``nvfp4``); needs sharded weights.
         reuse_grad_buf_for_mxfp8_param_ag: Gather MXFP8 parameters into the gradient buffer; needs
             ``fp8_param_gather``.
         use_megatron_fsdp: Use the fully sharded engine.

@@ -208,6 +208,12 @@ class EngineOptions:
             )
 
 
+def with_param_gather(policy: MixedPrecisionPolicy, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
+    """Return the policy with the weight format that `fp8_param_gather` or `fp4_param_gather` means, if it has none."""
+    chosen = "fp8" if config.fp8_param_gather else "nvfp4" if config.fp4_param_gather else None
+    return policy if chosen is None or policy.weight_format is not None else replace(policy, weight_format=chosen)
+
+
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:
     """Return what a configuration says of the engine, in which arguments of a wrapper are at their defaults."""
     return EngineOptions(

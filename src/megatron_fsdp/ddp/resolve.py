@@ -10,7 +10,7 @@ import torch
 
 from megatron_fsdp.config.arguments import NOT_IMPLEMENTED
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import default_bucket_numel
+from megatron_fsdp.config.engine_options import default_bucket_numel, with_param_gather
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
@@ -82,7 +82,7 @@ def resolve_ddp(
     strategy = _strategy(config)
     _check_optimizer_fields(config, strategy, num_ranks)
     bucket_numel, bucket_notice = _bucket_numel(config, num_ranks, num_parameters, disable_bucketing)
-    policy = _policy(config)
+    policy = with_param_gather(_policy(config), config)
     gather_mode = GatherMode.TOGETHER if config.align_param_gather else GatherMode.IN_TURN
     if not config.overlap_param_gather:
         gather_mode = GatherMode.AT_ONCE
@@ -155,6 +155,12 @@ def _check_optimizer_fields(config: DistributedDataParallelConfig, strategy: Sha
         if is_set and not shards:
             raise ConfigurationError(
                 f"{name}={getattr(config, name)} has no effect without {how}, since {reason}; set that or leave it out"
+            )
+    for name in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(config, name) and strategy is not ShardingStrategy.optim_grads_params:
+            raise ConfigurationError(
+                f"{name}=True has no effect without sharded weights, which alone are gathered in few bits; set "
+                'use_megatron_fsdp=True and data_parallel_sharding_strategy="optim_grads_params", or leave it out'
             )
     if config.align_param_gather and not config.overlap_param_gather:
         raise ConfigurationError(
