@@ -1,9 +1,9 @@
-"""Trains the trainer's tiny model under several optimizers for 2,000 steps; docs/sharded_models.md shows what came out.
+"""Trains the tiny model for 2,000 steps under several optimizers and weight formats; pages show what came out.
 
     python -m tools.optimizer_curves          # train again, in about half an hour on a core, and write the losses
 
-All runs begin with the same weights and see the same batches at the same steps, so that they differ in the optimizer
-alone; AdamW on 2 ranks shows what rounding alone does in such a run.
+All runs begin with the same weights and see the same batches at the same steps, so that they differ in the optimizer,
+or in the format that weights are rounded to, alone; AdamW on 2 ranks shows what rounding alone does in such a run.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class CurveRun:
     optimizer: str  # of `--optimizer`
     rate: float = RATE
     ranks: int = 1
+    gather: str = ""  # the flag of a weight format
 
     @property
     def name(self) -> str:
         """Return a name for the file."""
-        return f"{self.optimizer}, rate {self.rate:g}, {self.ranks} ranks"
+        return ", ".join(filter(None, (self.optimizer, f"rate {self.rate:g}", f"{self.ranks} ranks", self.gather)))
 
     def words(self) -> list[str]:
         """Return the command line of the trainer; 4 samples a step on any ranks."""
@@ -62,7 +63,8 @@ class CurveRun:
             "--log-interval": 100,
             "--exit-duration-in-mins": 600,
         }
-        return [str(word) for pair in asked.items() for word in pair]
+        sharded = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params", self.gather]
+        return [*(str(word) for pair in asked.items() for word in pair), *(sharded if self.gather else ())]
 
 
 RUNS = (
@@ -70,6 +72,8 @@ RUNS = (
     CurveRun("adamw8bit"),
     CurveRun("muon"),
     CurveRun("adam", ranks=2),
+    CurveRun("adam", gather="--fp8-param-gather"),
+    CurveRun("adam", gather="--fp4-param-gather"),
     *(CurveRun(optimizer, rate) for rate in RATES for optimizer in ("adam", "muon") if rate != RATE),
 )
 
@@ -107,15 +111,31 @@ def rate_table(losses: Losses) -> str:
     return "\n".join([head, "|---" * (len(RATES) + 1) + "|", *rows])
 
 
-def band_table(losses: Losses) -> str:
-    """Return how far losses are from those of AdamW on one rank."""
-    lines = ["| run | largest gap of 20 steps | mean gap | held-out loss |", "|---|---:|---:|---:|"]
-    wanted = losses[CurveRun("adam").name]
-    for run, title in (
+def optimizer_bands(losses: Losses) -> str:
+    """Return how far losses of AdamW8bit, and of AdamW on 2 ranks, are from those of AdamW on one."""
+    runs = (
         (CurveRun("adam"), "AdamW"),
         (CurveRun("adam", ranks=2), "AdamW, 2 ranks"),
         (CurveRun("adamw8bit"), "AdamW8bit"),
-    ):
+    )
+    return band_table(losses, runs)
+
+
+def format_bands(losses: Losses) -> str:
+    """Return how far losses with rounded weights are from those of exact ones."""
+    runs = (
+        (CurveRun("adam"), "float32"),
+        (CurveRun("adam", gather="--fp8-param-gather"), "`fp8`"),
+        (CurveRun("adam", gather="--fp4-param-gather"), "`nvfp4`"),
+    )
+    return band_table(losses, runs)
+
+
+def band_table(losses: Losses, runs: Sequence[tuple[CurveRun, str]]) -> str:
+    """Return how far losses of runs, with their titles, are from those of AdamW on one rank."""
+    lines = ["| run | largest gap of 20 steps | mean gap | held-out loss |", "|---|---:|---:|---:|"]
+    wanted = losses[CurveRun("adam").name]
+    for run, title in runs:
         own = losses[run.name]
         gaps = [a - b for a, b in zip(own[:-1], wanted[:-1], strict=True)]
         largest, average = max(gaps, key=abs), mean(gaps)
@@ -154,7 +174,7 @@ def main() -> None:
             found[run.name] = measure(run)
             RESULTS.write_text(json.dumps(found) + "\n", encoding="utf-8")
             print(run.name, found[run.name][-1], flush=True)
-    print(rate_table(found), band_table(found), sep="\n\n")
+    print(rate_table(found), optimizer_bands(found), format_bands(found), sep="\n\n")
 
 
 if __name__ == "__main__":

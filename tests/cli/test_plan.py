@@ -74,6 +74,13 @@ def test_auto_tries_everything_and_marks_its_choice(capsys: pytest.CaptureFixtur
     assert f"--data-parallel-sharding-strategy {chosen}" in lines[-1]
 
 
+def test_what_is_not_the_default_of_the_trainer_becomes_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--strategy", "3", "--optimizer", "adamw8bit", "--dtype", "bfloat16", "--main-params-dtype", "bfloat16"]
+    assert main(["plan", *SMALL, *asked, "--json"]) == 0
+    flags = json.loads(capsys.readouterr().out)["flags"]
+    assert flags[4:] == ["--optimizer", "adamw8bit", "--megatron-fsdp-main-params-dtype", "bfloat16"]
+
+
 def test_hybrid_sharding_becomes_flags(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", *SMALL, "--strategy", "3", "--outer", "2", "--outer-strategy", "optim", "--json"]
     assert main(args) == 0

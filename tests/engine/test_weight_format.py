@@ -256,6 +256,7 @@ def test_bytes_are_counted_and_described() -> None:
     [
         ({"weight_format": "fp7"}, ConfigurationError, "weight_format='fp7': 'fp7' does not exist; give one of fp8"),
         ({"weight_format": {"head": None}}, ConfigurationError, "names no format"),
+        ({"weight_format": {0: "fp8"}}, TypeError, "has a pattern that is no string"),
         ({"weight_format": {"head": None, "*": "int3"}}, ConfigurationError, "'int3' does not exist; give one of fp8"),
     ],
 )

@@ -199,5 +199,9 @@ def test_what_is_no_chain_is_refused() -> None:
             ChainedOptimizer(*given)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"a parameter of shape \(2, 2\) twice"):
         ChainedOptimizer(first, torch.optim.SGD([params[0]]))
+    later = ChainedOptimizer(first, torch.optim.SGD([params[1]]))
+    later.optimizers[1].add_param_group({"params": [params[0]]})
+    with pytest.raises(ConfigurationError, match=r"a parameter of shape \(2, 2\) twice"):
+        later.step()
     with pytest.raises(ConfigurationError, match="was given a group with params, and not told"):
         ChainedOptimizer(first, second).add_param_group({"params": [params[2]]})

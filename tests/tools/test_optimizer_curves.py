@@ -3,7 +3,18 @@
 from pathlib import Path
 
 from megatron_fsdp.train.options.command_line import parse_options
-from tools.optimizer_curves import RATES, RUNS, STEPS, WINDOW, CurveRun, band_table, plot, published, rate_table
+from tools.optimizer_curves import (
+    RATES,
+    RUNS,
+    STEPS,
+    WINDOW,
+    CurveRun,
+    format_bands,
+    optimizer_bands,
+    plot,
+    published,
+    rate_table,
+)
 
 
 def test_the_trainer_takes_every_run() -> None:
@@ -28,10 +39,15 @@ def test_tables_tell_the_held_out_loss_and_the_gap_to_adamw(tmp_path: Path) -> N
         "| AdamW | 1.000 | 1.000 | 1.000 |",
         "| Muon for matrices, AdamW for the rest | 0.500 | 1.000 | 1.000 |",
     ]
-    assert band_table(losses).splitlines()[2:] == [
+    losses[CurveRun("adam", gather="--fp4-param-gather").name] = [3.5] * count + [1.5]
+    assert optimizer_bands(losses).splitlines()[2:] == [
         "| AdamW | +0.0000 | +0.00000 | 1.0000 |",
         "| AdamW, 2 ranks | +0.0000 | +0.00000 | 1.0000 |",
         "| AdamW8bit | -1.0000 | -0.01000 | 1.2500 |",
+    ]
+    assert format_bands(losses).splitlines()[3:] == [
+        "| `fp8` | +0.0000 | +0.00000 | 1.0000 |",
+        "| `nvfp4` | +0.5000 | +0.50000 | 1.5000 |",
     ]
     plot(tmp_path / "picture.png", losses)
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

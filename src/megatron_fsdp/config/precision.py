@@ -44,6 +44,10 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
             check_main_dtype(getattr(self, name), name)
+        if not all(isinstance(pattern, str) for pattern in self.weight_formats):
+            raise TypeError(
+                f"weight_format={self.weight_format!r} has a pattern that is no string; give those of fnmatch"
+            )
         for chosen in self.weight_formats.values():
             if chosen not in (None, *WEIGHT_FORMAT_NAMES):
                 raise ConfigurationError(

@@ -70,7 +70,7 @@ def encoded_parameters(
     if not found:
         raise ConfigurationError(
             f"{asked} concerns none of the {len(names)} parameters: they are embeddings, have fewer than two "
-            "dimensions or are left out; leave it out"
+            "dimensions, another dtype or a class that gathers in its own way, or are left out; leave it out"
         )
     return found
 

@@ -31,6 +31,7 @@ class ChainedOptimizer(Optimizer):
     """
 
     optimizers: tuple[Optimizer, ...]
+    _num_params = 0  # of all groups, when they were last checked
 
     def __init__(self, *optimizers: Optimizer) -> None:
         given: tuple[object, ...] = optimizers
@@ -41,13 +42,22 @@ class ChainedOptimizer(Optimizer):
                 f"ChainedOptimizer was given {kind}; give optimizers of torch, of this library or of your own, one "
                 "after another and not in a list"
             )
-        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
-        twice = next((param for param, count in Counter(params).items() if count > 1), None)
-        if twice is not None:
-            raise ConfigurationError(
-                f"ChainedOptimizer was given a parameter of shape {tuple(twice.shape)} twice; give it to one optimizer"
-            )
         self.__setstate__({"optimizers": optimizers, "defaults": {}})  # with torch's hooks, and nothing of its own
+        self._check_parameters()
+        self.register_step_pre_hook(ChainedOptimizer._check_parameters)  # one may have been given a new group
+
+    def _check_parameters(self, *_step_arguments: object) -> None:
+        """Refuse a parameter that two optimizers have: both would step it, and one of its states would be lost."""
+        groups, before = self.param_groups, self._num_params
+        self._num_params = sum(len(group["params"]) for group in groups)
+        if self._num_params == before:
+            return
+        twice = [param for param, count in Counter(p for group in groups for p in group["params"]).items() if count > 1]
+        if twice:
+            raise ConfigurationError(
+                f"ChainedOptimizer was given a parameter of shape {tuple(twice[0].shape)} twice; give it to one "
+                "optimizer"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made of."""

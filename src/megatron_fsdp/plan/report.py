@@ -240,7 +240,15 @@ def flags(setup: Setup) -> list[str]:
         found += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     elif setup.recompute == "selective":
         found += ["--recompute-granularity", "selective"]
+    if setup.optimizer.name in _OF_TRAINER:
+        found += ["--optimizer", _OF_TRAINER[setup.optimizer.name]]
+    if setup.policy.main_params_dtype not in (None, torch.float32):
+        found += ["--megatron-fsdp-main-params-dtype", str(setup.policy.main_params_dtype).removeprefix("torch.")]
     return found
+
+
+_OF_TRAINER = {"muon": "muon", "adamw8bit": "adamw8bit", "momentum": "sgd", "sgd": "sgd"}
+"""Optimizers that the trainer's flag names; AdamW is its default."""
 
 
 _KINDS = {  # of memory, and their colours
