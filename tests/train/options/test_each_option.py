@@ -25,6 +25,7 @@ NUMEL = 1000
 RUN = "--seq-length 64 --micro-batch-size 1 --train-iters 20 --lr 0.01"
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
 UNITS = f"{RUN} {SHAPE} --bf16 --use-megatron-fsdp"
+SHARDED = f"{UNITS} --data-parallel-sharding-strategy optim_grads_params"
 BUCKETS = f"{RUN} {SHAPE} --bf16"
 FLOAT32 = f"{RUN} {SHAPE} --use-megatron-fsdp"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
@@ -248,6 +249,8 @@ FIELD_CASES: dict[str, Case] = {
     "megatron_fsdp_grad_comm_dtype": Case(
         "--megatron-fsdp-grad-comm-dtype bf16", lambda job: resolved(job).policy.grad_comm_dtype, torch.bfloat16
     ),
+    "fp8_param_gather": Case("--fp8-param-gather", lambda job: resolved(job).policy.weight_format, "fp8", SHARDED),
+    "fp4_param_gather": Case("--fp4-param-gather", lambda job: resolved(job).policy.weight_format, "nvfp4", SHARDED),
     "megatron_fsdp_max_pool_double_buffer": Case(
         "--megatron-fsdp-max-pool-double-buffer",
         lambda job: (
@@ -260,8 +263,6 @@ FIELD_CASES: dict[str, Case] = {
 """By the name of the field. The engine's own tests show what each does to a step; here it is shown to arrive."""
 
 REFUSED_FIELDS = {
-    "fp8_param_gather": ("--fp8-param-gather", "is not supported yet"),
-    "fp4_param_gather": ("--fp4-param-gather", "is not supported yet"),
     "reuse_grad_buf_for_mxfp8_param_ag": ("--reuse-grad-buf-for-mxfp8-param-ag", "needs --fp8-param-gather"),
     "keep_fp8_transpose_cache": ("--keep-fp8-transpose-cache", "has no effect without --fp8-param-gather"),
     "megatron_fsdp_version": ("--megatron-fsdp-version 2", "is not supported"),
