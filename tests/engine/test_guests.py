@@ -142,6 +142,20 @@ def in_one_process() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [loss.detach() for loss in losses], [param.detach() for param in model.parameters()]
 
 
+def own_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Train on this rank's part of each batch; return its losses."""
+    own, losses = SAMPLES // dist.get_world_size(), []
+    for step in range(STEPS):
+        part = slice(dist.get_rank() * own, (dist.get_rank() + 1) * own)
+        x, y = (each[part] for each in batch(step))
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
 def trained(ranks: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Train sharded; return the mean losses and the final weights, whole."""
     mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("outer", "dp")[-len(ranks) :])
@@ -151,18 +165,9 @@ def trained(ranks: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tens
     model, optimizer = fully_shard(
         model, optimizer, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[nn.Linear], **hybrid
     )
-    own, losses = SAMPLES // dist.get_world_size(), []
-    for step in range(STEPS):
-        part = slice(dist.get_rank() * own, (dist.get_rank() + 1) * own)
-        x, y = (each[part] for each in batch(step))
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total / dist.get_world_size())
-    return losses, [param.full_tensor() for param in model.parameters()]
+    losses = torch.stack(own_losses(model, optimizer))
+    dist.all_reduce(losses)
+    return list(losses / dist.get_world_size()), [param.full_tensor() for param in model.parameters()]
 
 
 @pytest.mark.parametrize("ranks", [(1,), (2,), pytest.param((3,)), (2, 2)])
@@ -237,16 +242,7 @@ def torchao_trained() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     model = torchao_model(gathers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Float8Linear])
-    own, losses = SAMPLES // dist.get_world_size(), []
-    for step in range(STEPS):
-        part = slice(dist.get_rank() * own, (dist.get_rank() + 1) * own)
-        x, y = (each[part] for each in batch(step))
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, [param.full_tensor() for param in model.parameters()]
+    return own_losses(model, optimizer), [param.full_tensor() for param in model.parameters()]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

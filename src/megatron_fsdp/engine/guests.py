@@ -49,14 +49,21 @@ class Guest:
     shape: torch.Size
     module: nn.Module
 
+    def around(self, rows: torch.Tensor) -> Any:
+        """Return rows (n, *rest) as a tensor of the class."""
+        return self.kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.size(), rows.stride())
+
+    def blank_row(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a row of zeros, which stands for a shard where there is none."""
+        return torch.zeros(1, *self.shape[1:], dtype=dtype, device=device)
+
     def encode(self, rows: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, object]:
         """Encode rows (n, *rest), at least one; returns their codes, of the same shape, and metadata; may communicate.
 
         Raises:
             ConfigurationError: The class wants something else than one tensor of that shape to be gathered.
         """
-        shard = self.kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.size(), rows.stride())
-        method = shard.fsdp_pre_all_gather
+        method = self.around(rows).fsdp_pre_all_gather
         given: tuple[Any, ...] = (mesh,)
         if len(inspect.signature(method).parameters) > 1:
             stride = torch.empty(self.shape, device="meta").stride()
@@ -112,12 +119,8 @@ def find_guests(module: nn.Module) -> dict[str, Guest]:
 
 def guest_format(guest: Guest, param: torch.Tensor, mesh: DeviceMesh) -> GuestFormat:
     """Ask a guest for the dtype of its codes, by encoding a row of zeros; may communicate."""
-    codes, _ = guest.encode(_blank_row(guest.shape, param.dtype, param.device), mesh)
+    codes, _ = guest.encode(guest.blank_row(param.dtype, param.device), mesh)
     return GuestFormat(guest.kind.__name__, block_bytes=codes.element_size(), codes=codes.dtype)
-
-
-def _blank_row(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, *shape[1:], dtype=dtype, device=device)
 
 
 class GuestCodec(WeightCodec):
@@ -130,9 +133,11 @@ class GuestCodec(WeightCodec):
         self._dtype, self._codes, self._guests = plan.precision.compute, plan.weight_format.codes, guests
         names = plan.mesh.mesh_dim_names
         self._mesh = plan.mesh if names is None or plan.mesh.ndim == 1 else plan.mesh[names[-1]]
-        self._metadata = [
-            guest.encode(_blank_row(guest.shape, self._dtype, plan.device), self._mesh)[1] for guest in guests
-        ]
+        blanks = [guest.blank_row(self._dtype, plan.device) for guest in guests]
+        self._metadata = [guest.encode(row, self._mesh)[1] for guest, row in zip(guests, blanks, strict=True)]
+        self._finish = [
+            guest.around(row).fsdp_post_all_gather for guest, row in zip(guests, blanks, strict=True)
+        ]  # called in every gather
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region, whole rows, into uint8 `out`; may communicate."""
@@ -140,7 +145,7 @@ class GuestCodec(WeightCodec):
         for index, guest in enumerate(self._guests):
             piece = piece_view(self._layout, region, local, index).to(self._dtype)
             is_empty = not piece.numel()  # a class may look for the largest element, and all ranks have to take part
-            rows = _blank_row(guest.shape, self._dtype, local.device) if is_empty else piece
+            rows = guest.blank_row(self._dtype, local.device) if is_empty else piece
             codes, self._metadata[index] = guest.encode(rows, self._mesh)
             if not is_empty:
                 piece_view(self._layout, region, encoded, index).copy_(codes)
@@ -161,7 +166,7 @@ class GuestCodec(WeightCodec):
 
     def wrap(self, index: int, codes: torch.Tensor) -> torch.Tensor:
         """Return the tensor that modules compute with, around codes of tensor `index`."""
-        made, _ = self._method(index)((codes,), self._metadata[index], self._dtype)
+        made, _ = self._finish[index]((codes,), self._metadata[index], self._dtype)
         return made
 
     def point(self, index: int, made: torch.Tensor, codes: torch.Tensor) -> None:
@@ -172,10 +177,4 @@ class GuestCodec(WeightCodec):
 
     def update(self, index: int, made: torch.Tensor, codes: torch.Tensor) -> None:
         """Tell a tensor that `wrap` made that its codes are new."""
-        self._method(index)((codes,), self._metadata[index], self._dtype, out=made)
-
-    def _method(self, index: int) -> Any:
-        guest = self._guests[index]
-        row = _blank_row(guest.shape, self._dtype, self.amaxes.device)
-        shard = guest.kind.__tensor_unflatten__({guest.inner: row}, guest.context, row.size(), row.stride())
-        return shard.fsdp_post_all_gather
+        self._finish[index]((codes,), self._metadata[index], self._dtype, out=made)

@@ -256,7 +256,6 @@ def _prepare(
     """Check and plan together with the other ranks, and give the model the values of the first rank."""
     sharding = _sharding(options, index, device)
     plan, formats = _plan_together(module, grouping, options, sharding)
-    formats = {**formats, **_guest_formats(module, sharding)}
     sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
     _move_buffers(module, device)
     _match_ranks(module, sharding)
@@ -358,7 +357,7 @@ def _plan_together(
         facts += _facts(module, plan, options, sharding)
         facts += [f"{name} is a {guest.kind.__name__} ({guest.context})" for name, guest in guests.items()]
         facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
-    return plan, formats
+    return plan, {**formats, **_guest_formats(guests, params, sharding)}
 
 
 def _check_guests(guests: Mapping[str, Guest], options: EngineOptions, sharding: Sharding) -> None:
@@ -384,15 +383,15 @@ def _check_guests(guests: Mapping[str, Guest], options: EngineOptions, sharding:
         )
 
 
-def _guest_formats(module: nn.Module, sharding: Sharding) -> dict[str, WeightFormat]:
+def _guest_formats(
+    guests: Mapping[str, Guest], params: Mapping[str, nn.Parameter], sharding: Sharding
+) -> dict[str, WeightFormat]:
     """Let guests encode a row, to learn what they send; every rank gets the same answer or an error."""
     formats: dict[str, WeightFormat] = {}
-    guests, params = find_guests(module), dict(module.named_parameters())
-    if not guests:
-        return formats
-    with all_agree(sharding.reaching_all):
-        mesh = sharding.dense.described_mesh[(sharding.dense.names[-1],)]
-        formats.update((name, guest_format(guest, params[name], mesh)) for name, guest in guests.items())
+    if guests:
+        with all_agree(sharding.reaching_all):
+            mesh = sharding.dense.described_mesh[(sharding.dense.names[-1],)]
+            formats.update((name, guest_format(guest, params[name], mesh)) for name, guest in guests.items())
     return formats
 
 
