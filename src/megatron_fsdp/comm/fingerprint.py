@@ -1,5 +1,7 @@
 """Fingerprints of the bits of tensors, to compare tensors over ranks without sending them.
 
+Those of pieces that add up to that of the whole tensor are digests.
+
 `torch.hash_tensor` does not do here: it is the exclusive or of all elements, which is 0 for any constant tensor of even
 size and the same for any order of elements.
 """
@@ -17,7 +19,9 @@ _CHUNK_NUMEL = 1 << 16
 _STEP, _MIX, _SPREAD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 _SHIFT = 29
 _LOW = 2**32 - 1
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DIGESTED_NUMEL = 1 << 15  # elements of a digest that are mixed at a time, so that the integers stay in the cache
+_LOW_33 = 2**33 - 1
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,3 +101,25 @@ def differing_tensors(
     hashes = fingerprints(list(tensors.values())).to(device)
     lowest, highest = lowest_and_highest(hashes, group)
     return tuple(name for name, same in zip(tensors, (lowest == highest).tolist(), strict=True) if not same)
+
+
+@torch.no_grad()
+def digest(piece: torch.Tensor, name: str, start: int = 0) -> torch.Tensor:
+    """Return the digest of a piece of a tensor, a scalar int64 on its device.
+
+    Args:
+        piece: Its elements, contiguous in the whole tensor; any dtype.
+        name: The name of the tensor.
+        start: The place of the first one, in the flat whole tensor.
+    """
+    flat, start = _flat(piece), 2 * start if piece.is_complex() else start
+    bits = flat.view(_BITS[flat.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=piece.device)
+    first = zlib.crc32(name.encode()) << 29
+    for begin in range(0, bits.numel(), _DIGESTED_NUMEL):
+        block = bits[begin : begin + _DIGESTED_NUMEL].to(torch.int64)
+        places = torch.arange(first + start + begin, first + start + begin + block.numel(), device=piece.device)
+        places.mul_(_STEP)
+        places.bitwise_xor_((places >> 31).bitwise_and_(_LOW_33)).mul_(_MIX).bitwise_or_(1)
+        total += block.mul_(places).sum()
+    return total

@@ -7,7 +7,6 @@ changes it; changes of several do, but for one in about 2**64.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,14 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.comm.fingerprint import digest
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.gradients import Inspect
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.optim.grad_norm import ProcessGroups, shared_out_over
-
-_AT_ONCE = 1 << 15  # elements, so that the integers stay in the cache
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SPREAD, _MIX, _LOW_BITS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, (1 << 33) - 1
 
 Locals = Callable[[ParameterGroup], Sequence[torch.Tensor | None]]
 
@@ -94,30 +90,6 @@ def _digests(engine: Engine, locals_of: Locals, is_whole: bool) -> dict[str, str
             dist.all_reduce(found, group=ranks)
     total = sum(sums.values(), torch.zeros(len(labels), dtype=torch.int64, device=engine.device))
     return {label: in_hex(value) for label, value in zip(labels, total.tolist(), strict=True)}
-
-
-@torch.no_grad()
-def digest(piece: torch.Tensor, name: str, start: int = 0) -> torch.Tensor:
-    """Return the digest of a piece of a tensor, a scalar int64 on its device.
-
-    Args:
-        piece: Its elements, contiguous in the whole tensor; any dtype.
-        name: The name of the tensor.
-        start: The place of the first one, in the flat whole tensor.
-    """
-    flat = piece.detach().contiguous().view(-1)
-    if flat.is_complex():
-        flat, start = torch.view_as_real(flat).view(-1), 2 * start
-    bits = flat.view(_INTEGERS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=piece.device)
-    first = zlib.crc32(name.encode()) << 29
-    for begin in range(0, bits.numel(), _AT_ONCE):
-        block = bits[begin : begin + _AT_ONCE].to(torch.int64)
-        places = torch.arange(first + start + begin, first + start + begin + block.numel(), device=piece.device)
-        places.mul_(_SPREAD)
-        places.bitwise_xor_((places >> 31).bitwise_and_(_LOW_BITS)).mul_(_MIX).bitwise_or_(1)
-        total += block.mul_(places).sum()
-    return total
 
 
 def in_hex(value: int) -> str:
