@@ -95,3 +95,9 @@ def test_nothing_writes_into_weights_between_a_step_and_the_next_forward() -> No
     loss.backward()
     seen.append(count())
     assert seen == [0, 0, 6, 6]
+
+
+@on_ranks(4)
+def test_a_gather_that_writes_around_main_weights_may_not_run_between_steps() -> None:
+    may = {policy: shard(3, POLICIES[policy])[0].may_gather_between_steps for policy in POLICIES}
+    assert may == {"shared": False, "copied": True}
