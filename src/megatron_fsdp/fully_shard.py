@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported, same_names
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.homes import HomesArgument
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError, warn_caller
@@ -151,6 +152,7 @@ def fully_shard_model(
     verify_ranks: bool | float | str | None = None,
     find_unused_parameters: bool = False,
     deterministic: str | None = None,
+    homes: HomesArgument = None,
     gradient_accumulation_fusion: bool = False,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
@@ -227,6 +229,10 @@ def fully_shard_model(
         deterministic: "world": gradients, their norm and the new weights are the same bits on any number of ranks if
             microbatch j of rank r is number ``j * ranks + r`` of the step and all microbatches are of one shape.
             On one data-parallel axis, with `calculate_per_token_loss` (docs/sharded_models.md).
+        homes: Where each kind of state rests, such as `{"main_weights": "host", "optimizer_state": "host"}`: "device",
+            "host" (pinned for CUDA), "file:FOLDER" (a mapped file), or a mapping of `home` and `fraction`. The kinds
+            are main_weights, optimizer_state, main_gradients, compute_weights and activations. "host" alone, or
+            torch's `CPUOffloadPolicy()`, moves all but activations. Results are the same (docs/memory.md).
         gradient_accumulation_fusion: Multiply the weight gradient of each plain `nn.Linear` straight into the
             communication bucket in backward, without a tensor of its own and a copy (docs/ddp.md).
 
@@ -287,6 +293,7 @@ def fully_shard_optimizer(
     """
     from megatron_fsdp.comm.agreement import rank_of
     from megatron_fsdp.optim.chained import members_of
+    from megatron_fsdp.optim.local_step import check_homes
     from megatron_fsdp.optim.optimizer import (
         SeveralModels,
         check_kind,
@@ -316,6 +323,8 @@ def fully_shard_optimizer(
     models = list({id(owner): owner for owner in owners}.values())
     check_parameters(optimizer, {key: name for model in models for key, name in model.sharded_names().items()})
     check_kind(optimizer)
+    for each in members_of(optimizer):
+        check_homes(each)
     check_reads_decoupled(optimizer, any(model.decouples_gradients for model in models))
     _check_several(optimizer, models)
     was_connected = models[0].is_connected(optimizer)

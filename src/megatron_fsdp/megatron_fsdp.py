@@ -24,6 +24,7 @@ from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options, with_param_gather
 from megatron_fsdp.config.hang_log import checked_timeout, resolve_hang_log
+from megatron_fsdp.config.homes import HomesArgument
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
@@ -44,6 +45,7 @@ from megatron_fsdp.engine.full_tensors import (
     shown_in_full,
 )
 from megatron_fsdp.engine.gradients import GRAD, get_grad
+from megatron_fsdp.engine.homes import StateMemory
 from megatron_fsdp.engine.hooks import compiled_in_place
 from megatron_fsdp.engine.memory import weakly
 from megatron_fsdp.engine.observer import Observer, Phase
@@ -140,6 +142,7 @@ class MegatronFSDP(nn.Module):
         verify_ranks: bool | float | str | None = None,
         find_unused_parameters: bool = False,
         deterministic: str | None = None,
+        homes: HomesArgument = None,
     ) -> None:
         given = dict(locals())
         refuse_unsupported(given)
@@ -497,6 +500,16 @@ class MegatronFSDP(nn.Module):
         raise ConfigurationError(
             "a sharded model cannot be pickled; save model.state_dict() with torch.distributed.checkpoint instead"
         )
+
+    def state_memory(self, param: torch.Tensor) -> tuple[StateMemory | None, int]:
+        """Return where optimizer state of a sharded parameter rests (None: beside it), and the index there."""
+        group, index = self._engine.group_and_index[id(param)]
+        return group.state_memory, index
+
+    @property
+    def has_homes(self) -> bool:
+        """Whether any kind of state may rest elsewhere than on the device."""
+        return self._options.homes.are_away
 
     def _stamp_parameters(self) -> None:
         """Set the one attribute on parameters: a weak reference back to this object."""

@@ -73,6 +73,9 @@ class Lane(Protocol):
     def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Ticket] = ()) -> Ticket:
         """Queue a collective and the local work on its result, behind submissions to any lane that it reads from."""
 
+    def settle(self) -> None:
+        """Block the host until everything that was submitted is done."""
+
 
 class StreamApi(Protocol):
     """The part of `torch.cuda` that a lane uses; a simulated device implements it, too."""
@@ -134,6 +137,9 @@ class HostLane:
         tell(Moment.LAUNCHED, work=work)
         return HostTicket(work, finish, tell)
 
+    def settle(self) -> None:
+        """Do nothing: what the host waits for is done when a ticket was waited on."""
+
 
 class StreamTicket:
     """An event recorded on a lane's stream, which the current stream waits for."""
@@ -182,6 +188,35 @@ class StreamLane:
             tell(Moment.FINISHED)
             return StreamTicket(self._stream.record_event(), self._current_stream, tell)
 
+    def settle(self) -> None:
+        """Block the host until the side stream is empty."""
+        self._stream.synchronize()
+
+
+class _Relay:
+    """A collective on one lane, and the local work on its result on another."""
+
+    def __init__(self, lane: Lane, launch: Launch, then: Lane, finish: Finish) -> None:
+        self._then, self._finish = then, finish
+        self._last: Ticket | None = None
+        self._first = lane.submit(launch, self._pass_on)
+
+    def _pass_on(self) -> None:
+        def work(_async_op: bool) -> None:
+            self._finish()
+
+        self._last = self._then.submit(work)
+
+    def wait(self) -> None:
+        self._first.wait()
+        assert self._last is not None
+        self._last.wait()
+
+
+def submit_through(lane: Lane, launch: Launch, then: Lane, finish: Finish) -> Ticket:
+    """Queue a collective on a lane, and the local work on its result on another one behind it."""
+    return _Relay(lane, launch, then, finish)
+
 
 def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = None) -> Lane:
     """Return a lane for a device: a side stream on CUDA, work handles elsewhere."""
@@ -191,6 +226,12 @@ def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = No
 def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def finish_stream(device: torch.device) -> None:
+    """Block the host until the current stream of a CUDA device is empty; elsewhere do nothing."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def hold_up(device: torch.device, host_s: float, device_s: float) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron_fsdp.config.arguments import same_names
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.homes import Homes, resolve_homes
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
@@ -154,6 +155,7 @@ class EngineOptions:
         megatron_fsdp_use_decoupled_grad: Set gradients as `.decoupled_grad`.
         megatron_fsdp_cuda_graph_mode: Keep memory and gradients at their addresses, and read nothing back, so that
             steps can be captured.
+        homes: Where each kind of state rests.
     """
 
     strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
@@ -179,6 +181,7 @@ class EngineOptions:
     deterministic: str | None = None
     megatron_fsdp_use_decoupled_grad: bool = False
     megatron_fsdp_cuda_graph_mode: bool = False
+    homes: Homes = Homes()  # noqa: RUF009 (frozen)
 
     @property
     def reduces_early(self) -> bool:
@@ -199,6 +202,7 @@ class EngineOptions:
             "find_unused_parameters": self.find_unused_parameters,
             "verify_ranks": bool(self.verify_ranks_s),
             "weight_format": self.policy.weight_format is not None,
+            "homes": self.homes.are_away,
         }
         found = [name for name, is_on in reads.items() if is_on and self.megatron_fsdp_cuda_graph_mode]
         if found:
@@ -236,7 +240,7 @@ def resolve_engine_options(
         name: given[name] or getattr(options, name)
         for name in ("report_nan_in_param_grad", "reduce_scatter_with_fp32_accumulation")
     }
-    said = {**same_names(EngineOptions, given), **either}
+    said = {**same_names(EngineOptions, given), **either, "homes": resolve_homes(given["homes"], options.strategy)}
     return replace(options, **said, memory=resolve_memory_options(given, config), verify_ranks_s=verify_ranks_s)
 
 

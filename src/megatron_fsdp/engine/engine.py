@@ -17,6 +17,7 @@ from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.lanes import is_capturing
 from megatron_fsdp.comm.registration import UserBuffers
+from megatron_fsdp.config.homes import Home
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames
@@ -24,10 +25,12 @@ from megatron_fsdp.engine.gradient_agreement import UsageAgreement, match_waitin
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, direct_hook
 from megatron_fsdp.engine.group_plan import Sharding
-from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, bucket_count, unit_numels
+from megatron_fsdp.engine.homes import on_device
+from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, bucket_count, storage_of, unit_numels
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StateDictAliases, StructureCheck, UnreducedGradients
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.saved_tensors import SavedTensors, UnitTensors
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_codec import agree_on_amaxes
@@ -83,14 +86,22 @@ _NEVER = -1  # the weights_version of a forward that used no weights
 class ForwardCall:
     """One forward of a unit's module at `module_index`; its backward refers to it, and may read the weights."""
 
-    __slots__ = ("last_backward", "module_index", "reads_weights", "unit", "weights_version")
+    __slots__ = ("last_backward", "module_index", "reads_weights", "saved", "unit", "weights_version")
 
-    def __init__(self, unit: int, module_index: int, weights_version: int, reads_weights: bool = True) -> None:
+    def __init__(
+        self,
+        unit: int,
+        module_index: int,
+        weights_version: int,
+        reads_weights: bool = True,
+        saved: UnitTensors | None = None,
+    ) -> None:
         self.unit = unit
         self.module_index = module_index
         self.weights_version = weights_version
         self.reads_weights = reads_weights
         self.last_backward = -1
+        self.saved = saved  # what autograd has saved, where that rests elsewhere
 
 
 def live_engine(reference: weakref.ref[Engine]) -> Engine:
@@ -129,6 +140,7 @@ class Engine:
         self.scheduler = Scheduler(plan.schedule) if scheduler is None else scheduler
         self.executor = Executor(self.units, sharding.device, components.backward_finished, plan, components.pool)
         self.observers = self.executor.observers
+        self.saved_tensors = self._make_saved_tensors(sharding.options.homes.activations)
         self.finite_check = components.finite_check
         self.large_check = components.large_check
         self._checks = [check for check in (components.finite_check, components.large_check) if check is not None]
@@ -174,6 +186,16 @@ class Engine:
         for group in self.groups():
             self._inspect_gradients(group)
 
+    def _make_saved_tensors(self, home: Home) -> SavedTensors | None:
+        """Make what moves saved activations, where they have another home."""
+        if not home.is_away:
+            return None
+        whole = {storage_of(group.weights.compute.local) for group in self.groups()}
+        memory = self.executor.weight_memory
+        return SavedTensors(
+            home, self.device, self.executor.home_lane, lambda number: number in whole or number in memory.storages
+        )
+
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def pre_forward(self, index: int, module_index: int = 0) -> None:
@@ -211,6 +233,8 @@ class Engine:
             )
         self.executor.run(self.scheduler.forward_begins(index))
         self.units[index].show_unsharded(module_index)
+        if self.saved_tensors is not None and index != ROOT and not self.scheduler.in_backward:
+            self.saved_tensors.begin(index)
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, index)
 
@@ -248,6 +272,9 @@ class Engine:
         `reads_weights`: whether its backward may read the weights.
         """
         unit, depth = self.units[index], self.scheduler.forward_depth(index)
+        saved = None
+        if self.saved_tensors is not None:
+            saved = self.saved_tensors.end(index, needs_backward)
         if not depth:
             return ForwardCall(index, module_index, _NEVER)  # another hook failed before the forward began
         if self.observers.active:
@@ -261,7 +288,7 @@ class Engine:
                 unit.check_untouched()
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
-        return ForwardCall(index, module_index, weights_version, reads_weights)
+        return ForwardCall(index, module_index, weights_version, reads_weights, saved)
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
@@ -381,6 +408,7 @@ class Engine:
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights; gathered weights are stale then."""
         self.executor.run(self.scheduler.weights_changed())
+        self.executor.settle_homes()
         with self.observers.during(Phase.INSTALL, ROOT):
             agree_on_amaxes(list(self.groups()))
             for unit in self.units:
@@ -396,6 +424,8 @@ class Engine:
         if call.last_backward == self._backward_id:
             return
         call.last_backward = self._backward_id
+        if self.saved_tensors is not None and call.saved is not None:
+            self.saved_tensors.fetch(call.saved)
         self.observers.backward_pauses()
         if torch.is_grad_enabled() and self.units[call.unit].shards_compute_weights:  # autograd's create_graph=True
             raise ScheduleError(
@@ -647,6 +677,8 @@ class Engine:
         if self.delayed is not None:
             self.delayed.clear()
         self._unsharded_for_backward.clear()
+        if self.saved_tensors is not None:
+            self.saved_tensors.reset()
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())
         for unit in self.units:
@@ -779,5 +811,8 @@ class Engine:
             for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
                 if axis.group is not None and placement is not Placement.SHARD:
                     with self.observers.during(Phase.WHOLE, ROOT):
-                        dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
+                        whole = on_device(group.weights.main.local, self.device)
+                        dist.broadcast(whole, group_src=0, group=axis.group)
+                        if whole is not group.weights.main.local:
+                            group.weights.main.local.copy_(whole)
         self.install_main_weights()

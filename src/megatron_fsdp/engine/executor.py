@@ -116,6 +116,7 @@ class Executor:
         pool: As given.
         weight_memory: The memory of gathered weights.
         bucket_count: As planned, or as set since.
+        home_lane: Where copies between the device and other homes run.
         observers: Observers of phases and collectives.
     """
 
@@ -133,6 +134,8 @@ class Executor:
         self._gather_lane = make_lane(device, "gather", self.observers)
         self._reduce_lane = make_lane(device, "reduce", self.observers)
         self._outer_lane = make_lane(device, "outer", self.observers)
+        self.home_lane = make_lane(device, "home")  # copies between the device and other homes
+        self._has_homes = any(plan.homes.are_away for unit in units for plan in unit.group_plans)
         self.pool = pool
         self.weight_memory = WeightMemory(memory_plan.weights, pool)
         self.bucket_count = memory_plan.buckets
@@ -199,7 +202,7 @@ class Executor:
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
         if action is _GATHER:
             unit.all_gather_outer(self._outer_lane)
-            unit.unshard(self._gather_lane, self._block_for(unit, slot))
+            unit.unshard(self._gather_lane, self._block_for(unit, slot), self.home_lane)
         elif action is _WAIT:
             unit.wait_for_unshard()
         elif action is _RELEASE:
@@ -233,6 +236,12 @@ class Executor:
         """Wait for these, also for units that the forward did not use: their weights may be changed after it."""
         for unit in self._units:
             unit.wait_for_outer()
+        self.settle_homes()
+
+    def settle_homes(self) -> None:
+        """Block the host until copies from and to other homes are done: it may read and write there from now on."""
+        if self._has_homes:
+            self.home_lane.settle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -263,7 +272,9 @@ class Executor:
                 self._begin_filling(unit, group_index, reach)
             received = unit.bucket_of(group_index, scratch) if scratch is not None and group.exchanges_inner else None
             tickets.append(
-                gradients.reduce(self._reduce_lane, unit.bucket_of(group_index, bucket), received, group.sharded)
+                gradients.reduce(
+                    self._reduce_lane, unit.bucket_of(group_index, bucket), received, group.sharded, self.home_lane
+                )
             )
         del self._borrowed[unit.index]
         self._in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
@@ -279,7 +290,9 @@ class Executor:
         block = self._crossing.borrow() if self._crossing.held_bytes else None
         with self.observers.during(Phase.REDUCE_OUTER, unit.index):
             started = [
-                group.gradients.reduce_outer(self._outer_lane, group.sharded, unit.crossing_of(group_index, block))
+                group.gradients.reduce_outer(
+                    self._outer_lane, group.sharded, self.home_lane, unit.crossing_of(group_index, block)
+                )
                 for group_index, group in enumerate(unit.groups)
                 if group.gradients is not None and group.gradients.has_inner_sum
             ]
@@ -346,6 +359,7 @@ class Executor:
             self._finish_outer_reduction()
         for pool in self._pools:
             pool.empty()
+        self.settle_homes()
 
     # ---- after an exception, and for reports --------------------------------------------------------------------
 

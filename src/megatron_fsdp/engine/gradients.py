@@ -23,11 +23,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.lanes import Lane, Ticket
+from megatron_fsdp.comm.lanes import Lane, Ticket, submit_through
 from megatron_fsdp.comm.reduction import put_scaled
+from megatron_fsdp.config.homes import ON_DEVICE, Home
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view, padding_ranges, piece_view
 from megatron_fsdp.engine.group_plan import FlatAxis, local_part
+from megatron_fsdp.engine.homes import allocate
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
@@ -114,14 +116,18 @@ class MainGradient:
         layout: Where each tensor lies in the whole gradient.
         region: The elements of that which are here.
         dtype: Dtype of the accumulation.
-        device: Device of the memory.
+        device: Device of the model.
+        home: Where the memory is.
     """
 
-    def __init__(self, layout: Layout, region: Region, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layout: Layout, region: Region, dtype: torch.dtype, device: torch.device, home: Home = ON_DEVICE
+    ) -> None:
         self._layout = layout
         self.region = region
         self.dtype = dtype
         self.device = device
+        self.home = home
         self._buffer: FlatBuffer | None = None
         self.views: list[DTensor | None] = [None] * len(layout.shapes)
 
@@ -143,7 +149,8 @@ class MainGradient:
     def allocate(self) -> FlatBuffer:
         """Return the memory, allocated where it was not, uninitialised then."""
         if self._buffer is None:
-            self._buffer = FlatBuffer(self._layout, self.region, self.dtype, self.device)
+            memory = allocate(self.home, self.region.numel, self.dtype, self.device) if self.home.is_away else None
+            self._buffer = FlatBuffer(self._layout, self.region, self.dtype, self.device, memory)
         elif self.num_bytes and not self.held_bytes:
             self._buffer.local.untyped_storage().resize_(self.num_bytes)
         return self._buffer
@@ -196,7 +203,8 @@ class MainGradient:
             return
         assert self._buffer is not None
         if self._is_ours_alone(self._buffer):
-            self._buffer.local.untyped_storage().resize_(0)
+            if not self.home.is_away:  # else it is pinned, or mapped, once
+                self._buffer.local.untyped_storage().resize_(0)
         else:
             self._buffer = None
             self.views = [None] * len(self.views)
@@ -284,6 +292,7 @@ class GradientBuffers:
         reduction: GradientReduction,
         device: torch.device,
         flat: FlatAxis | None = None,
+        home: Home = ON_DEVICE,
     ) -> None:
         self.layout = layout
         self.precision = precision
@@ -291,7 +300,7 @@ class GradientBuffers:
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
         self.row_shift = 0  # this rank computes the gradient of the rank so many places further
-        self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device)
+        self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device, home)
         self.of_parameter = tuple(ParameterGradient() for _ in layout.shapes)
         self._padding = padding_ranges(layout)
         self.bucket_views = BucketViews(layout)
@@ -390,7 +399,12 @@ class GradientBuffers:
     # ---- reducing -----------------------------------------------------------------------------------------------
 
     def reduce(
-        self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
+        self,
+        lane: Lane,
+        bucket: torch.Tensor,
+        scratch: torch.Tensor | None,
+        params: Sequence[nn.Parameter],
+        home_lane: Lane,
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the new gradients over the inner ranks; missing gradients count as zero.
 
@@ -399,6 +413,7 @@ class GradientBuffers:
             bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast deferred sums into.
             scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
             params: The sharded parameters, whose `.grad` decides between overwriting and adding.
+            home_lane: Where a main gradient that rests elsewhere comes and goes.
 
         Returns:
             The ticket, and memory besides bucket and scratch that has to be kept until it was waited for.
@@ -417,7 +432,7 @@ class GradientBuffers:
             stage = stage._replace(rows=(*stage.rows[-self.row_shift :], *stage.rows[: -self.row_shift]))
         if not self.reducer.reduces_outer:
             self._take_back(params)
-            return lane.submit(stage.launch, lambda: self._accumulate(stage)), stage.memory
+            return self._submit(lane, stage, home_lane), stage.memory
         if self._inner_sum is None:
             self._inner_sum = self._zeros(self.reducer.first_region.numel)
             if self.reducer.reduction.one_by_one:
@@ -431,28 +446,41 @@ class GradientBuffers:
 
         return lane.submit(stage.launch, add_to_pending), stage.memory
 
+    def _submit(self, lane: Lane, stage: Stage, home_lane: Lane) -> Ticket:
+        """Start a stage whose result is added to the main gradient, or overwrites it."""
+        if self.main.home.is_away:
+            return submit_through(lane, stage.launch, home_lane, lambda: self._accumulate(stage))
+        return lane.submit(stage.launch, lambda: self._accumulate(stage))
+
     def _move_into(self, inner_sum: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
         """Move this rank's part of the main gradient into a sum, so that what comes is added to that one by one."""
         self._take_back(params)
         if not any(each.counts for each in self.of_parameter):
             inner_sum.fill_(-0.0)  # which leaves every number that is added to it as it is, -0.0 too
         else:
-            self._zero_what_does_not_count()
+            self._zero_what_does_not_count(self.main.local)
             inner_sum.copy_(self.main.local[self.reducer.first_region.within(self.main.region)])
         for each in self.of_parameter:
             each.counts = False
 
-    def _zero_what_does_not_count(self) -> None:
-        _zero([self.main.piece(index) for index, each in enumerate(self.of_parameter) if not each.counts])
+    def _zero_what_does_not_count(self, sums: torch.Tensor) -> None:
+        _zero(
+            [
+                piece_view(self.layout, self.main.region, sums, index)
+                for index, each in enumerate(self.of_parameter)
+                if not each.counts
+            ]
+        )
 
     def reduce_outer(
-        self, lane: Lane, params: Sequence[nn.Parameter], crossing: Sequence[torch.Tensor] = ()
+        self, lane: Lane, params: Sequence[nn.Parameter], home_lane: Lane, crossing: Sequence[torch.Tensor] = ()
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the inner sums over the outer ranks.
 
         Args:
             lane: Where the collective runs.
             params: The sharded parameters.
+            home_lane: As for `reduce`.
             crossing: What to send from, in the communication dtype, and what to receive into, where they are taken.
 
         Returns:
@@ -467,23 +495,28 @@ class GradientBuffers:
             stage = self.reducer.reduce_outer(crossing[0].copy_(inner_sum), crossing[1] if len(crossing) > 1 else None)
         else:
             stage = self.reducer.reduce_outer(inner_sum.to(self.precision.grad_comm))
-        ticket = lane.submit(stage.launch, lambda: self._accumulate(stage))
-        return ticket, stage.memory
+        return self._submit(lane, stage, home_lane), stage.memory
 
     def _accumulate(self, stage: Stage) -> None:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
         main, factor = self.main.local, self.reducer.factor
+        is_away = self.main.home.is_away
+        sums = torch.empty_like(main, device=self.main.device, pin_memory=False) if is_away else main
         rows = stage.rows if self.reducer.reduction.one_by_one else ()
         if any(each.counts for each in self.of_parameter):
-            self._zero_what_does_not_count()
+            if is_away:
+                sums.copy_(main, non_blocking=True)
+            self._zero_what_does_not_count(sums)
             rows = rows or (stage.result(),)
         elif rows:
-            put_scaled(rows[0], factor, main)
+            put_scaled(rows[0], factor, sums)
             rows = rows[1:]
         else:
-            stage.put_into(main, factor)
+            stage.put_into(sums, factor)
         for row in rows:
-            main.add_(row, alpha=factor)
+            sums.add_(row, alpha=factor)
+        if is_away:
+            main.copy_(sums, non_blocking=True)
         for each in self.of_parameter:
             each.counts = True
         self.renewed = True

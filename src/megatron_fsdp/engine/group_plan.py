@@ -26,6 +26,7 @@ from torch.distributed.tensor import Placement as TensorPlacement
 from megatron_fsdp.comm.axis import Axis, Traffic, real_values
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.homes import ON_DEVICE, Home, Homes
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
@@ -196,6 +197,7 @@ class GroupPlan:
         layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
         foreign_groups: For experts, groups of ranks that hold other experts.
         flat: Both axes of a hybrid mesh as one, where gradients are added rank by rank; else None.
+        homes: Where its state rests; fractions count no more.
     """
 
     spec: ParameterGroupSpec
@@ -210,6 +212,22 @@ class GroupPlan:
     layouts_by_part: tuple[Layout, ...] = ()
     foreign_groups: tuple[dist.ProcessGroup, ...] = ()
     flat: FlatAxis | None = None
+    homes: Homes = Homes()  # noqa: RUF009 (frozen)
+
+    @property
+    def compute_home(self) -> Home:
+        """Where compute weights rest; on the device where they are whole."""
+        return self.homes.compute_weights if Placement.SHARD in self.placements.compute_weight else ON_DEVICE
+
+    @property
+    def main_home(self) -> Home:
+        """Where main weights rest; those of a frozen group are its compute weights."""
+        return self.homes.main_weights if self.requires_grad else self.compute_home
+
+    @property
+    def has_main_copy(self) -> bool:
+        """Whether main weights have memory of their own, since their dtype or their home is another."""
+        return self.precision.has_main_copy or self.main_home != self.compute_home
 
     @property
     def axis(self) -> Axis:
@@ -259,8 +277,9 @@ class GroupPlan:
 
     @cached_property
     def shards_compute_weights(self) -> bool:
-        """Whether full weights exist only while gathered."""
-        return held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel < self.layout.numel
+        """Whether full weights exist only while gathered: shards are cut, or rest elsewhere."""
+        held = held_region(self.layout.numel, self.placements.compute_weight, self.axes)
+        return self.compute_home.is_away or held.numel < self.layout.numel
 
     @property
     def is_looked_up(self) -> bool:
@@ -310,7 +329,7 @@ class GroupPlan:
     @property
     def shard_bytes(self) -> int:
         """Bytes of the compute weights on this rank, where gathers read or write them, else 0."""
-        if not (self.needs_all_gather or self.gathers_outer):
+        if not (self.needs_all_gather or self.gathers_outer) or self.compute_home.is_away:
             return 0
         return self._bytes_sent(held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel)
 

@@ -53,7 +53,7 @@ class Block:
         with torch.inference_mode(False):
             # `data`: writes into one part must not count as modifications of what autograd saved of another.
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device) if memory is None else memory.data
-        self._storage = self._bytes.untyped_storage()._cdata  # the same for as long as the block lives
+        self.storage = self._bytes.untyped_storage()._cdata  # the same for as long as the block lives
         self._start = self._bytes.storage_offset()
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
@@ -91,7 +91,7 @@ class Block:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a view of this memory."""
-        if storage_of(tensor) != self._storage or not self.held_bytes:
+        if storage_of(tensor) != self.storage or not self.held_bytes:
             return False
         return self._start <= tensor.storage_offset() * tensor.itemsize < self._start + self.num_bytes
 
@@ -302,7 +302,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
     resized = frozenset(weights.units_in(WeightStorage.RESIZED))
     schedule = ScheduleConfig(
         trainable=tuple(any(group.requires_grad for group in unit) for unit in units),
-        gathers=any(group.needs_all_gather or group.gathers_outer for group in groups),
+        gathers=any(group.needs_all_gather or group.gathers_outer or group.shards_compute_weights for group in groups),
         shares_slots=any(group.gathered_bytes for group in groups),
         slots=slots,
         forward_prefetch_units=forward,
@@ -406,6 +406,11 @@ class WeightMemory:
         block.refill()
         self._note_peak()
         return block
+
+    @property
+    def storages(self) -> set[int]:
+        """The numbers of the storages that gathered weights have been in; see `storage_of`."""
+        return {block.storage for block in self._blocks.values()}
 
     def give_back(self, unit: int) -> bool:
         """Release a unit's block; return whether its memory was freed."""

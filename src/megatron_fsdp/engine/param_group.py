@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import address_of, addresses_of
+from megatron_fsdp.config.homes import Place
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
@@ -31,6 +32,7 @@ from megatron_fsdp.engine.gradients import (
 )
 from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.guests import Guest, GuestCodec
+from megatron_fsdp.engine.homes import StateMemory, allocate, on_device
 from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region, held_region
@@ -61,17 +63,22 @@ class WeightBuffers:
         layout, precision = plan.layout, plan.precision
         self._axes = plan.axes
         self._dtype = precision.compute
+        self._device = plan.device
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
         self.codec = codec
         self.is_encoded = plan.is_encoded
+        self.is_away = plan.compute_home.is_away
+        if self.is_away:
+            numel = held.numel if codec is None or not self.is_encoded else codec.bytes_of(held.numel)
+            memory = allocate(plan.compute_home, numel, plan.sent_dtype, plan.device)
         if self.codec is not None and self.is_encoded:
             self.compute: FlatBuffer = EncodedBuffer(self.codec, layout, held, plan.device, memory)
         else:
             self.compute = FlatBuffer(layout, held, precision.compute, plan.device, memory)
-        self.main_lies_in_compute = self.codec is None and not precision.has_main_copy
+        self.main_lies_in_compute = self.codec is None and not plan.has_main_copy
         self._is_stale = False  # the compute weights are not encoded from what was stored last
         if not self.main_lies_in_compute:
-            self.main = FlatBuffer(layout, plan.main_region, precision.main_params, plan.device)
+            self.main = _main_buffer(plan)
         elif plan.main_region == self.compute.region:
             self.main = self.compute
         else:
@@ -79,12 +86,12 @@ class WeightBuffers:
         self._sent = self.compute.view_of(plan.inner_region)
         self._seen_version = -1
 
-    def make_main(self, precision: ResolvedPrecision) -> bool:
-        """Allocate main weights with the current values, where their dtype needs memory of their own."""
-        if not precision.has_main_copy:
+    def make_main(self, plan: GroupPlan) -> bool:
+        """Allocate main weights with the current values, where their dtype or home needs memory of their own."""
+        if not plan.has_main_copy:
             return False
         shared = self.main
-        self.main = FlatBuffer(shared.layout, shared.region, precision.main_params, shared.local.device)
+        self.main = _main_buffer(plan)
         self.main.local.copy_(shared.local)
         self.main_lies_in_compute = False
         return True
@@ -127,7 +134,11 @@ class WeightBuffers:
         self._is_stale = False
         if self.codec is not None:
             write = self.codec.encode if self.is_encoded else self.codec.round_into
-            write(self.main.local.detach(), self.main.region, self.compute.view_of(self.main.region))
+            out = self.compute.view_of(self.main.region)
+            made = torch.empty_like(out, device=self._device) if self.is_away else out
+            write(on_device(self.main.local.detach(), self._device), self.main.region, made)
+            if made is not out:
+                out.copy_(made)
         elif not self.main_lies_in_compute:
             self.compute.view_of(self.main.region).copy_(self.main.local)
 
@@ -137,7 +148,20 @@ class WeightBuffers:
 
     def all_gather_into(self, full: torch.Tensor, async_op: bool) -> torch.distributed.Work | None:
         """All-gather compute weights into `full` (numel,), over the inner ranks; bytes go to its end."""
-        return self._axes[-1].all_gather(self._received(full) if self.is_encoded else full, self._sent, async_op)
+        return self._axes[-1].all_gather(self._arrives(full), self._own_part(full), async_op)
+
+    def fetch(self, full: torch.Tensor, _async_op: bool) -> None:
+        """Copy the shard, which rests elsewhere, to its place in `full`, from where it is gathered."""
+        self._own_part(full).copy_(self._sent, non_blocking=True)
+
+    def _arrives(self, full: torch.Tensor) -> torch.Tensor:
+        return self._received(full) if self.is_encoded else full
+
+    def _own_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return what this rank sends: the shard, or its copy in `full`."""
+        if not self.is_away:
+            return self._sent
+        return self._arrives(full).narrow(0, self._axes[-1].rank * self._sent.numel(), self._sent.numel())
 
     def decode(self, full: torch.Tensor) -> None:
         """Decode the bytes that were gathered into `full` (numel,), in place; nothing happens without a format."""
@@ -154,7 +178,10 @@ class WeightBuffers:
     def measure(self) -> None:
         """Measure the magnitudes of this rank's main weights for the weight format."""
         if self.codec is not None:
-            self.codec.measure(self.main)
+            main = self.main
+            if main.local.device != self._device:
+                main = FlatBuffer(main.layout, main.region, main.local.dtype, self._device, main.local.to(self._device))
+            self.codec.measure(main)
 
     def _received(self, full: torch.Tensor) -> torch.Tensor:
         """Return the end of the memory of full weights, where their bytes arrive; all of it for guests."""
@@ -168,6 +195,13 @@ class WeightBuffers:
         them, so the write must not count as a modification.
         """
         return full_view(self.compute.layout, full, index).data
+
+
+def _main_buffer(plan: GroupPlan) -> FlatBuffer:
+    region, dtype = plan.main_region, plan.precision.main_params
+    return FlatBuffer(
+        plan.layout, region, dtype, plan.device, allocate(plan.main_home, region.numel, dtype, plan.device)
+    )
 
 
 # These run over all parameters in every step; without a Python call for each they take a fraction of the time.
@@ -188,6 +222,7 @@ class ParameterGroup:
         gradients: Main gradient and bucket; None for a group that has been frozen since it was made.
         trainable: For each parameter whether it takes gradients, as the ranks last agreed.
         trained_since_attach: For each whether it took any since gradients were last attached.
+        state_memory: Where its optimizer state rests; None: where the optimizer makes it.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
         full: The parameters that compute sees: plain tensors, views of gathered weights.
     """
@@ -207,6 +242,7 @@ class ParameterGroup:
         codec = None if plan.weight_format is None else WeightCodec(plan.weight_format, plan.layout, plan.device)
         self.weights = WeightBuffers(plan, self._guests or codec, memory)
         self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
+        self.state_memory = self._make_state_memory()
         self.trainable = [plan.requires_grad] * len(originals)
         self.trained_since_attach = list(self.trainable)
         self._grad_attribute: GradAttribute = GRAD
@@ -325,19 +361,35 @@ class ParameterGroup:
     def begin_training(self, plan: GroupPlan) -> None:
         """Allocate what a frozen group needs to be trained; its weights stay where they are."""
         self.plan = plan
-        if self.weights.make_main(plan.precision):
+        if self.weights.make_main(plan):
             pieces = self.weights.main.pieces()
             for param, piece, frame in zip(self.sharded, pieces, self.frames, strict=True):
                 self._move(param, piece, frame)
             self._pointers = self._find_pointers()
             self.note_installed()
+        self.state_memory = self._make_state_memory()
         self.gradients = self._make_gradients()
         self.gradients.grad_attribute = self._grad_attribute
+
+    def _make_state_memory(self) -> StateMemory | None:
+        """Return where optimizer state rests, if not where torch makes it, beside the main weights."""
+        plan, home = self.plan, self.plan.homes.optimizer_state
+        is_paged = not plan.main_home.is_away
+        if not home.is_away or not plan.requires_grad or (home.place is Place.HOST and not is_paged):
+            return None
+        return StateMemory(home, plan.layout, self.weights.main.region, plan.device, is_paged=is_paged)
 
     def _make_gradients(self) -> GradientBuffers:
         plan = self.plan
         return GradientBuffers(
-            plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device, plan.flat
+            plan.layout,
+            plan.axes,
+            plan.placements.main_grad,
+            plan.precision,
+            plan.reduction,
+            plan.device,
+            plan.flat,
+            plan.homes.main_gradients,
         )
 
     @staticmethod
@@ -393,7 +445,7 @@ class ParameterGroup:
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
         """Return this rank's piece of a full tensor shaped and cut as parameter `index`; a copy."""
-        flat = local_part(full.detach()).reshape(-1).to(self.plan.device)
+        flat = local_part(full.detach()).reshape(-1).to(self.weights.main.local.device)
         start, stop = self.plan.layout.range_in(index, self.weights.main.region)
         return self.describe_piece(index, flat[start:stop].clone().view(self.weights.main.piece(index).shape))
 

@@ -138,15 +138,23 @@ class Unit:
         """Wait for the gathers of `all_gather_outer`."""
         self._await(self._outer_tickets)
 
-    def unshard(self, lane: Lane, block: Block | None) -> None:
-        """Start to all-gather the compute weights, into `block` where they are sharded between uses."""
+    def unshard(self, lane: Lane, block: Block | None, home_lane: Lane) -> None:
+        """Start to all-gather the compute weights, into `block` where they are sharded between uses.
+
+        Shards that rest elsewhere are copied there before, on `home_lane`.
+        """
         if block is not None and block is not self._block:
             self._use(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
+            # It sends what the gather over the outer ranks writes, on a lane of its own: so it goes behind that.
+            after = list(self._outer_tickets)
+            if group.weights.is_away:
+                after.append(home_lane.submit(partial(group.weights.fetch, full)))
             if group.plan.needs_all_gather:
-                # It sends what the gather over the outer ranks writes, on a lane of its own: so it goes behind that.
-                gather = partial(group.weights.all_gather_into, full)
-                self._tickets.append(lane.submit(gather, after=self._outer_tickets))
+                after = [lane.submit(partial(group.weights.all_gather_into, full), after=after)]
+            elif not group.weights.is_away:
+                continue
+            self._tickets += after
 
     def wait_for_unshard(self) -> None:
         """Make the gathered weights usable."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -22,6 +22,7 @@ from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
 from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
+from megatron_fsdp.config.homes import Homes
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
@@ -56,6 +57,7 @@ from megatron_fsdp.sharding.units import (
     GroupKey,
     ParameterGroupSpec,
     ParameterInfo,
+    ParameterSites,
     UnitPlan,
     cut_groups,
     find_units,
@@ -345,6 +347,7 @@ def _plan_together(
             refuse_without_reduce_scatter(options.strategy)
         if options.deterministic is not None:
             _check_deterministic(options, sharding)
+        _check_homes(options, sharding)
         check_module(module, options.init_model_with_meta_device)
         params = dict(module.named_parameters())
         for name, param in params.items():
@@ -375,6 +378,8 @@ def _check_guests(guests: Mapping[str, Guest], options: EngineOptions, sharding:
         lack = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"
     elif len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard:
         lack = "with main weights that outer ranks share out; use outer_dp_sharding_strategy 0"
+    elif options.homes.main_weights.is_away or options.homes.compute_weights.is_away:
+        lack = "with weights that rest elsewhere; leave homes out"
     if lack is not None:
         name, guest = next(iter(guests.items()))
         raise ConfigurationError(
@@ -420,6 +425,20 @@ def _check_deterministic(options: EngineOptions, sharding: Sharding) -> None:
     for applies, reason in problems:
         if applies:
             raise ConfigurationError(f"{given} cannot hold here: {reason}")
+
+
+def _check_homes(options: EngineOptions, sharding: Sharding) -> None:
+    """Refuse homes of shards that gathers over the outer ranks write into, on the device.
+
+    Raises:
+        ConfigurationError: Says so.
+    """
+    shares_outer = len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
+    if shares_outer and options.homes.compute_weights.is_away:
+        raise ConfigurationError(
+            "homes has compute_weights elsewhere, and outer ranks share out the main weights (HFSDP), whose gathers "
+            "write into the shards on the device; leave compute_weights out, or use outer_dp_sharding_strategy 0"
+        )
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
@@ -535,7 +554,19 @@ def plan_groups(
                 for spec in (specs if index else cut_groups(specs, bucket_numel))
             ]
         )
-    return planned
+    return _with_homes(planned, sharding.options.homes)
+
+
+def _with_homes(planned: list[list[PlannedGroup]], homes: Homes) -> list[list[PlannedGroup]]:
+    """Say where the state of each unit rests: from the last unit to the root, until the fractions are reached."""
+    if not homes.are_away:
+        return planned
+    numels = [sum(plan.layout.numel for plan, _ in unit) for unit in planned]
+    later = [sum(numels[index + 1 :]) / max(1, sum(numels)) for index in range(len(planned))]
+    return [
+        [(replace(plan, homes=homes.for_share(share)), frames) for plan, frames in unit]
+        for share, unit in zip(later, planned, strict=True)
+    ]
 
 
 def build_units(
@@ -553,9 +584,21 @@ def build_units(
         ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.
     """
     blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
-    originals = dict(module.named_parameters())
-    sites = parameter_sites(module)
-    units = []
+    # A disk may be full on one host.
+    with all_agree(sharding.reaching_all) if sharding.options.homes.are_away else nullcontext():
+        units = list(_build_units(plan, planned, pool, dict(module.named_parameters()), parameter_sites(module)))
+    if blueprint is not None:
+        _initialise(module, blueprint, units, sharding)
+    return tuple(units)
+
+
+def _build_units(
+    plan: UnitPlan,
+    planned: Sequence[Sequence[PlannedGroup]],
+    pool: CommunicationPool,
+    originals: dict[str, nn.Parameter],
+    sites: dict[int, ParameterSites],
+) -> Iterator[Unit]:
     number = count()
     for index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
         groups = []
@@ -573,10 +616,7 @@ def build_units(
         unit.show_sharded()
         if index:  # the root is whole wherever a forward can read its weights
             unit.set_error_owner(plan.remedy(spec))
-        units.append(unit)
-    if blueprint is not None:
-        _initialise(module, blueprint, units, sharding)
-    return tuple(units)
+        yield unit
 
 
 def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:

@@ -13,16 +13,20 @@ instead has that step run on DTensors.)
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_fsdp.comm.lanes import finish_stream
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
+from megatron_fsdp.engine.homes import StateMemory
+from megatron_fsdp.errors import ConfigurationError
 
 _SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.ASGD: frozenset({"ax"}),
@@ -48,9 +52,14 @@ def steps_locally(optimizer: Optimizer) -> bool:
 
 
 class LocalStep:
-    """The view of one optimizer; between steps it holds neither gradients nor state."""
+    """The view of one optimizer; between steps it holds neither gradients nor state.
 
-    def __init__(self) -> None:
+    Args:
+        has_homes: Whether state of some parameters may rest elsewhere.
+    """
+
+    def __init__(self, has_homes: bool = False) -> None:
+        self._has_homes = has_homes
         self._view: _LocalTensors | None = None  # of the running step
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
@@ -66,7 +75,7 @@ class LocalStep:
         kind = _view_class(type(optimizer))  # type: ignore[arg-type]  # mypy: classes with a __hash__
         made: Optimizer = kind.__new__(kind)
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
-        self._view = made._view = _LocalTensors(optimizer)  # type: ignore[attr-defined]
+        self._view = made._view = _LocalTensors(optimizer, self._has_homes)  # type: ignore[attr-defined]
         return made
 
     def finish(self, _optimizer: Optimizer) -> None:
@@ -83,8 +92,9 @@ class LocalStep:
 class _LocalTensors:
     """The parameters, gradients and state of an optimizer as local tensors."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, has_homes: bool) -> None:
         self._optimizer = optimizer
+        self._has_homes = has_homes
         self._sharded = _SHARDED_STATE[type(optimizer)]
         self._shown: list[tuple[UnevenDTensor, State]] = []
         self.state: Mapping[Tensor, State] = optimizer.state
@@ -103,12 +113,16 @@ class _LocalTensors:
         for group in groups:
             found = None if group.get("differentiable") else self._localise(group["params"])
             if found is None:
+                if self._has_homes:
+                    raise _cannot_page(self._optimizer)
                 self.state = self._optimizer.state
                 return groups
             shown.append({**group, "params": [local for local, _ in found]})
             states.update(found)
             pairs += zip(group["params"], (state for _, state in found), strict=True)
         self.state, self._shown = states, pairs
+        if self._has_homes:
+            return _Turns(shown, groups, states, self._sharded)
         return shown
 
     def _localise(self, params: Sequence[Tensor]) -> list[tuple[Tensor, State]] | None:
@@ -148,6 +162,91 @@ class _LocalTensors:
                     own[key] = value
                 elif own.get(key) is None or own[key]._local_tensor is not value:
                     own[key] = UnevenDTensor.wrap(value, param.shard_frame)
+
+
+class _Turns(list[dict[str, Any]]):
+    """The groups of a step whose state rests elsewhere: each comes unit by unit, with its state for so long.
+
+    Torch's steps iterate over their groups once, and what they do with one parameter depends on no other.
+    """
+
+    def __init__(
+        self,
+        shown: Sequence[dict[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        states: Mapping[Tensor, State],
+        sharded: frozenset[str],
+    ) -> None:
+        super().__init__(shown)
+        self._groups, self._states, self._sharded = groups, states, sharded
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        devices: set[torch.device] = set()
+        for shown, group in zip(super().__iter__(), self._groups, strict=True):
+            places = zip(shown["params"], map(memory_of, group["params"]), strict=True)
+            for memory, members in itertools.groupby(places, key=lambda place: place[1][0]):
+                turn = [(local, index) for local, (_, index) in members]
+                devices.update(local.device for local, _ in turn)
+                if memory is not None:
+                    self._fetch(memory, turn)
+                try:
+                    yield {**shown, "params": [local for local, _ in turn]}
+                finally:
+                    if memory is not None:
+                        self._give_back(memory, turn)
+        for device in devices:
+            finish_stream(device)  # the host reads what rests there
+
+    def _fetch(self, memory: StateMemory, turn: Sequence[tuple[Tensor, int]]) -> None:
+        for local, _ in turn if memory.is_paged else ():
+            state = self._states[local]
+            state.update((key, memory.fetch(state[key])) for key in _tensors(state, self._sharded))
+
+    def _give_back(self, memory: StateMemory, turn: Sequence[tuple[Tensor, int]]) -> None:
+        for local, index in turn:
+            state = self._states[local]
+            state.update((key, memory.keep(key, index, state[key])) for key in _tensors(state, self._sharded))
+
+
+def _tensors(state: State, sharded: frozenset[str]) -> list[str]:
+    """Return the keys of what is sharded as the parameter."""
+    return [key for key, value in state.items() if key in sharded and value is not None]
+
+
+def memory_of(param: Tensor) -> tuple[StateMemory | None, int]:
+    """Return where the state of a sharded parameter rests, and its index there."""
+    found: tuple[StateMemory | None, int] = param._megatron_fsdp_model.state_memory(param)  # type: ignore[attr-defined]
+    return found
+
+
+def rehome(optimizer: Optimizer) -> None:
+    """Move state that was just loaded to where it rests."""
+    for param, state in optimizer.state.items():
+        memory, index = memory_of(param)
+        assert isinstance(param, UnevenDTensor)
+        for key in _tensors(state, _SHARDED_STATE[type(optimizer)]) if memory is not None else ():
+            assert memory is not None
+            state[key] = UnevenDTensor.wrap(memory.keep(key, index, state[key]._local_tensor), param.shard_frame)
+
+
+def check_homes(optimizer: Optimizer) -> None:
+    """Refuse optimizers that cannot step while their state rests elsewhere than their parameters.
+
+    Raises:
+        ConfigurationError: It is not one of torch's elementwise ones, whose step runs on local tensors.
+    """
+    if not steps_locally(optimizer) and any(
+        memory_of(param)[0] is not None for group in optimizer.param_groups for param in group["params"]
+    ):
+        raise _cannot_page(optimizer)
+
+
+def _cannot_page(optimizer: Optimizer) -> ConfigurationError:
+    return ConfigurationError(
+        f"the state of {type(optimizer).__name__} cannot rest elsewhere than its parameters, since its step does not "
+        "go element by element through local tensors of one dtype; give main_weights and optimizer_state the home "
+        '"host" in homes, or leave optimizer_state out'
+    )
 
 
 def _is_sharded_as(frame: ShardFrame, value: object) -> bool:

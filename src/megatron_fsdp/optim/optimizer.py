@@ -18,8 +18,8 @@ from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.blank_state import StateDict, is_known_without_a_step, with_blank_state, without_blank_momentum
-from megatron_fsdp.optim.chained import ChainedOptimizer
-from megatron_fsdp.optim.local_step import LocalStep, LocalView
+from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
+from megatron_fsdp.optim.local_step import LocalStep, LocalView, rehome
 from megatron_fsdp.optim.muon import MuonStandIn, MuonStep, check_muon
 from megatron_fsdp.optim.owned_step import OwnedStep, inherits_declaration, steps_owned
 from megatron_fsdp.optim.routes import NEEDS_ALL
@@ -185,6 +185,9 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     if describes_state:
         optimizer.register_state_dict_post_hook(functools.partial(_as_saved, reference))
     optimizer.register_load_state_dict_pre_hook(functools.partial(_as_held, reference))
+    if _has_homes(optimizer):
+        for each in members_of(optimizer):
+            optimizer.register_load_state_dict_post_hook(functools.partial(_rehome, each))
     optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
     _check_new_groups(optimizer, reference)
     owner, original = weakref.ref(optimizer), type(optimizer).zero_grad
@@ -272,10 +275,19 @@ def _step_of(optimizer: torch.optim.Optimizer) -> _Step:
     if type(optimizer) is torch.optim.Muon:
         return MuonStep()
     if not steps_owned(optimizer):
-        return LocalStep()
+        return LocalStep(_has_homes(optimizer))
     owned = OwnedStep()
     _guard(optimizer, owned)
     return owned
+
+
+def _rehome(member: torch.optim.Optimizer, _optimizer: torch.optim.Optimizer) -> None:
+    rehome(member)
+
+
+def _has_homes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a model whose parameters an optimizer holds has state elsewhere than on the device."""
+    return any(param._megatron_fsdp_model.has_homes for param in _params_of(optimizer))
 
 
 def _guard(optimizer: torch.optim.Optimizer, owned: OwnedStep) -> None:

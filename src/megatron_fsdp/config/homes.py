@@ -1,0 +1,177 @@
+"""Homes: where each kind of state rests between uses, and how much of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.errors import ConfigurationError
+
+_FILE = "file:"
+
+
+class Place(Enum):
+    """A kind of memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+    FILE = "file"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where one kind of state rests.
+
+    Attributes:
+        place: The kind of memory. Host memory is pinned where the device is a CUDA device.
+        folder: For `Place.FILE`, where the files are; they lose their names once they are mapped, so none is left.
+            Ranks may have different ones.
+        fraction: The share of the elements that rests there, 0 to 1, in whole units; the rest stays on the device.
+        limit_bytes: For saved activations, the most that is kept there at a time; None: no limit.
+    """
+
+    place: Place = Place.DEVICE
+    folder: Path | None = field(default=None, repr=False)
+    fraction: float = 1.0
+    limit_bytes: int | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is another place than the device."""
+        return self.place is not Place.DEVICE
+
+    def __str__(self) -> str:
+        """Return what `homes` takes for it."""
+        return f"{_FILE}{self.folder}" if self.place is Place.FILE else self.place.value
+
+
+ON_DEVICE = Home()
+
+
+@dataclass(frozen=True)
+class Homes:
+    """The home of each kind of state.
+
+    Attributes:
+        main_weights: The parameters that the optimizer updates. The optimizer steps where they rest.
+        optimizer_state: What the optimizer keeps for each parameter in the parameter's shape.
+        main_gradients: The accumulated gradients that `.grad` shows: beside the main weights, as torch wants it.
+        compute_weights: This rank's shard of the weights that are gathered; strategy 3 only.
+        activations: What autograd saves in the forward of a unit, other than weights.
+    """
+
+    main_weights: Home = ON_DEVICE
+    optimizer_state: Home = ON_DEVICE
+    main_gradients: Home = ON_DEVICE
+    compute_weights: Home = ON_DEVICE
+    activations: Home = ON_DEVICE
+
+    @property
+    def are_away(self) -> bool:
+        """Whether anything rests elsewhere than on the device."""
+        return any(getattr(self, field.name).is_away for field in fields(self))
+
+    def for_share(self, offset: float) -> Homes:
+        """Return the homes of a unit, without fractions.
+
+        Args:
+            offset: The share of the elements that later units hold: those go first, since their gradients come first.
+        """
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Homes(**{kind: home if offset < home.fraction else ON_DEVICE for kind, home in chosen.items()})
+
+
+_KINDS = tuple(field.name for field in fields(Homes))
+HomesArgument = Any
+"""What `fully_shard(homes=...)` takes: a mapping, a string, torch's `OffloadPolicy` or `CPUOffloadPolicy`, or None."""
+
+
+def resolve_homes(given: HomesArgument, strategy: ShardingStrategy) -> Homes:
+    """Resolve what was asked for.
+
+    Args:
+        given: For each kind of state "device", "host", "file:FOLDER", or a mapping with such a `home` and a `fraction`
+            (or, for activations, a limit in `bytes`). One such string alone, or torch's `CPUOffloadPolicy()`, moves all
+            state but activations. State of the optimizer and gradients follow the main weights unless they are named.
+        strategy: The strategy on the sharding axis.
+
+    Raises:
+        ConfigurationError: There is no such kind or home, or the combination cannot be.
+    """
+    kind_given = type(given).__name__  # torch's policies come from a package that takes long to import
+    if given is None or kind_given == "OffloadPolicy":
+        return Homes()
+    if kind_given == "CPUOffloadPolicy":
+        given = Place.HOST.value
+    if isinstance(given, str):
+        is_sharded = strategy is ShardingStrategy.optim_grads_params
+        given = dict.fromkeys(("main_weights", *(["compute_weights"] if is_sharded else [])), given)
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f'homes={given!r} is a {type(given).__name__}; give a mapping such as {{"optimizer_state": "host"}}, '
+            '"host", or CPUOffloadPolicy()'
+        )
+    unknown = [kind for kind in given if kind not in _KINDS]
+    if unknown:
+        raise ConfigurationError(f"homes has {unknown[0]!r}; the kinds of state are {', '.join(_KINDS)}")
+    found = {kind: _home(kind, value) for kind, value in given.items()}
+    main = found.get("main_weights", ON_DEVICE)
+    homes = Homes(**{"optimizer_state": main, "main_gradients": main, **found})
+    _check(homes, strategy)
+    return homes
+
+
+def _home(kind: str, given: object) -> Home:
+    """Read the home of one kind of state."""
+    options: Mapping[str, Any] = {"home": given} if not isinstance(given, Mapping) else given
+    allowed = ("home", "bytes") if kind == "activations" else ("home", "fraction")
+    where, fraction, limit = options.get("home"), options.get("fraction", 1.0), options.get("bytes")
+    if set(options) - set(allowed) or not isinstance(where, str):
+        raise ConfigurationError(
+            f"homes[{kind!r}]={given!r}; give a home, or a mapping with {' and '.join(map(repr, allowed))}"
+        )
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        raise ConfigurationError(f"homes[{kind!r}] has the fraction {fraction!r}; give a number from 0 to 1")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise ConfigurationError(f"homes[{kind!r}] has the limit {limit!r}; give a whole number of bytes")
+    if where in (Place.DEVICE.value, Place.HOST.value):
+        return Home(Place(where), None, float(fraction), limit)
+    folder = Path(where.removeprefix(_FILE))
+    if not where.startswith(_FILE) or not folder.name:
+        raise ConfigurationError(f'homes[{kind!r}]={where!r} does not exist; give "device", "host" or "file:FOLDER"')
+    if not folder.is_dir():
+        raise ConfigurationError(f"homes[{kind!r}]={where!r}: {folder} is no folder; make it first, on every host")
+    return Home(Place.FILE, folder, float(fraction), limit)
+
+
+def _check(homes: Homes, strategy: ShardingStrategy) -> None:
+    """Refuse combinations that cannot be.
+
+    Raises:
+        ConfigurationError: Says which, and why.
+    """
+    main, grads, state = homes.main_weights, homes.main_gradients, homes.optimizer_state
+    if (main.is_away, main.fraction) != (grads.is_away, grads.fraction):
+        raise ConfigurationError(
+            f"homes has main_gradients on {grads} (fraction {grads.fraction:g}) and main_weights on {main} (fraction "
+            f"{main.fraction:g}); torch wants a gradient beside its parameter, so give both or leave main_gradients out"
+        )
+    if main.is_away and not state.is_away:
+        raise ConfigurationError(
+            f"homes has optimizer_state on the device and main_weights on {main}; the optimizer steps where the main "
+            "weights rest and keeps its state there, so leave optimizer_state out"
+        )
+    if main.is_away and state.fraction != main.fraction:
+        raise ConfigurationError(
+            f"homes has the fraction {state.fraction:g} for optimizer_state and {main.fraction:g} for main_weights; "
+            "state rests beside the main weights, so give both the same"
+        )
+    if homes.compute_weights.is_away and strategy is not ShardingStrategy.optim_grads_params:
+        raise ConfigurationError(
+            f"homes has compute_weights on {homes.compute_weights}, and strategy {strategy.name} computes with whole "
+            "weights that are there all the time; use zero_dp_strategy 3, or leave compute_weights out"
+        )
