@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import all_agree, gather_over
+from megatron_fsdp.comm.agreement import all_agree, gather_over, raise_together
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
@@ -899,6 +899,18 @@ class MegatronFSDP(nn.Module):
         result = super().load_state_dict(state_dict, strict)
         self._engine.install_main_weights()
         return result
+
+    def raise_together(self, error: Exception | None, doing: str) -> None:
+        """Raise on all ranks of the model what any of them has met; collective.
+
+        Raises:
+            RankError: Says which ranks, what, and what was being done; the error itself where all have met it.
+        """
+        for group in self._engine.sharding.reaching_all:
+            if group is not None:
+                raise_together(error, doing, group)
+        if error is not None:
+            raise error
 
     def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
         """Raise the problem of a state dict; on all ranks, together, where it comes out of a file.

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from megatron_fsdp.config.arguments import explains_fields
+from megatron_fsdp.config.homes import resolve_homes
 from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
 
@@ -178,6 +179,7 @@ class MegatronFSDPConfig(_Config):
         backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
         deterministic: "world": the same bits on any number of data-parallel ranks, as in `fully_shard`; of this package
             only.
+        homes: Where each kind of state rests, as in `fully_shard`; of this package only.
     """
 
     sequence_parallel: bool = False
@@ -199,6 +201,7 @@ class MegatronFSDPConfig(_Config):
     activation_checkpointing: Union[bool, str] = False  # noqa: UP007
     backend: str = "nccl"
     deterministic: Optional[str] = None  # noqa: UP045
+    homes: Any = None
 
     def __post_init__(self, tp_plan: Optional[dict]) -> None:  # type: ignore[type-arg]  # noqa: UP045
         """Check values.
@@ -212,7 +215,7 @@ class MegatronFSDPConfig(_Config):
                 "of your own, or call parallelize_tensors and fully_shard_model yourself"
             )
         self._check()
-        resolve_strategy(self.zero_dp_strategy)
+        resolve_homes(self.homes, resolve_strategy(self.zero_dp_strategy))
         units: object = self.megatron_fsdp_unit_modules
         if units is not None and not (
             isinstance(units, list | tuple) and all(isinstance(unit, type | str) and unit for unit in units)

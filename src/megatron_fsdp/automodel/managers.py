@@ -262,6 +262,7 @@ _SAME_NAME = (
     "nccl_ub",
     "fsdp_double_buffer",
     "deterministic",
+    "homes",
 )
 """Fields that `fully_shard_model` takes by the same name."""
 

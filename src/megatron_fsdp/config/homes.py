@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -73,7 +73,12 @@ class Homes:
     @property
     def are_away(self) -> bool:
         """Whether anything rests elsewhere than on the device."""
-        return any(getattr(self, field.name).is_away for field in fields(self))
+        return any(getattr(self, name).is_away for name in _KINDS)
+
+    def __str__(self) -> str:
+        """Return the kinds that rest elsewhere, and where; without folders, which may differ between ranks."""
+        homes = ((name, getattr(self, name)) for name in _KINDS)
+        return ", ".join(f"{name} {home.place.value}" for name, home in homes if home.is_away)
 
     def for_share(self, offset: float) -> Homes:
         """Return the homes of a unit, without fractions.
@@ -81,8 +86,19 @@ class Homes:
         Args:
             offset: The share of the elements that later units hold: those go first, since their gradients come first.
         """
-        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen = {name: getattr(self, name) for name in _KINDS}
         return Homes(**{kind: home if offset < home.fraction else ON_DEVICE for kind, home in chosen.items()})
+
+
+def homes_by_unit(homes: Homes, numels: Sequence[int]) -> list[Homes]:
+    """Return where the state of each unit rests, without fractions.
+
+    Args:
+        homes: As chosen.
+        numels: Elements of each unit, root first; units go from the last on, whose gradients come first.
+    """
+    later = [sum(numels[index + 1 :]) / max(1, sum(numels)) for index in range(len(numels))]
+    return [homes.for_share(share) for share in later]
 
 
 _KINDS = tuple(field.name for field in fields(Homes))

@@ -16,6 +16,7 @@ from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import checked_deterministic, engine_options_of
+from megatron_fsdp.config.homes import HomesArgument, resolve_homes
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.bucket_plan import plan_buckets
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
@@ -108,6 +109,7 @@ class DistributedDataParallel(MegatronFSDP):
         fsdp_unit_modules: The units, with `use_megatron_fsdp`; else refused.
         device: Where the buffers live; None: this process's device of the mesh's type.
         sync_model_each_microbatch: Make gradients final after every backward; False: when `finish_grad_sync` is called.
+        homes: Where each kind of state rests, as in `fully_shard_model`.
 
     Attributes:
         ddp_config: The caller's configuration; nothing reads it after wrapping.
@@ -137,6 +139,7 @@ class DistributedDataParallel(MegatronFSDP):
         find_unused_parameters: bool = False,
         verify_ranks: bool | float | str | None = None,
         deterministic: str | None = None,
+        homes: HomesArgument = None,
     ) -> None:
         _check_types(config, module)
         mesh, dim = mesh_and_dim(device_mesh, dp_dim, tp_dim, "dp_dim")
@@ -162,6 +165,7 @@ class DistributedDataParallel(MegatronFSDP):
                 verify_ranks=verify_ranks,
                 find_unused_parameters=find_unused_parameters,
                 deterministic=deterministic,
+                homes=homes,
             )
         else:
             if fsdp_unit_modules is not None:
@@ -171,8 +175,10 @@ class DistributedDataParallel(MegatronFSDP):
                 )
             verify_ranks_s = resolve_verify_ranks(verify_ranks)
             overlaps = resolved.config.overlap_grad_reduce
+            options = engine_options_of(resolved.engine_config, resolved.policy)
             options = replace(
-                engine_options_of(resolved.engine_config, resolved.policy),
+                options,
+                homes=resolve_homes(homes, options.strategy),
                 # Ranks that are compared wait for one another, so reductions start where they all do: at the end.
                 overlap_grad_reduce=overlaps and not verify_ranks_s,
                 numel_multiple=resolved.numel_multiple,

@@ -42,7 +42,7 @@ class BucketEngine(Engine):
             self._local_weights = {
                 unit.index: [group.local_compute_weights() for group in unit.groups]
                 for unit in self._buckets
-                if any(group.plan.precision.has_main_copy for group in unit.groups)
+                if any(group.plan.has_main_copy for group in unit.groups)
             }
         self._shows_local: set[int] = set()  # units whose local weights are in the modules
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megatron_fsdp.describe.description import (
     MemoryDescription,
     OptimizerDescription,
     UnitDescription,
+    in_bytes,
 )
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Domain, local_part
@@ -35,7 +36,7 @@ from megatron_fsdp.sharding.units import UnitPlan
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that the engine holds on this rank.
+    """Bytes that the engine holds on this rank, on its device.
 
     Attributes:
         compute_weight_bytes: Compute weights while they are sharded.
@@ -44,6 +45,7 @@ class MemoryUse:
         transient_peak_bytes: The most that gathered weights have taken, and communication buckets and scratch as far
             as allocated.
         gathered_bytes: What gathered weights take now; slots count whether or not they are in use.
+        away: Bytes of what rests elsewhere, by kind of state; the former leave it out.
     """
 
     compute_weight_bytes: int
@@ -51,6 +53,7 @@ class MemoryUse:
     main_grad_bytes: int
     transient_peak_bytes: int
     gathered_bytes: int
+    away: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def persistent_bytes(self) -> int:
@@ -61,12 +64,26 @@ class MemoryUse:
 def memory_of(engine: Engine) -> MemoryUse:
     """Add up the engine's buffers."""
     groups = engine.groups()
+    whole = {group: 0 if group.weights.main_lies_in_compute else group.weights.main.local.nbytes for group in groups}
+    held = {
+        "compute_weights": [(group.plan.compute_home, group.weights.compute.local.nbytes) for group in groups],
+        "main_weights": [(group.plan.main_home, num_bytes) for group, num_bytes in whole.items()],
+        "main_gradients": [
+            (group.plan.homes.main_gradients, gradients.main.num_bytes)
+            for group, gradients in engine.groups_with_gradients()
+        ],
+    }
+    away = {kind: sum(count for home, count in parts if home.is_away) for kind, parts in held.items()}
+    away["optimizer_state"] = _state_bytes(engine, is_away=True)
+    away["activations"] = 0 if engine.saved_tensors is None else engine.saved_tensors.held_bytes
+    compute, main, grads = (sum(count for home, count in parts if not home.is_away) for parts in held.values())
     return MemoryUse(
-        sum(group.weights.compute.local.nbytes for group in groups),
-        sum(group.weights.main.local.nbytes for group in groups if not group.weights.main_lies_in_compute),
-        sum(gradients.main.num_bytes for _, gradients in engine.groups_with_gradients()),
+        compute,
+        main,
+        grads,
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
+        {kind: count for kind, count in away.items() if getattr(engine.sharding.options.homes, kind).is_away},
     )
 
 
@@ -182,7 +199,6 @@ def _name(dtype: torch.dtype) -> str:
 def memory_description(engine: Engine) -> MemoryDescription:
     """Describe the bytes held now, and how memory is borrowed."""
     held, schedule, weights = memory_of(engine), engine.scheduler.config, engine.memory_plan.weights
-    states = {param: state for each in engine.connected for param, state in each.state.items()}
     others = engine.units[ROOT + 1 :]
     return MemoryDescription(
         allocator=engine.memory_plan.allocator.value,
@@ -193,18 +209,26 @@ def memory_description(engine: Engine) -> MemoryDescription:
         forward_prefetch=schedule.forward_prefetch_units,
         backward_prefetch=schedule.backward_prefetch_units,
         persistent_bytes=held.persistent_bytes,
-        optimizer_bytes=_state_bytes(engine, states),
+        optimizer_bytes=_state_bytes(engine, is_away=False),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
+        homes=tuple(
+            f"{kind} {getattr(engine.sharding.options.homes, kind)} {in_bytes(count)}"
+            for kind, count in held.away.items()
+        ),
         pool_bytes=None if engine.memory_plan.pool is None else engine.memory_plan.pool.num_bytes,
         pool=() if engine.memory_plan.pool is None else tuple(map(str, engine.memory_plan.pool.blocks)),
     )
 
 
-def _state_bytes(engine: Engine, states: Mapping[torch.Tensor, Mapping[str, object]]) -> int:
-    own = (state for param, state in states.items() if id(param) in engine.group_and_index)
-    tensors = (value for state in own for value in state.values())
-    return sum(local_part(value).nbytes for value in tensors if isinstance(value, torch.Tensor))
+def _state_bytes(engine: Engine, *, is_away: bool) -> int:
+    """Add up the optimizer state of connected optimizers that rests on the device, or elsewhere."""
+    found = 0
+    for param, state in (item for each in engine.connected for item in each.state.items()):
+        group, _ = engine.group_and_index.get(id(param), (None, 0))
+        if group is not None and group.plan.homes.optimizer_state.is_away is is_away:
+            found += sum(local_part(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return found
 
 
 def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescription, ...]:

@@ -371,6 +371,16 @@ class GroupPlan:
             outer_shares=has_outer and self.placements.main_weight[0] is Placement.SHARD,
             weight_format=self.weight_format,
             is_looked_up=self.is_looked_up,
+            away=frozenset(
+                name
+                for name, home in (
+                    ("compute_weight", self.compute_home),
+                    ("main_weight", self.main_home),
+                    ("main_grad", self.homes.main_gradients),
+                    ("optimizer", self.homes.optimizer_state),
+                )
+                if home.is_away
+            ),
         )
 
     def frame(self, index: int) -> ShardFrame:

@@ -67,14 +67,20 @@ class StateMemory:
 
     Attributes:
         is_paged: Whether a step works on copies on the device, unit by unit; else it steps where the state rests.
+        was_refused: There was no room on some rank, so that all ask again in the next step.
     """
 
     def __init__(self, home: Home, layout: Layout, region: Region, device: torch.device, *, is_paged: bool) -> None:
         """Allocate nothing: which states there are, and their dtypes, is known after the first step."""
         self.is_paged = is_paged
+        self.was_refused = False
         self._home, self._layout, self._region, self._device = home, layout, region, device
         self._buffers: dict[tuple[str, torch.dtype], FlatBuffer] = {}
         self._pieces: dict[tuple[str, int], torch.Tensor] = {}
+
+    def has_room(self, key: str, dtype: torch.dtype) -> bool:
+        """Return whether there is memory for a state already."""
+        return (key, dtype) in self._buffers
 
     def keep(self, key: str, index: int, value: torch.Tensor) -> torch.Tensor:
         """Copy a state of parameter `index` to its place, and return that: always the same tensor for a dtype.

@@ -222,7 +222,7 @@ class SavedTensors:
         return number
 
     def _send_storage(self, tensor: Tensor) -> _Content:
-        source = tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+        source = tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         content = _Content(source, allocate(self._home, source.numel(), torch.uint8, self._device), self._lane)
         self._bytes_away[content] = source.numel()
         return content

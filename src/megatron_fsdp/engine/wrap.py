@@ -22,7 +22,7 @@ from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
 from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
-from megatron_fsdp.config.homes import Homes
+from megatron_fsdp.config.homes import Homes, homes_by_unit
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
@@ -561,11 +561,10 @@ def _with_homes(planned: list[list[PlannedGroup]], homes: Homes) -> list[list[Pl
     """Say where the state of each unit rests: from the last unit to the root, until the fractions are reached."""
     if not homes.are_away:
         return planned
-    numels = [sum(plan.layout.numel for plan, _ in unit) for unit in planned]
-    later = [sum(numels[index + 1 :]) / max(1, sum(numels)) for index in range(len(planned))]
+    of_units = homes_by_unit(homes, [sum(plan.layout.numel for plan, _ in unit) for unit in planned])
     return [
-        [(replace(plan, homes=homes.for_share(share)), frames) for plan, frames in unit]
-        for share, unit in zip(later, planned, strict=True)
+        [(replace(plan, homes=of_unit), frames) for plan, frames in unit]
+        for of_unit, unit in zip(of_units, planned, strict=True)
     ]
 
 

@@ -182,6 +182,8 @@ class _Turns(list[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         devices: set[torch.device] = set()
+        self._error: ConfigurationError | None = None
+        self._taking_room: set[StateMemory] = set()
         for shown, group in zip(super().__iter__(), self._groups, strict=True):
             places = zip(shown["params"], map(memory_of, group["params"]), strict=True)
             for memory, members in itertools.groupby(places, key=lambda place: place[1][0]):
@@ -196,6 +198,12 @@ class _Turns(list[dict[str, Any]]):
                         self._give_back(memory, turn)
         for device in devices:
             finish_stream(device)  # the host reads what rests there
+        if self._taking_room:  # in the first step, on all ranks alike
+            for memory in self._taking_room:
+                memory.was_refused = True
+            self._groups[0]["params"][0]._megatron_fsdp_model.raise_together(self._error, "keeping optimizer state")
+            for memory in self._taking_room:
+                memory.was_refused = False
 
     def _fetch(self, memory: StateMemory, turn: Sequence[tuple[Tensor, int]]) -> None:
         for local, _ in turn if memory.is_paged else ():
@@ -205,7 +213,13 @@ class _Turns(list[dict[str, Any]]):
     def _give_back(self, memory: StateMemory, turn: Sequence[tuple[Tensor, int]]) -> None:
         for local, index in turn:
             state = self._states[local]
-            state.update((key, memory.keep(key, index, state[key])) for key in _tensors(state, self._sharded))
+            for key in _tensors(state, self._sharded):
+                if memory.was_refused or not memory.has_room(key, state[key].dtype):
+                    self._taking_room.add(memory)
+                try:
+                    state[key] = memory.keep(key, index, state[key])
+                except ConfigurationError as error:
+                    self._error = error  # nothing is lost: it stays where the step has made it
 
 
 def _tensors(state: State, sharded: frozenset[str]) -> list[str]:

@@ -38,6 +38,8 @@ class GroupFootprint:
         outer_shares: Whether main weights, main gradients and optimizer state are sharded over these, too (HFSDP).
         weight_format: The weight format in which compute weights are sharded and gathered; None: their dtype.
         is_looked_up: Whether backward reads none of its weights, as of embeddings.
+        away: The buffers that rest elsewhere than on the device: "compute_weight", "main_weight", "main_grad",
+            "optimizer".
     """
 
     unit: int
@@ -53,6 +55,7 @@ class GroupFootprint:
     outer_shares: bool = False
     weight_format: WeightFormat | None = None
     is_looked_up: bool = False
+    away: frozenset[str] = frozenset()
 
     @property
     def shard_numel(self) -> int:
@@ -62,7 +65,8 @@ class GroupFootprint:
     @property
     def has_main_copy(self) -> bool:
         """Whether main weights have memory of their own."""
-        return self.weight_format is not None or (self.requires_grad and self.main_params != self.compute)
+        moved = ("main_weight" in self.away) != ("compute_weight" in self.away)
+        return self.weight_format is not None or (self.requires_grad and (moved or self.main_params != self.compute))
 
     def weight_bytes(self, numel: int) -> int:
         """Return the bytes of compute weights that are sharded or travel."""
@@ -139,7 +143,7 @@ def persistent_bytes(
     optimizer_states_per_param: int = 2,
     deferred: bool = False,
 ) -> PersistentBytes:
-    """Count the bytes that the engine and the optimizer hold while gradients exist.
+    """Count the bytes that the engine and the optimizer hold on the device while gradients exist.
 
     Deferred reductions (``no_sync``) take an unsharded gradient per trainable group under every strategy. State values
     per parameter are 2 for Adam, 1 for momentum, 0 for SGD.
@@ -148,16 +152,18 @@ def persistent_bytes(
         Bytes per rank; optimizer state of padding included, which an optimizer does not keep.
     """
     trainable = [group for group in groups if group.requires_grad]
-    with_main_copy = [group for group in groups if group.has_main_copy]
-    main_grad = sum(_held_bytes(g, strategy, "main_grad", g.main_grads) for g in trainable)
+    with_main_copy = [group for group in groups if group.has_main_copy and "main_weight" not in group.away]
+    main_grad = sum(_held_bytes(g, strategy, "main_grad", g.main_grads) for g in trainable if "main_grad" not in g.away)
     if deferred:
         main_grad += sum(group.numel * group.main_grads.itemsize for group in trainable)
     return PersistentBytes(
-        compute_weight=sum(g.weight_bytes(_held_numel(g, strategy, "compute_weight")) for g in groups),
+        compute_weight=sum(
+            g.weight_bytes(_held_numel(g, strategy, "compute_weight")) for g in groups if "compute_weight" not in g.away
+        ),
         main_weight=sum(_held_bytes(g, strategy, "main_weight", g.main_params) for g in with_main_copy),
         main_grad=main_grad,
         optimizer=optimizer_states_per_param
-        * sum(_held_bytes(g, strategy, "main_weight", g.main_params) for g in trainable),
+        * sum(_held_bytes(g, strategy, "main_weight", g.main_params) for g in trainable if "optimizer" not in g.away),
     )
 
 
@@ -325,7 +331,11 @@ def _block_bytes(
 
 def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> list[UnitWeights]:
     """List the weights that each unit gathers into borrowed memory, root first."""
-    cut = [g for g in groups if g.num_shards > 1 and _is_sharded(g, strategy, "compute_weight")]
+    cut = [
+        g
+        for g in groups
+        if (g.num_shards > 1 or "compute_weight" in g.away) and _is_sharded(g, strategy, "compute_weight")
+    ]
     gathered = _block_bytes(cut, lambda group: group.gathered)
     return [
         UnitWeights(gathered.get(unit, 0), tuple(g.gathered for g in cut if g.unit == unit))

@@ -16,6 +16,7 @@ from megatron_fsdp.train.models.build import build_decoder
 from megatron_fsdp.train.models.decoder import Block
 from megatron_fsdp.train.options.checks import needs_transformers, uses_transformers
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.ranks import Rank
 
 MESH_DIM = "dp"
@@ -60,12 +61,25 @@ def wrap(
         dp_dim=dim,
         calculate_per_token_loss=sums_over_ranks(job),
         deterministic=job.options.training.deterministic,
+        homes=_homes(job.options),
         init_model_with_meta_device=init_meta,
         **cuts,
     )
     if job.ddp.fsdp_manual_registration:
         wrapped.manual_buffer_registration()
     return wrapped
+
+
+def _homes(options: Options) -> dict[str, Any]:
+    """Say where state rests."""
+    optimizer, homes = options.optimizer, dict[str, Any]()
+    if optimizer.optimizer_cpu_offload:
+        folder = optimizer.optimizer_offload_folder
+        where = "host" if folder is None else f"file:{folder}"
+        homes["main_weights"] = {"home": where, "fraction": optimizer.optimizer_offload_fraction}
+    if options.training.cpu_offloading:
+        homes["activations"] = "host"
+    return homes
 
 
 def shard_decoder(job: Job, rank: Rank, vocab_size: int) -> Trained:

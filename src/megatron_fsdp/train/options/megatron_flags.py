@@ -101,6 +101,8 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "the time of a step is always measured; `mfsdp trace` shows where it goes": (
         "--timing-log-level= --timing-log-option= --no-barrier-with-level-1-timing"
     ),
+    "gradients leave while backward goes on, anyway": "--overlap-cpu-optimizer-d2h-h2d",
+    "torch's optimizers step on the host anyway": "--use-torch-optimizer-for-cpu-offload",
     "there is no such logger": "--enable-one-logger --no-one-logger",
     "W&B's files lie in the folder of results": "--wandb-save-dir=",
     "--num-query-groups alone decides": "--group-query-attention",
@@ -162,8 +164,7 @@ _NOT_HERE: Mapping[str, str] = {
         "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank "
         "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-        "--enable-cuda-graph --external-cuda-graph --cuda-graph-scope --optimizer-cpu-offload "
-        "--optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d --distribute-saved-activations --fp4-format "
+        "--enable-cuda-graph --external-cuda-graph --cuda-graph-scope --distribute-saved-activations --fp4-format "
         "--fp8-format --fp8-recipe --fp8-amax-history-len --fp8-amax-compute-algo --fp8-margin "
         "--fp16-lm-cross-entropy --fp32-residual-connection --apply-query-key-layer-scaling "
         "--data-parallel-random-init --load-main-params-from-ckpt --ckpt-drop-redundant-extra-state "
@@ -213,9 +214,8 @@ _NOT_HERE: Mapping[str, str] = {
     "give --eval-iters, the global batches of an evaluation": "--full-validation",
     "weight decay stays the same; give --weight-decay": "--start-weight-decay --end-weight-decay",
     "all weights have one learning rate; give --lr and --min-lr": "--decoupled-lr --decoupled-min-lr",
-    "activations stay on the device; give --recompute-granularity full": (
-        "--cpu-offloading --cpu-offloading-num-layers --moe-layer-recompute"
-    ),
+    "every block offloads what it saves; give --cpu-offloading": "--cpu-offloading-num-layers",
+    "give --recompute-granularity full": "--moe-layer-recompute",
     "give `mfsdp trace`, or PyTorch's profiler around `megatron_fsdp.train`": (
         "--log-straggler --profile --use-pytorch-profiler --profile-step-start --profile-step-end --profile-ranks"
     ),

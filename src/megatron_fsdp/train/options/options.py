@@ -272,6 +272,7 @@ class TrainingOptions:
         grad_reduce_in_bf16: Reduce gradients in bfloat16 in place of float32; they accumulate in float32 anyway.
         calculate_per_token_loss: Every token counts alike, in place of every sample; gradients are summed over ranks.
         deterministic: Give the same bits of losses, gradients and weights on any number of data-parallel ranks.
+        cpu_offloading: What autograd saves in a block rests in host memory until its backward.
         recompute_granularity: Recompute whole blocks, or the core of attention, in backward.
         recompute_method: With granularity full: block recomputes the first blocks, uniform all of them, one by one.
         recompute_num_layers: How many of the first blocks to recompute, with granularity full; default: all. With
@@ -294,6 +295,7 @@ class TrainingOptions:
     grad_reduce_in_bf16: bool = False
     calculate_per_token_loss: bool = False
     deterministic: Literal["world"] | None = None
+    cpu_offloading: bool = False
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: Count | None = None
@@ -326,6 +328,10 @@ class OptimizerOptions:
         adam_eps: Added to the root of the second average.
         sgd_momentum: Momentum of SGD.
         clip_grad: Largest norm of all gradients; 0: they are not scaled.
+        optimizer_cpu_offload: Main weights, main gradients and optimizer state rest in host memory, where the optimizer
+            steps.
+        optimizer_offload_fraction: The share of the model whose state rests there; the rest stays on the device.
+        optimizer_offload_folder: A folder for files in which it rests in place of memory.
     """
 
     optimizer: Literal["adam", "sgd", "muon", "adamw8bit"] = "adam"
@@ -346,6 +352,9 @@ class OptimizerOptions:
     adam_eps: Positive = 1e-8
     sgd_momentum: Share = 0.9
     clip_grad: NotNegative = 1.0
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: Share = 1.0
+    optimizer_offload_folder: Path | None = None
 
 
 @dataclass(frozen=True)

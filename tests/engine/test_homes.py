@@ -1,0 +1,310 @@
+"""State that rests elsewhere: the results of the resident run, bit for bit, and the bytes on the device."""
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.config.homes import Home, Place
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.engine.homes import allocate
+from megatron_fsdp.errors import ConfigurationError, RankError
+from megatron_fsdp.sharding.accounting import persistent_bytes
+from tests.conftest import RunRanks
+from tests.support.arrangements import FLAT, hybrid
+from tests.support.models import DENSE
+from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded
+from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+
+HALF = {"home": "host", "fraction": 0.5}
+BF16 = MixedPrecisionPolicy(torch.float32, torch.float32)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """With an epsilon above the noise in gradients that are zero but for rounding, which one process has otherwise."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+
+
+def train_in_every_way(run: Run) -> None:
+    """Plain steps, accumulation without and with reductions, clipping, a failed step and what comes after it."""
+    run.train(0, 1)
+    run.loss(2).backward()
+    run.loss(3).backward()
+    run.step()
+    with run.no_sync():
+        run.loss(4).backward()
+    run.loss(5).backward()
+    if run.sharded is not None:
+        run.sharded.clip_grad_norm_(0.5)
+    else:
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+    run.step()
+    loss = run.loss(6)
+    if run.sharded is not None:
+        run.sharded.reset()
+    del loss
+    run.train(7)
+
+
+def folders(where: Any, folder: str) -> Any:
+    """Put a folder into homes that say FOLDER."""
+    if isinstance(where, dict):
+        return {key: folders(value, folder) for key, value in where.items()}
+    return where.replace("FOLDER", folder) if isinstance(where, str) else where
+
+
+EVERYWHERE: dict[str, Any] = {
+    "host": "host",
+    "file": "file:FOLDER",
+    "state": {"optimizer_state": "host"},
+    "state in a file": {"optimizer_state": "file:FOLDER"},
+    "half": {"main_weights": HALF, "activations": "host"},
+    "mixed": {"main_weights": "host", "optimizer_state": "file:FOLDER", "main_gradients": "file:FOLDER"},
+}
+
+
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_steps_equal_those_of_the_resident_run_bit_for_bit(run_ranks: RunRanks, num_ranks: int, tmp_path: Path) -> None:
+    scenario = Scenario(train_in_every_way, DENSE, adamw)
+    jobs = [
+        (scenario, Setting(strategy, options=(("homes", folders(homes, str(tmp_path))),)))
+        for strategy in range(4)
+        for homes in (None, *EVERYWHERE.values())
+    ]
+    by_rank = run_ranks(num_ranks, run_sharded, jobs)
+    for strategy in range(4):
+        first, *others = list(zip(*by_rank, strict=True))[strategy * 7 : strategy * 7 + 7]
+        assert_parity(first, reference(scenario, num_ranks), FP32)
+        for name, other in zip(EVERYWHERE, others, strict=True):
+            assert [each.losses for each in other] == [each.losses for each in first], (strategy, name)
+            assert [each.digest for each in other] == [each.digest for each in first], (strategy, name)
+    assert not os.listdir(tmp_path)  # noqa: PTH208
+
+
+@pytest.mark.full(short=["half precision"])
+@pytest.mark.parametrize("kind", ["half precision", "formats", "hybrid", "shared outside", "sgd", "whole tensors"])
+def test_other_kinds_of_runs_do_too(run_ranks: RunRanks, kind: str, tmp_path: Path) -> None:
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    setting: dict[str, Any] = {}
+    num_ranks, homes = 2, list(EVERYWHERE)
+    if kind in ("half precision", "formats"):
+        setting["policy"] = BF16 if kind == "half precision" else MixedPrecisionPolicy(weight_format="fp8")
+    elif kind == "sgd":
+        optimizer = sgd_with_momentum
+    elif kind == "whole tensors":
+        optimizer, homes = adafactor, ["host", "file", "half"]
+    else:
+        num_ranks = 4
+        setting["arrangement"] = hybrid(2, 2)
+        setting["outer_strategy"] = int(kind == "shared outside")
+        homes = homes if kind == "hybrid" else homes[2:]  # shards on the host are refused there
+    scenario = Scenario(train_in_every_way, DENSE, optimizer)
+    settings = [{"homes": folders(where, str(tmp_path))} for where in (None, *(EVERYWHERE[name] for name in homes))]
+    jobs = [(scenario, Setting(3, options=tuple(options.items()), **setting)) for options in settings]
+    first, *others = zip(*run_ranks(num_ranks, run_sharded, jobs), strict=True)
+    for name, other in zip(homes, others, strict=True):
+        assert [each.losses for each in other] == [each.losses for each in first], name
+        assert [each.digest for each in other] == [each.digest for each in first], name
+
+
+def sgd_with_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks()
+def test_what_is_away_takes_no_bytes_of_the_device(num_ranks: int) -> None:
+    for homes, strategy in (("host", 3), ({"optimizer_state": "host"}, 1), ({"main_weights": HALF}, 2)):
+        model = Tower((32, 32, 32, 32))
+        model, optimizer = fully_shard(
+            model.bfloat16(),
+            torch.optim.AdamW(model.parameters()),
+            fsdp_unit_modules=[Floor],
+            zero_dp_strategy=strategy,
+            mixed_precision_policy=BF16,
+            homes=homes,
+        )
+        tower_loss(model, torch.randn(2, FEATURES, dtype=torch.bfloat16)).backward()
+        optimizer.step()
+        described = model.describe()
+        groups = model.footprints()
+        expected = persistent_bytes(groups, ShardingStrategy(strategy))
+        held = model.memory()
+        assert held.compute_weight_bytes == expected.compute_weight
+        assert held.main_weight_bytes == expected.main_weight
+        assert held.main_grad_bytes == expected.main_grad
+        whole = persistent_bytes([replace(each, away=frozenset()) for each in groups], ShardingStrategy(strategy))
+        moved = {
+            "compute_weights": whole.compute_weight - expected.compute_weight,
+            "main_weights": whole.main_weight - expected.main_weight,
+            "main_gradients": whole.main_grad - expected.main_grad,
+        }
+        for kind, count in moved.items():
+            assert held.away.get(kind, 0) == count, (homes, kind)
+        assert held.away["optimizer_state"] > 0
+        counters = 4 * sum(1 for _ in model.parameters())
+        state = described.memory.optimizer_bytes
+        if homes == {"main_weights": HALF}:
+            assert 0 < state < held.away["optimizer_state"] + counters + whole.optimizer
+        else:
+            assert state == 0
+        assert any(line.startswith("optimizer_state host") for line in described.memory.homes)
+        del model, optimizer
+    assert num_ranks == dist.get_world_size()
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full(short=["host-state"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("host", "state"), ("state", None), (None, "mixed")],
+    ids=["host-state", "state-none", "none-mixed"],
+)
+def test_a_run_goes_on_with_other_homes(
+    run_ranks: RunRanks, tmp_path: Path, before: str | None, after: str | None
+) -> None:
+    straight, resumed = same_twice(run_ranks(2, save_and_resume, str(tmp_path), before, after))
+    assert straight == resumed
+
+
+def same_twice(by_rank: list[Any]) -> tuple[Any, Any]:
+    assert by_rank[0] == by_rank[1]
+    straight, resumed = by_rank[0]
+    return straight, resumed
+
+
+def save_and_resume(folder: str, before: str | None, after: str | None) -> tuple[list[float], list[float]]:
+    def build(name: str | None) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = Tower((32, 32, 32))
+        homes = None if name is None else folders(EVERYWHERE[name], folder)
+        return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], homes=homes)
+
+    def train(model: Any, optimizer: Any, steps: range) -> list[float]:
+        for step in steps:
+            x = torch.randn(2, FEATURES, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+            tower_loss(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = model.full_parameters()
+        return [value for name in sorted(whole) for value in whole[name].flatten().tolist()]
+
+    model, optimizer = build(before)
+    train(model, optimizer, range(2))
+    path = Path(folder) / "saved"
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    straight = train(model, optimizer, range(2, 4))
+    model, optimizer = build(after)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return straight, train(model, optimizer, range(2, 4))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_has_no_name_and_holds_what_is_written(tmp_path: Path) -> None:
+    memory = allocate(Home(Place.FILE, tmp_path), 1000, torch.float32, torch.device("cpu"))
+    assert memory.shape == (1000,)
+    assert not memory.any()
+    memory.copy_(torch.arange(1000.0))
+    assert memory.sum() == 499_500.0
+    assert not list(tmp_path.iterdir())
+    assert allocate(Home(Place.FILE, tmp_path), 0, torch.float32, torch.device("cpu")).numel() == 0
+
+
+@on_ranks(2)
+def test_a_full_disk_is_told_on_all_ranks() -> None:
+    posix_fallocate = os.posix_fallocate
+
+    def is_full(_file: int, _offset: int, _length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = Tower((32, 32))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if dist.get_rank() == 1:
+        os.posix_fallocate = is_full
+    try:
+        with pytest.raises(ConfigurationError) as refused:
+            fully_shard(model, optimizer, fsdp_unit_modules=[Floor], homes={"main_weights": "file:/tmp"})
+    finally:
+        os.posix_fallocate = posix_fallocate
+    message = same_on_ranks(str(refused.value))
+    assert "rank 1" in message
+    assert "No space left on device; free space there, or choose another home" in message
+
+
+@on_ranks(2)
+def test_a_disk_that_is_full_in_the_first_step_is_told_on_all_ranks() -> None:
+    posix_fallocate = os.posix_fallocate
+
+    def is_full(_file: int, _offset: int, _length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = Tower((32, 32))
+    model, optimizer = fully_shard(
+        model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], homes={"optimizer_state": "file:/tmp"}
+    )
+    tower_loss(model, torch.randn(2, FEATURES)).backward()
+    if dist.get_rank() == 1:
+        os.posix_fallocate = is_full
+    try:
+        with pytest.raises(RankError) as refused:
+            optimizer.step()
+    finally:
+        os.posix_fallocate = posix_fallocate
+    message = same_on_ranks(str(refused.value))
+    assert message.startswith("keeping optimizer state failed (rank 1: ConfigurationError: ")
+    assert "No space left on device" in message
+    optimizer.step()  # there is room again: what the first step has made goes there
+    counters = 4 * sum(1 for _ in model.parameters())
+    moments = 2 * sum(param.to_local().nbytes for param in model.parameters())
+    assert model.memory().away["optimizer_state"] == moments + counters
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_homes_cannot_be_combined_with_is_refused_on_all_ranks() -> None:
+    def refusal(optimizer: Any = torch.optim.AdamW, **options: Any) -> str:
+        model = Tower((32, 32))
+        with pytest.raises(ConfigurationError) as refused:
+            fully_shard(model, optimizer(model.parameters(), lr=0.1), fsdp_unit_modules=[Floor], **options)
+        return str(same_on_ranks(str(refused.value)))
+
+    assert "cuda_graph_mode=True and homes contradict" in refusal(homes="host", cuda_graph_mode=True)
+    assert "cannot rest elsewhere than its parameters" in refusal(
+        torch.optim.Adafactor, homes={"optimizer_state": "host"}
+    )
+
+
+@on_ranks(4)
+def test_shards_that_outer_ranks_share_out_stay_on_the_device() -> None:
+    model = Tower((32, 32))
+    arguments = {**FLAT.arguments(), **hybrid(2, 2).arguments(), "outer_dp_sharding_strategy": 1}
+    with pytest.raises(ConfigurationError) as refused:
+        fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], homes="host", **arguments)
+    assert "outer ranks share out the main weights (HFSDP)" in same_on_ranks(str(refused.value))
