@@ -21,6 +21,8 @@ from statistics import mean
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megatron_fsdp.train.failures import MEETING_VARIABLE
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "optimizer-curves.json"
 STEPS, WINDOW = 2000, 20
@@ -31,6 +33,15 @@ RATE = 3e-3
 Losses = Mapping[str, Sequence[float]]
 """By the name of a run the mean loss of each 20 steps in nats per byte; last the loss on held-out text."""
 
+_INSTEAD_OF_FP8 = """
+import sys
+from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS
+from megatron_fsdp.train.program import main
+WEIGHT_FORMATS["fp8"] = WEIGHT_FORMATS["{}"]
+main(sys.argv[1:])
+"""
+"""What a rank runs in place of the trainer's module."""
+
 
 @dataclass(frozen=True)
 class CurveRun:
@@ -40,11 +51,22 @@ class CurveRun:
     rate: float = RATE
     ranks: int = 1
     gather: str = ""  # the flag of a weight format
+    stead: str = ""  # the weight format that stands in for that of the flag, as the trainer has flags for two alone
 
     @property
     def name(self) -> str:
         """Return a name for the file."""
-        return ", ".join(filter(None, (self.optimizer, f"rate {self.rate:g}", f"{self.ranks} ranks", self.gather)))
+        parts = self.optimizer, f"rate {self.rate:g}", f"{self.ranks} ranks", self.stead or self.gather
+        return ", ".join(filter(None, parts))
+
+    def program(self) -> list[str]:
+        """Return the arguments of Python that begin the command line of the trainer."""
+        return ["-c", _INSTEAD_OF_FP8.format(self.stead)] if self.stead else ["-m", "megatron_fsdp.train"]
+
+    def variables(self, folder: str) -> dict[str, str]:
+        """Return what the environment has besides: what the launcher tells a single rank, where there is none."""
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", MEETING_VARIABLE: f"file://{folder}/meeting"}
+        return {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **(alone if self.stead else {})}
 
     def words(self) -> list[str]:
         """Return the command line of the trainer; 4 samples a step on any ranks."""
@@ -67,13 +89,19 @@ class CurveRun:
         return [*(str(word) for pair in asked.items() for word in pair), *(sharded if self.gather else ())]
 
 
+FORMATS = {
+    "fp8": CurveRun("adam", gather="--fp8-param-gather"),
+    **{each: CurveRun("adam", gather="--fp8-param-gather", stead=each) for each in ("fp8_row", "mxfp8")},
+    "nvfp4": CurveRun("adam", gather="--fp4-param-gather"),
+}
+"""Runs by their weight format."""
+
 RUNS = (
     CurveRun("adam"),
     CurveRun("adamw8bit"),
     CurveRun("muon"),
     CurveRun("adam", ranks=2),
-    CurveRun("adam", gather="--fp8-param-gather"),
-    CurveRun("adam", gather="--fp4-param-gather"),
+    *FORMATS.values(),
     *(CurveRun(optimizer, rate) for rate in RATES for optimizer in ("adam", "muon") if rate != RATE),
 )
 
@@ -81,8 +109,8 @@ RUNS = (
 def measure(run: CurveRun) -> list[float]:
     """Train; returns the entry of the run in `Losses`."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "megatron_fsdp.train", *run.words(), "--out", folder]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+        command = [sys.executable, *run.program(), *run.words(), "--out", folder]
+        environment = {**os.environ, **run.variables(folder)}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         steps, held_out = (
             [json.loads(line)["loss"] for line in Path(folder, name).read_text("utf-8").splitlines()]
@@ -123,12 +151,8 @@ def optimizer_bands(losses: Losses) -> str:
 
 def format_bands(losses: Losses) -> str:
     """Return how far losses with rounded weights are from those of exact ones."""
-    runs = (
-        (CurveRun("adam"), "float32"),
-        (CurveRun("adam", gather="--fp8-param-gather"), "`fp8`"),
-        (CurveRun("adam", gather="--fp4-param-gather"), "`nvfp4`"),
-    )
-    return band_table(losses, runs)
+    runs = [(run, f"`{name}`") for name, run in FORMATS.items()]
+    return band_table(losses, [(CurveRun("adam"), "float32"), *runs])
 
 
 def band_table(losses: Losses, runs: Sequence[tuple[CurveRun, str]]) -> str:
@@ -163,6 +187,24 @@ def plot(path: Path, losses: Losses) -> None:
     axes.set_title("The tiny model under AdamW and under Muon", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, loc="upper right")
+    figure.savefig(path)
+
+
+def plot_formats(path: Path, losses: Losses) -> None:
+    """Draw the gap of each weight format to exact weights, as the mean of the last 200 steps, as a PNG."""
+    figure = Figure(figsize=(8.0, 4.0), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    wanted, last = losses[CurveRun("adam").name][:-1], 200 // WINDOW
+    for name, run in FORMATS.items():
+        gaps = [a - b for a, b in zip(losses[run.name][:-1], wanted, strict=True)]
+        means = [mean(gaps[end - last : end]) for end in range(last, len(gaps) + 1)]
+        axes.plot(range(200, STEPS + 1, WINDOW), means, label=name)
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set(xlabel="optimizer step", ylabel="gap to float32 (nats per byte, mean of 200 steps)")
+    axes.set_title("The tiny model with rounded weights", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
     figure.savefig(path)
 
 

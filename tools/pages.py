@@ -257,6 +257,10 @@ PICTURES = {
         "Loss of the tiny model under AdamW and under Muon, over 2,000 steps",
         lambda path: optimizer_curves.plot(path, optimizer_curves.published()),
     ),
+    "weight_formats": Picture(
+        "Gap of the loss with rounded weights to exact ones, over 2,000 steps",
+        lambda path: optimizer_curves.plot_formats(path, optimizer_curves.published()),
+    ),
     "plan": Picture(
         "Memory of one rank over a step, planned",
         lambda path: _in_this_process([*PLAN.split(), "--picture", str(path)], str(ROOT)),

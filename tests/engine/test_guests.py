@@ -14,6 +14,8 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks
+from tests.support.optimizer_twins import hybrid
+from tests.support.tensor_meshes import divide_tensors, tensor_parallel
 
 SAMPLES, STEPS = 12, 4
 
@@ -85,11 +87,70 @@ class Int8Gather(torch.Tensor):
         return None
 
 
+class BlockScaled(torch.Tensor):
+    """What modules compute with: e4m3 codes and e8m0 scales of four in a row, float32 to look at."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type["BlockScaled"], codes: torch.Tensor, scales: torch.Tensor) -> "BlockScaled":
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+        made.codes, made.scales = codes, scales
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scales)
+        whole = [decoded(each.codes, each.scales) if isinstance(each, cls) else each for each in args]
+        return func(*whole, **(kwargs or {}))
+
+
+def encoded(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return e4m3 codes (n, columns) and the exponents of a scale for each four of a row, uint8, 127 more."""
+    blocks = F.pad(values, (0, -values.shape[1] % 4)).unflatten(1, (-1, 4))
+    _, exponents = torch.frexp(blocks.abs().amax(dim=2) / 448)
+    codes = torch.ldexp(blocks, -exponents[..., None]).flatten(1)[:, : values.shape[1]].to(torch.float8_e4m3fn)
+    return codes, (exponents + 127).to(torch.uint8)
+
+
+def decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return float32 (n, columns)."""
+    exponents = (scales.int() - 127).repeat_interleave(4, dim=1)[:, : codes.shape[1]]
+    return torch.ldexp(codes.float(), exponents)
+
+
+class BlockGather(Int8Gather):
+    """A guest of two tensors, by the interface of Transformer Engine's MXFP8 weights: codes, and scales of blocks."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: DeviceMesh, orig_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        assert (mesh.ndim, orig_size[1:], mp_policy.param_dtype) == (1, self.values.shape[1:], torch.float32)
+        assert isinstance(module, nn.Linear)
+        assert stride == (orig_size[1], 1)
+        return encoded(self.values), ("a block", 4)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        assert (metadata, dtype) == (("a block", 4), torch.float32)
+        codes, scales = gathered
+        if out is None:
+            return BlockScaled(codes, scales), gathered
+        assert (out.codes.data_ptr(), out.scales.data_ptr()) == (codes.data_ptr(), scales.data_ptr())
+        return None
+
+
 class Pair(Int8Gather):
-    """A class that wants two tensors gathered."""
+    """A class that wants two tensors gathered, one of them not by rows."""
 
     def fsdp_pre_all_gather(self, _mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
-        return (self.values, self.values), ()
+        return (self.values.to(torch.int8), torch.zeros(len(self.values) // 2, 6, dtype=torch.uint8)), ()
 
 
 class Halves(Int8Gather):
@@ -105,8 +166,10 @@ class HalfAGuest(torch.Tensor):
     def fsdp_pre_all_gather(self) -> None: ...
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
+def rounded(weight: torch.Tensor, kind: type[torch.Tensor] = Int8Gather) -> torch.Tensor:
     """Return what one process computes with in place of a guest; gradients pass."""
+    if kind is BlockGather:
+        return weight + (decoded(*encoded(weight.detach())) - weight.detach())
     scale = weight.detach().abs().amax() / 127
     codes = (weight.detach() / scale.clamp_min(1e-30)).round().to(torch.int8)
     return weight + (codes.float() * scale - weight.detach())
@@ -127,14 +190,14 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 2, generator=generator)
 
 
-def in_one_process() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def in_one_process(kind: type[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Train with rounded weights; return losses and final weights."""
     model = build(None)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(STEPS):
         x, y = batch(step)
         for layer in model:
-            x = F.linear(x, rounded(layer.weight), layer.bias) if isinstance(layer, nn.Linear) else layer(x)
+            x = F.linear(x, rounded(layer.weight, kind), layer.bias) if isinstance(layer, nn.Linear) else layer(x)
         losses.append((x - y).square().mean())
         losses[-1].backward()
         optimizer.step()
@@ -156,11 +219,11 @@ def own_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
     return losses
 
 
-def trained(ranks: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def trained(ranks: tuple[int, ...], kind: type[Int8Gather]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Train sharded; return the mean losses and the final weights, whole."""
     mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("outer", "dp")[-len(ranks) :])
     hybrid = {"dp_outer_dim": "outer", "hybrid_fsdp_group": mesh._flatten("all").get_group()} if ranks[1:] else {}
-    model = build()
+    model = build(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = fully_shard(
         model, optimizer, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[nn.Linear], **hybrid
@@ -170,10 +233,13 @@ def trained(ranks: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tens
     return list(losses / dist.get_world_size()), [param.full_tensor() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("ranks", [(1,), (2,), pytest.param((3,)), (2, 2)])
-def test_training_equals_one_process_that_rounds(run_ranks: RunRanks, ranks: tuple[int, ...]) -> None:
-    losses, weights = in_one_process()
-    for seen in run_ranks(torch.tensor(ranks).prod().item(), trained, ranks):
+@pytest.mark.parametrize("kind", [Int8Gather, BlockGather])
+@pytest.mark.parametrize("ranks", [(1,), (2,), (3,), (2, 2)])
+def test_training_equals_one_process_that_rounds(
+    run_ranks: RunRanks, ranks: tuple[int, ...], kind: type[Int8Gather]
+) -> None:
+    losses, weights = in_one_process(kind)
+    for seen in run_ranks(torch.tensor(ranks).prod().item(), trained, ranks, kind):
         torch.testing.assert_close(seen[0], losses)
         torch.testing.assert_close(seen[1], weights)
 
@@ -202,6 +268,40 @@ def test_codes_travel_and_stay_gathered() -> None:
     assert torch.equal(saved.full_tensor(), build(None)[0].weight)
 
 
+@on_ranks(2)
+def test_several_tensors_travel_row_by_row_in_the_bytes_that_they_have() -> None:
+    model = build(BlockGather)
+    model, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
+    before = model.traffic()
+    model(batch(0)[0])
+    sent = model.traffic().since(before).gather_bytes
+    plans = [group.plan for group in model.parameter_groups()]
+    of_guests = [plan.gathered_bytes for plan in plans if plan.has_guests]
+    assert of_guests == [
+        plan.layout.numel * (columns + -(-columns // 4)) // columns
+        for plan, columns in zip([plan for plan in plans if plan.has_guests], (6, 10, 7), strict=True)
+    ]
+    assert sent == sum(plan.sent_bytes // 2 for plan in plans)
+
+
+def test_guests_beside_other_parallelism_are_refused_by_name(run_ranks: RunRanks) -> None:
+    said = run_ranks(4, refusals_on_meshes)
+    assert said == [said[0]] * 4
+    for text, words in zip(said[0], ("main weights that outer ranks share", "beside tensor or expert"), strict=True):
+        assert text.startswith("0.weight is a BlockGather, which is gathered in its own way; this cannot be done")
+        assert words in text
+
+
+def refusals_on_meshes() -> list[str]:
+    found = []
+    for arguments in (hybrid(3, "optim"), tensor_parallel(divide_tensors).arguments()):
+        model = build(BlockGather)
+        with pytest.raises(ConfigurationError) as caught:
+            fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear], **arguments)
+        found.append(str(caught.value))
+    return found
+
+
 def refusal(kind: type[torch.Tensor], options: dict[str, Any], is_odd: bool) -> str:
     """Return the error of wrapping; with `is_odd` only the second rank has the class."""
     make = kind if issubclass(kind, Int8Gather) else lambda values: values.as_subclass(kind)
@@ -216,7 +316,12 @@ def refusal(kind: type[torch.Tensor], options: dict[str, Any], is_odd: bool) -> 
     [
         (HalfAGuest, {}, True, "is a HalfAGuest with fsdp_pre_all_gather and without fsdp_post_all_gather"),
         (Halves, {}, False, "does not flatten into one plain tensor of its shape but into values, values"),
-        (Pair, {}, False, "fsdp_pre_all_gather of Pair wants 2 tensors gathered, of shapes (1, 6), (1, 6), for rows"),
+        (
+            Pair,
+            {},
+            False,
+            "fsdp_pre_all_gather of Pair wants 2 tensors gathered, (1, 6) torch.int8, (0, 6) torch.uint8, for rows",
+        ),
         (Int8Gather, {"zero_dp_strategy": 2}, False, "strategy optim_grads, which gathers none"),
     ],
 )

@@ -1,5 +1,6 @@
 """Weights in a weight format: one process that rounds its weights, the same bits on any ranks, bytes, bad input."""
 
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,8 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
@@ -263,6 +266,26 @@ def test_bytes_are_counted_and_described() -> None:
 def test_a_policy_refuses_impossible_formats(fields: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         MixedPrecisionPolicy(**fields)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"words.*": "fp8", "*": "fp8"}, "has 'words.*', which concerns no parameter: words.weight are embeddings"),
+        ({"*.bias": "fp8", "*": "fp8"}, "has '*.bias', which concerns no parameter: middle.bias, head.bias are"),
+        ({"*": "fp8", "head.*": None}, "has 'head.*', which has no effect, since an earlier pattern matches"),
+        ({"*": "fp8", "haed.*": None}, "has 'haed.*', which matches none of the 5 parameters"),
+        ({"head.*": None, "w*": "fp8"}, "has 'w*', which concerns no parameter: words.weight are embeddings"),
+    ],
+)
+def test_a_pattern_that_takes_no_effect_is_refused_by_name(asked: dict[str, str | None], words: str) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(5, 4), "middle": nn.Linear(4, 4), "head": nn.Linear(4, 5)})
+    policy, strategy = MixedPrecisionPolicy(weight_format=asked), ShardingStrategy.optim_grads_params
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        encoded_parameters(model, policy, strategy)
+    kept = MixedPrecisionPolicy(weight_format={"words.*": None, "head.*": "nvfp4", "*": "fp8"})
+    found = {name: each.name for name, each in encoded_parameters(model, kept, strategy).items()}
+    assert found == {"middle.weight": "fp8", "head.weight": "nvfp4"}
 
 
 def test_the_names_are_those_of_the_codecs() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
@@ -20,7 +21,8 @@ from megatron_fsdp import (
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
+from tests.support.api_net import message_of
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.optimizer_twins import Make, Matrices, Twins, drawn, flat, hybrid, three_steps
 from tests.support.parity import fixed_seed
 
@@ -92,6 +94,120 @@ def test_a_chain_steps_as_its_optimizers_one_after_another() -> None:
         optimizer.step()
     assert all(map(torch.equal, params, copies))
     assert set(chained.state) == set(params)
+
+
+class Failing(torch.optim.SGD):
+    """Fails where it is told to, on some ranks."""
+
+    def __init__(self, params: Any, ranks: Sequence[int]) -> None:
+        super().__init__(params, lr=0.1)
+        self.ranks = ranks
+
+    def step(self, closure: Any = None) -> Any:
+        if dist.get_rank() in self.ranks:
+            raise MemoryError("no room for the step")
+        return super().step(closure)
+
+
+@on_ranks(3)
+def test_a_member_that_fails_on_one_rank_fails_on_all_which_say_what_has_stepped() -> None:
+    """Muon, whose ranks wait for each other, comes behind it."""
+
+    def make(params: Sequence[Any]) -> ChainedOptimizer:
+        matrices = [param for param in params if param.dim() == 2]
+        others = [param for param in params if param.dim() != 2]
+        return ChainedOptimizer(
+            torch.optim.AdamW(others[:1]), Failing(others[1:], ranks=[1]), torch.optim.Muon(matrices, lr=0.1)
+        )
+
+    twins = Twins(mixed(), make, flat(3))
+    before = [param._local_tensor.clone() for param in twins.params]  # type: ignore[attr-defined]
+    failing, reference = twins.optimizer.optimizers[1], twins.reference.optimizers[1]  # type: ignore[attr-defined]
+    reference.ranks = []
+    with pytest.raises(RuntimeError) as raised:
+        twins.step(0)
+    assert same_on_ranks(message_of(raised.value)) == (
+        "RankError",
+        (
+            "the step of a ChainedOptimizer failed: AdamW stepped; Failing failed on rank 1 (MemoryError: no room for "
+            "the step); Muon stepped; load a checkpoint before the next step"
+        ),
+    )
+    twins.reference.step()
+    for param, start, whole in zip(twins.params, before, twins.copies, strict=True):
+        wanted = param.shard_frame.take(whole)  # type: ignore[attr-defined]
+        kept = dist.get_rank() == 1 and param in set(failing.param_groups[0]["params"])
+        assert torch.equal(param._local_tensor, start if kept else wanted.detach())  # type: ignore[attr-defined]
+    failing.ranks = [0, 1, 2]
+    with pytest.raises(RuntimeError, match="Failing failed on all ranks"):
+        twins.step(1)
+
+
+@on_ranks(2)
+def test_a_member_that_fails_on_all_ranks_together_ends_the_step_of_the_chain() -> None:
+    from megatron_fsdp.optim import muon
+
+    twins = Twins(mixed(), chain, flat(3))
+
+    def fails(*_args: object) -> Any:
+        raise MemoryError("no room for the product")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(muon, "_zeropower_via_newtonschulz", fails)
+        with pytest.raises(RuntimeError) as raised:
+            twins.step(0)
+    assert same_on_ranks(message_of(raised.value)) == (
+        "RankError",
+        (
+            "the step of a ChainedOptimizer failed: Muon failed on all ranks (RankError: the optimizer's step failed "
+            "(rank 1: MemoryError: no room for the product); no weights were changed on any rank); AdamW was not "
+            "begun; AdamW8bit was not begun; no weights were changed"
+        ),
+    )
+    twins.step(1)
+    assert all(state for state in twins.optimizer.state.values())
+
+
+@on_ranks(1)
+def test_a_rank_alone_raises_what_it_has_met() -> None:
+    twins = Twins(mixed(), lambda params: ChainedOptimizer(Failing(params, ranks=[0])), flat(3))
+    with pytest.raises(MemoryError, match="no room for the step"):
+        twins.step(0)
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+def momenta(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["momentum"] if "momentum" in group else group["betas"][0] for group in optimizer.param_groups]
+
+
+def test_one_cycle_moves_the_momentum_of_all_members_where_they_share_its_name() -> None:
+    def params() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
+
+    for first, second in (
+        (torch.optim.AdamW, AdamW8bit),
+        (torch.optim.Muon, torch.optim.SGD),
+    ):
+        left, right = params()
+        chained = ChainedOptimizer(first([left], lr=0.1), second([right], lr=0.1))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(chained, max_lr=0.2, total_steps=10)
+        assert momenta(chained) == [0.95, 0.95]
+        for param in (left, right):
+            param.grad = torch.ones_like(param)
+        for _ in range(3):
+            chained.step()
+            schedule.step()
+        assert momenta(chained) == pytest.approx([0.85, 0.85], abs=0.011)
+        assert momenta(chained)[0] == momenta(chained)[1] < 0.95
+    left, right = params()
+    several = ChainedOptimizer(torch.optim.Muon([left]), torch.optim.AdamW([right]))
+    with pytest.raises(ValueError, match="with `cycle_momentum` option enabled"):
+        torch.optim.lr_scheduler.OneCycleLR(several, max_lr=0.2, total_steps=10)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(several, max_lr=0.2, total_steps=10, cycle_momentum=False)
+    assert [group["lr"] for group in several.param_groups] == schedule.get_last_lr() == pytest.approx([0.008] * 2)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

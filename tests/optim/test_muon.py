@@ -1,6 +1,7 @@
 """Muon on sharded matrices: weights and momentum are those of one process with the same gradients, bit for bit."""
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.muon import check_muon, newton_schulz_flops
 from megatron_fsdp.optim.whole_exchange import assign_owners, balanced_owners, waves_of
@@ -27,6 +29,7 @@ from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import Arrangement
 from tests.support.expert_meshes import FLAT, Sizes, experts_of
+from tests.support.live_bytes import LiveBytes
 from tests.support.mixture import Experts, ListedExperts, build_with_experts
 from tests.support.models import Block, build_dense
 from tests.support.on_ranks import on_ranks, same_on_ranks
@@ -165,8 +168,8 @@ def test_matrices_may_go_in_several_waves(limit: int, waves: int) -> None:
     assert len(calls) == 2 * 3 * waves
 
 
-def equal_matrices() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(8)))
+def equal_matrices(count: int = 8, size: int = 12) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(count)))
 
 
 def bytes_of_a_step(build: Callable[[], nn.Module]) -> tuple[int, int]:
@@ -187,24 +190,91 @@ def test_a_step_sends_two_bytes_per_element_each_way(run_ranks: RunRanks) -> Non
     assert run_ranks(4, bytes_of_a_step, equal_matrices) == [(4 * 8 * 144 // 4, 8 * 144)] * 4
 
 
-@on_ranks(2)
-def test_one_wave_is_computed_while_the_next_one_and_the_one_before_travel() -> None:
-    turns = ["send", "send compute", *["send compute receive"] * 2, "compute receive", "receive"]
+class Recorded:
+    """A message under way, whose number is noted when it is waited for."""
+
+    def __init__(self, work: Any, number: int, events: list[str]) -> None:
+        self._work, self._number, self._events = work, number, events
+
+    def wait(self) -> None:
+        self._events.append(f"wait{self._number}")
+        self._work.wait()
+
+
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_operands_of_the_next_wave_travel_while_one_is_iterated() -> None:
+    """Three waves of a matrix for each rank; messages 0, 1, 3 take operands to their owners, 2, 4, 5 results back."""
     from megatron_fsdp.optim import muon
 
-    twins = Twins(matrices(), VARIANTS["defaults"], flat(3))
-    done: list[str] = []
+    twins = Twins(equal_matrices(3 * dist.get_world_size()), VARIANTS["defaults"], flat(3))
+    events: list[str] = []
+    send, iterate = dist.all_to_all_single, muon._zeropower_via_newtonschulz
 
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: [done.append(name), function(*args, **kwargs)][1]
+    def sent(*args: Any, **kwargs: Any) -> Recorded:
+        number = sum(event.startswith("send") for event in events)
+        events.append(f"send{number}")
+        return Recorded(send(*args, **kwargs), number, events)
+
+    def iterated(*args: Any) -> Tensor:
+        events.append("iterate")
+        return iterate(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "WAVE_BYTES", 1)
-        for method in ("send", "compute", "receive", "apply"):
-            patch.setattr(muon._Wave, method, noted(method, getattr(muon._Wave, method)))
+        patch.setattr(dist, "all_to_all_single", sent)
+        patch.setattr(muon, "_zeropower_via_newtonschulz", iterated)
         twins.step(0)
     assert twins.differing() == []
-    assert done == [*" ".join(turns).split(), *["apply"] * 4]
+    turns = (
+        "send0",
+        "send1 wait0 iterate send2",
+        "send3 wait1 iterate send4 wait2",
+        "wait3 iterate send5 wait4",
+        "wait5",
+    )
+    assert events == " ".join(turns).split()
+
+
+def matrices_alive(count: int, size: int) -> tuple[int, list[int]]:
+    """Bytes that are alive at the peak of a step of `count` matrices a rank, and operands before each iteration."""
+    from megatron_fsdp.optim import muon
+
+    twins = Twins(equal_matrices(count * dist.get_world_size(), size), VARIANTS["defaults"], flat(3))
+    operands: list[weakref.ref[torch.UntypedStorage]] = []
+    alive, iterate = [], muon._zeropower_via_newtonschulz
+
+    def iterated(operand: Tensor, *options: Any) -> Tensor:
+        alive.append(sum(reference() is not None for reference in operands))
+        operands.append(weakref.ref(operand.untyped_storage()))
+        return iterate(operand, *options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "WAVE_BYTES", 1)
+        twins.step(0)  # which makes the momentum
+        for index, (param, copy) in enumerate(zip(twins.params, twins.copies, strict=True)):
+            frame = param.shard_frame  # type: ignore[attr-defined]
+            param.grad = UnevenDTensor.wrap(frame.take(drawn(copy.shape, 1, index)).clone(), frame)
+        patch.setattr(muon, "_zeropower_via_newtonschulz", iterated)
+        with LiveBytes() as live:
+            twins.optimizer.step()
+    return live.peak_bytes, alive
+
+
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_one_whole_operand_and_one_wave_on_each_way_are_alive_at_a_time() -> None:
+    """Of twice the matrices a step borrows no more but their updates, in bf16 and sharded as the parameters."""
+    size = 32
+    (few, first), (many, second) = (matrices_alive(count, size) for count in (4, 8))
+    one = 2 * size * size
+    assert (first, second) == ([0] * 4, [0] * 8)
+    assert many - few <= 4 * one + one // 2
+    assert (
+        few < 4 * one + 9 * one
+    )  # updates, and the eight that `MuonWork.borrowed_bytes` counts for waves and iteration
 
 
 @on_ranks(3)

@@ -426,34 +426,6 @@ def test_optimizers_of_others_step_as_ever() -> None:
     of_deleted.step()
 
 
-@on_ranks(2)
-def test_lbfgs_trains_where_nothing_is_sharded() -> None:
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(batch[0]), batch[1])
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-
-    def lbfgs(params: Iterable[Any]) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(params, lr=0.5, max_iter=4)
-
-    module, reference = build(), build()
-    batch = next(batches(1))
-    batch = (batch[0], torch.zeros_like(reference(batch[0])))  # the same on every rank, so that sums are, too
-    steps(reference, lbfgs(reference.parameters()), batch)
-    model, optimizer = fully_shard(
-        module, lbfgs(module.parameters()), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=0
-    )
-    before = weights(model)
-    steps(model, optimizer, batch)
-    assert largest_difference(weights(model), before) > 1e-3
-    assert largest_difference(weights(model), dict(reference.named_parameters())) < 1e-5
-
-
 # ---- several models --------------------------------------------------------------------------------------------------
 
 

@@ -149,27 +149,6 @@ def test_step_runs_a_closure_and_returns_its_loss(
     assert mean == pytest.approx(expected, rel=1e-5)
 
 
-@on_ranks(2)
-def test_lbfgs_calls_its_closure_several_times_on_whole_weights() -> None:
-    """Only where weights are whole: LBFGS flattens and joins tensors, which DTensor cannot do for uneven shards."""
-    strategy = 0
-    runs = []
-    for model in (wrap(strategy), build()):
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=5, tolerance_change=0.0)
-        if isinstance(model, MegatronFSDP):
-            fully_shard_optimizer(optimizer)
-        batch = next(batches(1))
-
-        def closure(model: Any = model, optimizer: torch.optim.Optimizer = optimizer, batch: Any = batch) -> float:
-            optimizer.zero_grad()
-            return backward(model, batch)
-
-        for _ in range(2):
-            optimizer.step(closure)
-        runs.append(whole_weights(model))
-    assert largest_difference(*runs) <= 20 * TOLERANCE
-
-
 class TwoPhase(torch.optim.Optimizer):
     """Sharpness-aware descent: climbs, calls the closure again there, goes back, and descends by that gradient."""
 

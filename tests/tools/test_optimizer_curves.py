@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megatron_fsdp.train.options.command_line import parse_options
 from tools.optimizer_curves import (
+    FORMATS,
     RATES,
     RUNS,
     STEPS,
@@ -12,6 +13,7 @@ from tools.optimizer_curves import (
     format_bands,
     optimizer_bands,
     plot,
+    plot_formats,
     published,
     rate_table,
 )
@@ -46,8 +48,9 @@ def test_tables_tell_the_held_out_loss_and_the_gap_to_adamw(tmp_path: Path) -> N
         "| AdamW8bit | -1.0000 | -0.01000 | 1.2500 |",
     ]
     assert format_bands(losses).splitlines()[3:] == [
-        "| `fp8` | +0.0000 | +0.00000 | 1.0000 |",
+        *(f"| `{name}` | +0.0000 | +0.00000 | 1.0000 |" for name in FORMATS if name != "nvfp4"),
         "| `nvfp4` | +0.5000 | +0.50000 | 1.5000 |",
     ]
-    plot(tmp_path / "picture.png", losses)
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    for draw in (plot, plot_formats):
+        draw(tmp_path / f"{draw.__name__}.png", losses)
+        assert (tmp_path / f"{draw.__name__}.png").read_bytes().startswith(b"\x89PNG")

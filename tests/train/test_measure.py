@@ -20,12 +20,14 @@ from megatron_fsdp.train.measure import (
     optimizer_bytes,
     peak_by_name,
     peak_tflops,
+    planned_optimizer_bytes,
 )
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.resolve import resolve
 from tests.conftest import RunRanks
 from tests.support.array_tokens import feed_of, token_data
+from tests.support.on_ranks import on_ranks
 from tests.support.train_program import this_rank
 from tests.train.engines.runs import NoCheckpoints, Silent
 
@@ -36,6 +38,19 @@ def test_optimizer_bytes_count_adam_twice_and_no_step_counters() -> None:
     weight.grad = torch.ones(3, 5)
     optimizer.step()
     assert optimizer_bytes(optimizer) == 2 * 15 * 4
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw8bit", "muon", "sgd", "sgd --sgd-momentum 0"])
+@on_ranks(2)
+def test_the_formula_of_optimizer_state_is_that_of_the_optimizer_to_the_byte(kind: str) -> None:
+    flags = ["--preset", "tiny", "--seq-length", "16", "--optimizer", *kind.split()]
+    built = build(resolve(parse_options(flags), World(2, "cpu")), 256, this_rank())
+    for param in built.model.parameters():
+        param.grad = torch.zeros_like(param)
+    assert optimizer_bytes(built.optimizer) == 0
+    built.optimizer.step()
+    assert planned_optimizer_bytes(built.optimizer) == optimizer_bytes(built.optimizer)
+    assert (optimizer_bytes(built.optimizer) == 0) == (kind == "sgd --sgd-momentum 0")
 
 
 def test_speeds_of_a_step_of_half_a_second() -> None:

@@ -7,8 +7,9 @@ That is PyTorch's extension of FSDP2, which the float8 weights of torchao implem
     fsdp_post_all_gather(gathered, metadata, dtype, out=tensor)              out: what the first call returned
 
 Here a guest has to be plain values with a way to encode them: it flattens into one tensor of its own shape and dtype,
-which is sharded as any other, and encodes it into one tensor of that shape. Its codes are gathered in place, and
-modules compute with the tensor that `fsdp_post_all_gather` makes around them.
+which is sharded as any other, and encodes it into one tensor of that shape, or into several, each with as many rows and
+a byte an element (codes and scales of a row, say). They are gathered in place, and modules compute with the tensor that
+`fsdp_post_all_gather` makes around them. Several lie row by row beside each other, so that each is a strided view.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from megatron_fsdp.engine.buffer import full_view, piece_view
+from megatron_fsdp.engine.buffer import piece_view
 from megatron_fsdp.engine.group_plan import GATHER_METHODS, GroupPlan
 from megatron_fsdp.engine.weight_codec import WeightCodec
 from megatron_fsdp.errors import ConfigurationError
@@ -57,11 +60,11 @@ class Guest:
         """Return a row of zeros, which stands for a shard where there is none."""
         return torch.zeros(1, *self.shape[1:], dtype=dtype, device=device)
 
-    def encode(self, rows: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, object]:
-        """Encode rows (n, *rest), at least one; returns their codes, of the same shape, and metadata; may communicate.
+    def encode(self, rows: torch.Tensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], object]:
+        """Encode rows (n, *rest), at least one; returns their codes (n, ...) and metadata; may communicate.
 
         Raises:
-            ConfigurationError: The class wants something else than one tensor of that shape to be gathered.
+            ConfigurationError: The class wants something else to be gathered.
         """
         method = self.around(rows).fsdp_pre_all_gather
         given: tuple[Any, ...] = (mesh,)
@@ -69,13 +72,19 @@ class Guest:
             stride = torch.empty(self.shape, device="meta").stride()
             given = (mesh, self.shape, stride, self.module, MixedPrecisionPolicy(param_dtype=rows.dtype))
         tensors, metadata = method(*given)
-        if len(tensors) != 1 or tensors[0].shape != rows.shape:
-            raise ConfigurationError(
-                f"fsdp_pre_all_gather of {self.kind.__name__} wants {len(tensors)} tensors gathered, of shapes "
-                f"{', '.join(str(tuple(each.shape)) for each in tensors)}, for rows of shape {tuple(rows.shape)}; one "
-                "of the same shape can be: give a plain parameter, and MixedPrecisionPolicy(weight_format=...)"
-            )
-        return tensors[0].detach(), metadata
+        is_one = len(tensors) == 1 and tensors[0].shape == rows.shape
+        if not is_one and not all(each.shape[:1] == rows.shape[:1] and each.itemsize == 1 for each in tensors):
+            raise self._refusal(tensors, rows)
+        return tuple(each.detach() for each in tensors), metadata
+
+    def _refusal(self, tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> ConfigurationError:
+        wanted = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in tensors)
+        return ConfigurationError(
+            f"fsdp_pre_all_gather of {self.kind.__name__} wants {len(tensors)} tensors gathered, {wanted}, for rows of "
+            f"shape {tuple(rows.shape)}; one of the same shape can be, or several with as many rows and a byte an "
+            "element (what concerns the whole tensor belongs into the metadata): give a plain parameter, and "
+            "MixedPrecisionPolicy(weight_format=...)"
+        )
 
 
 def guest_of(name: str, param: torch.Tensor, module: nn.Module) -> Guest | None:
@@ -118,9 +127,26 @@ def find_guests(module: nn.Module) -> dict[str, Guest]:
 
 
 def guest_format(guest: Guest, param: torch.Tensor, mesh: DeviceMesh) -> GuestFormat:
-    """Ask a guest for the dtype of its codes, by encoding a row of zeros; may communicate."""
+    """Ask a guest for the bytes of a row, by encoding one of zeros; may communicate."""
     codes, _ = guest.encode(guest.blank_row(param.dtype, param.device), mesh)
-    return GuestFormat(guest.kind.__name__, block_bytes=codes.element_size(), codes=codes.dtype)
+    row_numel, row_bytes = max(1, prod(guest.shape[1:])), sum(each.nbytes for each in codes)
+    shared = gcd(row_numel, row_bytes)
+    return GuestFormat(guest.kind.__name__, block_numel=row_numel // shared, block_bytes=row_bytes // shared)
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """One of the tensors that a guest is encoded into: its place in the bytes of a row, and what a row of it is."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view_in(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return it as a view of bytes (n, row bytes)."""
+        found = rows[:, self.start : self.stop].view(self.dtype)
+        return found.unflatten(1, self.shape) if self.shape else found.squeeze(1)
 
 
 class GuestCodec(WeightCodec):
@@ -130,25 +156,28 @@ class GuestCodec(WeightCodec):
         """Let each guest encode a row of zeros, so that there is metadata before weights are installed."""
         assert isinstance(plan.weight_format, GuestFormat)
         super().__init__(plan.weight_format, plan.layout, plan.device)
-        self._dtype, self._codes, self._guests = plan.precision.compute, plan.weight_format.codes, guests
+        self._dtype, self._guests = plan.precision.compute, guests
         names = plan.mesh.mesh_dim_names
         self._mesh = plan.mesh if names is None or plan.mesh.ndim == 1 else plan.mesh[names[-1]]
         blanks = [guest.blank_row(self._dtype, plan.device) for guest in guests]
-        self._metadata = [guest.encode(row, self._mesh)[1] for guest, row in zip(guests, blanks, strict=True)]
+        encoded = [guest.encode(row, self._mesh) for guest, row in zip(guests, blanks, strict=True)]
+        self._metadata = [metadata for _, metadata in encoded]
+        self._parts = [_parts_of(codes) for codes, _ in encoded]
         self._finish = [
             guest.around(row).fsdp_post_all_gather for guest, row in zip(guests, blanks, strict=True)
         ]  # called in every gather
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region, whole rows, into uint8 `out`; may communicate."""
-        encoded = out.view(self._codes)
         for index, guest in enumerate(self._guests):
             piece = piece_view(self._layout, region, local, index).to(self._dtype)
             is_empty = not piece.numel()  # a class may look for the largest element, and all ranks have to take part
             rows = guest.blank_row(self._dtype, local.device) if is_empty else piece
             codes, self._metadata[index] = guest.encode(rows, self._mesh)
             if not is_empty:
-                piece_view(self._layout, region, encoded, index).copy_(codes)
+                start, stop, _ = self._layout.pieces_in(region)[index]
+                for part, each in zip(self._parts[index], codes, strict=True):
+                    part.view_in(self._rows(out, index, start, stop)).copy_(each)
 
     def decode(self, encoded: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Do nothing: modules compute with the codes."""
@@ -156,25 +185,42 @@ class GuestCodec(WeightCodec):
     def round_into(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Leave the elements of `out` as they are: a module encodes plain weights itself."""
 
-    def codes_in(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the codes of tensor `index`, in its shape, as a view of gathered bytes without their version."""
-        return full_view(self._layout, full.view(self._codes), index).data
+    def codes_in(self, full: torch.Tensor, index: int) -> tuple[torch.Tensor, ...]:
+        """Return the codes of tensor `index` as views of gathered bytes without their version."""
+        rows = self._rows(full, index, *self._layout.tensor_range(index))
+        return tuple(part.view_in(rows).data for part in self._parts[index])
 
-    def blank_codes(self, index: int) -> torch.Tensor:
-        """Return codes without memory, of the shape of tensor `index`."""
-        return torch.zeros((), dtype=self._codes, device=self.amaxes.device).expand(self._layout.shapes[index])
+    def blank_codes(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return codes without memory, of the shapes of those of tensor `index`."""
+        length, device = self._layout.shapes[index][0], self.amaxes.device
+        return tuple(
+            torch.zeros((), dtype=part.dtype, device=device).expand(length, *part.shape) for part in self._parts[index]
+        )
 
-    def wrap(self, index: int, codes: torch.Tensor) -> torch.Tensor:
+    def wrap(self, index: int, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the tensor that modules compute with, around codes of tensor `index`."""
-        made, _ = self._finish[index]((codes,), self._metadata[index], self._dtype)
+        made, _ = self._finish[index](codes, self._metadata[index], self._dtype)
         return made
 
-    def point(self, index: int, made: torch.Tensor, codes: torch.Tensor) -> None:
+    def point(self, index: int, made: torch.Tensor, codes: tuple[torch.Tensor, ...]) -> None:
         """Let a tensor that `wrap` made be around other codes."""
         other: Any = self.wrap(index, codes)
         for name in other.__tensor_flatten__()[0]:
             setattr(made, name, getattr(other, name))
 
-    def update(self, index: int, made: torch.Tensor, codes: torch.Tensor) -> None:
+    def update(self, index: int, made: torch.Tensor, codes: tuple[torch.Tensor, ...]) -> None:
         """Tell a tensor that `wrap` made that its codes are new."""
-        self._finish[index]((codes,), self._metadata[index], self._dtype, out=made)
+        self._finish[index](codes, self._metadata[index], self._dtype, out=made)
+
+    def _rows(self, encoded: torch.Tensor, index: int, start: int, stop: int) -> torch.Tensor:
+        """Return the bytes of elements `start` to `stop`, whole rows of tensor `index`, as (rows, row bytes)."""
+        return encoded[self.bytes_of(start) : self.bytes_of(stop)].view(-1, self._parts[index][-1].stop)
+
+
+def _parts_of(codes: Sequence[torch.Tensor]) -> tuple[_Codes, ...]:
+    """Describe what a guest has encoded a row into."""
+    ends = (0, *accumulate(each.nbytes for each in codes))
+    return tuple(
+        _Codes(start, stop, tuple(each.shape[1:]), each.dtype)
+        for each, (start, stop) in zip(codes, pairwise(ends), strict=True)
+    )

@@ -465,10 +465,10 @@ class ParameterGroup:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):  # evaluation may come first, and training must be able to save the views
             for index in range(len(self.full)):
-                views = self.weights.full_view if self._guests is None else self._guests.codes_in
+                views: Any = self.weights.full_view if self._guests is None else self._guests.codes_in
                 self._point(index, views(full, index))
 
-    def _point(self, index: int, memory: torch.Tensor) -> None:
+    def _point(self, index: int, memory: Any) -> None:
         param = self.full[index]
         if self._guests is not None:
             self._guests.point(index, param, memory)
@@ -489,8 +489,8 @@ class ParameterGroup:
             for index in range(len(self.full)):
                 self._point(index, self._placeholder_for(index))
 
-    def _placeholder_for(self, index: int) -> torch.Tensor:
-        """Return the placeholder of a parameter without memory: one element, expanded to the right shape."""
+    def _placeholder_for(self, index: int) -> Any:
+        """Return the placeholder of a parameter, or of a guest's codes: one element, expanded to the right shape."""
         if self._guests is not None:
             return self._guests.blank_codes(index)
         if self._placeholder is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -37,8 +37,7 @@ def encoded_parameters(
     Those with two dimensions or more do, but for embeddings and what is tied to one, and as the policy's patterns say.
 
     Raises:
-        ConfigurationError: There is a format without sharded weights, without parameters for it, or for a pattern that
-            matches no parameter.
+        ConfigurationError: There is a format without sharded weights, or a pattern that takes effect on no parameter.
     """
     patterns, names = policy.weight_formats, [name for name, _ in module.named_parameters()]
     if not patterns:
@@ -49,30 +48,52 @@ def encoded_parameters(
             f"{asked} is a format of sharded weights, and strategy {strategy.name} keeps them whole; use "
             "zero_dp_strategy 3 (optim_grads_params) or leave it out"
         )
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigurationError(
-                f"{asked} has {pattern!r}, which matches none of the {len(names)} parameters (such as "
-                f"{', '.join(names[:2])}); patterns are those of fnmatch"
-            )
     looked_up = {
         id(param)
         for owner in module.modules()
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag)
         for param in owner.parameters(recurse=False)
     }
+    chosen: dict[str, list[str]] = {pattern: [] for pattern in patterns}  # names whose first match it is
     found = {}
     for name, param in module.named_parameters():
-        chosen = next((form for pattern, form in patterns.items() if fnmatchcase(name, pattern)), None)
+        pattern = next((each for each in patterns if fnmatchcase(name, each)), None)
+        if pattern is None:
+            continue
+        chosen[pattern].append(name)
         is_matrix = param.ndim > 1 and param.dtype in _DECODED and id(param) not in looked_up
-        if chosen is not None and is_matrix and not is_guest(param):
-            found[name] = WEIGHT_FORMATS[chosen]
-    if not found:
-        raise ConfigurationError(
-            f"{asked} concerns none of the {len(names)} parameters: they are embeddings, have fewer than two "
-            "dimensions, another dtype or a class that gathers in its own way, or are left out; leave it out"
-        )
+        form = patterns[pattern]
+        if form is not None and is_matrix and not is_guest(param):
+            found[name] = WEIGHT_FORMATS[form]
+    _check_patterns(asked, patterns, chosen, names, found)
     return found
+
+
+def _check_patterns(
+    asked: str,
+    patterns: Mapping[str, str | None],
+    chosen: Mapping[str, Sequence[str]],
+    names: Sequence[str],
+    found: Collection[str],
+) -> None:
+    """Refuse a pattern that takes effect on no parameter."""
+    for pattern, form in patterns.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigurationError(
+                f"{asked} has {pattern!r}, which matches none of the {len(names)} parameters (such as "
+                f"{', '.join(names[:2])}); patterns are those of fnmatch"
+            )
+        if not chosen[pattern]:
+            raise ConfigurationError(
+                f"{asked} has {pattern!r}, which has no effect, since an earlier pattern matches every parameter that "
+                "it does, and the first one counts; put it before"
+            )
+        if form is not None and not any(name in found for name in chosen[pattern]):
+            raise ConfigurationError(
+                f"{asked} has {pattern!r}, which concerns no parameter: {', '.join(chosen[pattern][:2])} "
+                f"{'and others ' * (len(chosen[pattern]) > 2)}are embeddings or tied to one, have fewer than two "
+                "dimensions, another dtype or a class that gathers in its own way; leave it out"
+            )
 
 
 @dataclass(frozen=True)

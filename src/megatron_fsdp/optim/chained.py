@@ -42,7 +42,11 @@ class ChainedOptimizer(Optimizer):
                 f"ChainedOptimizer was given {kind}; give optimizers of torch, of this library or of your own, one "
                 "after another and not in a list"
             )
-        self.__setstate__({"optimizers": optimizers, "defaults": {}})  # with torch's hooks, and nothing of its own
+        shared = set.intersection(*(set(each.defaults) for each in optimizers))  # schedulers look for momentum or betas
+        defaults = {key: value for key, value in optimizers[0].defaults.items() if key in shared}
+        self.__setstate__(
+            {"optimizers": optimizers, "defaults": defaults}
+        )  # with torch's hooks, and nothing of its own
         self._check_parameters()
         self.register_step_pre_hook(ChainedOptimizer._check_parameters)  # one may have been given a new group
 

@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,9 +19,11 @@ from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.blank_state import StateDict, is_known_without_a_step, with_blank_state, without_blank_momentum
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
+from megatron_fsdp.optim.chained_step import ChainedStep, Step
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, rehome
 from megatron_fsdp.optim.muon import MuonStandIn, MuonStep, check_muon
 from megatron_fsdp.optim.owned_step import OwnedStep, inherits_declaration, steps_owned
+from megatron_fsdp.optim.replicated_step import ReplicatedStep, check_replicated, steps_replicated
 from megatron_fsdp.optim.routes import NEEDS_ALL
 
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
@@ -88,24 +90,10 @@ class ShardedModel(Protocol):
         ...
 
 
-class _Step(Protocol):
-    """The way in which the code of an optimizer's class is run on shards: on an object that stands in for it."""
-
-    def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the object for one step."""
-        ...
-
-    def finish(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take what the step has made, at once after it."""
-
-    def hand_over(self) -> None:
-        """Give the optimizer what a step has made and not given back, also after one that failed."""
-
-
 class _StepHooks:
     """The hooks around one optimizer's `step`; the keyword that `before` takes out is kept for `after`."""
 
-    def __init__(self, model: weakref.ref[ShardedModel], step: _Step) -> None:
+    def __init__(self, model: weakref.ref[ShardedModel], step: Step) -> None:
         self._model = model
         self._installs = True
         self._step = step
@@ -139,7 +127,7 @@ class _StepHooks:
                 _sync(model)
             return result
 
-        return synchronised
+        return self._step.around(synchronised) if isinstance(self._step, ReplicatedStep) else synchronised
 
     def at_once_after(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         self._step.finish(optimizer)
@@ -237,48 +225,17 @@ def _check_new_groups(optimizer: torch.optim.Optimizer, model: weakref.ref[Shard
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
-class _ChainedStep:
-    """Steps the optimizers of a chain, each in the way of its class."""
-
-    def __init__(self, chain: ChainedOptimizer) -> None:
-        self._links = tuple(_Link(each, _step_of(each)) for each in chain.optimizers)
-
-    def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        made = object.__new__(ChainedOptimizer)
-        made.__dict__ = {**optimizer.__dict__, "optimizers": self._links}
-        return made
-
-    def finish(self, _optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: each link has finished its step."""
-
-    def hand_over(self) -> None:
-        for link in self._links:
-            link.way.hand_over()
-
-
-class _Link(NamedTuple):
-    """An optimizer of a chain, and how it is stepped."""
-
-    optimizer: torch.optim.Optimizer
-    way: _Step
-
-    def step(self) -> None:
-        made = self.way.stand_in(self.optimizer)
-        type(made).step(made)  # with the hooks of the optimizer
-        self.way.finish(self.optimizer)
-
-
-def _step_of(optimizer: torch.optim.Optimizer) -> _Step:
+def _step_of(optimizer: torch.optim.Optimizer) -> Step:
     """Return how an optimizer of this class is stepped."""
     if isinstance(optimizer, ChainedOptimizer):
-        return _ChainedStep(optimizer)
+        return ChainedStep([(each, _step_of(each)) for each in optimizer.optimizers])
     if type(optimizer) is torch.optim.Muon:
         return MuonStep()
-    if not steps_owned(optimizer):
+    if not (steps_owned(optimizer) or steps_replicated(optimizer)):
         return LocalStep(_has_homes(optimizer))
-    owned = OwnedStep()
-    _guard(optimizer, owned)
-    return owned
+    made = OwnedStep() if steps_owned(optimizer) else ReplicatedStep()
+    _guard(optimizer, made)
+    return made
 
 
 def _rehome(member: torch.optim.Optimizer, _optimizer: torch.optim.Optimizer) -> None:
@@ -290,13 +247,14 @@ def _has_homes(optimizer: torch.optim.Optimizer) -> bool:
     return any(param._megatron_fsdp_model.has_homes for param in _params_of(optimizer))
 
 
-def _guard(optimizer: torch.optim.Optimizer, owned: OwnedStep) -> None:
+def _guard(optimizer: torch.optim.Optimizer, made: OwnedStep | ReplicatedStep) -> None:
     """Let a step that fails on one rank fail on all, which wait for its results."""
     original = optimizer.step
 
     @functools.wraps(original)
     def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if any(callable(each) for each in (*args, kwargs.get("closure"))):
+        has_closure = any(callable(each) for each in (*args, kwargs.get("closure")))
+        if has_closure and isinstance(made, OwnedStep):
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step takes no closure where parameters are sharded, since their owners "
                 "step them after gradients have been sent; call backward before step"
@@ -304,7 +262,7 @@ def _guard(optimizer: torch.optim.Optimizer, owned: OwnedStep) -> None:
         try:
             return original(*args, **kwargs)
         except Exception as error:
-            owned.fail(error)
+            made.fail(error)
             raise
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # a method, as schedulers want it
@@ -516,11 +474,14 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, ChainedOptimizer):
         for each in optimizer.optimizers:
             check_kind(each)
-            if steps_owned(each):
+            if steps_owned(each) or steps_replicated(each):
                 raise ConfigurationError(
                     f"{type(each).__name__} steps whole tensors, which a ChainedOptimizer does not; leave it out "
                     "of the chain and hand it to fully_shard_optimizer"
                 )
+        return
+    if steps_replicated(optimizer):
+        check_replicated(optimizer)
         return
     if type(optimizer) is torch.optim.Muon:
         check_muon(optimizer)
@@ -578,7 +539,7 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, ChainedOptimizer):
         for each in optimizer.optimizers:
             check_capturable(each)
-    if isinstance(optimizer, AdamW8bit | torch.optim.Muon) or steps_owned(optimizer):
+    if isinstance(optimizer, AdamW8bit | torch.optim.Muon | torch.optim.LBFGS) or steps_owned(optimizer):
         raise ConfigurationError(
             f"steps of {type(optimizer).__name__} cannot be captured, which cuda_graph_mode=True is for: they count "
             "or agree on the host; use an elementwise optimizer of torch, or leave cuda_graph_mode out"

@@ -37,7 +37,9 @@ class MuonWork:
         numel: Their elements.
         flops: Of Newton-Schulz iteration, all ranks together.
         busiest_flops: Of the rank that has most to do.
-        largest_flops: Of the costliest matrix.
+        least_flops: That some rank has to do at least, however whole matrices are shared: the costliest one, or of the
+            n ranks' n + 1 costliest twice the last, and so on.
+        busiest_numel: Elements of the matrices of the rank that owns most.
         largest_numel: Of the largest matrix.
     """
 
@@ -46,7 +48,8 @@ class MuonWork:
     numel: int
     flops: int
     busiest_flops: int
-    largest_flops: int
+    least_flops: int
+    busiest_numel: int
     largest_numel: int
 
     @property
@@ -55,14 +58,19 @@ class MuonWork:
         return self.busiest_flops * self.ranks / max(1, self.flops)
 
     @property
-    def bound(self) -> float:
-        """The costliest matrix over the mean; above 1 no rank can have less than that."""
-        return self.largest_flops * self.ranks / max(1, self.flops)
+    def is_least(self) -> bool:
+        """Whether no sharing of whole matrices leaves the busiest rank less to do."""
+        return self.busiest_flops == self.least_flops
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that a rank sends in a step, there and back; mean of all ranks, its own part included."""
         return 2 * _BYTES * self.numel / self.ranks
+
+    @property
+    def sent_imbalance(self) -> float:
+        """Bytes of the busiest rank over the mean: operands, of which all send alike, and owners' results."""
+        return (1 + self.busiest_numel * self.ranks / max(1, self.numel)) / 2
 
     @property
     def borrowed_bytes(self) -> int:
@@ -92,13 +100,25 @@ def muon_work(shapes: Sequence[Sequence[int]], ranks: int) -> MuonWork:
 
     Every matrix of a stack counts for itself.
     """
-    single = [(math.prod(shape[:-2]), newton_schulz_flops(shape[-2:], NEWTON_SCHULZ_STEPS)) for shape in shapes]
-    flops = [cost for count, cost in single for _ in range(count)]
-    loads = [0] * ranks
-    assign_owners(flops, loads)
-    numel = sum(math.prod(shape) for shape in shapes)
-    largest = max((math.prod(shape[-2:]) for shape in shapes), default=0)
-    return MuonWork(ranks, len(flops), numel, sum(flops), max(loads), max(flops, default=0), largest)
+    single = [
+        (math.prod(shape[:-2]), newton_schulz_flops(shape[-2:], NEWTON_SCHULZ_STEPS), math.prod(shape[-2:]))
+        for shape in shapes
+    ]
+    flops, numels = ([each[place] for each in single for _ in range(each[0])] for place in (1, 2))
+    loads, owned = [0] * ranks, [0] * ranks
+    for owner, numel in zip(assign_owners(flops, loads), numels, strict=True):
+        owned[owner] += numel
+    costliest = sorted(flops, reverse=True)[::ranks]
+    return MuonWork(
+        ranks,
+        len(flops),
+        sum(numels),
+        sum(flops),
+        max(loads),
+        max((count * cost for count, cost in enumerate(costliest, 1)), default=0),
+        max(owned),
+        max(numels, default=0),
+    )
 
 
 # ---- the table of the documentation ---------------------------------------------------------------------------------
@@ -113,12 +133,12 @@ BALANCED_RANKS = (8, 64, 128, 256, 512, 1024)
 
 
 def balance_rows() -> Iterator[tuple[str, ...]]:
-    """Yield a row for each model: name, matrices, and for each number of ranks the busiest rank over the mean.
+    """Yield a row for each model: name, matrices, and for each number of ranks what the busiest has over the mean.
 
-    Where one matrix is more than the mean the row says so: "2.11 (one matrix)".
+    That is work and bytes sent, "2.11* / 1.58"; with a star where work cannot be shared better.
     """
     for name, preset in _MODELS.items():
         shapes = list(muon_matrices(build_meta_model(preset)).values())
         works = [muon_work(shapes, ranks) for ranks in BALANCED_RANKS]
-        told = [f"{work.imbalance:.2f}" + (" (one matrix)" if work.bound > 1 else "") for work in works]
+        told = [f"{work.imbalance:.2f}{'*' * work.is_least} / {work.sent_imbalance:.2f}" for work in works]
         yield (name, f"{works[0].matrices:,}", *told)

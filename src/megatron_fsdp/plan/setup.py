@@ -71,7 +71,12 @@ class OptimizerKind:
 
     def state_bytes(self, piece: Piece) -> int:
         """Count the bytes of state that it keeps for a piece."""
-        return self.states_per_param * piece.num_bytes + _COUNTER_BYTES * self.counts_steps
+        return self.states_per_param * piece.num_bytes + self.counter_bytes
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of the counter of steps that it keeps for a parameter."""
+        return _COUNTER_BYTES * self.counts_steps
 
     def borrowed_bytes(self, pieces: Sequence[Piece]) -> int:
         """Count the bytes that a step on some pieces borrows."""
@@ -88,7 +93,7 @@ class _EightBitKind(OptimizerKind):
     def state_bytes(self, piece: Piece) -> int:
         """Count codes, scales and the counter."""
         scales = -(-piece.stop // BLOCK) - -(-piece.start // BLOCK)
-        return 2 * (piece.numel + _FP32_BYTES * scales) + _COUNTER_BYTES
+        return 2 * (piece.numel + _FP32_BYTES * scales) + self.counter_bytes
 
     def borrowed_bytes(self, pieces: Sequence[Piece]) -> int:
         """Count the scales of all blocks, the two codes, and what is decoded of one piece at a time."""

@@ -195,13 +195,7 @@ class Nvfp4(WeightFormat):
 
 @dataclass(frozen=True)
 class GuestFormat(WeightFormat):
-    """The codes of a tensor class that is gathered in its own way (`megatron_fsdp.engine.guests`).
-
-    Attributes:
-        codes: Dtype of the codes, one for each element.
-    """
-
-    codes: torch.dtype = torch.uint8
+    """The codes of a tensor class that is gathered in its own way (`megatron_fsdp.engine.guests`), in whole rows."""
 
     @property
     def is_guest(self) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.config.precision import ResolvedPrecision
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.optim.adamw8bit import AdamW8bit
+from megatron_fsdp.optim.chained import members_of
 from megatron_fsdp.plan.machine import MACHINES
+from megatron_fsdp.plan.setup import EIGHT_BIT, OPTIMIZERS, Piece
 from megatron_fsdp.sharding.accounting import (
     exchange_scratch_bytes,
     outer_step_traffic,
@@ -142,6 +148,32 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(_local(tensor).nbytes for tensor in found if tensor.ndim > 0)
 
 
+def planned_optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Compute what `optimizer_bytes` counts after a step, by the planner's kinds of optimizers.
+
+    Args:
+        optimizer: As `build_optimizer` makes it, connected to this package's engine: alone, chained or wrapped.
+    """
+    total = 0
+    for each in members_of(getattr(optimizer, "inner_optimizer", optimizer)):
+        for group in each.param_groups:
+            kind = OPTIMIZERS[_kind_name(each, group)]
+            for param in group["params"]:
+                assert isinstance(param, UnevenDTensor)
+                precision = ResolvedPrecision(*(param.dtype,) * 4, has_main_copy=False)
+                piece = Piece("", *param.shard_frame.description.local_range, precision)
+                total += kind.state_bytes(piece) - kind.counter_bytes
+    return total
+
+
+def _kind_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    if isinstance(optimizer, torch.optim.SGD):
+        return "momentum" if group["momentum"] else "sgd"
+    if isinstance(optimizer, torch.optim.Muon):
+        return "momentum"  # of its matrices, while the kind of that name stands for a chain
+    return EIGHT_BIT if isinstance(optimizer, AdamW8bit) else "adamw"
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -198,7 +230,7 @@ class Row:
 def compare(trained: Trained, step: Traffic | None, microbatches: int) -> tuple[Row, ...]:
     """Compare gathers, bytes sent and memory of an optimizer step with the formulas of `sharding/accounting.py`.
 
-    Empty with an engine that counts nothing, and without a step.
+    Optimizer state is that of the planner's kinds. Empty with an engine that counts nothing, and without a step.
     """
     model = trained.inside
     if model is None or step is None:
@@ -207,12 +239,14 @@ def compare(trained: Trained, step: Traffic | None, microbatches: int) -> tuple[
     memory, groups, strategy = model.memory(), model.footprints(), model.resolved.strategy
     exchanges = any(group.exchanges_inner for group in model.parameter_groups())  # no native reduce-scatter
     scratch = exchange_scratch_bytes(groups, strategy) if exchanges else 0
-    held, borrowed = persistent_bytes(groups, strategy), transient_bytes(groups, strategy, scratch_bytes=scratch)
+    held = persistent_bytes(groups, strategy, optimizer_states_per_param=0)
+    borrowed = transient_bytes(groups, strategy, scratch_bytes=scratch)
     inside, across = step_traffic(groups, strategy, syncs), outer_step_traffic(groups, strategy)
     sent = inside.gather_bytes + across.gather_bytes + inside.reduce_bytes + syncs * across.reduce_bytes
     used = memory.persistent_bytes + memory.transient_peak_bytes + optimizer_bytes(trained.optimizer)
+    planned = held.total + planned_optimizer_bytes(trained.optimizer) + borrowed.total
     return (
         Row("gathers per step", step.gathers, inside.gathers + across.gathers),
         Row("bytes sent per step", step.gather_bytes + step.reduce_bytes, sent),
-        Row("peak bytes of weights, gradients, optimizer, communication", used, held.total + borrowed.total),
+        Row("peak bytes of weights, gradients, optimizer, communication", used, planned),
     )

@@ -1,0 +1,253 @@
+"""LBFGS on sharded parameters: weights, state and losses of one process that adds up its parts in the ranks' order."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from megatron_fsdp import ChainedOptimizer, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.errors import ConfigurationError
+from tests.conftest import RunRanks
+from tests.support.api_net import message_of
+from tests.support.models import Block, build_dense
+from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.optimizer_twins import flat, hybrid, matrices
+from tests.support.parity import fixed_seed
+from tests.support.tensor_meshes import divide_tensors, tensor_parallel
+
+SEARCHES: dict[str, dict[str, Any]] = {
+    "wolfe": {"line_search_fn": "strong_wolfe", "history_size": 2},
+    "fixed": {"lr": 0.3},
+}
+
+
+def build() -> nn.Module:
+    with fixed_seed(5):
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def lbfgs(params: Any, search: str) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(params, max_iter=4, **SEARCHES[search])
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    with fixed_seed(100 + step):
+        return torch.randn(12, 6), torch.randn(12, 3)
+
+
+def part(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = batch(step)
+    return inputs.chunk(ranks)[rank], targets.chunk(ranks)[rank]
+
+
+def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(data[0]), data[1])
+
+
+class Alone:
+    """One process with the whole batch, as one part, or as the parts of ranks, whose gradients it adds up in order."""
+
+    def __init__(self, search: str) -> None:
+        self.model = build()
+        self.params = list(self.model.parameters())
+        self.optimizer = lbfgs(self.params, search)
+
+    def step(self, step: int, parts: int = 1) -> Tensor:
+        def closure() -> Tensor:
+            losses = [loss_of(self.model, part(step, rank, parts)) for rank in range(parts)]
+            grads = [torch.autograd.grad(loss, self.params) for loss in losses]
+            for index, param in enumerate(self.params):
+                total = grads[0][index]
+                for other in grads[1:]:
+                    total = total + other[index]
+                param.grad = total * (1.0 / parts)
+            return torch.tensor(sum(float(loss.detach()) for loss in losses) / parts)
+
+        return self.optimizer.step(closure)
+
+
+class Sharded:
+    """The same, on ranks."""
+
+    def __init__(self, search: str, arguments: dict[str, Any]) -> None:
+        module = build()
+        optimizer = lbfgs(module.parameters(), search)
+        self.model, self.optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Linear], **arguments)
+        self.calls = 0
+
+    def step(self, step: int, around: Callable[[int, Tensor], Tensor] = lambda _, loss: loss) -> Tensor:
+        data = part(step, dist.get_rank(), dist.get_world_size())
+
+        def closure() -> Tensor:
+            self.calls += 1
+            self.optimizer.zero_grad()
+            loss = loss_of(self.model, data)
+            loss.backward()
+            return around(self.calls, loss)
+
+        return self.optimizer.step(closure)  # type: ignore[arg-type, return-value]  # torch's hints say float
+
+    def differing(self, alone: Alone) -> list[str]:
+        """What differs in any bit."""
+        found = [
+            name
+            for (name, value), wanted in zip(self.model.full_parameters().items(), alone.params, strict=True)
+            if not torch.equal(value, wanted)
+        ]
+        ours, theirs = (each.state_dict()["state"][0] for each in (self.optimizer, alone.optimizer))
+        if ours.keys() != theirs.keys():
+            found.append(f"state: {list(ours)}")
+        return found + [key for key, value in theirs.items() if not same(ours[key], value)]
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(right, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return torch.equal(left, right) if isinstance(right, Tensor) else bool(left == right)
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+@pytest.mark.parametrize("search", SEARCHES)
+@on_ranks()
+def test_every_strategy_steps_as_one_process(search: str, strategy: int) -> None:
+    """To the bit where it adds up in the order of the ranks; the whole batch at once is rounded otherwise."""
+    ranks = dist.get_world_size()
+    sharded, alone, at_once = Sharded(search, flat(strategy)), Alone(search), Alone(search)
+    before = [param.detach().clone() for param in alone.params]
+    for step in range(3):
+        loss, wanted = sharded.step(step), alone.step(step, ranks)
+        assert torch.equal(loss, wanted)
+        assert sharded.differing(alone) == [], f"step {step}"
+        at_once.step(step)
+    assert sharded.calls == alone.optimizer.state[alone.params[0]]["func_evals"] > 6
+    for param, other, start in zip(alone.params, at_once.params, before, strict=True):
+        assert torch.allclose(param, other, rtol=0, atol=2e-4)
+        assert not torch.allclose(param, start, rtol=0, atol=2e-2)
+
+
+@pytest.mark.full(short=["wolfe-2"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("search", SEARCHES)
+@on_ranks()
+def test_unsharded_weights_step_alike_on_all_ranks(search: str) -> None:
+    """Under strategy 0 gloo adds up in an order of its own; line searches look at the mean loss all the same."""
+    ranks = dist.get_world_size()
+    sharded, alone = Sharded(search, flat(0)), Alone(search)
+    for step in range(3):
+        loss, wanted = sharded.step(step), alone.step(step, ranks)
+        assert torch.allclose(loss, wanted, rtol=0, atol=1e-5)
+    found = [value.clone() for value in sharded.model.full_parameters().values()]
+    same_on_ranks([value.tolist() for value in found])
+    assert all(
+        torch.allclose(value, wanted, rtol=0, atol=2e-4) for value, wanted in zip(found, alone.params, strict=True)
+    )
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@on_ranks(4)
+def test_hybrid_sharding_averages_losses_over_all_ranks(outer: str) -> None:
+    sharded, alone = Sharded("wolfe", hybrid(3, outer)), Alone("wolfe")
+    for step in range(2):
+        assert torch.allclose(sharded.step(step), alone.step(step, 4), rtol=0, atol=1e-5)
+    for value, wanted in zip(sharded.model.full_parameters().values(), alone.params, strict=True):
+        assert torch.allclose(value, wanted, rtol=0, atol=2e-4)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def save_after_two_steps(folder: Path) -> None:
+    sharded = Sharded("wolfe", flat(3))
+    for step in range(2):
+        sharded.step(step)
+    save_checkpoint(sharded.model, sharded.optimizer, folder / "ours", iteration=2)
+    state = {"model": sharded.model.state_dict(), "optim": sharded.optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder / "torch")
+
+
+def go_on(folder: Path, before: int, strategy: int) -> list[str]:
+    sharded, alone = Sharded("wolfe", flat(strategy)), Alone("wolfe")
+    for step in range(2):
+        alone.step(step, before)
+    load_checkpoint(sharded.model, sharded.optimizer, folder / "ours")
+    found = sharded.differing(alone)
+    sharded.step(2)
+    alone.step(2, dist.get_world_size())
+    return found + sharded.differing(alone)
+
+
+@pytest.mark.full(short=["2-3-1"])
+@pytest.mark.parametrize(("before", "after", "strategy"), [(2, 3, 1), (3, 1, 3), (1, 2, 3)])
+def test_training_goes_on_with_another_number_of_ranks(
+    run_ranks: RunRanks, tmp_path: Path, before: int, after: int, strategy: int
+) -> None:
+    run_ranks(before, save_after_two_steps, tmp_path)
+    assert run_ranks(after, go_on, tmp_path, before, strategy) == [[]] * after
+
+
+# ---- failures and refusals -------------------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_a_closure_that_fails_on_one_rank_fails_on_all_and_the_next_step_is_right() -> None:
+    def fails(call: int, loss: Tensor) -> Tensor:
+        if call == 2 and dist.get_rank() == 1:
+            raise MemoryError("no room for the loss")
+        return loss
+
+    sharded = Sharded("wolfe", flat(3))
+    with pytest.raises(RuntimeError) as raised:
+        sharded.step(0, fails)
+    assert same_on_ranks(message_of(raised.value)) == (
+        "RankError",
+        (
+            "LBFGS cannot go on: rank 0 has a loss; rank 1 failed: MemoryError: no room for the loss; rank 2 has a "
+            "loss; weights are where the closure was called last"
+        ),
+    )
+    fresh = Sharded("wolfe", flat(3))
+    fresh.model.load_state_dict(sharded.model.state_dict())
+    assert torch.equal(fresh.step(1), sharded.step(1))
+    ours, theirs = (list(each.model.full_parameters().values()) for each in (sharded, fresh))
+    assert all(map(torch.equal, ours, theirs))
+
+
+@on_ranks(2)
+def test_ranks_that_decide_otherwise_do_not_wait_for_each_other() -> None:
+    sharded = Sharded("fixed", flat(3))
+    sharded.optimizer.param_groups[0]["max_iter"] = 4 + dist.get_rank()
+    with pytest.raises(RuntimeError) as raised:
+        sharded.step(0)
+    assert same_on_ranks(message_of(raised.value))[1].startswith(
+        "LBFGS cannot go on: rank 0 ends the step; rank 1 calls the closure; weights"
+    )
+
+
+class OwnLBFGS(torch.optim.LBFGS):
+    """Somebody's own."""
+
+
+@on_ranks(4)
+def test_what_cannot_be_right_is_refused_on_all_ranks() -> None:
+    model = fully_shard_model(matrices(), fsdp_unit_modules=[nn.Linear], **flat(3))
+    params: Sequence[Any] = list(model.parameters())
+    with pytest.raises(ConfigurationError, match="OwnLBFGS cannot update sharded parameters"):
+        fully_shard_optimizer(OwnLBFGS(params))
+    with pytest.raises(ConfigurationError, match="LBFGS steps whole tensors, which a ChainedOptimizer does not"):
+        fully_shard_optimizer(ChainedOptimizer(torch.optim.LBFGS(params)))
+    optimizer = fully_shard_optimizer(torch.optim.LBFGS(params[:1]))
+    with pytest.raises(ConfigurationError, match="LBFGS was given 2 parameter groups; give it all parameters in one"):
+        optimizer.add_param_group({"params": params[1:]})
+    arrangement, module = tensor_parallel(divide_tensors), build_dense()
+    arrangement.place(module)
+    divided = fully_shard_model(module, fsdp_unit_modules=[Block], **arrangement.arguments())
+    with pytest.raises(ConfigurationError, match="cannot step a model that tensor or expert parallelism divides"):
+        fully_shard_optimizer(torch.optim.LBFGS(divided.parameters()))
