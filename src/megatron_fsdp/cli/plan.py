@@ -32,7 +32,6 @@ from megatron_fsdp.plan.planning import (
     plan_workload,
     recommend,
 )
-from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
 from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Recompute, Setup, find_optimizer, make_setup
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Block, Decoder, next_token_loss
@@ -110,7 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help=config)
     parser.add_argument("--list", action="store_true", help="list presets of models and machines")
-    parser.add_argument("--published", action="store_true", help="plan published runs beside what was measured")
     for title, options in _OPTIONS.items():
         add = parser.add_argument_group(title).add_argument
         for name, (default, words) in options.items():
@@ -135,8 +133,6 @@ def run(args: argparse.Namespace) -> int:
     """Plan a run and print the plan, and return the exit status."""
     if args.list:
         return _list()
-    if args.published:
-        return _published(as_json=args.json)
     if args.model is None and args.config is None:
         raise ConfigurationError(
             "no model was given; name a preset (--list), a config or package.module:function, or give --config"
@@ -255,15 +251,6 @@ def _list() -> int:
     write_line("models of the trainer: " + ", ".join(TRAINER_PRESETS))
     for machine in MACHINES.values():
         write_line(report.machine_words(machine))
-    return EXIT_SAME
-
-
-def _published(*, as_json: bool) -> int:
-    rows = [published_row(each) for each in compare_published()]
-    if as_json:
-        write_json([dict(zip(COLUMNS, row, strict=True)) for row in rows])
-    else:
-        write_table(COLUMNS, rows, right=COLUMNS[1:-1])
     return EXIT_SAME
 
 
