@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp.trace.recorder import Recorder
-from megatron_fsdp.train.engines.sharded import build
+from megatron_fsdp.train.engines.trained import build
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.measure import (
     Evaluation,
