@@ -30,12 +30,12 @@ from tests.support.train_program import this_rank
 from tests.train.engines.runs import NoCheckpoints, Silent
 
 
-def test_optimizer_bytes_count_adam_twice_and_no_step_counters() -> None:
+def test_optimizer_bytes_count_adam_twice_and_its_step_counter() -> None:
     weight = torch.nn.Parameter(torch.zeros(3, 5))
     optimizer = torch.optim.AdamW([weight])
     weight.grad = torch.ones(3, 5)
     optimizer.step()
-    assert optimizer_bytes(optimizer) == 2 * 15 * 4
+    assert optimizer_bytes(optimizer) == 2 * 15 * 4 + 4
 
 
 def test_speeds_of_a_step_of_half_a_second() -> None:

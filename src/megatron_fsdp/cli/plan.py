@@ -359,7 +359,6 @@ def _setup_of_job(job: Job) -> Setup:
             "that are left: give a divisor"
         )
     instances, defers = resolved.num_instances, resolved.strategy <= ShardingStrategy.optim  # as the trainer's engine
-    momentum = "momentum" if chosen.sgd_momentum else "sgd"
     arguments = inspect.signature(MegatronFSDP.__init__).parameters  # whose defaults the trainer leaves alone
     unsaid = {name: each.default for name, each in arguments.items()}
     return Setup(
@@ -371,7 +370,7 @@ def _setup_of_job(job: Job) -> Setup:
         overlap_grad_reduce=resolved.config.overlap_grad_reduce,
         microbatches=job.batch.microbatches,
         accumulation="last" if defers else "every",
-        optimizer=find_optimizer("adamw-fused" if chosen.optimizer == "adam" else momentum),
+        optimizer=find_optimizer(chosen.planned_name),
         recompute=job.options.training.recompute_granularity or "none",
         sequence_parallel=job.options.parallel.sequence_parallel,
     )

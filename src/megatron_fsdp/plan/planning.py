@@ -26,8 +26,7 @@ from megatron_fsdp.plan.parallel import (
 )
 from megatron_fsdp.plan.replay import INNER, OUTER, Moment, ReplayedStep, exchange_s, replay_step
 from megatron_fsdp.plan.setup import ParallelRanks, Ranks, Recompute, Setup, is_count, make_setup
-from megatron_fsdp.plan.sharded import PlannedModel, UnitModules, optimizer_bytes, plan_model, saving_bytes
-from megatron_fsdp.sharding.accounting import persistent_bytes
+from megatron_fsdp.plan.sharded import PlannedModel, UnitModules, held_bytes, optimizer_bytes, plan_model, saving_bytes
 
 _SEQUENCE_LENGTH = 4096
 _MOST_TOKENS = 2**30
@@ -357,11 +356,8 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
 
 def _rank_memory(workload: Workload, model: PlannedModel, profile: ComputeProfile, step: ReplayedStep) -> RankMemory:
     """Count the bytes of a rank: by the engine's layouts, and by the moment of the step that holds most."""
-    held = persistent_bytes(model.footprints, model.setup.strategy)
     return RankMemory(
-        held.compute_weight,
-        held.main_weight,
-        held.main_grad,
+        *held_bytes(model.groups),
         optimizer_bytes(model, profile.used),
         workload.buffer_bytes,
         profile.input_bytes,

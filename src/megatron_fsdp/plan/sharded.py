@@ -6,7 +6,7 @@ holds between steps is counted from the layouts, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,6 @@ from megatron_fsdp.engine.wrap import parameter_info, plan_units
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, OptimizerKind, Piece, Setup
-from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.units import cut_groups, group_parameters
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
@@ -71,11 +70,6 @@ class PlannedModel:
     def groups(self) -> tuple[GroupPlan, ...]:
         """All groups, in unit order."""
         return tuple(group for unit in self.units for group in unit.groups)
-
-    @cached_property
-    def footprints(self) -> tuple[GroupFootprint, ...]:
-        """The groups' sizes, as the formulas of `megatron_fsdp.sharding.accounting` take them."""
-        return tuple(group.footprint(index) for index, unit in enumerate(self.units) for group in unit.groups)
 
     @property
     def numel(self) -> int:
@@ -168,6 +162,18 @@ def _domain(setup: Setup, inner: int) -> Domain:
 
 
 # ---- what a rank holds between steps --------------------------------------------------------------------------------
+
+
+def held_bytes(groups: Iterable[GroupPlan]) -> tuple[int, int, int]:
+    """Count the bytes of compute weights, of main weights with memory of their own, and of main gradients of a rank."""
+    compute = main = gradients = 0
+    for group in groups:
+        precision, numel = group.precision, group.main_region.numel
+        compute += group.held_bytes
+        if group.weight_format is not None or precision.has_main_copy:
+            main += numel * precision.main_params.itemsize
+        gradients += numel * precision.main_grads.itemsize * group.requires_grad
+    return compute, main, gradients
 
 
 def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:

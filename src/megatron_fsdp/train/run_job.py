@@ -126,7 +126,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
                 loss,
                 tuple(gather_objects(peak_bytes(trained))),
                 describe_peak(trained),
-                compare(trained, outcome.traffic, job.batch.microbatches),
+                compare(trained, outcome.traffic, job),
             )
             if (target := job.options.checkpoint.export_hf) is not None:
                 export(run, target)

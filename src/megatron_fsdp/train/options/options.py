@@ -347,6 +347,12 @@ class OptimizerOptions:
     sgd_momentum: Share = 0.9
     clip_grad: NotNegative = 1.0
 
+    @property
+    def planned_name(self) -> str:
+        """What the planner calls the optimizer."""
+        names = {"adam": "adamw-fused", "sgd": "momentum" if self.sgd_momentum else "sgd"}
+        return names.get(self.optimizer, self.optimizer)
+
 
 @dataclass(frozen=True)
 class DataOptions:
