@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ from benchmarks.bench import published
 from benchmarks.page import render as render_performance
 from benchmarks.page import summary_table, table
 from megatron_fsdp.cli.main import main as mfsdp
-from megatron_fsdp.plan.muon import BALANCED_RANKS, balance_rows
-from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
+from megatron_fsdp.plan.models import build_meta_model
+from megatron_fsdp.plan.muon import muon_matrices, muon_work
 from megatron_fsdp.train.failures import ENDS
 from tools import (
     accumulation_costs,
@@ -48,6 +48,7 @@ from tools import (
     training_flags_table,
 )
 from tools.on_ranks import on_ranks
+from tools.published_runs import COLUMNS, compare_published, published_row
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -157,6 +158,27 @@ def diff_of(origin: str) -> str:
 def exit_codes() -> str:
     """Return how a run of the trainer ends."""
     return table(("code", "what happened"), [(str(code), told) for code, told in ENDS.items()])
+
+
+_MODELS = {
+    "Llama-3 8B": "llama-3-8b",
+    "Llama-3 70B": "llama-3-70b",
+    "DeepSeek-V3": "deepseek-v3",
+    "Kimi K2": "kimi-k2",
+}
+BALANCED_RANKS = (8, 64, 128, 256, 512, 1024)
+
+
+def balance_rows() -> Iterator[tuple[str, ...]]:
+    """Yield a row for each model: name, matrices, and for each number of ranks what the busiest has over the mean.
+
+    That is work and bytes sent, "2.11* / 1.58"; with a star where work cannot be shared better.
+    """
+    for name, preset in _MODELS.items():
+        shapes = list(muon_matrices(build_meta_model(preset)).values())
+        works = [muon_work(shapes, ranks) for ranks in BALANCED_RANKS]
+        told = [f"{work.imbalance:.2f}{'*' * work.is_least} / {work.sent_imbalance:.2f}" for work in works]
+        yield (name, f"{works[0].matrices:,}", *told)
 
 
 def muon_balance() -> str:

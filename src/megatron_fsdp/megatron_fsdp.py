@@ -31,7 +31,7 @@ from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
 from megatron_fsdp.debug.lifetimes import check_lifetimes, resolve_check_lifetimes
 from megatron_fsdp.debug.verify_ranks import RankVerifier, resolve_verify_ranks
 from megatron_fsdp.describe.description import Description
-from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
+from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.expert_state import names_as_saved, state_as_held, state_as_saved
 from megatron_fsdp.engine.full_tensors import (
@@ -61,7 +61,6 @@ from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import check_capturable, watch_optimizers
 from megatron_fsdp.optim.statistics import ModelStatistics, gradient_statistics, parameter_statistics
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
-from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 StateDict = dict[str, Any]
@@ -1197,10 +1196,6 @@ class MegatronFSDP(nn.Module):
             index=self.dist_index,
             auto_sync=self._mode.auto_sync,
         )
-
-    def footprints(self) -> tuple[GroupFootprint, ...]:
-        """Return the input of the formulas of `megatron_fsdp.sharding.accounting`, one entry per parameter group."""
-        return footprints_of(self._engine)
 
     def traffic(self) -> Traffic:
         """Return what this rank has sent for this model so far."""

@@ -9,7 +9,6 @@ import torch
 
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.cli.plan import planned_run
-from megatron_fsdp.plan import published
 from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, ROOT_NUMEL
 
 pytest.importorskip("transformers")
@@ -167,19 +166,6 @@ def test_bad_input_is_refused_in_one_line(
     assert words in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-
-
-def test_published_runs_are_shown_beside_predictions(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(published, "PUBLISHED", published.PUBLISHED[:2])
-    assert main(["plan", "--published", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert {"run", "predicted", "published", "error", "source"} <= set(rows[0])
-    assert main(["plan", "--published"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + len(rows)
-    assert lines[1].split("  ")[0] == rows[0]["run"]
 
 
 def test_other_axes_are_planned_by_formulas(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.sharding.accounting import step_traffic
 from tests.conftest import RunRanks
+from tests.support.formulas import footprints_of, step_traffic
 from tests.support.models import MODEL_CASES
 from tests.support.on_ranks import on_ranks
 from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts
@@ -185,7 +185,7 @@ def count(name: str, fields: Fields, microbatches: int) -> tuple[list[Any], Coll
             optimizer.step()
             optimizer.zero_grad()
     buckets = sum(unit.is_trainable for unit in engine_of(model).units)
-    return list(model.footprints()), counts.collectives, model.traffic().since(before), buckets
+    return list(footprints_of(model)), counts.collectives, model.traffic().since(before), buckets
 
 
 @pytest.mark.full(short=["1-scalars-2"])
@@ -239,7 +239,7 @@ def test_two_instances_send_a_share_of_each_bucket_across_as_well() -> None:
         "all inside": counts.on(inner),
         "all across": counts.on(outer),
     }
-    numels = [group.numel for group in model.footprints()]
+    numels = [group.numel for group in footprints_of(model)]
     assert numels == NUMELS
     half = sum(NUMELS) * 4 // 2
     assert found == {
@@ -293,7 +293,7 @@ def buckets_of(fields: Fields, disable_bucketing: bool = False) -> tuple[list[in
         DistributedDataParallelConfig(**fields), Steps(Log()), disable_bucketing=disable_bucketing
     )
     names = [group.names for group in model.parameter_groups()]
-    return [group.numel for group in model.footprints()], model.bucket_size, names
+    return [group.numel for group in footprints_of(model)], model.bucket_size, names
 
 
 @pytest.mark.parametrize(

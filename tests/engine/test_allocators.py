@@ -15,16 +15,17 @@ from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.accounting import (
+from tests.conftest import RunRanks
+from tests.support.formulas import (
     GroupFootprint,
     TransientBytes,
     exchange_scratch_bytes,
+    footprints_of,
     passing_bytes,
     persistent_bytes,
     step_traffic,
     transient_bytes,
 )
-from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
@@ -108,7 +109,7 @@ def _measure(options: dict[str, Any]) -> Reading:
     counters = sum(state["step"].nbytes for state in optimizer.state.values())
     rest = held_bytes() - before - counters
     return Reading(
-        model.footprints(),
+        footprints_of(model),
         wrapped,
         gathered,
         rest,

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp import fully_shard
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ShardOperationError
-from megatron_fsdp.sharding.accounting import step_traffic
 from tests.conftest import RunRanks
+from tests.support.formulas import footprints_of, step_traffic
 from tests.support.models import Batch, ModelCase
 from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
@@ -165,7 +165,7 @@ def test_the_root_is_given_back_after_the_last_backward_and_nothing_is_gathered_
         optimizer.step()
         optimizer.zero_grad()
         steps.append(model.traffic().since(start))
-    expected = step_traffic(model.footprints(), ShardingStrategy.optim_grads_params, microbatches)
+    expected = step_traffic(footprints_of(model), ShardingStrategy.optim_grads_params, microbatches)
     steps = steps[1:]
     assert steps == [expected] * 3
     first = [root + slots] * microbatches  # nothing is known of the first step

@@ -13,8 +13,8 @@ from torch import nn
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.comm.axis import Axis, Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.sharding.accounting import GroupFootprint, step_traffic
 from tests.conftest import RunRanks
+from tests.support.formulas import GroupFootprint, footprints_of, step_traffic
 from tests.support.models import MODEL_CASES, ModelCase, ModelName
 from tests.support.on_ranks import on_ranks
 from tests.support.op_counts import Collectives, OpCounts
@@ -67,7 +67,7 @@ def _shard(
 def run_steps(name: ModelName, strategy: int, microbatches: int) -> Run:
     case = MODEL_CASES[name]
     model, optimizer = _shard(case, int(strategy))
-    run = Run(model.footprints(), [], [], [])
+    run = Run(footprints_of(model), [], [], [])
     batch = case.make_batch(_SAMPLES, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(STEPS):
         before = model.traffic()

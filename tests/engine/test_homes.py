@@ -18,9 +18,9 @@ from megatron_fsdp.config.homes import Home, Place
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.homes import allocate
 from megatron_fsdp.errors import ConfigurationError, RankError
-from megatron_fsdp.sharding.accounting import persistent_bytes
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, hybrid
+from tests.support.formulas import footprints_of, persistent_bytes
 from tests.support.models import DENSE
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded
@@ -145,7 +145,7 @@ def test_what_is_away_takes_no_bytes_of_the_device(num_ranks: int) -> None:
         tower_loss(model, torch.randn(2, FEATURES, dtype=torch.bfloat16)).backward()
         optimizer.step()
         described = model.describe()
-        groups = model.footprints()
+        groups = footprints_of(model)
         expected = persistent_bytes(groups, ShardingStrategy(strategy))
         held = model.memory()
         assert held.compute_weight_bytes == expected.compute_weight

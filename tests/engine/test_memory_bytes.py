@@ -1,4 +1,4 @@
-"""What one rank holds, to the byte, against the formulas of `megatron_fsdp.sharding.accounting`."""
+"""What one rank holds, to the byte, against the formulas of `tests.support.formulas`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,17 +15,18 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.model import MemoryUse
 from megatron_fsdp.engine.memory import pack_bytes
-from megatron_fsdp.sharding.accounting import (
+from tests.conftest import RunRanks
+from tests.support.formulas import (
     GroupFootprint,
     PassingBytes,
     PersistentBytes,
     TransientBytes,
     exchange_scratch_bytes,
+    footprints_of,
     passing_bytes,
     persistent_bytes,
     transient_bytes,
 )
-from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.models import MODEL_CASES
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
@@ -106,7 +107,7 @@ def _measure(mesh: DeviceMesh, strategy: ShardingStrategy, policy_name: str) -> 
         tower_loss(model, x).backward()
     deferred = held_bytes() - before - counters - cleared
     return Reading(
-        groups=model.footprints(),
+        groups=footprints_of(model),
         memory=model.memory(),
         state_bytes=_state_bytes(optimizer),
         held_bytes=held,
@@ -230,7 +231,7 @@ def _odd_memory(strategy: int) -> tuple[tuple[GroupFootprint, ...], MemoryUse, i
         case.loss(model, case.make_batch(4, torch.Generator())).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.footprints(), model.memory(), _state_bytes(optimizer)
+    return footprints_of(model), model.memory(), _state_bytes(optimizer)
 
 
 @pytest.mark.full(short=["3"])

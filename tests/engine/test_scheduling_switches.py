@@ -17,9 +17,9 @@ from megatron_fsdp import (
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.schedule import Action, Operation
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, step_traffic, transient_bytes
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
+from tests.support.formulas import exchange_scratch_bytes, footprints_of, step_traffic, transient_bytes
 from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
@@ -236,7 +236,7 @@ def test_sizes_in_elements_become_units_and_buckets(
         tower_loss(model, torch.ones(2, FEATURES)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    groups, strategy = model.footprints(), ShardingStrategy.optim_grads_params
+    groups, strategy = footprints_of(model), ShardingStrategy.optim_grads_params
     scratch = exchange_scratch_bytes(groups, strategy, buckets)
     assert model.memory().transient_peak_bytes == transient_bytes(groups, strategy, units, buckets, scratch).total
     assert model.traffic().since(before).gathers == step_traffic(groups, strategy, 1, units).gathers

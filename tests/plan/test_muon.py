@@ -8,7 +8,8 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan import plan
 from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.models import PRESETS
-from megatron_fsdp.plan.muon import BALANCED_RANKS, balance_rows, muon_matrices, muon_work
+from megatron_fsdp.plan.muon import muon_matrices, muon_work
+from tools.pages import BALANCED_RANKS, balance_rows
 
 
 class Words(nn.Module):

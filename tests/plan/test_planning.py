@@ -19,7 +19,13 @@ from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import Plan, plan, plan_workload, recommend
 from megatron_fsdp.plan.replay import INNER, OUTER, Wires
 from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Piece, Setup
-from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, outer_step_traffic, step_traffic, transient_bytes
+from tests.support.formulas import (
+    exchange_scratch_bytes,
+    footprint_of,
+    outer_step_traffic,
+    step_traffic,
+    transient_bytes,
+)
 from tests.support.tower import FEATURES, Floor, Tower
 
 BF16 = torch.bfloat16
@@ -91,7 +97,8 @@ def test_a_replayed_step_sends_and_borrows_what_the_formulas_say(
         backend="gloo" if gloo else "nccl",
         accumulation="every" if outer == 1 else "outer",
     )
-    groups = found.model.footprints
+    units = enumerate(found.model.units)
+    groups = [footprint_of(group, index) for index, unit in units for group in unit.groups]
     axes = {axis.axis: axis for axis in found.traffic}
     whole_gradient = outer > 1 and strategy < ShardingStrategy.optim_grads  # reduced once, at the last microbatch
     expected = step_traffic(groups, strategy, microbatches)

@@ -17,6 +17,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.plan.simulate import SimulatedModel, built_without_memory, simulated_model, simulated_ranks
 from tests.conftest import RunRanks
+from tests.support.formulas import footprints_of
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.parity import fixed_seed
 
@@ -61,7 +62,7 @@ def _facts(job: Job, mesh: DeviceMesh) -> list[Any]:
     """What a rank holds and has sent after wrapping and after each of two steps, and its optimizer state."""
     case = MODEL_CASES[job.name]
     model, optimizer = _wrap(job, mesh)
-    facts: list[Any] = [model.footprints(), model.memory()]
+    facts: list[Any] = [footprints_of(model), model.memory()]
     with fixed_seed(1):
         batch = case.make_batch(4, torch.Generator().manual_seed(0))
     for _ in range(2):

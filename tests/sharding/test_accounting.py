@@ -8,7 +8,7 @@ import torch
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.sharding.accounting import (
+from tests.support.formulas import (
     GroupFootprint,
     PassingBytes,
     PersistentBytes,

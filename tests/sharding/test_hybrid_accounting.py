@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp import fully_shard
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.sharding.accounting import (
+from tests.support.api_net import Layer, build
+from tests.support.formulas import (
     GroupFootprint,
+    footprints_of,
     outer_step_traffic,
     persistent_bytes,
     step_traffic,
 )
-from tests.support.api_net import Layer, build
 from tests.support.on_ranks import on_ranks
 
 F32 = torch.float32
@@ -70,7 +71,7 @@ def test_the_engine_sends_what_the_formulas_say(strategy: int, outer: int) -> No
         _train(model, optimizer)
     after = model.traffic_by_axis()
     inside, across = (after[name].since(before[name]) for name in ("shard", "outer"))
-    footprints, wanted = model.footprints(), ShardingStrategy(strategy)
+    footprints, wanted = footprints_of(model), ShardingStrategy(strategy)
     assert inside == step_traffic(footprints, wanted)
     assert across == outer_step_traffic(footprints, wanted)
     assert across.reductions > 0

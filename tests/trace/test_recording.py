@@ -11,10 +11,10 @@ from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, TraceError
-from megatron_fsdp.sharding.accounting import outer_step_traffic, step_traffic
 from megatron_fsdp.trace import Recorder, Timeline, recorder, trace
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks
+from tests.support.formulas import outer_step_traffic, step_traffic
 from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 from tests.support.tower import FLOORS, tower_loss

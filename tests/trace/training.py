@@ -14,6 +14,7 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.trace import Timeline, trace
 from tests.support.arrangements import hybrid_arguments
+from tests.support.formulas import footprints_of
 from tests.support.parity import fixed_seed
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
@@ -107,6 +108,6 @@ def train(wrapped: Wrapped, loop: Loop, is_traced: bool, steps: int = 3) -> tupl
         "weights": {name: local(param.data) for name, param in model.named_parameters()},
         "traffic": model.traffic().since(before),
         "by_axis": {name: sent.since(by_axis[name]) for name, sent in model.traffic_by_axis().items()},
-        "footprints": model.footprints(),
+        "footprints": footprints_of(model),
     }
     return values, None if recording is None else recording.result()

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fsdp.plan.sharded import optimizer_bytes as plan_optimizer_bytes
 from megatron_fsdp.trace.recorder import Recorder
-from megatron_fsdp.train.engines.sharded import build
+from megatron_fsdp.train.engines.trained import build
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.measure import (
     Evaluation,
     ExposedCommunication,
     Speed,
     StepRecord,
+    as_planned,
     optimizer_bytes,
     peak_by_name,
     peak_tflops,
-    planned_optimizer_bytes,
 )
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
@@ -32,24 +33,27 @@ from tests.support.train_program import this_rank
 from tests.train.engines.runs import NoCheckpoints, Silent
 
 
-def test_optimizer_bytes_count_adam_twice_and_no_step_counters() -> None:
+def test_optimizer_bytes_count_adam_twice_and_its_step_counter() -> None:
     weight = torch.nn.Parameter(torch.zeros(3, 5))
     optimizer = torch.optim.AdamW([weight])
     weight.grad = torch.ones(3, 5)
     optimizer.step()
-    assert optimizer_bytes(optimizer) == 2 * 15 * 4
+    assert optimizer_bytes(optimizer) == 2 * 15 * 4 + 4
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw8bit", "muon", "sgd", "sgd --sgd-momentum 0"])
 @on_ranks(2)
 def test_the_formula_of_optimizer_state_is_that_of_the_optimizer_to_the_byte(kind: str) -> None:
     flags = ["--preset", "tiny", "--seq-length", "16", "--optimizer", *kind.split()]
-    built = build(resolve(parse_options(flags), World(2, "cpu")), 256, this_rank())
+    job = resolve(parse_options(flags), World(2, "cpu"))
+    built = build(job, 256, this_rank())
+    assert built.inside is not None
     for param in built.model.parameters():
         param.grad = torch.zeros_like(param)
     assert optimizer_bytes(built.optimizer) == 0
     built.optimizer.step()
-    assert planned_optimizer_bytes(built.optimizer) == optimizer_bytes(built.optimizer)
+    planned = as_planned(built.inside, job, defers=built.defers)
+    assert plan_optimizer_bytes(planned) == optimizer_bytes(built.optimizer)
     assert (optimizer_bytes(built.optimizer) == 0) == (kind == "sgd --sgd-momentum 0")
 
 

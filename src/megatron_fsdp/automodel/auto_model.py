@@ -9,7 +9,7 @@ import copy
 import math
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -314,15 +314,17 @@ def _fill(
     stages = model.parts if is_pipeline else [model]
     whole = merge_stages(stages)
     copies = set(model.tied_copies) if is_pipeline else set()
-    filled = set(copies)
     base_twin = copy.deepcopy(twin) if peft_config is not None else None
     with without_copies(whole, *stages):
-        if folder is not None:
-            report = load_hf(whole, folder, key_mapping=options.key_mapping, strict=False)
-            report = replace(report, missing=tuple(name for name in report.missing if name not in copies))
-            _check(report, folder, twin, options.strict, new_head)
-            filled.update(report.loaded)
-        drawn = draw_missing(twin, whole, stages, filled, context.device)
+        drawn = fill_weights(
+            (twin, whole, stages),
+            folder,
+            context.device,
+            copies,
+            key_mapping=options.key_mapping,
+            strict=options.strict,
+            new_head=new_head,
+        )
     if base_twin is not None:
         fill_adapters(whole, base_twin, peft_config, context.device)
     if is_pipeline:
@@ -374,6 +376,40 @@ def _parallel(
         device=context.device,
         activation_dtype=policy.output_dtype or policy.param_dtype,
     )
+
+
+def fill_weights(
+    models: tuple[nn.Module, nn.Module, Sequence[nn.Module]],
+    folder: Path | None,
+    device: torch.device,
+    copies: Collection[str] = (),
+    *,
+    key_mapping: Any = None,
+    strict: bool = True,
+    new_head: bool = False,
+) -> tuple[str, ...]:
+    """Load the values of shards from a folder, and draw those that it lacks, or all; collective.
+
+    Args:
+        models: The whole model on the meta device, which is used up; what this rank has of it; and its stages.
+        folder: Of Hugging Face files; None: all values are drawn.
+        device: Where random states travel.
+        copies: Names of parameters that get their values from another stage.
+        key_mapping: As of `load_hf`.
+        strict: Refuse files that lack a weight or have more.
+        new_head: Let files lack the head.
+
+    Returns:
+        The names of the parameters that were drawn on this rank.
+    """
+    twin, model, stages = models
+    filled = set(copies)
+    if folder is not None:
+        report = load_hf(model, folder, key_mapping=key_mapping, strict=False)
+        report = replace(report, missing=tuple(name for name in report.missing if name not in copies))
+        _check(report, folder, twin, strict, new_head)
+        filled.update(report.loaded)
+    return draw_missing(twin, model, stages, filled, device)
 
 
 def _check(report: LoadReport, folder: Path, twin: nn.Module, strict: bool, new_head: bool) -> None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from megatron_fsdp.cli.output import write_facts, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.engine_options import resolve_memory_options
+from megatron_fsdp.config.homes import resolve_homes
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, dtype_from_name
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
@@ -32,7 +33,6 @@ from megatron_fsdp.plan.planning import (
     plan_workload,
     recommend,
 )
-from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
 from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Recompute, Setup, find_optimizer, make_setup
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Block, Decoder, next_token_loss
@@ -78,6 +78,8 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "recompute": (str, f"{', '.join(get_args(Recompute))} (docs/plan.md); with --strategy auto none and full"),
         "optimizer": ("adamw", ", ".join(OPTIMIZERS) + " (for matrices, with adamw)"),
         "dtype": (str, "of the weights that compute uses, for configs (bf16)"),
+        "optimizer-cpu-offload": (False, "main weights, gradients and optimizer state rest on the host"),
+        "optimizer-offload-fraction": (1.0, "the share of the model whose state rests there"),
         "fp8": (False, "products with weights run in 8 bits"),
         "main-params-dtype": ("fp32", _DTYPES),
         "main-grads-dtype": (_AUTO, _DTYPES),
@@ -110,7 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help=config)
     parser.add_argument("--list", action="store_true", help="list presets of models and machines")
-    parser.add_argument("--published", action="store_true", help="plan published runs beside what was measured")
     for title, options in _OPTIONS.items():
         add = parser.add_argument_group(title).add_argument
         for name, (default, words) in options.items():
@@ -135,8 +136,6 @@ def run(args: argparse.Namespace) -> int:
     """Plan a run and print the plan, and return the exit status."""
     if args.list:
         return _list()
-    if args.published:
-        return _published(as_json=args.json)
     if args.model is None and args.config is None:
         raise ConfigurationError(
             "no model was given; name a preset (--list), a config or package.module:function, or give --config"
@@ -192,8 +191,10 @@ def _setup(args: argparse.Namespace) -> Setup:
     strategy = "optim_grads_params" if args.strategy == _AUTO else args.strategy
     same = ["microbatches", "accumulation", "optimizer", "recompute", "backend", "sequence_parallel"]
     same += ["virtual_stages", "fp8", "overlap_exchanges"]
+    offload = {"home": "host", "fraction": args.optimizer_offload_fraction}
     return make_setup(
         _ranks(args),
+        homes=resolve_homes({"main_weights": offload} if args.optimizer_cpu_offload else None, resolve_strategy(3)),
         strategy=resolve_strategy(_number(strategy), "--strategy"),
         outer_strategy=resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
         policy=MixedPrecisionPolicy(main_params, main_grads, grad_comm),
@@ -255,15 +256,6 @@ def _list() -> int:
     write_line("models of the trainer: " + ", ".join(TRAINER_PRESETS))
     for machine in MACHINES.values():
         write_line(report.machine_words(machine))
-    return EXIT_SAME
-
-
-def _published(*, as_json: bool) -> int:
-    rows = [published_row(each) for each in compare_published()]
-    if as_json:
-        write_json([dict(zip(COLUMNS, row, strict=True)) for row in rows])
-    else:
-        write_table(COLUMNS, rows, right=COLUMNS[1:-1])
     return EXIT_SAME
 
 
@@ -372,7 +364,6 @@ def _setup_of_job(job: Job) -> Setup:
             "that are left: give a divisor"
         )
     instances, defers = resolved.num_instances, resolved.strategy <= ShardingStrategy.optim  # as the trainer's engine
-    momentum = "momentum" if chosen.sgd_momentum else "sgd"
     arguments = inspect.signature(MegatronFSDP.__init__).parameters  # whose defaults the trainer leaves alone
     unsaid = {name: each.default for name, each in arguments.items()}
     return Setup(
@@ -384,7 +375,8 @@ def _setup_of_job(job: Job) -> Setup:
         overlap_grad_reduce=resolved.config.overlap_grad_reduce,
         microbatches=job.batch.microbatches,
         accumulation="last" if defers else "every",
-        optimizer=find_optimizer("adamw-fused" if chosen.optimizer == "adam" else momentum),
+        optimizer=find_optimizer(chosen.planned_name),
         recompute=job.options.training.recompute_granularity or "none",
         sequence_parallel=job.options.parallel.sequence_parallel,
+        homes=resolve_homes(job.options.homes, resolved.strategy),
     )

@@ -28,7 +28,6 @@ from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.wrap import Assembly
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.routes import count_kinds, step_of
-from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import UnitPlan
@@ -85,11 +84,6 @@ def memory_of(engine: Engine) -> MemoryUse:
         engine.executor.weight_memory.held_bytes,
         {kind: count for kind, count in away.items() if getattr(engine.sharding.options.homes, kind).is_away},
     )
-
-
-def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
-    """Return the input of the formulas of `megatron_fsdp.sharding.accounting`, one entry per parameter group."""
-    return tuple(group.plan.footprint(unit.index) for unit in engine.units for group in unit.groups)
 
 
 def axes_of(engine: Engine) -> tuple[AxisDescription, ...]:

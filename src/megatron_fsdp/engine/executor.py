@@ -15,6 +15,7 @@ import torch
 
 from megatron_fsdp.comm.lanes import Ticket, make_lane
 from megatron_fsdp.engine.memory import (
+    OUTER_REDUCTIONS,
     Block,
     BucketPool,
     CommunicationPool,
@@ -27,7 +28,6 @@ from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, P
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import MegatronFSDPError
-from megatron_fsdp.sharding.accounting import OUTER_REDUCTIONS
 from megatron_fsdp.sharding.memory_plan import Use
 
 _HANG_ADVICE = (

@@ -31,7 +31,6 @@ from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import Layout, plan_layout
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
@@ -327,11 +326,16 @@ class GroupPlan:
         return self._bytes_sent(self.layout.numel)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the compute weights on this rank while they are not gathered."""
+        return self._bytes_sent(held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel)
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of the compute weights on this rank, where gathers read or write them, else 0."""
         if not (self.needs_all_gather or self.gathers_outer) or self.compute_home.is_away:
             return 0
-        return self._bytes_sent(held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel)
+        return self.held_bytes
 
     def _bytes_sent(self, numel: int) -> int:
         if self.is_encoded and self.weight_format is not None:
@@ -353,35 +357,6 @@ class GroupPlan:
     def bucket_bytes(self) -> int:
         """Bytes of the full gradients in the communication dtype; 0 for a frozen group."""
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0
-
-    def footprint(self, unit: int) -> GroupFootprint:
-        """Return the input of the formulas of `megatron_fsdp.sharding.accounting`."""
-        has_outer = len(self.axes) > 1
-        return GroupFootprint(
-            unit=unit,
-            numel=self.layout.numel,
-            num_shards=self.axis.num_ranks,
-            compute=self.precision.compute,
-            main_params=self.precision.main_params,
-            main_grads=self.precision.main_grads,
-            grad_comm=self.precision.grad_comm,
-            requires_grad=self.requires_grad,
-            is_whole=self.spec.key.is_scalar or self.is_trained_whole,
-            outer_ranks=self.axes[0].num_ranks if has_outer else 1,
-            outer_shares=has_outer and self.placements.main_weight[0] is Placement.SHARD,
-            weight_format=self.weight_format,
-            is_looked_up=self.is_looked_up,
-            away=frozenset(
-                name
-                for name, home in (
-                    ("compute_weight", self.compute_home),
-                    ("main_weight", self.main_home),
-                    ("main_grad", self.homes.main_gradients),
-                    ("optimizer", self.homes.optimizer_state),
-                )
-                if home.is_away
-            ),
-        )
 
     def frame(self, index: int) -> ShardFrame:
         """Describe which elements of tensor `index` every rank holds, for its main weight, gradient and state."""

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.schedule import ROOT, ScheduleConfig
-from megatron_fsdp.sharding.accounting import BLOCK_ALIGNMENT_BYTES, OUTER_REDUCTIONS
 from megatron_fsdp.sharding.memory_plan import (
     PoolPlan,
     UnitWeights,
@@ -33,6 +32,9 @@ from megatron_fsdp.sharding.memory_plan import (
 Result = TypeVar("Result")
 
 _POISON = 0xFF
+BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
+OUTER_REDUCTIONS = 2
+"""Units whose gradients are in reduction over the outer axis at a time."""
 
 
 class Block:

@@ -94,7 +94,7 @@ class _Saved:
         found = self._content.fetch()
         self._content.ticket.wait()
         dtype, *lies = self._lies
-        return found.new_empty(0, dtype=dtype).set_(found.untyped_storage(), *lies)  # type: ignore[call-overload]
+        return found.new_empty(0, dtype=dtype).set_(found.untyped_storage(), *lies)
 
 
 class UnitTensors:

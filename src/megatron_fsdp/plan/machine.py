@@ -38,6 +38,9 @@ class Machine:
         operator_s: Time to start one operator, below which none is done.
         fp8_flops: Dense 8-bit floating point operations per second, at best; 0: there are none.
         fp8_efficiency: Part of it that matrix products reach, casts and scales included.
+        host_memory_bytes: Memory of the host for the state of one device.
+        host_link_bytes_per_s: What one device exchanges with it, per direction.
+        host_bytes_per_s: What the host reads and writes of it, for one device.
     """
 
     name: str
@@ -56,6 +59,9 @@ class Machine:
     operator_s: float = 4e-6
     fp8_flops: float = 0.0
     fp8_efficiency: float = 0.45
+    host_memory_bytes: int = 128 * GIB
+    host_link_bytes_per_s: float = 50e9
+    host_bytes_per_s: float = 60e9
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -162,14 +168,14 @@ def _doublings(count: int) -> int:
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
-        Machine("a100", 8, 80 * GIB, 4 * GIB, 312e12, 2.0e12, 300e9, 25e9),
+        Machine("a100", 8, 80 * GIB, 4 * GIB, 312e12, 2.0e12, 300e9, 25e9, host_link_bytes_per_s=25e9),
         Machine("h100", 8, 80 * GIB, 4 * GIB, 989e12, 3.35e12, 450e9, 50e9, fp8_flops=1979e12),
         Machine("h800", 8, 80 * GIB, 4 * GIB, 989e12, 3.35e12, 200e9, 50e9, fp8_flops=1979e12),
         Machine("h200", 8, 141 * 10**9, 5 * GIB, 989e12, 4.8e12, 450e9, 50e9, fp8_flops=1979e12),
         Machine("b200", 8, 180 * 10**9, 6 * GIB, 2250e12, 8.0e12, 900e9, 50e9, fp8_flops=4500e12),
     )
 }
-"""Nodes of eight accelerators with one 400 Gb/s adapter each (a100: 200 Gb/s)."""
+"""Nodes of eight accelerators with one 400 Gb/s adapter each (a100: 200 Gb/s); PCIe 5 to the host (a100: PCIe 4)."""
 
 
 def find_machine(name: str) -> Machine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,7 +13,6 @@ from megatron_fsdp.optim.muon import WAVE_BYTES, newton_schulz_flops
 from megatron_fsdp.optim.routes import kinds_of
 from megatron_fsdp.optim.whole_exchange import assign_owners
 from megatron_fsdp.plan.machine import Machine
-from megatron_fsdp.plan.models import build_meta_model
 
 NEWTON_SCHULZ_STEPS = 5  # of torch.optim.Muon
 _BYTES = 2  # of an element that travels, each way
@@ -119,26 +118,3 @@ def muon_work(shapes: Sequence[Sequence[int]], ranks: int) -> MuonWork:
         max(owned),
         max(numels, default=0),
     )
-
-
-# ---- the table of the documentation ---------------------------------------------------------------------------------
-
-_MODELS = {
-    "Llama-3 8B": "llama-3-8b",
-    "Llama-3 70B": "llama-3-70b",
-    "DeepSeek-V3": "deepseek-v3",
-    "Kimi K2": "kimi-k2",
-}
-BALANCED_RANKS = (8, 64, 128, 256, 512, 1024)
-
-
-def balance_rows() -> Iterator[tuple[str, ...]]:
-    """Yield a row for each model: name, matrices, and for each number of ranks what the busiest has over the mean.
-
-    That is work and bytes sent, "2.11* / 1.58"; with a star where work cannot be shared better.
-    """
-    for name, preset in _MODELS.items():
-        shapes = list(muon_matrices(build_meta_model(preset)).values())
-        works = [muon_work(shapes, ranks) for ranks in BALANCED_RANKS]
-        told = [f"{work.imbalance:.2f}{'*' * work.is_least} / {work.sent_imbalance:.2f}" for work in works]
-        yield (name, f"{works[0].matrices:,}", *told)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatron_fsdp.config.homes import resolve_homes
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.activations import profile_compute
@@ -26,8 +27,16 @@ from megatron_fsdp.plan.parallel import (
 )
 from megatron_fsdp.plan.replay import INNER, OUTER, Moment, ReplayedStep, exchange_s, replay_step
 from megatron_fsdp.plan.setup import ParallelRanks, Ranks, Recompute, Setup, is_count, make_setup
-from megatron_fsdp.plan.sharded import PlannedModel, UnitModules, optimizer_bytes, plan_model, saving_bytes
-from megatron_fsdp.sharding.accounting import persistent_bytes
+from megatron_fsdp.plan.sharded import (
+    PlannedModel,
+    UnitModules,
+    away_bytes,
+    held_bytes,
+    home_step_s,
+    optimizer_bytes,
+    plan_model,
+    saving_bytes,
+)
 
 _SEQUENCE_LENGTH = 4096
 _MOST_TOKENS = 2**30
@@ -216,6 +225,7 @@ class RankMemory:
     optimizer: int  # optimizer state, counters of steps included
     module_buffers: int  # buffers of modules, which every rank holds
     input_bytes: int  # inputs of a microbatch
+    away_bytes: int  # of the first four what rests elsewhere than on the device, and is not counted in them
     saving_bytes: int  # host memory that a checkpoint in the background takes for its copy; saving at once takes none
     peak: Moment  # the moment of the step that holds most on top of all but main gradients
 
@@ -281,8 +291,24 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits into the usable memory of a device."""
-        return self.memory.peak_bytes <= self.machine.usable_bytes
+        """Whether the peak fits into the usable memory of a device, and what rests elsewhere into the host's."""
+        return self.memory.peak_bytes <= self.machine.usable_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what rests elsewhere fits into the memory of the host."""
+        return self.memory.away_bytes <= self.machine.host_memory_bytes
+
+    @property
+    def home_step_s(self) -> float:
+        """Seconds of a step for state that rests elsewhere than on the device; 0 where none does."""
+        return home_step_s(self.model, self.machine, self.profile.used)
+
+    @property
+    def hides_homes_from_tokens(self) -> float | None:
+        """Tokens per rank and step from which `home_step_s` is at most a tenth of the compute; None without homes."""
+        tokens = self.workload.tokens * self.setup.microbatches
+        return tokens * self.home_step_s / (_SMALL_SHARE * self.step.compute_s) or None
 
     @property
     def bubble(self) -> float:
@@ -316,6 +342,8 @@ class Plan:
         """The assumptions, in words."""
         share, muon = self.workload.share, self.model.muon
         notes = self.workload.notes if share is None else (*self.workload.notes, *share.notes(self.setup))
+        if self.setup.homes.are_away:
+            notes = (*notes, "Copies of compute weights from their home, before they are gathered, are not timed.")
         if muon is None:
             return notes
         tokens = self.workload.tokens * self.setup.microbatches
@@ -341,6 +369,9 @@ class Plan:
         return self.step.exposed_s / self.step.seconds if self.step.seconds else 0.0
 
 
+_SMALL_SHARE = 0.1
+
+
 def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: ComputeProfile | None = None) -> Plan:
     """Plan a run of a workload on a machine; `profile` is that of an earlier plan with the same recomputation."""
     model, share = plan_model(workload.module, setup, workload.unit_modules), workload.share
@@ -357,14 +388,12 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
 
 def _rank_memory(workload: Workload, model: PlannedModel, profile: ComputeProfile, step: ReplayedStep) -> RankMemory:
     """Count the bytes of a rank: by the engine's layouts, and by the moment of the step that holds most."""
-    held = persistent_bytes(model.footprints, model.setup.strategy)
     return RankMemory(
-        held.compute_weight,
-        held.main_weight,
-        held.main_grad,
+        *held_bytes(model.groups),
         optimizer_bytes(model, profile.used),
         workload.buffer_bytes,
         profile.input_bytes,
+        away_bytes(model, profile.used),
         saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
         step.peak,
     )
@@ -453,12 +482,26 @@ def recommend(
                 continue
             profiles[recompute] = plan.profile
             plans.append(plan)
+    if not any(plan.fits for plan in plans):
+        plans += _plans_with_homes(workload, plans, machine)
     if not plans:
         raise ConfigurationError(f"nothing can be recommended, since no arrangement is possible: {problems[0]}")
     fitting = [plan for plan in plans if plan.fits]
     fastest = min((plan.step_s for plan in fitting), default=0.0)
     best = next((plan for plan in fitting if plan.step_s <= fastest * _ALMOST), None)
     return Recommendation(tuple(plans), best)
+
+
+def _plans_with_homes(workload: Workload, plans: Sequence[Plan], machine: Machine) -> list[Plan]:
+    """Plan the arrangement of each recomputation that takes least with more and more state on the host."""
+    found: list[Plan] = []
+    for recompute in dict.fromkeys(plan.setup.recompute for plan in plans):
+        own = [plan for plan in plans if plan.setup.recompute == recompute and not plan.setup.homes.are_away]
+        least = min(own, key=lambda plan: plan.memory.peak_bytes)
+        for given in ({"optimizer_state": "host"}, {"main_weights": "host"}, "host"):
+            setup = least.setup.but(homes=resolve_homes(given, least.setup.strategy))
+            found.append(plan_workload(workload, setup, machine, least.profile))
+    return found
 
 
 def _candidates(setup: Setup, machine: Machine, recompute: Recompute) -> Iterator[Setup]:

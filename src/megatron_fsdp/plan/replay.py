@@ -21,7 +21,7 @@ from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, S
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import Backend, ParallelRanks, Setup
-from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, step_bytes
+from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, held_bytes, home_step_s, step_bytes
 
 INNER, OUTER = "dp_shard", "dp_outer"
 _META = torch.device("meta")
@@ -195,7 +195,7 @@ class _Unit:
         is_looked_up = all(plan.is_looked_up for plan in unit.groups)
         self.reads_weights = not self.gathered_bytes or not is_looked_up  # in backward
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
-        self.main_bytes = sum(group.main_region.numel * group.precision.main_grads.itemsize for group in trained)
+        self.main_bytes = held_bytes(trained)[-1]
         cast = [group for group in trained if group.precision.main_grads != group.precision.main_params]
         self.cast_bytes = sum(group.main_region.numel * group.precision.main_params.itemsize for group in cast)
         self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
@@ -231,7 +231,7 @@ class _Unit:
     def wait_for_outer(self) -> None:
         self._wires.wait(self._gathered_outer_s)
 
-    def unshard(self, _lane: object, _block: object) -> None:
+    def unshard(self, _lane: object, _block: object, _home_lane: object) -> None:
         self.wait_for_outer()
         self._gathered_s = max(self._gathered_s, self._send(INNER, is_gather=True))
 
@@ -278,7 +278,9 @@ class _Unit:
         self._passing.add(self._local_sum_bytes)
         self._passing.add(-self._local_sum_bytes)
 
-    def reduce_outer(self, _lane: object, _sharded: object, block: object) -> tuple[_Ticket, tuple[()]]:
+    def reduce_outer(
+        self, _lane: object, _sharded: object, _home_lane: object, block: object
+    ) -> tuple[_Ticket, tuple[()]]:
         """Reduce over the outer ranks; a block of the pool stands for what is allocated else."""
         self.has_inner_sum, self.has_main = False, True
         allocated = self._across_bytes if block is None else 0
@@ -341,9 +343,11 @@ class _Replay:
         moved = sum(
             piece.numel * (passes * piece.precision.main_params.itemsize + piece.precision.compute.itemsize)
             for piece in self._model.pieces(self._profile.used)
+            if not piece.is_away
         )
         muon = self._model.muon
-        return self._machine.compute_s(0, moved) + (0.0 if muon is None else muon.seconds(self._machine))
+        elsewhere = home_step_s(self._model, self._machine, self._profile.used)
+        return self._machine.compute_s(0, moved) + elsewhere + (0.0 if muon is None else muon.seconds(self._machine))
 
     def _note(self, label: str, activation_bytes: int) -> None:
         """Record the memory held now, with the peak of transient tensors since the last record."""

@@ -42,6 +42,7 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
         "workload": {"tokens_per_rank_and_microbatch": work.tokens, "notes": list(plan.notes)},
         "memory": {
             "held": {**memory.held, "total": memory.held_bytes},
+            "away": memory.away_bytes,
             "inputs": memory.input_bytes,
             "peak": {**vars(memory.peak), "total": memory.peak_bytes},
             "activations_kept_for_backward": plan.profile.kept_bytes,
@@ -58,6 +59,8 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
             "tokens_per_s_per_rank": plan.tokens_per_s / setup.ranks.world,
             "model_flops_utilisation": plan.utilisation,
             "communication_hides_from_tokens": plan.hidden_from_tokens,
+            "home_step_s": plan.home_step_s,
+            "homes_hide_from_tokens": plan.hides_homes_from_tokens,
         },
         "timeline": [{**vars(moment), "total_bytes": moment.total_bytes} for moment in plan.step.moments],
         "flags": flags(setup),
@@ -149,6 +152,7 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
         f"activations (peak at {peak.label.removesuffix('+')})": peak.activation_bytes,
         "peak": memory.peak_bytes,
         "usable": plan.machine.usable_bytes,
+        **({"in host memory or files": memory.away_bytes} if memory.away_bytes else {}),
     }
     yield ("memory of a rank at the peak", "bytes"), [(name, in_bytes(count)) for name, count in at_peak.items()]
     if plan.traffic:
@@ -178,12 +182,23 @@ def time_rows(plan: Plan) -> list[tuple[str, str]]:
         *([("pipeline bubble", f"{100 * plan.bubble:.1f} % of the work")] if plan.bubble else []),
         ("exposed communication", f"{plan.step.exposed_s:.3f} s ({100 * plan.exposed_fraction:.1f} %)"),
         ("communication hides from", "nothing is sent" if hidden is None else f"{hidden:,.0f} tokens per rank"),
+        *_home_rows(plan),
         ("tokens per second", f"{plan.tokens_per_s:,.0f} ({plan.tokens_per_s / plan.setup.ranks.world:,.0f} per rank)"),
         ("model FLOP utilisation", f"{100 * plan.utilisation:.1f} %"),
         (
             "save in the background",
             f"{in_bytes(plan.memory.saving_bytes)} of host memory for its copy; none if at once",
         ),
+    ]
+
+
+def _home_rows(plan: Plan) -> list[tuple[str, str]]:
+    tokens = plan.hides_homes_from_tokens
+    if tokens is None:
+        return []
+    return [
+        ("step on the host, and copies", f"{plan.home_step_s:.3f} s of each step"),
+        ("at most a tenth from", f"{tokens:,.0f} tokens per rank and step"),
     ]
 
 
@@ -203,8 +218,8 @@ def advice(plan: Plan) -> str:
     more = f"use more ranks (about {ranks:,} with every rank holding a share), d" if ranks else "d"
     return (
         f"Nothing fits; what follows is the arrangement that takes least. To fit, {more}ivide the model further (--tp, "
-        "--pp, --ep), shorten or divide sequences (--sequence-length, --cp), recompute more (--recompute full), or use "
-        "devices with more memory (--machine)."
+        "--pp, --ep), let state rest on the host (--optimizer-cpu-offload), shorten or divide sequences "
+        "(--sequence-length, --cp), recompute more (--recompute full), or use devices with more memory (--machine)."
     )
 
 
@@ -212,6 +227,9 @@ def verdict(plan: Plan) -> str:
     """Say whether the plan fits, in one sentence."""
     left = plan.machine.usable_bytes - plan.memory.peak_bytes
     if left >= 0:
+        if not plan.fits_host:
+            there, room = in_bytes(plan.memory.away_bytes), in_bytes(plan.machine.host_memory_bytes)
+            return f"It does not fit: {there} rest on the host, which has {room} for a device."
         return f"It fits: {in_bytes(left)} of {in_bytes(plan.machine.usable_bytes)} are left at the peak."
     return f"It does not fit: {in_bytes(-left)} too much at the peak."
 
@@ -240,6 +258,8 @@ def flags(setup: Setup) -> list[str]:
         found += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     elif setup.recompute == "selective":
         found += ["--recompute-granularity", "selective"]
+    if setup.homes.main_weights.is_away:
+        found.append("--optimizer-cpu-offload")
     if setup.optimizer.name in _OF_TRAINER:
         found += ["--optimizer", _OF_TRAINER[setup.optimizer.name]]
     if setup.policy.main_params_dtype not in (None, torch.float32):

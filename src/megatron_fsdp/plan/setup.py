@@ -9,6 +9,7 @@ from heapq import nlargest
 from typing import Any, Literal, NamedTuple, get_args
 
 from megatron_fsdp.config.engine_options import MemoryOptions, default_memory_options
+from megatron_fsdp.config.homes import Homes
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.engine.schedule import SyncMode
@@ -46,6 +47,8 @@ class Piece(NamedTuple):
     start: int
     stop: int
     precision: ResolvedPrecision
+    is_away: bool = False  # its main weights rest elsewhere than on the device
+    state_is_away: bool = False
 
     @property
     def numel(self) -> int:
@@ -237,6 +240,7 @@ class Setup:
         virtual_stages: Pieces of the model on each pipeline rank (interleaved 1F1B); 1: plain 1F1B.
         fp8: Whether products with weights run in 8 bits.
         overlap_exchanges: Whether collectives of tensor, context, expert and pipeline parallelism run behind compute.
+        homes: Where state rests. Activations are planned on the device.
 
     Raises:
         ConfigurationError: Something is not possible, alone or with the rest.
@@ -258,6 +262,7 @@ class Setup:
     virtual_stages: int = 1
     fp8: bool = False
     overlap_exchanges: bool = False
+    homes: Homes = Homes()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:

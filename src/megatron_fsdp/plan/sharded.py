@@ -6,7 +6,7 @@ holds between steps is counted from the layouts, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,15 +16,16 @@ from torch import nn
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.homes import Homes, homes_by_unit
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import Domain, GroupPlan, Sharding, looked_up
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.wrap import parameter_info, plan_units
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, OptimizerKind, Piece, Setup
-from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.units import cut_groups, group_parameters
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
@@ -72,11 +73,6 @@ class PlannedModel:
         """All groups, in unit order."""
         return tuple(group for unit in self.units for group in unit.groups)
 
-    @cached_property
-    def footprints(self) -> tuple[GroupFootprint, ...]:
-        """The groups' sizes, as the formulas of `megatron_fsdp.sharding.accounting` take them."""
-        return tuple(group.footprint(index) for index, unit in enumerate(self.units) for group in unit.groups)
-
     @property
     def numel(self) -> int:
         """Elements of all parameters on this tensor- and expert-parallel rank, without padding."""
@@ -105,7 +101,13 @@ class PlannedModel:
 def _pieces_of(group: GroupPlan) -> list[Piece]:
     """List what of each parameter is in this rank's main weights."""
     return [
-        Piece(info.name, *group.layout.range_in(index, group.main_region), group.precision)
+        Piece(
+            info.name,
+            *group.layout.range_in(index, group.main_region),
+            group.precision,
+            group.main_home.is_away,
+            group.homes.optimizer_state.is_away,
+        )
         for index, info in enumerate(group.spec.parameters)
     ]
 
@@ -138,9 +140,18 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
                 known[alike] = sharding.plan_group(group, originals)
             groups.append(replace(known[alike], spec=group))
         units.append(PlannedUnit(spec.name, spec.class_name, spec.modules, tuple(groups)))
+    units = _with_homes(units, setup.homes)
     memory = plan_memory(setup.memory, setup.reduces_early, [unit.groups for unit in units])
     matrices = muon_matrices(module) if setup.optimizer.name == MUON else {}
     return PlannedModel(setup, tuple(units), found.source, memory, matrices)
+
+
+def _with_homes(units: list[PlannedUnit], homes: Homes) -> list[PlannedUnit]:
+    of_units = homes_by_unit(homes, [sum(group.layout.numel for group in unit.groups) for unit in units])
+    return [
+        replace(unit, groups=tuple(replace(group, homes=of_unit) for group in unit.groups))
+        for unit, of_unit in zip(units, of_units, strict=True)
+    ]
 
 
 def _sharding(setup: Setup) -> Sharding:
@@ -170,18 +181,69 @@ def _domain(setup: Setup, inner: int) -> Domain:
 # ---- what a rank holds between steps --------------------------------------------------------------------------------
 
 
-def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
-    """Count the optimizer state of this rank in bytes; `used` names the parameters that get gradients (None: all)."""
-    return sum(kind.state_bytes(piece) for kind, pieces in model.stepped(used) for piece in pieces)
+def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int, int, int]:
+    """Count the bytes of compute weights, of main weights with memory of their own, and of main gradients of a rank.
+
+    Those on the device; or those `away` from it.
+    """
+    compute = main = gradients = 0
+    for group in groups:
+        precision, numel = group.precision, group.main_region.numel
+        if group.compute_home.is_away is away:
+            compute += group.held_bytes
+        if (group.weight_format is not None or group.has_main_copy) and group.main_home.is_away is away:
+            main += numel * precision.main_params.itemsize
+        if group.requires_grad and group.homes.main_gradients.is_away is away:
+            gradients += numel * precision.main_grads.itemsize
+    return compute, main, gradients
+
+
+def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None, *, away: bool = False) -> int:
+    """Count the optimizer state of this rank in bytes, on the device, or `away` from it.
+
+    `used` names the parameters that get gradients (None: all).
+    """
+    stepped = model.stepped(used)
+    return sum(kind.state_bytes(piece) for kind, pieces in stepped for piece in pieces if piece.state_is_away is away)
+
+
+def away_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
+    """Count the bytes of this rank that rest elsewhere than on the device, activations left out."""
+    return sum(held_bytes(model.groups, away=True)) + optimizer_bytes(model, used, away=True)
 
 
 def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
-    """Count the bytes that the steps of the optimizers borrow, one after another; `used` as for `optimizer_bytes`."""
+    """Count the bytes of the device that the steps of the optimizers borrow, one after another.
+
+    State that rests elsewhere comes group by group, while main weights are on the device. `used` as for
+    `optimizer_bytes`.
+    """
     (kind, pieces), _ = model.stepped(used)
-    return max(kind.borrowed_bytes(pieces), 0 if model.muon is None else model.muon.borrowed_bytes)
+    here = [piece for piece in pieces if not piece.is_away]
+    paged = [
+        sum(kind.state_bytes(piece) for piece in _pieces_of(group) if piece.state_is_away and not piece.is_away)
+        for group in model.groups
+        if group.requires_grad
+    ]
+    muon = 0 if model.muon is None else model.muon.borrowed_bytes
+    return max(kind.borrowed_bytes(here) + max(paged, default=0), muon)
+
+
+def home_step_s(model: PlannedModel, machine: Machine, used: Collection[str] | None = None) -> float:
+    """Estimate the seconds that an optimizer's step takes longer since state rests elsewhere than on the device.
+
+    The host steps what rests there and sends the new weights back; state that rests there alone comes and goes.
+    Gradients leave during backward, which hides them.
+    """
+    stepped = sent = 0
+    for kind, pieces in model.stepped(used):
+        stepped += sum(kind.passes_per_param * piece.num_bytes for piece in pieces if piece.is_away)
+        sent += sum(piece.num_bytes for piece in pieces if piece.is_away)
+        sent += 2 * sum(kind.state_bytes(piece) for piece in pieces if piece.state_is_away and not piece.is_away)
+    return stepped / machine.host_bytes_per_s + sent / machine.host_link_bytes_per_s
 
 
 def saving_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """Count the bytes of a checkpoint of this rank: main weights without padding, and optimizer state."""
     weights = sum(piece.num_bytes for group in model.groups for piece in _pieces_of(group))
-    return weights + optimizer_bytes(model, used)
+    return weights + optimizer_bytes(model, used) + optimizer_bytes(model, used, away=True)

@@ -1,1 +1,1 @@
-"""Pure planning of shards: placements, layouts, units, meshes, accounting."""
+"""Pure planning of shards: placements, layouts, units, meshes."""

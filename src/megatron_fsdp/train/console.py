@@ -242,8 +242,8 @@ def duration(seconds: float) -> str:
 
 
 def show_comparison(console: Console, rows: Sequence[Row]) -> None:
-    """Print measured values beside computed ones."""
-    table = Table("one rank, last step", Column("measured", justify="right"), Column("formula", justify="right"))
+    """Print measured values beside planned ones."""
+    table = Table("one rank, last step", Column("measured", justify="right"), Column("planned", justify="right"))
     for row in rows:
         table.add_row(row.what, f"{row.measured:,}", f"{row.formula:,}")
     console.print(table)

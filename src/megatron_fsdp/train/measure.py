@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,19 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.config.precision import ResolvedPrecision
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.optim.adamw8bit import AdamW8bit
-from megatron_fsdp.optim.chained import members_of
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.ddp import DistributedDataParallel
+from megatron_fsdp.plan.compute_profile import idle_profile
 from megatron_fsdp.plan.machine import MACHINES
-from megatron_fsdp.plan.setup import EIGHT_BIT, OPTIMIZERS, Piece
-from megatron_fsdp.sharding.accounting import (
-    exchange_scratch_bytes,
-    outer_step_traffic,
-    persistent_bytes,
-    step_traffic,
-    transient_bytes,
-)
+from megatron_fsdp.plan.muon import muon_matrices
+from megatron_fsdp.plan.replay import replay_step
+from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, ParallelRanks, Setup
+from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, held_bytes
+from megatron_fsdp.plan.sharded import optimizer_bytes as plan_optimizer_bytes
 from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.trace.summary import summarise
 from megatron_fsdp.train.engines.trained import Trained
@@ -143,35 +138,9 @@ def describe_peak(trained: Trained) -> str:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Count the bytes of optimizer state on this rank, without step counters (one number each)."""
+    """Count the bytes of optimizer state on this rank, step counters included."""
     found = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(_local(tensor).nbytes for tensor in found if tensor.ndim > 0)
-
-
-def planned_optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Compute what `optimizer_bytes` counts after a step, by the planner's kinds of optimizers.
-
-    Args:
-        optimizer: As `build_optimizer` makes it, connected to this package's engine: alone, chained or wrapped.
-    """
-    total = 0
-    for each in members_of(getattr(optimizer, "inner_optimizer", optimizer)):
-        for group in each.param_groups:
-            kind = OPTIMIZERS[_kind_name(each, group)]
-            for param in group["params"]:
-                assert isinstance(param, UnevenDTensor)
-                precision = ResolvedPrecision(*(param.dtype,) * 4, has_main_copy=False)
-                piece = Piece("", *param.shard_frame.description.local_range, precision)
-                total += kind.state_bytes(piece) - kind.counter_bytes
-    return total
-
-
-def _kind_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    if isinstance(optimizer, torch.optim.SGD):
-        return "momentum" if group["momentum"] else "sgd"
-    if isinstance(optimizer, torch.optim.Muon):
-        return "momentum"  # of its matrices, while the kind of that name stands for a chain
-    return EIGHT_BIT if isinstance(optimizer, AdamW8bit) else "adamw"
+    return sum(_local(tensor).nbytes for tensor in found)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -220,33 +189,55 @@ class ExposedCommunication:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured value of this rank beside what the formula says."""
+    """A measured value of this rank beside what the planner says."""
 
     what: str
     measured: int
     formula: int
 
 
-def compare(trained: Trained, step: Traffic | None, microbatches: int) -> tuple[Row, ...]:
-    """Compare gathers, bytes sent and memory of an optimizer step with the formulas of `sharding/accounting.py`.
+def compare(trained: Trained, step: Traffic | None, job: Job) -> tuple[Row, ...]:
+    """Compare gathers, bytes sent and memory of an optimizer step with what the planner says of the same model.
 
     Optimizer state is that of the planner's kinds. Empty with an engine that counts nothing, and without a step.
     """
     model = trained.inside
     if model is None or step is None:
         return ()
-    syncs = 1 if trained.defers else microbatches
-    memory, groups, strategy = model.memory(), model.footprints(), model.resolved.strategy
-    exchanges = any(group.exchanges_inner for group in model.parameter_groups())  # no native reduce-scatter
-    scratch = exchange_scratch_bytes(groups, strategy) if exchanges else 0
-    held = persistent_bytes(groups, strategy, optimizer_states_per_param=0)
-    borrowed = transient_bytes(groups, strategy, scratch_bytes=scratch)
-    inside, across = step_traffic(groups, strategy, syncs), outer_step_traffic(groups, strategy)
-    sent = inside.gather_bytes + across.gather_bytes + inside.reduce_bytes + syncs * across.reduce_bytes
+    planned = as_planned(model, job, defers=trained.defers)
+    names = [
+        [info.name for plan in unit.groups for info in plan.spec.parameters if plan.requires_grad]
+        for unit in planned.units
+    ]
+    replayed = replay_step(planned, idle_profile(names), MACHINES["h100"])
+    memory = model.memory()
     used = memory.persistent_bytes + memory.transient_peak_bytes + optimizer_bytes(trained.optimizer)
-    planned = held.total + planned_optimizer_bytes(trained.optimizer) + borrowed.total
+    told = sum(held_bytes(planned.groups)) + plan_optimizer_bytes(planned) + replayed.borrowed_bytes
+    sent = sum(each.sent_bytes for each in replayed.transfers)
     return (
-        Row("gathers per step", step.gathers, inside.gathers + across.gathers),
+        Row("gathers per step", step.gathers, sum(each.is_gather for each in replayed.transfers)),
         Row("bytes sent per step", step.gather_bytes + step.reduce_bytes, sent),
-        Row("peak bytes of weights, gradients, optimizer, communication", used, planned),
+        Row("peak bytes of weights, gradients, optimizer, communication", used, told),
     )
+
+
+def as_planned(model: DistributedDataParallel, job: Job, *, defers: bool) -> PlannedModel:
+    """Return a wrapped model as the planner would have made it, with the groups and the memory that it has."""
+    engine, resolved, optimizer = model._engine, model.resolved, job.options.optimizer
+    *outer_axes, inner = (axis.num_ranks for axis in engine.sharding.dense.axes)
+    outer = outer_axes[0] if outer_axes else 1
+    setup = Setup(
+        ParallelRanks(inner, outer),
+        resolved.strategy,
+        resolved.outer_strategy if outer > 1 else ShardingStrategy.no_shard,
+        microbatches=job.batch.microbatches,
+        accumulation="last" if defers else "every",
+        optimizer=OPTIMIZERS[optimizer.planned_name],
+        backend="gloo" if any(group.exchanges_inner for group in engine.groups()) else "nccl",
+    )
+    units = tuple(
+        PlannedUnit(str(unit.index), "", (str(unit.index),), tuple(group.plan for group in unit.groups))
+        for unit in engine.units
+    )
+    matrices = muon_matrices(model.module) if setup.optimizer.name == MUON else {}
+    return PlannedModel(setup, units, "as wrapped", engine.memory_plan, matrices)

@@ -20,7 +20,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import prepare_data, tokens_folder
-from megatron_fsdp.train.engines.sharded import build
+from megatron_fsdp.train.engines.trained import build
 from megatron_fsdp.train.loop import NanGuard, Run, train_step
 from megatron_fsdp.train.measure import Progress, StepRecord
 from megatron_fsdp.train.options.command_line import Layer, assemble, make_parser

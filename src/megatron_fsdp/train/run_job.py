@@ -34,8 +34,7 @@ from megatron_fsdp.train.console import (
 )
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
-from megatron_fsdp.train.engines.sharded import build
-from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.engines.trained import Trained, build
 from megatron_fsdp.train.failures import memory_told, telling_of_memory
 from megatron_fsdp.train.loop import Outcome, Run, evaluate, train
 from megatron_fsdp.train.measure import Evaluation, Row, Speed, compare, describe_peak, peak_bytes, peak_tflops
@@ -127,7 +126,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
                 loss,
                 tuple(gather_objects(peak_bytes(trained))),
                 describe_peak(trained),
-                compare(trained, outcome.traffic, job.batch.microbatches),
+                compare(trained, outcome.traffic, job),
             )
             if (target := job.options.checkpoint.export_hf) is not None:
                 export(run, target)

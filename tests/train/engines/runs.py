@@ -19,8 +19,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints
 from megatron_fsdp.train.data.batches import Feed
 from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.engines.sharded import build
-from megatron_fsdp.train.engines.trained import build_optimizer
+from megatron_fsdp.train.engines.trained import build, build_optimizer
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.measure import Evaluation, Progress, StepRecord
 from megatron_fsdp.train.models.build import model_shape, transformers_config

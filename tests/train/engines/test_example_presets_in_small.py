@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.train.engines.sharded import build
+from megatron_fsdp.train.engines.trained import build
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World

@@ -6,9 +6,8 @@ Importing this imports transformers. Pipelines run all microbatches of a step in
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from megatron_fsdp.automodel import (
     connect_optimizer,
 )
 from megatron_fsdp.automodel.architecture import find_layers
-from megatron_fsdp.automodel.auto_model import adopt_generation_config, refuse_quantised
+from megatron_fsdp.automodel.auto_model import adopt_generation_config, fill_weights, refuse_quantised
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts
 from megatron_fsdp.automodel.forwards import recompute_in_backward
@@ -37,13 +36,11 @@ from megatron_fsdp.automodel.meshes import MeshContext
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.stages import tied_embeddings
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
-from megatron_fsdp.checkpoint.hf import load_hf
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.engine.wrap import EMPTY
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.models import build_from_config
 from megatron_fsdp.train.data.batches import Batch
-from megatron_fsdp.train.engines.sharded import wrap
 from megatron_fsdp.train.engines.trained import (
     ContextCut,
     Place,
@@ -53,6 +50,7 @@ from megatron_fsdp.train.engines.trained import (
     to_device,
     token_losses,
     trained_by_microbatches,
+    wrap,
 )
 from megatron_fsdp.train.models.build import build_decoder, check_fits, transformers_config
 from megatron_fsdp.train.options.job import Job
@@ -158,7 +156,7 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
     if sizes.pipeline > 1:
         return _pipeline(job, place, twin, context)
     model = _parallelize(job, context, copy.deepcopy(twin))
-    _fill(twin, model, options.model.hf_model, context.device)
+    fill_weights((twin, model, [model]), options.model.hf_model, context.device)
     return trained_by_microbatches(job, place, model)
 
 
@@ -187,7 +185,7 @@ def _pipeline(job: Job, place: Place, twin: nn.Module, context: MeshContext) -> 
         activation_dtype=job.dtype,
     )
     (stage,) = wrapped
-    _fill(twin, stage, job.options.model.hf_model, context.device, pipeline.tied_copies)
+    fill_weights((twin, stage, [stage]), job.options.model.hf_model, context.device, pipeline.tied_copies)
     pipeline.equalize_tied()
     stage.install_optimized_model_weights()
     return PipelineModel(job, place, pipeline, loss, stage)
@@ -232,24 +230,6 @@ def _divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
             own = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
             own.__dict__.update(param.__dict__)
             experts.register_parameter(key, own)
-
-
-def _fill(
-    twin: nn.Module, model: nn.Module, folder: Path | None, device: torch.device, copies: Collection[str] = ()
-) -> None:
-    """Load the shards' values from a folder, or draw them; collective.
-
-    `twin` is the whole model on the meta device, and is used up; `copies` get their values from another stage.
-    """
-    filled = set(copies)
-    if folder is not None:
-        report: Any = load_hf(model, folder, strict=False)
-        if set(report.missing) - filled or report.unexpected or report.reshaped:
-            raise CheckpointError(
-                f"{folder} does not fit {type(twin).__name__}: {report}\nnothing can be trained from it"
-            )
-        filled.update(report.loaded)
-    draw_missing(twin, model, [model], filled, device)
 
 
 def place_in(context: MeshContext) -> Place:

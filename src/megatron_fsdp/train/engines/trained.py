@@ -1,4 +1,4 @@
-"""A sharded model and its optimizer as the training loop sees them, for every engine.
+"""A sharded model and its optimizer as the training loop sees them, for every engine, and the choice of the engine.
 
 Models run one microbatch at a time; pipelines run all of a step at once (`automodel.py`). What FSDP2 or a pipeline has
 is clipped and measured by automodel, which is imported then, and with it transformers.
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -25,11 +25,16 @@ from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.routes import kinds_of
+from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.data.batches import Batch
-from megatron_fsdp.train.models.decoder import split_for_decay
+from megatron_fsdp.train.models.build import build_decoder
+from megatron_fsdp.train.models.decoder import Block, split_for_decay
+from megatron_fsdp.train.options.checks import needs_transformers, uses_transformers
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import OptimizerOptions
+from megatron_fsdp.train.ranks import Rank
 
+_MESH_DIM = "dp"
 GROWTH_INTERVAL = 1000
 """Steps without overflow after which the loss scale is doubled; Megatron-LM's `--loss-scale-window`."""
 
@@ -322,3 +327,64 @@ def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[st
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         by_mesh.setdefault(mesh, []).append(parameter)
     return [{"params": found, "weight_decay": weight_decay} for found in by_mesh.values()]
+
+
+# ---- the engine of a job ---------------------------------------------------------------------------------------------
+
+
+def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
+    """Build the model of a run, sharded, with its optimizer."""
+    is_ours = not uses_transformers(job.options.model)
+    if is_ours and job.engine != "torch_fsdp2":
+        return shard_decoder(job, rank, vocab_size)
+    require("transformers", needs_transformers(job.options) or "this model")
+    from megatron_fsdp.train.engines import automodel
+
+    if job.engine != "torch_fsdp2":
+        return automodel.shard_transformers(job, rank, vocab_size)
+    if is_ours:
+        return automodel.shard_decoder_by_fsdp2(job, rank, vocab_size)
+    return automodel.shard_transformers_by_fsdp2(job, rank, vocab_size)
+
+
+def wrap(
+    job: Job,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dim: str,
+    *,
+    units: Sequence[type[nn.Module]] | None = None,
+    init_meta: bool | str = False,
+    **cuts: Any,
+) -> DistributedDataParallel:
+    """Shard a model as the configuration of a job says.
+
+    It is the same on every rank, on its device, or on the meta device, as `init_meta` says. `units` are the classes of
+    the modules to gather together; None: what the model declares.
+    """
+    if job.engine == "megatron_fsdp" and units is not None:
+        cuts["fsdp_unit_modules"] = list(units)
+    wrapped = DistributedDataParallel(
+        job.ddp,
+        model,
+        mesh,
+        dp_dim=dim,
+        calculate_per_token_loss=sums_over_ranks(job),
+        deterministic=job.options.training.deterministic,
+        homes=job.options.homes,
+        init_model_with_meta_device=init_meta,
+        **cuts,
+    )
+    if job.ddp.fsdp_manual_registration:
+        wrapped.manual_buffer_registration()
+    return wrapped
+
+
+def shard_decoder(job: Job, rank: Rank, vocab_size: int) -> Trained:
+    """Shard the decoder of this package, data-parallel over all ranks."""
+    decoder = build_decoder(job, vocab_size, rank.device)
+    torch.manual_seed(job.options.training.seed)  # from here, what is on the meta device is drawn
+    mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(_MESH_DIM,))
+    init_meta = job.options.parallel.init_model_with_meta_device
+    model = wrap(job, decoder, mesh, _MESH_DIM, units=[Block], init_meta=init_meta)
+    return trained_by_microbatches(job, Place(rank.device, rank.index, rank.count), model)

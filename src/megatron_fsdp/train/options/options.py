@@ -356,6 +356,12 @@ class OptimizerOptions:
     optimizer_offload_fraction: Share = 1.0
     optimizer_offload_folder: Path | None = None
 
+    @property
+    def planned_name(self) -> str:
+        """What the planner calls the optimizer."""
+        names = {"adam": "adamw-fused", "sgd": "momentum" if self.sgd_momentum else "sgd"}
+        return names.get(self.optimizer, self.optimizer)
+
 
 @dataclass(frozen=True)
 class DataOptions:
@@ -523,6 +529,18 @@ class Options:
     def is_chosen(self, name: str) -> bool:
         """Return whether the user set an option, rather than a preset."""
         return not self.origins.get(name, "preset").startswith("preset")
+
+    @property
+    def homes(self) -> dict[str, Any]:
+        """What the engine is told of where state rests."""
+        optimizer, found = self.optimizer, dict[str, Any]()
+        if optimizer.optimizer_cpu_offload:
+            folder = optimizer.optimizer_offload_folder
+            where = "host" if folder is None else f"file:{folder}"
+            found["main_weights"] = {"home": where, "fraction": optimizer.optimizer_offload_fraction}
+        if self.training.cpu_offloading:
+            found["activations"] = "host"
+        return found
 
     def value(self, name: str) -> Any:
         """Return the value of an option, by its name."""

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from megatron_fsdp.plan.machine import GIB
-from megatron_fsdp.plan.published import compare_published
+from tools.published_runs import compare_published
 
 
 def test_predictions_are_near_what_was_measured_and_what_ran_fits() -> None:

@@ -1,4 +1,7 @@
-"""Bytes that a model holds per rank, borrows during a step and sends; derivations in ``docs/memory.md``."""
+"""Bytes that a model holds per rank, borrows during a step and sends, by the formulas of ``docs/memory.md``.
+
+They are written down apart from the engine and the planner, which tests compare with them.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,13 +12,15 @@ import torch
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.memory import BLOCK_ALIGNMENT_BYTES
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.sharding.memory_plan import UnitWeights, WeightPlan, WeightStorage, plan_weights
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes
 
 ROOT_UNIT = 0
 _SUM_ITEMSIZE = torch.float32.itemsize  # local sums are at least this wide
-BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,41 @@ class GroupFootprint:
         """Elements and dtype of the memory that full compute weights take."""
         is_guest = self.weight_format is not None and self.weight_format.is_guest
         return (self.weight_bytes(self.numel), torch.uint8) if is_guest else (self.numel, self.compute)
+
+
+def footprint_of(plan: GroupPlan, unit: int) -> GroupFootprint:
+    """Return the numbers of one group of a unit, by its plan."""
+    has_outer = len(plan.axes) > 1
+    return GroupFootprint(
+        unit=unit,
+        numel=plan.layout.numel,
+        num_shards=plan.axis.num_ranks,
+        compute=plan.precision.compute,
+        main_params=plan.precision.main_params,
+        main_grads=plan.precision.main_grads,
+        grad_comm=plan.precision.grad_comm,
+        requires_grad=plan.requires_grad,
+        is_whole=plan.spec.key.is_scalar or plan.is_trained_whole,
+        outer_ranks=plan.axes[0].num_ranks if has_outer else 1,
+        outer_shares=has_outer and plan.placements.main_weight[0] is Placement.SHARD,
+        weight_format=plan.weight_format,
+        is_looked_up=plan.is_looked_up,
+        away=frozenset(
+            name
+            for name, home in (
+                ("compute_weight", plan.compute_home),
+                ("main_weight", plan.main_home),
+                ("main_grad", plan.homes.main_gradients),
+                ("optimizer", plan.homes.optimizer_state),
+            )
+            if home.is_away
+        ),
+    )
+
+
+def footprints_of(model: MegatronFSDP) -> tuple[GroupFootprint, ...]:
+    """Return the numbers of each parameter group of a wrapped model."""
+    return tuple(footprint_of(group.plan, unit.index) for unit in model._engine.units for group in unit.groups)
 
 
 @dataclass(frozen=True)
@@ -370,9 +410,6 @@ def _all_but_one(whole_bytes: int, parts: int) -> int:
 
 
 # Costs of the outer axis of hybrid sharding, once per optimizer step; derivations in ``docs/memory.md``.
-
-OUTER_REDUCTIONS = 2
-"""Units whose gradients are in reduction over the outer axis at a time."""
 
 
 def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> Traffic:

@@ -1,4 +1,7 @@
-"""Published runs beside what the planner predicts for them, under one set of assumptions."""
+"""Published runs beside what the planner predicts for them, under one set of assumptions: the table of docs/plan.md.
+
+python -m tools.published_runs       # prints it
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.page import table
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.machine import GIB, Machine, find_machine
@@ -192,3 +196,7 @@ def _deepseek() -> Iterator[PublishedRun]:
 
 
 PUBLISHED = (*_dubey(), *_torchtitan(), *_korthikanti(), *_narayanan(), *_deepseek())
+
+
+if __name__ == "__main__":
+    print(table(COLUMNS, [published_row(each) for each in compare_published()]))

@@ -1,15 +1,22 @@
 #!/bin/bash
-#SBATCH --job-name=llama3-8b-8gpu
-#SBATCH --nodes=1
+#SBATCH --job-name=megatron-fsdp
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@300
 
-# Started at the root of the repository: DATA=... TOKENIZER=... sbatch examples/presets/sbatch_llama3_8b_8gpu.sh
+# Started at the root of the repository, with the nodes that the preset is for, of eight GPUs each:
+# DATA=... TOKENIZER=... sbatch --nodes=8 examples/presets/sbatch.sh llama3-8b-64gpu
 
 set -euo pipefail
+
+PRESET=${1:?name a preset of examples/presets, such as llama3-8b-64gpu}
+GPUS=${PRESET##*-}
+if [ "${GPUS%gpu}" != "$((8 * SLURM_NNODES))" ]; then
+    echo "$PRESET is for ${GPUS%gpu} GPUs, and $SLURM_NNODES nodes have $((8 * SLURM_NNODES)): give --nodes for it" >&2
+    exit 2
+fi
 
 # Gathers and reductions must run beside compute.
 unset CUDA_DEVICE_MAX_CONNECTIONS
@@ -18,7 +25,7 @@ unset CUDA_DEVICE_MAX_CONNECTIONS
 unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF
 
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-FOLDER=${FOLDER:-runs/llama3-8b-8gpu}
+FOLDER=${FOLDER:-runs/$PRESET}
 
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes="$SLURM_NNODES" \
@@ -28,7 +35,7 @@ srun --kill-on-bad-exit=1 torchrun \
     --rdzv-endpoint="$HEAD:29500" \
     --max-restarts=3 \
     pretrain_gpt.py \
-    --config examples/presets/llama3-8b-8gpu.yaml \
+    --config "examples/presets/$PRESET.yaml" \
     --use-nccl-ub \
     --data-path "$DATA" \
     --tokenizer-type HuggingFaceTokenizer \
