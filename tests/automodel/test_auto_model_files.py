@@ -25,7 +25,7 @@ from tests.automodel.training import STRATEGIES, parameters_of, plain_name, stra
 from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, config_of, folder_with_code
 from tests.support.live_bytes import LiveBytes
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 WEIGHTS = "model.safetensors"
 

@@ -32,7 +32,7 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, config_of
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 
 
 def other_arguments(folder: str, what: str) -> str:

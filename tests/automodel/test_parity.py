@@ -20,7 +20,7 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.language_models import FAMILIES, build
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 
 
 @dataclass(frozen=True)

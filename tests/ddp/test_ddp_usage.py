@@ -15,11 +15,18 @@ from tests.engine import test_parity_accumulation as accumulation
 from tests.engine import test_parity_recomputation as recomputation
 from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
-from tests.support.ddp_run import DdpSetting, ddp
 from tests.support.failing_model import FailingModel
 from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.scripts import clip_by_model, clip_by_torch, each_half
-from tests.support.sharded_run import Run, Scenario, check_jobs
+from tests.support.sharded_run import (
+    DdpSetting,
+    Run,
+    Scenario,
+    check_jobs,
+    clip_by_model,
+    clip_by_torch,
+    ddp,
+    each_half,
+)
 from tests.support.usage_models import (
     ATTENTION,
     ENCODER,

@@ -20,9 +20,7 @@ from megatron_fsdp.engine.schedule import Action, Operation, Scheduler
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import LifetimeError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import fixed_seed
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, fixed_seed, on_ranks, same_on_ranks
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
 Fault = Callable[[], Any]

@@ -21,9 +21,7 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.failing_model import Failing, FailingModel, PlannedError, failing_at
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
 from tests.support.sharded_run import Outcome, Run, Scenario, Setting, outcome_of
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Recomputed, vector_case
@@ -66,7 +64,7 @@ def outcomes(name: ModelName | None, setting: Setting, seeds: tuple[int, ...]) -
     found = []
     scripts: list[Callable[[Run], None]] = [steps, checked, *(partial(delayed, seed=seed) for seed in seeds)]
     for script in scripts:
-        run = Run(Scenario(script, case, adam), setting, dist.get_world_size())
+        run = Run(Scenario(script, case, adam), setting)
         script(run)
         found.append(outcome_of(run))
     return found

@@ -26,8 +26,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
 from tests.support.precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train
 from tests.support.sharded_run import Outcome
 

@@ -14,8 +14,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, on_ranks
 
 
 def wrap() -> MegatronFSDP:

@@ -19,8 +19,7 @@ from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes
 from tests.support.meta_models import META_CASES, MetaCase, SmallGPT, tokens
 from tests.support.models import Block, ScalarHead, TinyTransformer, token_case
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FLOORS, ROOT_NUMEL, Floor, Tower
 

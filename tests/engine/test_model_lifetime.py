@@ -14,8 +14,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_sh
 from megatron_fsdp.errors import ScheduleError
 from tests.support.api_net import Layer, backward, batches, build, mesh, train
 from tests.support.live_bytes import LiveBytes, held_bytes
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.settling import settled
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 

@@ -8,9 +8,8 @@ from torch import nn
 
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.scripts import STRATEGIES as ALL
-from tests.support.scripts import each_half
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, sgd
+from tests.support.sharded_run import STRATEGIES as ALL
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, each_half, sgd
 
 MANUAL = tuple(Setting(strategy, auto_sync=False) for strategy in range(4))
 

@@ -14,8 +14,7 @@ from tests.conftest import RunRanks
 from tests.support.failing_model import LAYERS, POINTS, Failing, FailingModel, HalfwaySGD, PlannedError, failing_at
 from tests.support.live_bytes import held_bytes
 from tests.support.models import Batch, vector_loss
-from tests.support.on_ranks import of_ranks, on_ranks
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.usage_models import make_batch, vector_case
 

@@ -20,8 +20,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, step_traffic, transient_bytes
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, vector_case

@@ -34,11 +34,9 @@ from tests.engine import test_recovery_everywhere as everywhere
 from tests.fuzzing.case import draw_case
 from tests.fuzzing.run import Ranks, play_sharded
 from tests.support.arrangements import hybrid
-from tests.support.ddp_run import DdpRun, DdpSetting, ddp
 from tests.support.models import MODEL_CASES, Batch, ModelCase
-from tests.support.scripts import clip_by_model, clip_by_torch
-from tests.support.seams import engine_of
-from tests.support.sharded_run import Run, Scenario, Setting
+from tests.support.on_ranks import engine_of
+from tests.support.sharded_run import DdpSetting, Run, Scenario, Setting, clip_by_model, clip_by_torch, ddp
 from tests.support.streams import OrderedStream, OrderedStreams, on_streams, ordered_lanes, same_bits
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, Penalised, Recomputed, vector_case
@@ -237,9 +235,7 @@ SETTINGS: Mapping[str, tuple[int, Setting | DdpSetting]] = {
 
 def play(script: str, setting: str) -> list[Tensor | None]:
     """What a script noted, in order."""
-    how = SETTINGS[setting][1]
-    kind: Any = DdpRun if isinstance(how, DdpSetting) else Run
-    run = kind(SCRIPTS[script], how, dist.get_world_size())
+    run = Run(SCRIPTS[script], SETTINGS[setting][1])
     SCRIPTS[script].script(run)
     recording = run.recording
     noted = [value for _, values in recording.notes for value in values.values()]

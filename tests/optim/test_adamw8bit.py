@@ -20,9 +20,8 @@ from megatron_fsdp.optim.adamw8bit import dynamic_map, scales_in_blocks, scales_
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
 from tests.conftest import RunRanks
 from tests.support.api_net import message_of
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.optimizer_twins import Twins, drawn, flat, hybrid, three_steps
-from tests.support.parity import fixed_seed
 
 SHAPES = ((40, 33), (7, 512), (1000,), (3, 20, 17), (5,))
 

@@ -20,9 +20,8 @@ from megatron_fsdp import (
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.optimizer_twins import Make, Matrices, Twins, drawn, flat, hybrid, three_steps
-from tests.support.parity import fixed_seed
 
 
 class Mixed(Matrices):

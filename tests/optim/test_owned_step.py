@@ -15,8 +15,7 @@ from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
-from tests.support.expert_meshes import FLAT, experts_of
-from tests.support.mixture import ListedExperts, build_with_experts
+from tests.support.experts import FLAT, ListedExperts, build_with_experts, experts_of
 from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps

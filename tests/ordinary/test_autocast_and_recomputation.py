@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.models import vector_loss
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
 from tests.support.usage_models import (
     FEATURES,

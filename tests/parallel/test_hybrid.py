@@ -14,7 +14,6 @@ from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.scripts import clip_by_model, clip_by_torch
 from tests.support.sharded_run import (
     FP32,
     ONE_RANK,
@@ -25,6 +24,8 @@ from tests.support.sharded_run import (
     Tolerance,
     assert_parity,
     check_strategies,
+    clip_by_model,
+    clip_by_torch,
     reference,
     run_sharded,
     sgd,

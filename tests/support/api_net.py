@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import MegatronFSDP
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 SAMPLES = 12
 

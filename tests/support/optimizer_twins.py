@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.support.arrangements import hybrid_arguments, mesh_of
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 
 class Matrices(nn.Module):

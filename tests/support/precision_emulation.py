@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from tests.support.models import MODEL_CASES, Batch, ModelCase, OddBlock
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 from tests.support.sharded_run import (
     SAMPLES,
     Outcome,

@@ -23,8 +23,7 @@ from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import VOCABULARY, build
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 
 SIZES = {"num_hidden_layers": 2}
 ATTENTION = "model.layers.*.self_attn"

@@ -22,7 +22,7 @@ from megatron_fsdp.checkpoint.manifest import Manifest, checksum_box
 from megatron_fsdp.checkpoint.verify import share_out
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 from tests.support.torch_dist.expected import expected_tensors
 from tests.support.torch_dist.gpt import GptSpec, make_truth
 from tests.support.torch_dist.write import WriteOptions, write_torch_dist

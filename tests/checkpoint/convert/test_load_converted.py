@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.load import load_checkpoint
 from tests.checkpoint.tools.builders import dcp_load
 from tests.conftest import RunRanks
 from tests.support.megatron_gpt import MegatronGpt, MegatronLayer, loss_of
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 from tests.support.torch_dist.common import STEP
 from tests.support.torch_dist.expected import split_halves
 from tests.support.torch_dist.gpt import SLOTS, GptSpec, Truth, make_truth

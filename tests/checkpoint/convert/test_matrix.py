@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_fsdp.checkpoint.convert.convert import convert
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 from tests.support.torch_dist.common import group_map
 from tests.support.torch_dist.expected import expected_tensors, split_halves
 from tests.support.torch_dist.gpt import GptSpec, make_truth
