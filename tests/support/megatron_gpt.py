@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.torch_dist.expected import split_halves
-from tests.support.torch_dist.gpt import GptSpec, parameter_shapes
+from tests.support.torch_dist import GptSpec, parameter_shapes, split_halves
 
 
 class Named(nn.Module):

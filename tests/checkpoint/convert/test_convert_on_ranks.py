@@ -23,9 +23,7 @@ from megatron_fsdp.checkpoint.verify import share_out
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
 from tests.support.on_ranks import assert_equal_tensors
-from tests.support.torch_dist.expected import expected_tensors
-from tests.support.torch_dist.gpt import GptSpec, make_truth
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support.torch_dist import GptSpec, WriteOptions, expected_tensors, make_truth, write_torch_dist
 
 SPEC = GptSpec(experts=2)
 

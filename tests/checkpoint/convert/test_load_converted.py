@@ -15,10 +15,16 @@ from tests.checkpoint.tools.builders import dcp_load
 from tests.conftest import RunRanks
 from tests.support.megatron_gpt import MegatronGpt, MegatronLayer, loss_of
 from tests.support.on_ranks import assert_equal_tensors
-from tests.support.torch_dist.common import STEP
-from tests.support.torch_dist.expected import split_halves
-from tests.support.torch_dist.gpt import SLOTS, GptSpec, Truth, make_truth
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support.torch_dist import (
+    SLOTS,
+    STEP,
+    GptSpec,
+    Truth,
+    WriteOptions,
+    make_truth,
+    split_halves,
+    write_torch_dist,
+)
 
 SPECS = {
     "dense": GptSpec(layers=3),
