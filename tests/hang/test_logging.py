@@ -27,7 +27,7 @@ from megatron_fsdp.hang.log_file import (
     this_process,
 )
 from tests.conftest import RunRanks
-from tests.support.hanging import step
+from tests.hang.test_hangs import step
 from tests.support.usage_models import Layer, Ordered
 
 
