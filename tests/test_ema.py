@@ -13,7 +13,7 @@ from megatron_fsdp.ema import ShardedEMA
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, build, largest_difference, mesh, train, weights
-from tests.support.live_bytes import held_bytes
+from tests.support.counting import held_bytes
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
 
 STRATEGIES = [0, 1, 2, 3]

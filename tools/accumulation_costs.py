@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
-from tests.support.live_bytes import held_bytes
+from tests.support.counting import held_bytes
 from tests.support.on_ranks import fixed_seed
 
 FEATURES, BLOCKS, MICROBATCHES = 32, 3, 4

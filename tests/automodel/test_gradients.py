@@ -46,9 +46,9 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
+from tests.support.counting import ALL_REDUCE, OpCounts
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
-from tests.support.op_counts import ALL_REDUCE, OpCounts
 
 MAX_NORM = 0.05
 

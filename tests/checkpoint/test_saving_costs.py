@@ -16,7 +16,7 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.manifest import BLOCK
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes
+from tests.support.counting import LiveBytes
 from tests.support.on_ranks import on_ranks
 
 SAVE_COLLECTIVES, LOAD_COLLECTIVES = 16, 5

@@ -15,9 +15,9 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import step_traffic
 from tests.conftest import RunRanks
+from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts
 from tests.support.models import MODEL_CASES
 from tests.support.on_ranks import engine_of, on_ranks
-from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts
 
 Fields = dict[str, Any]
 

@@ -15,7 +15,6 @@ from tests.engine import test_parity_accumulation as accumulation
 from tests.engine import test_parity_recomputation as recomputation
 from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
-from tests.support.failing_model import FailingModel
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.sharded_run import (
     DdpSetting,
@@ -33,6 +32,7 @@ from tests.support.usage_models import (
     FEATURES,
     READING,
     Branches,
+    FailingModel,
     InPlace,
     Layer,
     Nested,

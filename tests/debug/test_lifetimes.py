@@ -19,12 +19,11 @@ from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
-from tests.support.failing_model import Failing, FailingModel, PlannedError, failing_at
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
 from tests.support.sharded_run import Outcome, Run, Scenario, Setting, outcome_of
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
-from tests.support.usage_models import Recomputed, vector_case
+from tests.support.usage_models import Failing, FailingModel, PlannedError, Recomputed, failing_at, vector_case
 
 UP_TO_S = 0.001
 _BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)

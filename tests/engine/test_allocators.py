@@ -25,7 +25,7 @@ from megatron_fsdp.sharding.accounting import (
     transient_bytes,
 )
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.counting import LiveBytes, held_bytes
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss

@@ -21,7 +21,7 @@ from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.engine.memory import Block, CommunicationPool
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.memory_plan import PlannedBlock, PoolPlan, Use, plan_pool
-from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.counting import LiveBytes, held_bytes
 from tests.support.on_ranks import engine_of, on_ranks, same_on_ranks
 from tests.support.settling import settled
 

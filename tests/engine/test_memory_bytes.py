@@ -26,7 +26,7 @@ from megatron_fsdp.sharding.accounting import (
     transient_bytes,
 )
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.counting import LiveBytes, held_bytes
 from tests.support.models import MODEL_CASES
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 

@@ -18,7 +18,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp.engine.meta_init import own_part, uninitialized_parameter, uninitialized_tensor
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes
+from tests.support.counting import LiveBytes
 from tests.support.models import MODEL_CASES, Block, ScalarHead, TinyTransformer, token_case
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies

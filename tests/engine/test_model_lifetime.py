@@ -13,7 +13,7 @@ from torch import nn
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ScheduleError
 from tests.support.api_net import Layer, backward, batches, build, mesh, train
-from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.counting import LiveBytes, held_bytes
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.settling import settled
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss

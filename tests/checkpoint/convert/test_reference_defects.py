@@ -25,7 +25,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes
+from tests.support.counting import LiveBytes
 from tests.support.megatron_gpt import MegatronGpt, MegatronLayer
 from tests.support.torch_dist import (
     GptSpec,
