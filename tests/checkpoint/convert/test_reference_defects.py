@@ -24,9 +24,9 @@ from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
+from tests.checkpoint.convert.test_load_converted import MegatronGpt, MegatronLayer
 from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes
-from tests.support.megatron_gpt import MegatronGpt, MegatronLayer
 from tests.support.torch_dist import (
     GptSpec,
     Truth,
