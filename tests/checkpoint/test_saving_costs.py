@@ -91,8 +91,8 @@ def test_memory_is_bounded_as_documented(tmp_path: Path) -> None:
         for iteration in (2, 3):
             checkpoints.save(iteration, model, optimizer)
             checkpoints.wait()
-            found["staged"] = checkpoints._saver.buffers.staged_bytes
-            found["reserved"] = checkpoints._saver.buffers.reserved_bytes
+            buffers = checkpoints._saver.buffers
+            found |= {"staged": buffers.staged_bytes, "reserved": buffers.reserved_bytes}
     optimizer.state.clear()
     with LiveBytes() as seen:
         load_checkpoint(model, optimizer, root)

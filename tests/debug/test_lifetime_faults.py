@@ -173,7 +173,7 @@ def test_faults_are_found_and_the_unit_is_named(name: str) -> None:
         warnings.simplefilter("ignore")  # torch warns of what hooks raise after that
         with FAULTS[name][0](), pytest.raises(LifetimeError) as caught:
             _train_twice(model)
-    for ticket in [ticket for unit in engine_of(model).units for ticket in unit._tickets]:
+    for ticket in [ticket for unit in engine_of(model).units for ticket in unit.tickets]:
         ticket.wait()
     MODELS.clear()
     dist.barrier()

@@ -206,9 +206,9 @@ def test_off_until_asked_for_and_then_once() -> None:
     model.reset()
     tower_loss(model, x).backward()
     model.check_lifetimes()
-    first = engine_of(model).observers._all
+    first = engine_of(model).observers.watching
     model.check_lifetimes()
-    told.append(engine_of(model).observers._all == first)
+    told.append(engine_of(model).observers.watching == first)
     tower_loss(model, x).backward()
     optimizer.step()
     with pytest.raises(ConfigurationError, match="up_to_s"), inject_delays(model, 0, -1.0):

@@ -279,16 +279,22 @@ class Backend:
         self.calls.append("deregistered")
 
 
-@pytest.mark.parametrize("given", [{}, {"disable_symmetric_registration": True}])
-@on_ranks(2)
-def test_memory_is_registered_with_every_group_until_the_model_is_deleted(given: dict[str, Any]) -> None:
-    backend = Backend(refuses=False)
+@contextmanager
+def as_if_with_nccl(backend: Backend) -> Iterator[None]:
     with (
         mock.patch("megatron_fsdp.comm.registration._lack", return_value=""),
         mock.patch("megatron_fsdp.comm.registration._backend", return_value=backend),
         mock.patch.object(UserBuffers, "allocate", lambda _self, n: torch.zeros(n, dtype=torch.uint8)),
         mock.patch.object(dist, "barrier"),
     ):
+        yield
+
+
+@pytest.mark.parametrize("given", [{}, {"disable_symmetric_registration": True}])
+@on_ranks(2)
+def test_memory_is_registered_with_every_group_until_the_model_is_deleted(given: dict[str, Any]) -> None:
+    backend = Backend(refuses=False)
+    with as_if_with_nccl(backend):
         model, optimizer = wrap(**given)
         how = "conventionally" if given else "with symmetric windows"
         assert model.describe().notices[0].endswith(f"they are registered with NCCL {how}")
@@ -305,10 +311,7 @@ def test_memory_is_registered_with_every_group_until_the_model_is_deleted(given:
 def test_a_refusal_of_the_library_stops_all_ranks_with_one_sentence() -> None:
     backend = Backend(refuses=dist.get_rank() == 1)
     with (
-        mock.patch("megatron_fsdp.comm.registration._lack", return_value=""),
-        mock.patch("megatron_fsdp.comm.registration._backend", return_value=backend),
-        mock.patch.object(UserBuffers, "allocate", lambda _self, n: torch.zeros(n, dtype=torch.uint8)),
-        mock.patch.object(dist, "barrier"),
+        as_if_with_nccl(backend),
         pytest.raises(ConfigurationError, match=r"NCCL refused to register .* memory \(no window for you\)") as found,
     ):
         wrap()

@@ -49,7 +49,7 @@ def references(model: MegatronFSDP) -> dict[str, weakref.ref[Any]]:
         things[f"full {number}"] = group.full[0]
         things[f"sharded {number}"] = group.sharded[0]
     for number, unit in enumerate(engine_of(model).units):
-        things[f"gathered {number}"] = unit._gathered[0]
+        things[f"gathered {number}"] = unit.gathered[0]
     return {name: weakref.ref(thing) for name, thing in things.items()}
 
 

@@ -29,10 +29,12 @@ class Play:
     Attributes:
         scheduler: The scheduler under test.
         epochs: For each unit, the epochs of its forwards whose backward has not begun, oldest first.
+        changes: How often the weights have changed, which is the epoch of a forward that begins now.
     """
 
     scheduler: Scheduler
     epochs: dict[int, list[int]] = field(default_factory=dict)
+    changes: int = 0
 
     def __call__(self, events: str) -> str:
         """Feed events in order; return the operations as text."""
@@ -56,7 +58,9 @@ class Play:
     def _bare(self, kind: str) -> tuple[Operation, ...]:
         if kind == "E":
             return self.scheduler.backward_ends()
-        return self.scheduler.weights_changed() if kind == "W" else self.scheduler.reset()
+        operations = self.scheduler.weights_changed() if kind == "W" else self.scheduler.reset()
+        self.changes += 1
+        return operations
 
     def _single(self, kind: str, unit: int) -> tuple[Operation, ...]:
         if kind == "g":
@@ -69,7 +73,7 @@ class Play:
     def _pass(self, kind: str, unit: int, edge: str) -> tuple[Operation, ...]:
         if kind in "Bb":
             waiting = self.epochs.get(unit, [])
-            version = waiting.pop() if waiting else self.scheduler._weights_version
+            version = waiting.pop() if waiting else self.changes
             return self.scheduler.backward_begins(unit, version, reads_weights=kind == "B")
         if edge == ">":
             return self.scheduler.forward_begins(unit)

@@ -73,7 +73,7 @@ def observe(model: MegatronFSDP, trace: Trace) -> None:
             run((operation,), defer)
             if operation.action is not Action.FINALISE:
                 trace.events.append(str(operation).split("@")[0])
-            trace.in_reduction.append(len(engine.executor._in_flight))
+            trace.in_reduction.append(len(engine.executor.in_flight))
 
     def note_gradient(index: int, position: int, parameter: int, param: nn.Parameter) -> None:
         trace.events.append(f"grad{index}")

@@ -21,6 +21,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.hang.explain import Explanation, Kind, explain
 from megatron_fsdp.hang.log_file import read_folder
+from tests.support.on_ranks import engine_of
 from tests.support.settling import PATIENCE_S, settled, steady
 from tests.support.usage_models import FEATURES, Layer, Ordered
 from tests.support.worker_pool import preloaded_modules
@@ -57,8 +58,8 @@ def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, 
     except BaseException as error:
         # What the interpreter does where a script ends by an error, and a process of multiprocessing does not.
         sys.last_value = error
-        assert model._hang_log is not None
-        model._hang_log.close()
+        for log in engine_of(model).observers.watching:
+            log.close()  # type: ignore[attr-defined]
         raise
     time.sleep(DEADLINE_S)
 

@@ -28,6 +28,7 @@ from megatron_fsdp.hang.log_file import (
 )
 from tests.conftest import RunRanks
 from tests.hang.test_hangs import step
+from tests.support.on_ranks import engine_of
 from tests.support.usage_models import Layer, Ordered
 
 
@@ -148,9 +149,9 @@ def beside_another_job(folder: str) -> tuple[str, list[str], str]:
     model.log_for_hangs(folder)
     dist.barrier()
     said = io.StringIO()
-    assert model._hang_log is not None
+    (log,) = engine_of(model).observers.watching
     with contextlib.redirect_stderr(said):
-        model._hang_log._speak_up(1.0)
+        log._speak_up(1.0)
     dist.barrier()
     return str(raised.value), names, said.getvalue()
 
@@ -182,8 +183,7 @@ class Unfinished:
 def look_while_one_is_unfinished(folder: str) -> list[tuple[int, Phase, int]]:
     model = shard()
     model.log_for_hangs(folder)
-    log = model._hang_log
-    assert log is not None
+    (log,) = engine_of(model).observers.watching
     beats = []
     for work in (None, Unfinished()):
         log._keeps_handles = work is not None  # as on accelerators

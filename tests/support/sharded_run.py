@@ -302,7 +302,11 @@ def outcome_of(run: Run) -> Outcome:
     """What this rank sends home of a run."""
     losses, notes = run.recording.losses, run.recording.notes
     digest = [
-        (label, name, -1 if value is None else zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy()))
+        (
+            label,
+            name,
+            -1 if value is None else zlib.crc32(bytes(value.contiguous().flatten().view(torch.uint8).numpy())),
+        )
         for label, values in notes
         for name, value in values.items()
     ]
