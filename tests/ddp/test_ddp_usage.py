@@ -141,8 +141,7 @@ def layers_by_rank(run: Run) -> None:
     for step, of_ranks in enumerate([*orders, orders[1]]):
         for rank in run.ranks_here:
             run.module.order = of_ranks[(rank + step) % 3]  # type: ignore[assignment]
-            part = run.whole_batch(step).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, step)
         run.step()
 
 
@@ -227,8 +226,7 @@ def generate_between_steps(run: Run) -> None:
                 following = run.model(tokens)[:, -1:].argmax(-1)
             tokens = torch.cat([tokens[:, 1:], following], dim=1)
         run.note("tokens", {"tokens": tokens})
-        run.loss(10 + step).backward()
-        run.step()
+        run.train(10 + step)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -323,8 +321,7 @@ def repeat(times: tuple[tuple[int, ...], ...], run: Run) -> None:
     for step, of_ranks in enumerate(times):
         for rank in run.ranks_here:
             run.module.times = of_ranks[rank]  # type: ignore[assignment]
-            part = run.whole_batch(step).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, step)
         run.step()
 
 

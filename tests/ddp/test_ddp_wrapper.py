@@ -190,8 +190,7 @@ def one_rank_without_data(run: Run) -> None:
                 if run.sharded is not None:
                     run.sharded.take_part().backward()
                 continue
-            part = run.whole_batch(step).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, step)
         run.step()
 
 

@@ -37,10 +37,8 @@ def steps(run: Run) -> None:
     """Two steps of one microbatch and one of three."""
     run.train(0, 1)
     with run.no_sync():
-        run.loss(2).backward()
-        run.loss(3).backward()
-    run.loss(4).backward()
-    run.step()
+        run.backward(2, 3)
+    run.train(4)
 
 
 def checked(run: Run) -> None:

@@ -234,14 +234,12 @@ def train_and_evaluate(run: Run) -> None:
     run.train(0)
     with torch.no_grad():
         run.loss(10)
-    run.loss(1).backward()
-    run.loss(2).backward()
+    run.backward(1, 2)
     with run.no_sync():
         run.loss(3).backward()
     with torch.inference_mode():
         run.loss(11)
-    run.loss(4).backward()
-    run.step()
+    run.train(4)
     both = run.case.loss(run.model, run.batch(5)) + run.case.loss(run.model, run.batch(6))
     both.backward()
     run.step()

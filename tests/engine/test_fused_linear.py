@@ -340,8 +340,7 @@ def steps_of_all_kinds(run: Run) -> None:
     run.train(0)
     with run.no_sync():
         run.loss(1).backward()
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
     losses = [run.loss(3), run.loss(4), run.loss(5)]
     (losses[0] + losses[1]).backward()
     losses[2].backward()

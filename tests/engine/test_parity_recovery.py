@@ -41,8 +41,7 @@ def evaluate_between_microbatches(run: Run) -> None:
             run.loss(3 * step + 1).backward()
         with torch.no_grad():
             _evaluate(run, 60 + step)
-        run.loss(3 * step + 2).backward()
-        run.step()
+        run.train(3 * step + 2)
 
 
 def evaluate_between_forward_and_backward(run: Run) -> None:
@@ -64,8 +63,7 @@ def infer_first(run: Run) -> None:
     run.loss(1).backward()
     with torch.inference_mode():
         _evaluate(run, 52)
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
     with torch.inference_mode():
         _evaluate(run, 53)
 
@@ -162,8 +160,7 @@ def fail_in_the_first_forward(run: Run) -> None:
 def fail_in_forward_between_microbatches(run: Run) -> None:
     run.loss(0).backward()
     _break(run, 1, 1, "forward")
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
 
 
 @each_half(ALL, fail_in_forward, fail_in_the_first_forward, fail_in_forward_between_microbatches)
@@ -198,8 +195,7 @@ def fail_in_backward_between_microbatches(run: Run) -> None:
     run.loss(2).backward()
     with run.no_sync():
         run.loss(3).backward()
-    run.loss(4).backward()
-    run.step()
+    run.train(4)
 
 
 def fail_in_a_deferred_backward(run: Run) -> None:
@@ -207,8 +203,7 @@ def fail_in_a_deferred_backward(run: Run) -> None:
         run.loss(0).backward()
         _break_backward(run, 1, 1)
         run.loss(2).backward()
-    run.loss(3).backward()
-    run.step()
+    run.train(3)
 
 
 @each_half(

@@ -99,8 +99,7 @@ def fail_in_the_second_microbatch(run: Run) -> None:
         drop_batch(run, 4, 0, point)
         with run.no_sync():
             run.loss(5).backward()
-        run.loss(6).backward()
-        run.step()
+        run.train(6)
     run.train(7, 8, 9)
 
 

@@ -429,8 +429,7 @@ def saved(in_background: bool, run: Run) -> None:
         checkpoints.save(1, run.model, run.optimizer)
         run.loss(1).backward()
         checkpoints.save(2, run.model, run.optimizer)
-        run.loss(2).backward()
-        run.step()
+        run.train(2)
         checkpoints.save(3, run.model, run.optimizer)
         for iteration in (2, 1, 3):
             checkpoints.load(run.model, run.optimizer, iteration=iteration)

@@ -72,8 +72,7 @@ def clip_between_microbatches(run: Run) -> None:
         run.sharded.clip_grad_norm_(SMALL)
     else:
         clip(run.model.parameters())
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
 
 
 def test_backward_adds_to_clipped_gradients(run_ranks: RunRanks) -> None:

@@ -45,8 +45,7 @@ def accumulate_inside_autocast(run: Run) -> None:
     """Both backwards inside of one context, so that the second forward finds the casts of the first."""
     for step in range(2):
         with torch.autocast("cpu", torch.bfloat16):
-            run.loss(2 * step).backward()
-            run.loss(2 * step + 1).backward()
+            run.backward(2 * step, 2 * step + 1)
         run.step()
 
 

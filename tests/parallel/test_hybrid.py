@@ -158,8 +158,7 @@ def mix_every_way(run: Run) -> None:
     run.loss(2).backward()
     run.note_gradients("second")
     nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
-    run.loss(3).backward()
-    run.step()
+    run.train(3)
     run.loss(4).backward()
     run.optimizer.zero_grad()
     run.train(5)
@@ -185,8 +184,7 @@ def use_a_branch_on_one_rank(run: Run) -> None:
         for rank in run.ranks_here:
             for layer in run.module.layers:  # type: ignore[union-attr]
                 layer.branch = "even" if rank in users else None
-            part = run.whole_batch(step).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, step)
         run.step()
 
 

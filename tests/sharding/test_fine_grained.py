@@ -126,8 +126,7 @@ def train_and_evaluate(run: Run) -> None:
     run.loss(1).backward()
     with run.no_sync():
         run.loss(2).backward()
-    run.loss(3).backward()
-    run.step()
+    run.train(3)
     run.train(4)
 
 

@@ -191,6 +191,16 @@ class Run:
         self.note_loss(loss)
         return loss
 
+    def backward(self, *indices: int) -> None:
+        """Forward and backward of one batch after another."""
+        for index in indices:
+            self.loss(index).backward()
+
+    def backward_of(self, rank: int, index: int) -> None:
+        """Forward and backward of what one of the ranks here has of a batch; its loss is not noted."""
+        part = self.whole_batch(index).part(rank, self.num_ranks)
+        (self.case.loss(self.model, part) / len(self.ranks_here)).backward()
+
     @property
     def module(self) -> nn.Module:
         """The user's own model, without the wrapper."""
@@ -255,7 +265,7 @@ class Run:
     def train(self, *indices: int) -> None:
         """One ordinary step for each batch."""
         for index in indices:
-            self.loss(index).backward()
+            self.backward(index)
             self.step()
 
 
@@ -300,16 +310,12 @@ def run_sharded(jobs: Sequence[Job]) -> list[Outcome]:
 
 def outcome_of(run: Run) -> Outcome:
     """What this rank sends home of a run."""
+
+    def checksum(value: Tensor | None) -> int:
+        return -1 if value is None else zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
     losses, notes = run.recording.losses, run.recording.notes
-    digest = [
-        (
-            label,
-            name,
-            -1 if value is None else zlib.crc32(bytes(value.contiguous().flatten().view(torch.uint8).numpy())),
-        )
-        for label, values in notes
-        for name, value in values.items()
-    ]
+    digest = [(label, name, checksum(value)) for label, values in notes for name, value in values.items()]
     return Outcome(losses, digest, notes if dist.get_rank() == 0 else None)
 
 
