@@ -12,10 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from megatron_fsdp.automodel import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from megatron_fsdp.automodel import AutoModelForCausalLM, AutoModelForSequenceClassification
 from megatron_fsdp.checkpoint.hf import save_adapter
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed

@@ -13,9 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_fsdp.automodel import (
-    accumulation_context,
-)
+from megatron_fsdp.automodel import accumulation_context
 from megatron_fsdp.automodel.gradients import (
     clip_grad_norm_,
     count_label_tokens,

@@ -21,15 +21,7 @@ from megatron_fsdp.automodel import (
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from tests.automodel.test_auto_model import save
 from tests.automodel.test_auto_model_files import image_batch, small_llava
-from tests.automodel.training import (
-    STRATEGIES,
-    assert_trained_alike,
-    plain_name,
-    reference,
-    strategy,
-    train,
-    whole,
-)
+from tests.automodel.training import STRATEGIES, assert_trained_alike, plain_name, reference, strategy, train, whole
 from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, config_of
 from tests.support.on_ranks import assert_equal_tensors

@@ -10,15 +10,7 @@ from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
-from tests.support.models import (
-    MODEL_CASES,
-    Batch,
-    Block,
-    ModelCase,
-    ModelName,
-    TinyTransformer,
-    make_token_batch,
-)
+from tests.support.models import MODEL_CASES, Batch, Block, ModelCase, ModelName, TinyTransformer, make_token_batch
 from tests.support.sharded_run import (
     FP32,
     ONE_RANK,

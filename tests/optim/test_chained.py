@@ -10,13 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron_fsdp import (
-    AdamW8bit,
-    ChainedOptimizer,
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
+from megatron_fsdp import AdamW8bit, ChainedOptimizer, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks

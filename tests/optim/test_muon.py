@@ -12,13 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import (
-    ChainedOptimizer,
-    MixedPrecisionPolicy,
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
+from megatron_fsdp import ChainedOptimizer, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.muon import check_muon, newton_schulz_flops

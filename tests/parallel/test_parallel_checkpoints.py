@@ -9,12 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from tests.conftest import RunRanks
-from tests.support.arrangements import (
-    divide_tensors,
-    divide_tensors_and_sequences,
-    hybrid,
-    tensor_parallel,
-)
+from tests.support.arrangements import divide_tensors, divide_tensors_and_sequences, hybrid, tensor_parallel
 from tests.support.models import DENSE, MODEL_CASES, ModelCase
 from tests.support.on_ranks import assert_equal_tensors
 from tests.support.sharded_run import Run, Scenario, Setting, Values

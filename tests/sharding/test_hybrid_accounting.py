@@ -11,12 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp import fully_shard
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.sharding.accounting import (
-    GroupFootprint,
-    outer_step_traffic,
-    persistent_bytes,
-    step_traffic,
-)
+from megatron_fsdp.sharding.accounting import GroupFootprint, outer_step_traffic, persistent_bytes, step_traffic
 from tests.support.api_net import Layer, build
 from tests.support.on_ranks import on_ranks
 

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.checkpoint.convert import convert as module
-from megatron_fsdp.checkpoint.convert.convert import (
-    ConversionMismatchError,
-    Steps,
-    TorchDistSource,
-    convert,
-)
+from megatron_fsdp.checkpoint.convert.convert import ConversionMismatchError, Steps, TorchDistSource, convert
 from megatron_fsdp.checkpoint.convert.plan import Move
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest, checksum_box

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fsdp.checkpoint.convert.convert import Cells
-from megatron_fsdp.checkpoint.convert.plan import (
-    CommonState,
-    Content,
-    ConversionPlan,
-    ConvertOptions,
-    Move,
-    make_plan,
-)
+from megatron_fsdp.checkpoint.convert.plan import CommonState, Content, ConversionPlan, ConvertOptions, Move, make_plan
 from megatron_fsdp.checkpoint.folder import TensorEntry
 from tests.support.torch_dist import (
     GptSpec,

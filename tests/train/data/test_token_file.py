@@ -11,15 +11,7 @@ from numpy.typing import ArrayLike
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data import token_file
-from megatron_fsdp.train.data.token_file import (
-    TokenFile,
-    bin_of,
-    digest,
-    dtype_for,
-    idx_of,
-    npy_tokens,
-    open_indexed,
-)
+from megatron_fsdp.train.data.token_file import TokenFile, bin_of, digest, dtype_for, idx_of, npy_tokens, open_indexed
 
 # ---- Megatron's pair of files, written from the layout of the format -------------------------------------------------
 
