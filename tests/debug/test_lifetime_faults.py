@@ -105,7 +105,7 @@ def _given_back_twice() -> Any:
 
     def twice(self: Executor, *args: Any) -> None:
         original(self, *args)
-        self._in_flight.append(self._in_flight[-1])
+        self.in_flight.append(self.in_flight[-1])
 
     return mock.patch.object(Executor, "reduce", twice)
 
