@@ -85,7 +85,7 @@ def compute_dtype(model: MegatronFSDP) -> torch.dtype:
 
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0, schedule: Any = None
-) -> list[float]:
+) -> list[Any]:
     """The plain loop over whole batches `first` and after; the rates of the first group."""
     rates = []
     for batch in batches(steps, first):

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
@@ -82,13 +83,13 @@ class Twins:
         """Write a checkpoint of this package, and one by torch's own functions."""
         save_checkpoint(self.model, self.optimizer, folder / "ours", iteration=2)
         state = {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
-        dcp.save(state, checkpoint_id=folder / "torch")
+        save(state, checkpoint_id=folder / "torch")
 
     def goes_on(self, twins: "Twins", folder: Path | None = None) -> list[str]:
         """Load one of those and make the third step beside the single process of others; what differs then."""
         if folder is not None and folder.name == "torch":
             state = {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
-            dcp.load(state, checkpoint_id=folder)
+            load(state, checkpoint_id=folder)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optim"])
         elif folder is not None:
