@@ -13,9 +13,8 @@ from megatron_fsdp.ema import ShardedEMA
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, build, largest_difference, mesh, train, weights
-from tests.support.live_bytes import held_bytes
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import assert_equal_tensors
+from tests.support.counting import held_bytes
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
 
 STRATEGIES = [0, 1, 2, 3]
 FROZEN = "layers.0.linear.bias"

@@ -44,8 +44,7 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, batches, build, largest_difference, mesh, own_part, train, weights
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 
 STRATEGIES = range(4)
 TOLERANCE = 2e-6  # sums of 12 samples in another order, on weights of about 1

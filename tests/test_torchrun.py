@@ -17,11 +17,18 @@ from torch import nn
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.support.models import MODEL_CASES, Block
-from tests.support.on_ranks import of_ranks
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, of_ranks
 from tests.support.real_torchrun import real_torchrun
-from tests.support.scripts import adamw_above_noise
-from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, assert_parity, outcome_of, reference
+from tests.support.sharded_run import (
+    Run,
+    Scenario,
+    Setting,
+    Tolerance,
+    adamw_above_noise,
+    assert_parity,
+    outcome_of,
+    reference,
+)
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("up_proj", "gate_proj")
 

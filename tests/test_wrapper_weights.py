@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import local_of
+from tests.support.on_ranks import local_of, on_ranks
 
 STRATEGIES = [0, 1, 2, 3]
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
-from tests.support.live_bytes import held_bytes
-from tests.support.parity import fixed_seed
+from tests.support.counting import held_bytes
+from tests.support.on_ranks import fixed_seed
 
 FEATURES, BLOCKS, MICROBATCHES = 32, 3, 4
 NUMEL = (BLOCKS + 1) * FEATURES * FEATURES  # P: three blocks and the root, nothing padded

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_fsdp import fully_shard_model
 from tests.support.arrangements import mesh_of
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 SAMPLES = 8
 

@@ -12,10 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from megatron_fsdp.automodel import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from megatron_fsdp.automodel import AutoModelForCausalLM, AutoModelForSequenceClassification
 from megatron_fsdp.checkpoint.hf import save_adapter
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
@@ -33,7 +30,7 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, config_of
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 
 peft = pytest.importorskip("peft")
 

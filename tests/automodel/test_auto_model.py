@@ -26,7 +26,7 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.language_models import FAMILIES, batch_of, build, config_of
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed
 
 
 def save(kind: str, folder: Path, **options: Any) -> str:

@@ -23,9 +23,9 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 from tests.automodel.training import STRATEGIES, parameters_of, plain_name, strategy
 from tests.conftest import RunRanks
+from tests.support.counting import LiveBytes
 from tests.support.language_models import batch_of, build, config_of, folder_with_code
-from tests.support.live_bytes import LiveBytes
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 WEIGHTS = "model.safetensors"
 

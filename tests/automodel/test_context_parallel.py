@@ -25,8 +25,7 @@ from tests.automodel.training import reference
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import batch_of, build, label_count
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
 
 SIZES = [(ranks, length) for ranks in (1, 2, 3, 4) for length in (24, 48)]
 

@@ -21,8 +21,7 @@ from tests.automodel.training import reference, whole
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 
 TOKENS, CHOSEN, NUM_EXPERTS, HIDDEN = 12, 2, 4, 32
 NAME = "model.layers.0.mlp.experts"

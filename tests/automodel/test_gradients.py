@@ -13,9 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_fsdp.automodel import (
-    accumulation_context,
-)
+from megatron_fsdp.automodel import accumulation_context
 from megatron_fsdp.automodel.gradients import (
     clip_grad_norm_,
     count_label_tokens,
@@ -46,10 +44,9 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
+from tests.support.counting import ALL_REDUCE, OpCounts
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.op_counts import ALL_REDUCE, OpCounts
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 
 MAX_NORM = 0.05
 

@@ -27,9 +27,7 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, config_of, label_count, token_loss_sum
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import assert_equal_tensors
-from tests.support.seams import engine_of, options_of
+from tests.support.on_ranks import assert_equal_tensors, engine_of, on_ranks, same_on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -68,7 +66,7 @@ def test_each_sharding_strategy_trains_as_one_process() -> None:
     with groups_destroyed():
         for number in range(4):
             model = parallel(zero_dp_strategy=number)
-            assert options_of(model).strategy is ShardingStrategy(number)
+            assert engine_of(model).sharding.options.strategy is ShardingStrategy(number)
             local.append(sum(param.to_local().numel() for param in model.parameters()))
             assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
     total = sum(param.numel() for param in build("llama").parameters())
@@ -90,16 +88,16 @@ SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
 def test_switches_reach_the_engine_and_leave_gradients_right() -> None:
     with groups_destroyed():
         expected = reference("llama", steps=2)
-        plain = options_of(parallel(zero_dp_strategy=1))
+        plain = engine_of(parallel(zero_dp_strategy=1)).sharding.options
         for fields, name, value in SWITCHES:
             model = parallel(**fields)
-            assert getattr(options_of(model), name) is value
+            assert getattr(engine_of(model).sharding.options, name) is value
             assert getattr(plain, name) is not value
             backward(model, sums=name == "calculate_per_token_loss")
             assert_equal_tensors(gradients_of(model), expected.gradients[0], 1e-4, 1e-5)
         double, single = parallel(fsdp_double_buffer=True), parallel()
-        assert options_of(double).memory.allocator is WeightAllocator.DOUBLE_BUFFER
-        assert options_of(single).memory.allocator is WeightAllocator.SLOTS
+        assert engine_of(double).sharding.options.memory.allocator is WeightAllocator.DOUBLE_BUFFER
+        assert engine_of(single).sharding.options.memory.allocator is WeightAllocator.SLOTS
         assert_trained_alike(train(double, steps=2), expected)
         whole_root = parallel(disable_bucketing=True)
         assert (whole_root.bucket_size, single.bucket_size is None) == (None, False)

@@ -21,18 +21,10 @@ from megatron_fsdp.automodel import (
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from tests.automodel.test_auto_model import save
 from tests.automodel.test_auto_model_files import image_batch, small_llava
-from tests.automodel.training import (
-    STRATEGIES,
-    assert_trained_alike,
-    plain_name,
-    reference,
-    strategy,
-    train,
-    whole,
-)
+from tests.automodel.training import STRATEGIES, assert_trained_alike, plain_name, reference, strategy, train, whole
 from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, config_of
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 
 
 def other_arguments(folder: str, what: str) -> str:

@@ -10,17 +10,10 @@ import transformers
 
 from megatron_fsdp.automodel import AutoModelForCausalLM, PipelineConfig
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.training import (
-    assert_trained_alike,
-    managed,
-    parameters_of,
-    reference,
-    strategy,
-    train,
-)
+from tests.automodel.training import assert_trained_alike, managed, parameters_of, reference, strategy, train
 from tests.conftest import RunRanks
 from tests.support.language_models import FAMILIES, build
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 
 
 @dataclass(frozen=True)

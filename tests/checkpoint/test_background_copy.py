@@ -20,9 +20,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
-from tests.support.seams import local_of
+from tests.support.on_ranks import fixed_seed, local_of, on_ranks
 
 
 def tensors() -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -13,13 +12,13 @@ from tests.checkpoint.test_expert_checkpoints import case_of, sizes
 from tests.checkpoint.test_reshard import DENSE, HYBRID, TENSOR_PARALLEL, adamw
 from tests.conftest import RunRanks
 from tests.support.dcp_contents import assert_same_contents, contents
-from tests.support.expert_meshes import experts_of
+from tests.support.experts import experts_of
 from tests.support.models import ModelCase
 from tests.support.sharded_run import Run, Scenario, Setting
 
 
 def averaged(case: ModelCase, setting: Setting) -> tuple[Run, ShardedEMA]:
-    run = Run(Scenario(lambda _run: None, case, adamw), setting, dist.get_world_size())
+    run = Run(Scenario(lambda _run: None, case, adamw), setting)
     assert run.sharded is not None
     ema = ShardedEMA(run.sharded, decay=0.5)
     run.train(0)

@@ -30,9 +30,8 @@ from megatron_fsdp.checkpoint.rng import place_in
 from megatron_fsdp.ema import ShardedEMA
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
-from tests.support.arrangements import FLAT, Arrangement, hybrid_arguments
-from tests.support.parity import fixed_seed
-from tests.support.tensor_meshes import place, tensor_arguments
+from tests.support.arrangements import FLAT, Arrangement, hybrid_arguments, place_tensors, tensor_arguments
+from tests.support.on_ranks import fixed_seed
 from tests.support.worker_pool import WorkerPool
 
 # ---- the job ---------------------------------------------------------------------------------------------------------
@@ -71,7 +70,7 @@ def divide(model: nn.Module, mesh: Any) -> None:
 ARRANGEMENTS: dict[str, Arrangement] = {
     "flat": FLAT,
     "hybrid": Arrangement("hybrid", partial(hybrid_arguments, 2, 2)),
-    "tensor": Arrangement("tensor", tensor_arguments, partial(place, divide)),
+    "tensor": Arrangement("tensor", tensor_arguments, partial(place_tensors, divide)),
 }
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
@@ -18,10 +17,9 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement
 from tests.support.dcp_contents import assert_same_contents, contents
-from tests.support.expert_meshes import Sizes, experts_of
-from tests.support.mixture import Experts, ListedExperts, build_with_experts
+from tests.support.experts import Experts, ListedExperts, Sizes, build_with_experts, experts_of
 from tests.support.models import ModelCase, token_case
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 from tests.support.sharded_run import Run, Scenario, Setting
 
 KINDS = {"stacked": Experts, "listed": ListedExperts}
@@ -49,7 +47,7 @@ def by_kind(model: nn.Module) -> torch.optim.Optimizer:
 def trained(kind: str, arrangement: Arrangement, strategy: int, batches: tuple[int, ...], outer: int = 0) -> Run:
     make = adamw if kind == "stacked" else by_kind
     scenario = Scenario(lambda _run: None, case_of(kind), make)
-    run = Run(scenario, Setting(strategy, outer_strategy=outer, arrangement=arrangement), dist.get_world_size())
+    run = Run(scenario, Setting(strategy, outer_strategy=outer, arrangement=arrangement))
     run.train(*batches)
     return run
 

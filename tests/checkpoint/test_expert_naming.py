@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.conftest import RunRanks
 from tests.support.dcp_contents import assert_same_contents, contents
-from tests.support.expert_meshes import arguments
+from tests.support.experts import arguments
 
 EXPERTS = 3
 

@@ -1,5 +1,6 @@
 """Damaged bytes anywhere: the right values or a CheckpointError, never anything else; and `verify` sees the damage."""
 
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.load import load_checkpoint
+from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError
-from tests.support import byte_damage
+from tests.support.hostile import small_state, write_ours
 
 CASES = 60
 DATA, METADATA, MANIFEST = "__0_0.distcp", ".metadata", "manifest.json"
@@ -51,13 +53,36 @@ def outcome(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+_OPERATIONS = [code for code in vars(pickle).values() if isinstance(code, bytes) and len(code) == 1]
+
+
+def damaged(raw: bytes, seed: int) -> bytes:
+    """The same bytes, damaged in a way that the seed decides; of an empty file nothing is left to damage."""
+    if not raw:
+        return raw
+    draw = random.Random(seed)
+    first, other, count = draw.randrange(len(raw)), draw.randrange(len(raw)), draw.choice([1, 1, 1, 4, 64])
+    piece, rest = raw[first : first + count], raw[first + count :]
+    changed = draw.choice(
+        [
+            bytes([piece[0] ^ 1 << draw.randrange(8), *piece[1:]]),
+            draw.randbytes(count) + piece,
+            bytes(len(piece)),
+            b"",
+            raw[other : other + len(piece)],
+            draw.choice(_OPERATIONS) + piece[1:],  # of pickles: more likely to mean something
+        ]
+    )
+    return raw[:first] + changed + draw.choice([rest] * 6 + [b""])
+
+
 def run_cases(folder: Path, name: str, seeds: range, check: Callable[[dict[str, Any] | None, Path], str]) -> list[str]:
     """Damage one file in many ways; what was done with each."""
     path, done = folder / name, []
     raw = path.read_bytes()
     try:
         for seed in seeds:
-            changed = byte_damage.damaged(raw, seed)
+            changed = damaged(raw, seed)
             if changed != raw:
                 path.write_bytes(changed)
                 done.append(check(outcome(folder), folder))
@@ -69,19 +94,19 @@ def run_cases(folder: Path, name: str, seeds: range, check: Callable[[dict[str, 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ours")
-    byte_damage.write_ours(folder)
+    write_ours(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
-    byte_damage.write_plain(folder)
+    save_alone(small_state(), checkpoint_id=folder)
     return folder
 
 
 def test_the_undamaged_ones_are_whole(ours: Path, plain: Path) -> None:
-    state = byte_damage.small_state()
+    state = small_state()
     for folder in (ours, plain):
         found = read_all(folder)
         assert verify(folder).is_whole
@@ -138,12 +163,12 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("name", [METADATA, DATA, MANIFEST])
 def test_a_verified_load_gives_the_right_weights_or_leaves_them_alone(ours: Path, name: str) -> None:
-    truth, zeros, path = byte_damage.small_state()["model"], dict(Model().state_dict()), ours / name
+    truth, zeros, path = small_state()["model"], dict(Model().state_dict()), ours / name
     raw, outcomes = path.read_bytes(), set()
     try:
-        for seed in range(1000, 1000 + CASES // 2):
+        for seed in range(1100, 1100 + CASES // 2):
             model = Model()
-            path.write_bytes(byte_damage.damaged(raw, seed))
+            path.write_bytes(damaged(raw, seed))
             try:
                 load_checkpoint(model, None, ours, with_rng=False, verify=True)
                 wanted = truth

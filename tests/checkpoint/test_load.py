@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed
 
 Whole = dict[str, Tensor]
 

@@ -14,6 +14,7 @@ import pathlib
 import resource
 import signal
 import socket
+import struct
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
@@ -45,8 +46,7 @@ from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from tests.support import hostile
-from tests.support.byte_damage import saved_bytes
-from tests.support.hostile import READERS, STEP, WEIGHT, by_folder, by_loading, write_linear
+from tests.support.hostile import READERS, STEP, WEIGHT, by_folder, by_loading, saved_bytes, write_linear
 
 LONGEST_MESSAGE = 2000
 
@@ -84,12 +84,79 @@ def refused(read: Callable[[], object], told: str = "") -> None:
 # ---- pickles ---------------------------------------------------------------------------------------------------------
 
 
+def _put(place: int) -> bytes:
+    """Remember what was made last, and take it off the stack."""
+    return b"r" + struct.pack("<I", place) + b"0"
+
+
+def _get(place: int) -> bytes:
+    return b"j" + struct.pack("<I", place)
+
+
+def _results(function: bytes, argument: bytes, use: bytes = b"j\0\0\0\0j\1\0\0\0\x85R") -> bytes:
+    """A list of two thousand results of one function (place 0) and one argument (place 1)."""
+    return hostile.whole(function + _put(0) + argument + _put(1) + b"](" + use * 2000 + b"e")
+
+
+def multipliers() -> dict[str, bytes]:
+    """Pickles of some thousand bytes that stand for hundreds of megabytes, for hours, or for something without end."""
+    numbers = b"(" + b"".join(b"J" + struct.pack("<i", number) for number in range(2000))
+    pairs = b"](" + b"".join(b"J" + struct.pack("<i", number) + b"N\x86" for number in range(2000)) + b"e"
+    names = b"}(" + b"".join(b"X\5\0\0\0%05dN" % number for number in range(2000)) + b"u"
+    long = struct.pack("<I", 100_000) + b"x" * 100_000
+    array = b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n" + hostile.plain((0,)) + b"C\1btR"
+    state = (
+        b"(K\1" + hostile.plain((100_000,)) + hostile.call("numpy", "dtype", "u1", False, True) + b"\x89B" + long + b"t"
+    )
+    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    lists = [b"](" + _get(place - 1) * 2 + b"e" + _put(place) for place in range(1, 60)]
+    indices = [
+        index
+        + b")\x81}("
+        + hostile.plain("fqn")
+        + _get(place - 1)
+        + hostile.plain("offset")
+        + _get(place - 1)
+        + b"ub"
+        + _put(place)
+        for place in range(1, 60)
+    ]
+    return {
+        "bytearrays": _results(b"cbuiltins\nbytearray\n", b"B" + long),
+        "ordered dicts": _results(b"ccollections\nOrderedDict\n", pairs),
+        "sets": _results(b"cbuiltins\nset\n", b"]" + numbers + b"e"),
+        "frozensets": _results(b"cbuiltins\nfrozenset\n", numbers + b"t"),
+        "sizes": _results(b"ctorch\nSize\n", numbers + b"t"),
+        "counters": _results(b"ccollections\nCounter\n", names),
+        "bytes as text": _results(b"c_codecs\nencode\n", b"X" + long),
+        "arguments of foreign classes": _results(b"cnemo\nThing\n", numbers + b"t", _get(0) + _get(1) + b"\x81"),
+        "namespaces": _results(b"cargparse\nNamespace\n", names, _get(0) + b")\x81" + _get(1) + b"b"),
+        "arrays": _results(b"N", state, array + _get(1) + b"b"),
+        "a long text": _results(b"N", b"X" + long, _get(1)),
+        "lists that hold each other": hostile.whole(b"]" + _put(0), *lists, _get(59)),
+        "a list that holds itself": hostile.whole(b"]" + _put(0) + _get(0) + _get(0) + b"a"),
+        "a huge number": hostile.whole(b"\x8b" + struct.pack("<i", 2000) + b"\x7f" * 2000),
+        "an array of another size": hostile.whole(hostile.call("numpy", "ndarray", (1 << 30,))),
+        "a new array": hostile.whole(b"cnumpy\nndarray\n" + hostile.plain(((1 << 30,),)) + b"\x81"),
+        "an index of a range": hostile.whole(
+            index + b"(" + hostile.plain("w") + hostile.call("builtins", "range", 10**8) + b"tR"
+        ),
+        "hash of nested indices": hostile.whole(index + b")\x81" + _put(0), *indices, b"}" + _get(59) + b"Ns"),
+        "large keys of one hash": hostile.whole(
+            hostile.plain(dict.fromkeys(n * ((1 << 61) - 1) for n in range(16, 3000)))
+        ),
+        "complex keys of one hash": hostile.whole(
+            hostile.plain(dict.fromkeys(complex(-1000003.0 * n, n) for n in range(3000)))
+        ),
+    }
+
+
 @pytest.mark.full(cover=1)
-@pytest.mark.parametrize("name", sorted(hostile.multipliers()))
+@pytest.mark.parametrize("name", sorted(multipliers()))
 @pytest.mark.parametrize("where", ["metadata", "object", "tensor"])
 def test_pickles_that_multiply_what_they_hold(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safe_read, "SPARE_BYTES", 1 << 20)
-    raw = hostile.multipliers()[name]
+    raw = multipliers()[name]
     archive = hostile.archive_of(raw)
     tracemalloc.start()
     try:
@@ -105,8 +172,22 @@ def test_pickles_that_multiply_what_they_hold(name: str, where: str, monkeypatch
     assert peak < 4 * safe_read.SPARE_BYTES + 2 * safe_read.BYTES_PER_BYTE * len(raw)
 
 
+def tuples_of_one_hash(count: int) -> list[tuple[int, int]]:
+    """Different ones; by the arithmetic of Python's hash of tuples (xxHash), backwards."""
+    first, second, fifth, word = 11400714785074694791, 14029467366897019727, 2870177450012600261, (1 << 64) - 1
+    backwards, found, number = pow(second, -1, 1 << 64), list[tuple[int, int]](), 0
+    while len(found) < count:
+        number += 1
+        mixed = (fifth + number * second) & word
+        mixed = ((mixed << 31 | mixed >> 33) & word) * first & word
+        other = (12345 - mixed) * backwards & word
+        if other < (1 << 61) - 1:
+            found.append((number, other))
+    return found
+
+
 def test_the_clock_is_looked_at_where_hashes_may_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = hostile.tuples_of_one_hash(2000)
+    keys = tuples_of_one_hash(2000)
     assert len({hash(key) for key in keys}) == 1
     raw = saved_bytes(dict.fromkeys(keys))
     assert load_object(raw, "here") == dict.fromkeys(keys)
@@ -602,7 +683,7 @@ def test_numbers_in_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_commands_that_print_objects_say_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    hostile.plant(folder, STEP, hostile.archive_of(hostile.multipliers()[name]))
+    hostile.plant(folder, STEP, hostile.archive_of(multipliers()[name]))
     for words in (["show", str(folder), STEP], ["to-torch", str(folder), str(tmp_path / "out.pt")]):
         assert main(["checkpoint", *words]) == 2
         told = capsys.readouterr()

@@ -21,7 +21,7 @@ from megatron_fsdp.errors import MegatronFSDPError
 from tests.checkpoint.test_load import contents, step, wrap
 from tests.conftest import RunRanks
 from tests.support import hostile
-from tests.support.byte_damage import saved_bytes
+from tests.support.hostile import saved_bytes
 from tests.support.models import ModelName
 
 REFUSALS = {

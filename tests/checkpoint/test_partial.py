@@ -13,8 +13,7 @@ from megatron_fsdp.checkpoint.folder import BoxIndex, CheckpointFolder
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
-from tests.support.torch_dist.layout import boxes_of_grid, plain
-from tests.support.torch_dist.write import chunked
+from tests.support.torch_dist import boxes_of_grid, chunked, plain
 
 STACK = torch.arange(3 * 4 * 6, dtype=torch.float32).reshape(3, 4, 6)
 TENSORS = {

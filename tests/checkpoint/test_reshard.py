@@ -6,21 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from tests.conftest import RunRanks
-from tests.support.arrangements import hybrid
+from tests.support.arrangements import divide_tensors, divide_tensors_and_sequences, hybrid, tensor_parallel
 from tests.support.dcp_contents import contents
 from tests.support.models import DENSE, MODEL_CASES, ModelCase
 from tests.support.sharded_run import Run, Scenario, Setting
-from tests.support.tensor_meshes import (
-    divide_tensors,
-    divide_tensors_and_sequences,
-    hybrid_tensor_parallel,
-    tensor_parallel,
-)
 
 Places = dict[str, tuple[int, Setting]]
 
@@ -37,7 +30,7 @@ TENSOR_PARALLEL: Places = {
     "three ranks": (3, Setting(3)),
     "FSDP x TP": (4, Setting(3, arrangement=SEQUENCES)),
     "TP alone": (2, Setting(2, arrangement=TENSORS)),
-    "HFSDP x TP": (4, Setting(3, outer_strategy=1, arrangement=hybrid_tensor_parallel(2, divide_tensors))),
+    "HFSDP x TP": (4, Setting(3, outer_strategy=1, arrangement=tensor_parallel(divide_tensors, 2))),
 }
 
 
@@ -46,7 +39,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(case: ModelCase, setting: Setting, *batches: int) -> Run:
-    run = Run(Scenario(lambda _run: None, case, adamw), setting, dist.get_world_size())
+    run = Run(Scenario(lambda _run: None, case, adamw), setting)
     run.train(*batches)
     return run
 

@@ -16,7 +16,7 @@ from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load
 from megatron_fsdp.checkpoint.safe_read import Opaque, load_metadata
 from megatron_fsdp.errors import CheckpointError
 from tests.support import hostile
-from tests.support.byte_damage import saved_bytes
+from tests.support.hostile import saved_bytes
 
 DTYPES = sorted(
     {

@@ -16,7 +16,7 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.manifest import BLOCK
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes
+from tests.support.counting import LiveBytes
 from tests.support.on_ranks import on_ranks
 
 SAVE_COLLECTIVES, LOAD_COLLECTIVES = 16, 5
@@ -91,8 +91,8 @@ def test_memory_is_bounded_as_documented(tmp_path: Path) -> None:
         for iteration in (2, 3):
             checkpoints.save(iteration, model, optimizer)
             checkpoints.wait()
-            found["staged"] = checkpoints._saver.buffers.staged_bytes
-            found["reserved"] = checkpoints._saver.buffers.reserved_bytes
+            buffers = checkpoints._saver.buffers
+            found |= {"staged": buffers.staged_bytes, "reserved": buffers.reserved_bytes}
     optimizer.state.clear()
     with LiveBytes() as seen:
         load_checkpoint(model, optimizer, root)

@@ -22,7 +22,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.test_reshard import DENSE, HYBRID, ODD, TENSOR_PARALLEL, Places, trained, whole_state
 from tests.conftest import RunRanks
 from tests.support.models import ModelCase
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 from tests.support.sharded_run import Setting
 
 PLACES: Places = {

@@ -17,10 +17,9 @@ from megatron_fsdp.checkpoint.store import POINTER
 from megatron_fsdp.checkpoint.verify import NO_MANIFEST, NOT_READ, VerifyReport, verify
 from megatron_fsdp.cli import checkpoint as checkpoint_command
 from megatron_fsdp.errors import CheckpointError
-from tests.support import byte_damage, hostile
-from tests.support.byte_damage import saved_bytes
-from tests.support.torch_dist.gpt import GptSpec, make_truth
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support import hostile
+from tests.support.hostile import saved_bytes
+from tests.support.torch_dist import GptSpec, WriteOptions, make_truth, write_torch_dist
 
 DATA, WEIGHT, LR = "__0_0.distcp", "model.weight", "optimizer.lr"
 Found = set[tuple[str, str]]
@@ -29,7 +28,7 @@ Found = set[tuple[str, str]]
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good") / "iter_0000001"
-    byte_damage.write_ours(folder)
+    hostile.write_ours(folder)
     return folder
 
 
@@ -86,7 +85,7 @@ def test_without_a_manifest_torchs_own_checksums_find_flips(folder: Path) -> Non
     (folder / "manifest.json").unlink()
     path = folder / DATA
     raw = bytearray(path.read_bytes())
-    elements = byte_damage.small_state()["model"]["weight"].numpy().tobytes()
+    elements = hostile.small_state()["model"]["weight"].numpy().tobytes()
     raw[raw.index(elements) + 5] ^= 1
     path.write_bytes(raw)
     report = verify(folder)
@@ -252,7 +251,7 @@ def root(good: Path, tmp_path: Path) -> Path:
     (tmp_path / "run" / POINTER).write_text("2")
     path = tmp_path / "run" / "iter_0000001" / DATA
     raw = bytearray(path.read_bytes())
-    raw[raw.index(byte_damage.small_state()["model"]["weight"].numpy().tobytes())] ^= 1
+    raw[raw.index(hostile.small_state()["model"]["weight"].numpy().tobytes())] ^= 1
     path.write_bytes(raw)
     return tmp_path / "run"
 

@@ -16,8 +16,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 
 accelerate = pytest.importorskip("accelerate")
 

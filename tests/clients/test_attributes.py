@@ -9,8 +9,7 @@ from torch import nn
 
 from megatron_fsdp import fully_shard_model
 from tests.ordinary.test_hugging_face import UNITS, build_llama
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 
 pytest.importorskip("transformers")
 

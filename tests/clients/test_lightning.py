@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 
 lightning = pytest.importorskip("lightning")
 

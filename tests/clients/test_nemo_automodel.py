@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 import megatron_fsdp
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron_fsdp.fully_shard import fully_shard_optimizer
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 
 TOLERANCE = 2e-6
 

@@ -12,7 +12,7 @@ from tests.automodel.training import parameters_of, strategy
 from tests.clients.test_accelerate import forget_accelerate, started
 from tests.conftest import RunRanks
 from tests.support.language_models import VOCABULARY, build
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed
 
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")

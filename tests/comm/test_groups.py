@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.automodel.meshes import set_up_ranks
 from megatron_fsdp.comm.groups import bound_device
-from megatron_fsdp.doctor.local_ranks import _join
+from megatron_fsdp.doctor.local_ranks import join_job
 from megatron_fsdp.train.ranks import join_ranks
 
 CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
@@ -38,7 +38,7 @@ def by_a_manager(_folder: Path) -> None:
 
 def by_the_doctor(folder: Path) -> None:
     job: Any = SimpleNamespace(num_ranks=2, device_type="cuda", folder=folder, timeout_s=1.0)
-    _join(1, job)
+    join_job(1, job)
 
 
 @pytest.mark.parametrize("join", [by_the_trainer, by_a_manager, by_the_doctor])

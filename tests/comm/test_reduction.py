@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron_fsdp import reduce_scatter_with_fp32_accumulation
 from megatron_fsdp.errors import CollectiveArgumentError, ConfigurationError
 from tests.conftest import RunRanks
+from tests.support.counting import OpCounts
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.op_counts import OpCounts
 
 RANKS = [1, 2, 3, 4]
 SHARD = 500  # elements per rank

@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.conftest import RunRanks
+from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts
 from tests.support.formulas import footprints_of, step_traffic
 from tests.support.models import MODEL_CASES
-from tests.support.on_ranks import on_ranks
-from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, on_ranks
 
 Fields = dict[str, Any]
 

@@ -10,19 +10,20 @@ from torch import nn
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
 from tests.engine.test_parity import OPTIMIZERS, SCRIPTS
-from tests.support.ddp_run import DdpSetting, ddp
 from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.scripts import three_microbatches
 from tests.support.sharded_run import (
     FP32,
     ONE_RANK,
+    DdpSetting,
     Run,
     Scenario,
     Tolerance,
     assert_parity,
     check_jobs,
+    ddp,
     reference,
     run_sharded,
+    three_microbatches,
 )
 from tests.support.usage_models import ATTENTION, ENCODER, READING, Nested, Recomputed, vector_case
 

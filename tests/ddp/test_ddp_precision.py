@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
-from tests.support.ddp_run import DdpSetting, ddp
 from tests.support.models import ModelCase, make_vector_batch, vector_loss
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
-from tests.support.sharded_run import Scenario, Tolerance, assert_parity, reference, run_sharded
+from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.sharded_run import DdpSetting, Scenario, Tolerance, assert_parity, ddp, reference, run_sharded
 
 Fields = dict[str, Any]
 MICROBATCHES = 48

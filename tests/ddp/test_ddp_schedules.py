@@ -10,14 +10,10 @@ from torch import Tensor, nn
 
 from tests.conftest import RunRanks
 from tests.parallel.test_expert_parallel import EXPERTS, TOP2
-from tests.support.ddp_run import DdpRun, DdpSetting, ddp, start
+from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.models import DENSE, MODEL_CASES, ModelCase
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import assert_equal_tensors, fixed_seed
-from tests.support.scripts import three_microbatches
-from tests.support.seams import engine_of
-from tests.support.sharded_run import Run, Scenario, check_jobs, sgd
-from tests.support.tensor_meshes import divide_tensors, tensor_parallel
+from tests.support.on_ranks import assert_equal_tensors, engine_of, fixed_seed, on_ranks
+from tests.support.sharded_run import DdpSetting, Run, Scenario, check_jobs, ddp, sgd, three_microbatches
 from tests.support.usage_models import READING
 
 SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
@@ -142,7 +138,7 @@ def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages:
 @on_ranks(4)
 def test_experts_have_buckets_of_their_own() -> None:
     setting = ddp(arrangement=EXPERTS, **SHARDS)
-    run = start(Scenario(three_microbatches, TOP2), setting)
+    run = Run(Scenario(three_microbatches, TOP2), setting)
     groups = run.sharded.parameter_groups()
     for group in groups:
         assert len({".experts." in name for name in group.names}) == 1
@@ -162,7 +158,7 @@ def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks() -> None
     """Each rank cuts what it holds into so many buckets, not what all tensor-parallel ranks hold together."""
     fields: dict[str, Any] = {"num_buckets": 4, "overlap_grad_reduce": True}
     setting = ddp(arrangement=tensor_parallel(divide_tensors), **fields)
-    run = start(Scenario(three_microbatches, DENSE), setting)
+    run = Run(Scenario(three_microbatches, DENSE), setting)
     found = sum(unit.is_trainable for unit in engine_of(run.sharded).units)
     assert found in (3, 4)
 
@@ -177,7 +173,7 @@ def beside_torch(name: str, settings: tuple[DdpSetting, ...]) -> None:
     with fixed_seed(0):
         theirs = nn.parallel.DistributedDataParallel(case.build(), find_unused_parameters=name == "unused")
     optimizer = sgd(theirs)
-    runs = [start(scenario, setting) for setting in settings]
+    runs = [Run(scenario, setting) for setting in settings]
     for step in range(3):
         case.loss(theirs, runs[0].batch(step)).backward()
         for run in runs:
@@ -218,11 +214,11 @@ def _nothing(run: Run) -> None:
     """No script."""
 
 
-def _state(run: DdpRun) -> dict[str, Any]:
+def _state(run: Run) -> dict[str, Any]:
     return {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
 
 
-def _whole(run: DdpRun) -> dict[str, Tensor]:
+def _whole(run: Run) -> dict[str, Tensor]:
     found = {name: value.clone() for name, value in run.sharded.iter_full_tensors()}
     for name, kind, value in run.sharded.iter_full_optimizer_state(run.optimizer):
         found[f"{name} {kind}"] = value.clone()
@@ -231,14 +227,14 @@ def _whole(run: DdpRun) -> dict[str, Tensor]:
 
 def save(case: ModelCase, setting: DdpSetting, folder: str) -> dict[str, Tensor]:
     """Train and save; returns weights and moments."""
-    run = start(Scenario(_nothing, case, _adamw), setting)
+    run = Run(Scenario(_nothing, case, _adamw), setting)
     run.train(0, 1)
     dcp.save(_state(run), checkpoint_id=folder)
     return _whole(run)
 
 
 def load(case: ModelCase, setting: DdpSetting, folder: str) -> dict[str, Tensor]:
-    run = start(Scenario(_nothing, case, _adamw), setting)
+    run = Run(Scenario(_nothing, case, _adamw), setting)
     run.train(7)
     state = _state(run)
     dcp.load(state, checkpoint_id=folder)

@@ -15,17 +15,24 @@ from tests.engine import test_parity_accumulation as accumulation
 from tests.engine import test_parity_recomputation as recomputation
 from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
-from tests.support.ddp_run import DdpSetting, ddp
-from tests.support.failing_model import FailingModel
 from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.scripts import clip_by_model, clip_by_torch, each_half
-from tests.support.sharded_run import Run, Scenario, check_jobs
+from tests.support.sharded_run import (
+    DdpSetting,
+    Run,
+    Scenario,
+    check_jobs,
+    clip_by_model,
+    clip_by_torch,
+    ddp,
+    each_half,
+)
 from tests.support.usage_models import (
     ATTENTION,
     ENCODER,
     FEATURES,
     READING,
     Branches,
+    FailingModel,
     InPlace,
     Layer,
     Nested,
@@ -134,8 +141,7 @@ def layers_by_rank(run: Run) -> None:
     for step, of_ranks in enumerate([*orders, orders[1]]):
         for rank in run.ranks_here:
             run.module.order = of_ranks[(rank + step) % 3]  # type: ignore[assignment]
-            part = run.whole_batch(step).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, step)
         run.step()
 
 
@@ -220,8 +226,7 @@ def generate_between_steps(run: Run) -> None:
                 following = run.model(tokens)[:, -1:].argmax(-1)
             tokens = torch.cat([tokens[:, 1:], following], dim=1)
         run.note("tokens", {"tokens": tokens})
-        run.loss(10 + step).backward()
-        run.step()
+        run.train(10 + step)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -316,8 +321,7 @@ def repeat(times: tuple[tuple[int, ...], ...], run: Run) -> None:
     for step, of_ranks in enumerate(times):
         for rank in run.ranks_here:
             run.module.times = of_ranks[rank]  # type: ignore[assignment]
-            part = run.whole_batch(step).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, step)
         run.step()
 
 

@@ -15,11 +15,9 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.ddp.test_ddp_usage import IN_TURN, REPLICATED, TOGETHER, Repeated
 from tests.support.arrangements import mesh_of
-from tests.support.ddp_run import DdpSetting, start
 from tests.support.models import MODEL_CASES
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import assert_equal_tensors
-from tests.support.sharded_run import Run, Scenario, check_jobs
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
+from tests.support.sharded_run import DdpSetting, Run, Scenario, check_jobs
 from tests.support.usage_models import FEATURES, Ordered, vector_case
 
 Fields = dict[str, Any]
@@ -163,7 +161,7 @@ def test_compiled_modules_compute_the_same(how: str, setting: DdpSetting) -> Non
     torch._dynamo.reset()
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     scenario = Scenario(lambda _run: None, vector_case(Ordered))
-    plain, run = start(scenario, setting), start(scenario, setting)
+    plain, run = Run(scenario, setting), Run(scenario, setting)
     if how == "layers":
         for layer in run.module.layers:  # type: ignore[union-attr]
             layer.compile(backend="eager")
@@ -192,8 +190,7 @@ def one_rank_without_data(run: Run) -> None:
                 if run.sharded is not None:
                     run.sharded.take_part().backward()
                 continue
-            part = run.whole_batch(step).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, step)
         run.step()
 
 

@@ -184,14 +184,7 @@ def under_schedule(on_inner: bool) -> tuple[list[float], float, list[int]]:
 
     def run(model: Any, optimizer: Any, scheduled: Any) -> list[float]:
         schedule = torch.optim.lr_scheduler.OneCycleLR(scheduled, max_lr=0.1, total_steps=6)
-        rates = []
-        for batch in batches(4):
-            optimizer.zero_grad()
-            backward(model, batch)
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            schedule.step()
-        return rates
+        return train(model, optimizer, 4, schedule=schedule)
 
     model, reference = units(3), build()
     inner, expected = adamw(model), adamw(reference)

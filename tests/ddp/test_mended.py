@@ -14,8 +14,7 @@ from torch import nn
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.ddp import DistributedOptimizer
 from megatron_fsdp.errors import ShardOperationError
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, on_ranks
 
 OVERLAPPING = {
     "use_distributed_optimizer": True,

@@ -19,8 +19,7 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.comm.groups import timeout_of
 from megatron_fsdp.ddp import DistributedOptimizer
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.settling import settled
 
 REDUCING: dict[str, Any] = {"overlap_grad_reduce": True, "bucket_size": 1}

@@ -12,7 +12,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
-from tests.support.ddp_configs import valid_configs
+from tests.config.test_ddp_config import valid_configs
 
 Fields = dict[str, Any]
 

@@ -20,9 +20,7 @@ from megatron_fsdp.engine.schedule import Action, Operation, Scheduler
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import LifetimeError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import fixed_seed
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, fixed_seed, on_ranks, same_on_ranks
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
 Fault = Callable[[], Any]
@@ -107,7 +105,7 @@ def _given_back_twice() -> Any:
 
     def twice(self: Executor, *args: Any) -> None:
         original(self, *args)
-        self._in_flight.append(self._in_flight[-1])
+        self.in_flight.append(self.in_flight[-1])
 
     return mock.patch.object(Executor, "reduce", twice)
 
@@ -175,7 +173,7 @@ def test_faults_are_found_and_the_unit_is_named(name: str) -> None:
         warnings.simplefilter("ignore")  # torch warns of what hooks raise after that
         with FAULTS[name][0](), pytest.raises(LifetimeError) as caught:
             _train_twice(model)
-    for ticket in [ticket for unit in engine_of(model).units for ticket in unit._tickets]:
+    for ticket in [ticket for unit in engine_of(model).units for ticket in unit.tickets]:
         ticket.wait()
     MODELS.clear()
     dist.barrier()

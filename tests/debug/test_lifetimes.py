@@ -19,14 +19,11 @@ from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
-from tests.support.failing_model import Failing, FailingModel, PlannedError, failing_at
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
 from tests.support.sharded_run import Outcome, Run, Scenario, Setting, outcome_of
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
-from tests.support.usage_models import Recomputed, vector_case
+from tests.support.usage_models import Failing, FailingModel, PlannedError, Recomputed, failing_at, vector_case
 
 UP_TO_S = 0.001
 _BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
@@ -40,10 +37,8 @@ def steps(run: Run) -> None:
     """Two steps of one microbatch and one of three."""
     run.train(0, 1)
     with run.no_sync():
-        run.loss(2).backward()
-        run.loss(3).backward()
-    run.loss(4).backward()
-    run.step()
+        run.backward(2, 3)
+    run.train(4)
 
 
 def checked(run: Run) -> None:
@@ -66,7 +61,7 @@ def outcomes(name: ModelName | None, setting: Setting, seeds: tuple[int, ...]) -
     found = []
     scripts: list[Callable[[Run], None]] = [steps, checked, *(partial(delayed, seed=seed) for seed in seeds)]
     for script in scripts:
-        run = Run(Scenario(script, case, adam), setting, dist.get_world_size())
+        run = Run(Scenario(script, case, adam), setting)
         script(run)
         found.append(outcome_of(run))
     return found
@@ -209,9 +204,9 @@ def test_off_until_asked_for_and_then_once() -> None:
     model.reset()
     tower_loss(model, x).backward()
     model.check_lifetimes()
-    first = engine_of(model).observers._all
+    first = engine_of(model).observers.watching
     model.check_lifetimes()
-    told.append(engine_of(model).observers._all == first)
+    told.append(engine_of(model).observers.watching == first)
     tower_loss(model, x).backward()
     optimizer.step()
     with pytest.raises(ConfigurationError, match="up_to_s"), inject_delays(model, 0, -1.0):

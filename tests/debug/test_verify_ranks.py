@@ -184,8 +184,7 @@ def train_verified(run: Run) -> None:
         run.loss(1).backward()
     with torch.no_grad():
         run.loss(2)
-    run.loss(3).backward()
-    run.step()
+    run.train(3)
     run.train(4)
 
 

@@ -21,8 +21,7 @@ from megatron_fsdp.fully_shard import fully_shard_model
 from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, simulated_ranks
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
-from tests.support.parity import fixed_seed
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, fixed_seed
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
 
 _BF16 = MixedPrecisionPolicy(

@@ -13,12 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megatron_fsdp import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    fully_shard,
-    fully_shard_optimizer,
-)
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, fully_shard, fully_shard_optimizer
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 Optimizer = torch.optim.Optimizer

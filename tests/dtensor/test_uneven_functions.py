@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from megatron_fsdp import uneven_dtensor
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import local_of
+from tests.support.on_ranks import local_of, on_ranks
 from tests.support.uneven import CASES, make_mesh
 
 

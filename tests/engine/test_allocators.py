@@ -16,6 +16,7 @@ from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
+from tests.support.counting import LiveBytes, held_bytes
 from tests.support.formulas import (
     GroupFootprint,
     TransientBytes,
@@ -26,7 +27,6 @@ from tests.support.formulas import (
     step_traffic,
     transient_bytes,
 )
-from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
@@ -235,14 +235,12 @@ def train_and_evaluate(run: Run) -> None:
     run.train(0)
     with torch.no_grad():
         run.loss(10)
-    run.loss(1).backward()
-    run.loss(2).backward()
+    run.backward(1, 2)
     with run.no_sync():
         run.loss(3).backward()
     with torch.inference_mode():
         run.loss(11)
-    run.loss(4).backward()
-    run.step()
+    run.train(4)
     both = run.case.loss(run.model, run.batch(5)) + run.case.loss(run.model, run.batch(6))
     both.backward()
     run.step()

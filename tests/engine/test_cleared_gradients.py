@@ -11,8 +11,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.engine.gradients import MainGradient
 from megatron_fsdp.sharding.layout import plan_layout
 from megatron_fsdp.sharding.placement import Region
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of, local_of
+from tests.support.on_ranks import engine_of, local_of, on_ranks
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
 WIDTHS = (8, 16, 8)

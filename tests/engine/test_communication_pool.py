@@ -21,9 +21,8 @@ from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.engine.memory import Block, CommunicationPool
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.memory_plan import PlannedBlock, PoolPlan, Use, plan_pool
-from tests.support.live_bytes import LiveBytes, held_bytes
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.seams import engine_of
+from tests.support.counting import LiveBytes, held_bytes
+from tests.support.on_ranks import engine_of, on_ranks, same_on_ranks
 from tests.support.settling import settled
 
 CPU = torch.device("cpu")
@@ -280,16 +279,22 @@ class Backend:
         self.calls.append("deregistered")
 
 
-@pytest.mark.parametrize("given", [{}, {"disable_symmetric_registration": True}])
-@on_ranks(2)
-def test_memory_is_registered_with_every_group_until_the_model_is_deleted(given: dict[str, Any]) -> None:
-    backend = Backend(refuses=False)
+@contextmanager
+def as_if_with_nccl(backend: Backend) -> Iterator[None]:
     with (
         mock.patch("megatron_fsdp.comm.registration._lack", return_value=""),
         mock.patch("megatron_fsdp.comm.registration._backend", return_value=backend),
         mock.patch.object(UserBuffers, "allocate", lambda _self, n: torch.zeros(n, dtype=torch.uint8)),
         mock.patch.object(dist, "barrier"),
     ):
+        yield
+
+
+@pytest.mark.parametrize("given", [{}, {"disable_symmetric_registration": True}])
+@on_ranks(2)
+def test_memory_is_registered_with_every_group_until_the_model_is_deleted(given: dict[str, Any]) -> None:
+    backend = Backend(refuses=False)
+    with as_if_with_nccl(backend):
         model, optimizer = wrap(**given)
         how = "conventionally" if given else "with symmetric windows"
         assert model.describe().notices[0].endswith(f"they are registered with NCCL {how}")
@@ -306,10 +311,7 @@ def test_memory_is_registered_with_every_group_until_the_model_is_deleted(given:
 def test_a_refusal_of_the_library_stops_all_ranks_with_one_sentence() -> None:
     backend = Backend(refuses=dist.get_rank() == 1)
     with (
-        mock.patch("megatron_fsdp.comm.registration._lack", return_value=""),
-        mock.patch("megatron_fsdp.comm.registration._backend", return_value=backend),
-        mock.patch.object(UserBuffers, "allocate", lambda _self, n: torch.zeros(n, dtype=torch.uint8)),
-        mock.patch.object(dist, "barrier"),
+        as_if_with_nccl(backend),
         pytest.raises(ConfigurationError, match=r"NCCL refused to register .* memory \(no window for you\)") as found,
     ):
         wrap()

@@ -25,10 +25,9 @@ from megatron_fsdp.comm import axis as collectives
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
+from tests.engine.test_precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train
 from tests.support.api_net import Layer, backward, batches, build, mesh
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import assert_equal_tensors
-from tests.support.precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
 from tests.support.sharded_run import Outcome
 
 SWITCH = "reduce_scatter_with_fp32_accumulation"

@@ -115,6 +115,10 @@ CHANGED_UNSEEN = [
 ]
 
 
+def nowhere_lacking() -> Any:
+    return mock.patch("megatron_fsdp.engine.wrap._capture_lack", return_value="")
+
+
 @pytest.mark.parametrize(("num_ranks", "given"), CHANGED_UNSEEN)
 @on_ranks()
 def test_what_a_replay_has_changed_is_gathered_by_the_next_forward(num_ranks: int, given: dict[str, Any]) -> None:
@@ -122,7 +126,7 @@ def test_what_a_replay_has_changed_is_gathered_by_the_next_forward(num_ranks: in
     if "dp_outer_dim" in given:
         mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("outer", "shard"))
         given = {**given, "device_mesh": mesh, "dp_shard_dim": "shard", "hybrid_fsdp_group": dist.group.WORLD}
-    with mock.patch("megatron_fsdp.engine.wrap._capture_lack", return_value=""):
+    with nowhere_lacking():
         model, optimizer = shard(**given)
     step(model, optimizer, batch(0))
     with torch.no_grad():
@@ -186,8 +190,7 @@ def test_a_capture_that_could_not_be_replayed_is_refused_where_it_begins() -> No
     model, optimizer = shard()
     with capturing, pytest.raises(ScheduleError, match="cannot be captured here, since the model is on cpu"):
         model(batch(0))
-    nowhere_lacking = mock.patch("megatron_fsdp.engine.wrap._capture_lack", return_value="")
-    with nowhere_lacking:
+    with nowhere_lacking():
         model, optimizer = shard()
     with capturing, pytest.raises(ScheduleError, match="before any step in which every parameter got a gradient"):
         model(batch(0))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.grad_norm import _exact_norm
+from megatron_fsdp.optim.grad_norm import exact_norm
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, Batch, ModelName
 from tests.support.on_ranks import on_ranks
@@ -285,21 +285,21 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(
 def test_the_norm_does_not_depend_on_cuts(values: list[float], cuts: list[int]) -> None:
     whole = torch.tensor(values)
     ends = sorted({min(cut, len(values)) for cut in cuts})
-    norm = _exact_norm({(): [whole]}, CPU)
-    assert torch.equal(_exact_norm({(): list(whole.tensor_split(ends))}, CPU), norm)
-    assert torch.equal(_exact_norm({(): [whole.flip(0)]}, CPU), norm)
+    norm = exact_norm({(): [whole]}, CPU)
+    assert torch.equal(exact_norm({(): list(whole.tensor_split(ends))}, CPU), norm)
+    assert torch.equal(exact_norm({(): [whole.flip(0)]}, CPU), norm)
     exact = math.hypot(*values)
     assert norm.item() == pytest.approx(float(torch.tensor(exact)), rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_norm_that_is_not_finite_says_so(bad: float) -> None:
-    norm = _exact_norm({(): [torch.tensor([1.0, bad])]}, CPU).item()
+    norm = exact_norm({(): [torch.tensor([1.0, bad])]}, CPU).item()
     assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
 
 
 def test_the_norm_of_zeros_is_zero() -> None:
-    assert _exact_norm({(): [torch.zeros(3), torch.zeros(0)]}, CPU).item() == 0.0
+    assert exact_norm({(): [torch.zeros(3), torch.zeros(0)]}, CPU).item() == 0.0
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

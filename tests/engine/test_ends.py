@@ -18,8 +18,7 @@ from megatron_fsdp.errors import ShardOperationError
 from tests.conftest import RunRanks
 from tests.support.formulas import footprints_of, step_traffic
 from tests.support.models import Batch, ModelCase
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies
 
 # ---- small decoders with untied ends ---------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully
 from megatron_fsdp.comm.axis import Axis, Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.conftest import RunRanks
+from tests.support.counting import Collectives, OpCounts
 from tests.support.formulas import GroupFootprint, footprints_of, step_traffic
 from tests.support.models import MODEL_CASES, ModelCase, ModelName
 from tests.support.on_ranks import on_ranks
-from tests.support.op_counts import Collectives, OpCounts
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 
 STRATEGIES = list(ShardingStrategy)

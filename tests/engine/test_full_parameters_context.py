@@ -13,8 +13,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model,
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 
 each_strategy = pytest.mark.parametrize("strategy", range(4))
 BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32)

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
-from tests.support.live_bytes import LiveBytes
+from tests.support.counting import LiveBytes, OpCounts
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.op_counts import OpCounts
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 
 STRATEGIES = [0, 1, 2, 3]
 SIZES_BYTES = [1, 800, 2**28]

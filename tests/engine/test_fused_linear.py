@@ -20,10 +20,9 @@ from megatron_fsdp.engine.fused_linear import FusedLinear
 from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.errors import NonFiniteGradientError
 from tests.conftest import RunRanks
-from tests.support.ddp_run import DdpSetting, ddp
 from tests.support.models import Batch, ModelCase
 from tests.support.on_ranks import on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_jobs, check_strategies
+from tests.support.sharded_run import DdpSetting, Run, Scenario, Setting, check_jobs, check_strategies, ddp
 from tests.support.usage_models import Recomputed, vector_case
 
 WIDTH = 8
@@ -341,8 +340,7 @@ def steps_of_all_kinds(run: Run) -> None:
     run.train(0)
     with run.no_sync():
         run.loss(1).backward()
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
     losses = [run.loss(3), run.loss(4), run.loss(5)]
     (losses[0] + losses[1]).backward()
     losses[2].backward()

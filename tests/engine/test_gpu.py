@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, Batch, ModelName
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed
 
 
 def _on_device(batch: Batch) -> Batch:

@@ -25,13 +25,11 @@ from megatron_fsdp import (
 from megatron_fsdp.engine.gradient_checks import LargeGradientCheck
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
-from tests.support.expert_meshes import FLAT, experts_of
-from tests.support.mixture import build_with_experts
+from tests.support.arrangements import divide_tensors, tensor_parallel
+from tests.support.counting import OpCounts
+from tests.support.experts import FLAT, build_with_experts, experts_of
 from tests.support.models import Block, build_dense, make_token_batch, token_loss
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.op_counts import OpCounts
-from tests.support.parity import fixed_seed
-from tests.support.tensor_meshes import divide_tensors, tensor_parallel
+from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 
 CPU = torch.device("cpu")
 

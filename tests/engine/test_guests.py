@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_fsdp import fully_shard
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
+from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import hybrid
-from tests.support.tensor_meshes import divide_tensors, tensor_parallel
 
 SAMPLES, STEPS = 12, 4
 

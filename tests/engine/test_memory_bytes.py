@@ -16,6 +16,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.model import MemoryUse
 from megatron_fsdp.engine.memory import pack_bytes
 from tests.conftest import RunRanks
+from tests.support.counting import LiveBytes, held_bytes
 from tests.support.formulas import (
     GroupFootprint,
     PassingBytes,
@@ -27,7 +28,6 @@ from tests.support.formulas import (
     persistent_bytes,
     transient_bytes,
 )
-from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.models import MODEL_CASES
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 

@@ -20,19 +20,9 @@ from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_s
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
 from tests.support.models import ModelCase
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
 from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs
-from tests.support.usage_models import (
-    FEATURES,
-    Layer,
-    NeighbourCallers,
-    Ordered,
-    Penalised,
-    Recomputed,
-    vector_case,
-)
+from tests.support.usage_models import FEATURES, Layer, NeighbourCallers, Ordered, Penalised, Recomputed, vector_case
 
 LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
 MIB = 2**20

@@ -13,9 +13,8 @@ from torch import nn
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ScheduleError
 from tests.support.api_net import Layer, backward, batches, build, mesh, train
-from tests.support.live_bytes import LiveBytes, held_bytes
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of
+from tests.support.counting import LiveBytes, held_bytes
+from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.settling import settled
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
@@ -50,7 +49,7 @@ def references(model: MegatronFSDP) -> dict[str, weakref.ref[Any]]:
         things[f"full {number}"] = group.full[0]
         things[f"sharded {number}"] = group.sharded[0]
     for number, unit in enumerate(engine_of(model).units):
-        things[f"gathered {number}"] = unit._gathered[0]
+        things[f"gathered {number}"] = unit.gathered[0]
     return {name: weakref.ref(thing) for name, thing in things.items()}
 
 

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.observer import Observer, Phase
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.tower import FEATURES, FLOORS, Floor, Tower, tower_loss
 
 

@@ -10,15 +10,7 @@ from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
-from tests.support.models import (
-    MODEL_CASES,
-    Batch,
-    Block,
-    ModelCase,
-    ModelName,
-    TinyTransformer,
-    make_token_batch,
-)
+from tests.support.models import MODEL_CASES, Batch, Block, ModelCase, ModelName, TinyTransformer, make_token_batch
 from tests.support.sharded_run import (
     FP32,
     ONE_RANK,
@@ -40,7 +32,7 @@ _OWN_DTYPES = MixedPrecisionPolicy(main_params_dtype=None)
 """Main weights in the dtype of each parameter, as one process has them (float64 is not narrowed to float32)."""
 
 _FP64 = Tolerance(rtol=1e-12, atol=1e-13)
-_BF16 = Tolerance(rtol=2**-5, atol=2**-6)
+BF16 = Tolerance(rtol=2**-5, atol=2**-6)
 """bfloat16 has 8 bits; slices of a batch and three updates each round."""
 
 # eps: where the exact gradient is 0 (softmax ignores the bias of keys), both runs hold rounding noise of 1e-9, which a
@@ -134,7 +126,7 @@ def jobs_of(num_ranks: int, strategy: int) -> list[tuple[ModelName, Scenario, Se
 def _tolerance(name: ModelName, num_ranks: int) -> Tolerance:
     if num_ranks == 1:
         return ONE_RANK
-    return _BF16 if name == "bf16_fp32_norm" else FP32
+    return BF16 if name == "bf16_fp32_norm" else FP32
 
 
 @pytest.mark.full(short=["1-3", "2-1", "2-2"])

@@ -8,9 +8,8 @@ from torch import nn
 
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.scripts import STRATEGIES as ALL
-from tests.support.scripts import each_half
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, sgd
+from tests.support.sharded_run import STRATEGIES as ALL
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, each_half, sgd
 
 MANUAL = tuple(Setting(strategy, auto_sync=False) for strategy in range(4))
 
@@ -33,10 +32,8 @@ def _check(
 def defer_two_of_three(run: Run) -> None:
     for step in range(2):
         with run.no_sync():
-            run.loss(10 * step).backward()
-            run.loss(10 * step + 1).backward()
-        run.loss(10 * step + 2).backward()
-        run.step()
+            run.backward(10 * step, 10 * step + 1)
+        run.train(10 * step + 2)
 
 
 @pytest.mark.full(short=["1", "2"])
@@ -49,8 +46,7 @@ def defer_on_top_of_visible_gradients(run: Run) -> None:
     run.loss(0).backward()
     with run.no_sync():
         run.loss(1).backward()
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
 
 
 def test_deferred_sums_add_to_visible_gradients(run_ranks: RunRanks) -> None:
@@ -65,8 +61,7 @@ def defer_forwards_only_half_way(run: Run) -> None:
     outside = run.loss(1)
     with run.no_sync():
         outside.backward()
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
 
 
 def test_it_is_the_backward_that_no_sync_defers(run_ranks: RunRanks) -> None:
@@ -136,8 +131,7 @@ def _clear_and_go_on(run: Run, clear: Clear) -> None:
     run.optimizer.step()
     clear(run)
     run.loss(2).backward()
-    run.loss(3).backward()
-    run.step()
+    run.train(3)
 
 
 def clear_by_optimizer(run: Run) -> None:
@@ -177,8 +171,7 @@ def _clear_deferred(run: Run, clear: Clear) -> None:
     with run.no_sync():
         run.loss(3).backward()
     clear(run)
-    run.loss(4).backward()
-    run.step()
+    run.train(4)
 
 
 def clear_deferred_by_optimizer(run: Run) -> None:
@@ -219,8 +212,7 @@ def test_clearing_forgets_what_was_reduced_but_not_shown(run_ranks: RunRanks) ->
 def clear_one_parameter(run: Run) -> None:
     run.loss(0).backward()
     run.parameters()["0.used.weight"].grad = None
-    run.loss(1).backward()
-    run.step()
+    run.train(1)
 
 
 def test_clearing_one_gradient_leaves_its_neighbours(run_ranks: RunRanks) -> None:
@@ -235,8 +227,7 @@ def scale_between_microbatches(run: Run) -> None:
     for param in run.parameters().values():
         if param.grad is not None:
             param.grad.mul_(0.5)
-    run.loss(1).backward()
-    run.step()
+    run.train(1)
 
 
 def replace_between_microbatches(run: Run) -> None:
@@ -244,8 +235,7 @@ def replace_between_microbatches(run: Run) -> None:
     for param in run.parameters().values():
         if param.grad is not None:
             param.grad = param.grad * 3.0
-    run.loss(1).backward()
-    run.step()
+    run.train(1)
 
 
 def scale_below_deferred_sums(run: Run) -> None:
@@ -256,8 +246,7 @@ def scale_below_deferred_sums(run: Run) -> None:
                 param.grad.div_(4.0)
     with run.no_sync():
         run.loss(1).backward()
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
 
 
 @each_half(ALL, scale_between_microbatches, replace_between_microbatches, scale_below_deferred_sums)
@@ -273,8 +262,7 @@ def scale_all(run: Run) -> None:
     with run.no_sync():
         run.loss(1).backward()
     run.scale(0.5)
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
 
 
 def test_scale_gradients_reaches_deferred_sums(run_ranks: RunRanks) -> None:

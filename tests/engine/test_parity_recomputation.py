@@ -20,8 +20,7 @@ def train_and_accumulate(run: Run) -> None:
     run.train(0, 1)
     with run.no_sync():
         run.loss(2).backward()
-    run.loss(3).backward()
-    run.step()
+    run.train(3)
 
 
 @pytest.mark.full(cover=1)

@@ -7,12 +7,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.conftest import RunRanks
-from tests.support.failing_model import FailingModel, PlannedError, failing_at
 from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.scripts import STRATEGIES as ALL
-from tests.support.scripts import each_half
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
-from tests.support.usage_models import Ordered, vector_case
+from tests.support.sharded_run import STRATEGIES as ALL
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, each_half
+from tests.support.usage_models import FailingModel, Ordered, PlannedError, failing_at, vector_case
 
 SHARDED = (Setting(3), Setting(2))
 FAILING = vector_case(FailingModel)
@@ -43,8 +41,7 @@ def evaluate_between_microbatches(run: Run) -> None:
             run.loss(3 * step + 1).backward()
         with torch.no_grad():
             _evaluate(run, 60 + step)
-        run.loss(3 * step + 2).backward()
-        run.step()
+        run.train(3 * step + 2)
 
 
 def evaluate_between_forward_and_backward(run: Run) -> None:
@@ -66,8 +63,7 @@ def infer_first(run: Run) -> None:
     run.loss(1).backward()
     with torch.inference_mode():
         _evaluate(run, 52)
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
     with torch.inference_mode():
         _evaluate(run, 53)
 
@@ -164,8 +160,7 @@ def fail_in_the_first_forward(run: Run) -> None:
 def fail_in_forward_between_microbatches(run: Run) -> None:
     run.loss(0).backward()
     _break(run, 1, 1, "forward")
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
 
 
 @each_half(ALL, fail_in_forward, fail_in_the_first_forward, fail_in_forward_between_microbatches)
@@ -200,8 +195,7 @@ def fail_in_backward_between_microbatches(run: Run) -> None:
     run.loss(2).backward()
     with run.no_sync():
         run.loss(3).backward()
-    run.loss(4).backward()
-    run.step()
+    run.train(4)
 
 
 def fail_in_a_deferred_backward(run: Run) -> None:
@@ -209,8 +203,7 @@ def fail_in_a_deferred_backward(run: Run) -> None:
         run.loss(0).backward()
         _break_backward(run, 1, 1)
         run.loss(2).backward()
-    run.loss(3).backward()
-    run.step()
+    run.train(3)
 
 
 @each_half(

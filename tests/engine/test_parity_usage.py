@@ -261,8 +261,7 @@ def branch_by_rank(run: Run) -> None:
             for position, layer in enumerate(run.module.layers):  # type: ignore[arg-type]
                 idle = rank == run.num_ranks - 1 and position == 2
                 layer.branch = None if idle else ("even" if rank == 0 else "odd")
-            part = run.whole_batch(step).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, step)
         run.step()
 
 
@@ -279,8 +278,7 @@ def branch_nowhere_at_first(run: Run) -> None:
         for rank in run.ranks_here:
             for layer in run.module.layers:  # type: ignore[union-attr]
                 layer.branch = "even" if step and rank == 0 else None
-            part = run.whole_batch(step).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, step)
         run.step()
 
 

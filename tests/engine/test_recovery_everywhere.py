@@ -8,16 +8,46 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.conftest import RunRanks
-from tests.support.failing_model import LAYERS, POINTS, Failing, FailingModel, HalfwaySGD, PlannedError, failing_at
-from tests.support.live_bytes import held_bytes
+from tests.support.counting import held_bytes
 from tests.support.models import Batch, vector_loss
-from tests.support.on_ranks import of_ranks, on_ranks
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
-from tests.support.usage_models import make_batch, vector_case
+from tests.support.usage_models import Failing, FailingModel, PlannedError, failing_at, make_batch, vector_case
+
+LAYERS = 3
+POINTS = (
+    "earlier forward pre-hook",  # runs before anything of the unit
+    "forward pre-hook",
+    "forward",
+    "forward hook",
+    "backward of the output",  # the first that backward meets of the unit
+    "backward",
+    "backward of a parameter",
+    "backward of the input",  # the last
+)
+
+
+class HalfwaySGD(Optimizer):
+    """Gradient descent that raises after a number of parameters where it is told to."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.fails_after: int | None = None
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:
+        """Update one parameter after another."""
+        for group in self.param_groups:
+            for position, param in enumerate(group["params"]):
+                if position == self.fails_after:
+                    raise PlannedError("step")
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"])
+
 
 CASE = vector_case(FailingModel)
 SETTINGS = [*(Setting(strategy) for strategy in range(4)), Setting(3, options=(("weight_allocator", "resize"),))]
@@ -69,8 +99,7 @@ def fail_in_the_second_microbatch(run: Run) -> None:
         drop_batch(run, 4, 0, point)
         with run.no_sync():
             run.loss(5).backward()
-        run.loss(6).backward()
-        run.step()
+        run.train(6)
     run.train(7, 8, 9)
 
 

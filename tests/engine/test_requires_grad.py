@@ -15,11 +15,9 @@ from megatron_fsdp.errors import MegatronFSDPError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh, own_part
 from tests.support.arrangements import hybrid
-from tests.support.ddp_run import ddp
 from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import assert_equal_tensors
-from tests.support.sharded_run import Run, Scenario, Setting, check_jobs, check_strategies
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
+from tests.support.sharded_run import Run, Scenario, Setting, check_jobs, check_strategies, ddp
 from tests.support.usage_models import Nested, Recomputed, vector_case
 
 Chosen = Callable[[int, str], bool]

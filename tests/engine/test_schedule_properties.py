@@ -1,7 +1,6 @@
 """Whatever a training loop does, the scheduler keeps its promises: random models, orders, reuse, recomputation.
 
 A `Machine` carries out the operations on imaginary memory and checks each of them. It knows from the program, and not
-import pytest
 from the scheduler, which units compute at the moment.
 """
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, ScheduleConfig, Scheduler
-from tests.support.schedule_language import Play
+from tests.engine.test_schedule import Play
 
 _MAX_UNITS = 6
 

@@ -20,8 +20,7 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
 from tests.support.formulas import exchange_scratch_bytes, footprints_of, step_traffic, transient_bytes
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, vector_case
@@ -74,7 +73,7 @@ def observe(model: MegatronFSDP, trace: Trace) -> None:
             run((operation,), defer)
             if operation.action is not Action.FINALISE:
                 trace.events.append(str(operation).split("@")[0])
-            trace.in_reduction.append(len(engine.executor._in_flight))
+            trace.in_reduction.append(len(engine.executor.in_flight))
 
     def note_gradient(index: int, position: int, parameter: int, param: nn.Parameter) -> None:
         trace.events.append(f"grad{index}")

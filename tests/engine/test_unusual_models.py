@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
 from tests.support.arrangements import hybrid_arguments
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 
 WIDTH = 6
 

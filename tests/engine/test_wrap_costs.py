@@ -14,8 +14,7 @@ from torch.distributed import distributed_c10d
 from megatron_fsdp import fully_shard
 from megatron_fsdp.engine import group_plan as sharding_file
 from megatron_fsdp.engine.wrap import GroupPlanner
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, on_ranks
 
 COLLECTIVES = (
     "all_gather",

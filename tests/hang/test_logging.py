@@ -16,18 +16,10 @@ from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.explain import Doing, state_of
-from megatron_fsdp.hang.log_file import (
-    NO_NUMBER,
-    Mark,
-    Ring,
-    UnitFacts,
-    Writer,
-    file_name,
-    read_folder,
-    this_process,
-)
+from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, Ring, UnitFacts, Writer, file_name, read_folder, this_process
 from tests.conftest import RunRanks
-from tests.support.hanging import step
+from tests.hang.test_hangs import step
+from tests.support.on_ranks import engine_of
 from tests.support.usage_models import Layer, Ordered
 
 
@@ -148,9 +140,9 @@ def beside_another_job(folder: str) -> tuple[str, list[str], str]:
     model.log_for_hangs(folder)
     dist.barrier()
     said = io.StringIO()
-    assert model._hang_log is not None
+    (log,) = engine_of(model).observers.watching
     with contextlib.redirect_stderr(said):
-        model._hang_log._speak_up(1.0)
+        log._speak_up(1.0)
     dist.barrier()
     return str(raised.value), names, said.getvalue()
 
@@ -182,8 +174,7 @@ class Unfinished:
 def look_while_one_is_unfinished(folder: str) -> list[tuple[int, Phase, int]]:
     model = shard()
     model.log_for_hangs(folder)
-    log = model._hang_log
-    assert log is not None
+    (log,) = engine_of(model).observers.watching
     beats = []
     for work in (None, Unfinished()):
         log._keeps_handles = work is not None  # as on accelerators

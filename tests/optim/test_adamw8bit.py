@@ -7,22 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from megatron_fsdp import AdamW8bit, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optim import adamw8bit
 from megatron_fsdp.optim.adamw8bit import dynamic_map, scales_in_blocks, scales_shape
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
 from tests.conftest import RunRanks
 from tests.support.api_net import message_of
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.optimizer_twins import Twins, drawn, flat, hybrid, three_steps
-from tests.support.parity import fixed_seed
 
 SHAPES = ((40, 33), (7, 512), (1000,), (3, 20, 17), (5,))
 
@@ -149,27 +146,13 @@ def test_a_closure_gives_the_loss() -> None:
 
 
 def save(folder: Path) -> None:
-    twins = twins_of(2)
-    save_checkpoint(twins.model, twins.optimizer, folder / "ours", iteration=2)
-    dcp.save({"model": twins.model.state_dict(), "optim": twins.optimizer.state_dict()}, checkpoint_id=folder / "torch")
+    twins_of(2).save(folder)
 
 
 def go_on(folder: Path, is_fresh: bool) -> list[str]:
     """Load what two steps have made into an optimizer, make the third and compare with three steps in one process."""
-    found = []
-    for kind in ("ours", "torch"):
-        twins, loaded = twins_of(2), twins_of(0 if is_fresh else 1)
-        if kind == "ours":
-            load_checkpoint(loaded.model, loaded.optimizer, folder / kind)
-        else:
-            state = {"model": loaded.model.state_dict(), "optim": loaded.optimizer.state_dict()}
-            dcp.load(state, checkpoint_id=folder / kind)
-            loaded.model.load_state_dict(state["model"])
-            loaded.optimizer.load_state_dict(state["optim"])
-        loaded.copies, loaded.reference = twins.copies, twins.reference
-        loaded.step(2)
-        found += loaded.differing()
-    return found
+    begun = 0 if is_fresh else 1
+    return [each for kind in ("ours", "torch") for each in twins_of(begun).goes_on(twins_of(2), folder / kind)]
 
 
 @pytest.mark.full(short=["True-3-2"])
@@ -187,9 +170,7 @@ def test_shards_take_state_of_one_process() -> None:
     twins, fresh = twins_of(2), twins_of(0)
     fresh.model.load_state_dict(twins.model.state_dict())
     fresh.optimizer.load_state_dict(twins.reference.state_dict())
-    fresh.copies, fresh.reference = twins.copies, twins.reference
-    fresh.step(2)
-    assert fresh.differing() == []
+    assert fresh.goes_on(twins) == []
 
 
 def test_a_bf16_parameter_keeps_codes_and_scales_when_state_is_loaded() -> None:

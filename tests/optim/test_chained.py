@@ -8,23 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron_fsdp import (
-    AdamW8bit,
-    ChainedOptimizer,
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
-from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp import AdamW8bit, ChainedOptimizer, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import message_of
-from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 from tests.support.optimizer_twins import Make, Matrices, Twins, drawn, flat, hybrid, three_steps
-from tests.support.parity import fixed_seed
 
 
 class Mixed(Matrices):
@@ -221,26 +212,11 @@ def twins_of(kind: str, steps: int) -> Twins:
 
 
 def save(kind: str, folder: Path) -> None:
-    twins = twins_of(kind, 2)
-    save_checkpoint(twins.model, twins.optimizer, folder / "ours", iteration=2)
-    dcp.save({"model": twins.model.state_dict(), "optim": twins.optimizer.state_dict()}, checkpoint_id=folder / "torch")
+    twins_of(kind, 2).save(folder)
 
 
 def go_on(kind: str, folder: Path) -> list[str]:
-    found = []
-    for form in ("ours", "torch"):
-        twins, fresh = twins_of(kind, 2), twins_of(kind, 0)
-        if form == "ours":
-            load_checkpoint(fresh.model, fresh.optimizer, folder / form)
-        else:
-            state = {"model": fresh.model.state_dict(), "optim": fresh.optimizer.state_dict()}
-            dcp.load(state, checkpoint_id=folder / form)
-            fresh.model.load_state_dict(state["model"])
-            fresh.optimizer.load_state_dict(state["optim"])
-        fresh.copies, fresh.reference = twins.copies, twins.reference
-        fresh.step(2)
-        found += fresh.differing()
-    return found
+    return [each for form in ("ours", "torch") for each in twins_of(kind, 0).goes_on(twins_of(kind, 2), folder / form)]
 
 
 @pytest.mark.full(short=["muon-3-2", "sgd-2-1"])

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp.optim.grad_norm import _is_known_to_be_one
+from megatron_fsdp.optim.grad_norm import is_known_to_be_one
 from tests.conftest import RunRanks
 from tests.optim.test_local_step import wrap
 from tests.support.api_net import backward, batches, build
@@ -63,6 +63,6 @@ def test_gaps_between_gradients_count_for_nothing_even_after_nan(strategy: int) 
 
 
 def test_what_cannot_be_read_without_a_wait_is_not_read() -> None:
-    assert _is_known_to_be_one(torch.ones(()))
-    assert not _is_known_to_be_one(torch.tensor(0.5))
-    assert not _is_known_to_be_one(torch.ones((), device="meta"))
+    assert is_known_to_be_one(torch.ones(()))
+    assert not is_known_to_be_one(torch.tensor(0.5))
+    assert not is_known_to_be_one(torch.ones((), device="meta"))

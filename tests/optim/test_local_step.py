@@ -18,9 +18,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, weights
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
-from tests.support.seams import local_of
+from tests.support.on_ranks import fixed_seed, local_of, on_ranks
 
 Params = Iterable[Any]
 Make = Callable[[Params], torch.optim.Optimizer]

@@ -13,13 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import (
-    ChainedOptimizer,
-    MixedPrecisionPolicy,
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
+from megatron_fsdp import ChainedOptimizer, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
@@ -27,15 +21,12 @@ from megatron_fsdp.optim.muon import check_muon, newton_schulz_flops
 from megatron_fsdp.optim.whole_exchange import assign_owners, balanced_owners, waves_of
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
-from tests.support.arrangements import Arrangement
-from tests.support.expert_meshes import FLAT, Sizes, experts_of
-from tests.support.live_bytes import LiveBytes
-from tests.support.mixture import Experts, ListedExperts, build_with_experts
+from tests.support.arrangements import Arrangement, divide_tensors, tensor_parallel
+from tests.support.counting import LiveBytes
+from tests.support.experts import FLAT, Experts, ListedExperts, Sizes, build_with_experts, experts_of
 from tests.support.models import Block, build_dense
-from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 from tests.support.optimizer_twins import Make, Matrices, Twins, drawn, flat, hybrid, matrices, three_steps
-from tests.support.parity import fixed_seed
-from tests.support.tensor_meshes import divide_tensors, hybrid_tensor_parallel, tensor_parallel
 
 # ---- who computes what ----------------------------------------------------------------------------------------------
 
@@ -139,7 +130,7 @@ def matrices_of_a_transformer(build: Callable[[], nn.Module], arrangement: Arran
 
 
 @pytest.mark.full(short=["3-arrangement0"])
-@pytest.mark.parametrize("arrangement", [tensor_parallel(divide_tensors), hybrid_tensor_parallel(2, divide_tensors)])
+@pytest.mark.parametrize("arrangement", [tensor_parallel(divide_tensors), tensor_parallel(divide_tensors, 2)])
 @pytest.mark.parametrize("strategy", [1, 3])
 def test_tensor_parallel_matrices_step_as_one_process(
     run_ranks: RunRanks, strategy: int, arrangement: Arrangement

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, train
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, message_of, train
 from tests.support.api_net import weights as whole_weights
 from tests.support.on_ranks import on_ranks
 
@@ -197,25 +197,15 @@ def test_a_closure_sees_weights_that_moved_inside_the_step(strategy: int) -> Non
 @pytest.mark.parametrize(("strategy", "scheduler_first"), [(1, True), (3, False), (3, True)])
 @on_ranks(2)
 def test_learning_rate_schedulers_work_without_a_warning(strategy: int, scheduler_first: bool) -> None:
-    def run(model: Net | MegatronFSDP, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
-        rates = []
-        for batch in batches(4):
-            optimizer.zero_grad()
-            backward(model, batch)
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-        return rates
-
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
     model, reference = build(), build()
     optimizer, expected = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, reference))
-    run(reference, expected, schedule(expected))
+    train(reference, expected, 4, schedule=schedule(expected))
     scheduler = schedule(optimizer) if scheduler_first else None
     wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
-    rates = run(wrapped, optimizer, scheduler or schedule(optimizer))
+    rates = train(wrapped, optimizer, 4, schedule=scheduler or schedule(optimizer))
     difference = largest_difference(whole_weights(wrapped), whole_weights(reference))
     assert rates == [0.1, 0.1, 0.05, 0.05]
     assert difference <= TOLERANCE

@@ -11,12 +11,11 @@ from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer, steps_whole_tensors
-from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint import save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
-from tests.support.expert_meshes import FLAT, experts_of
-from tests.support.mixture import ListedExperts, build_with_experts
+from tests.support.experts import FLAT, ListedExperts, build_with_experts, experts_of
 from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps
@@ -128,10 +127,7 @@ def save_after_two_steps(variant: str, folder: Path) -> None:
 def go_on(variant: str, folder: Path) -> list[str]:
     twins, fresh = twins_of(variant, 2), twins_of(variant, 0)
     assert fresh.optimizer.state_dict()["state"] == {}  # no step, no factors
-    load_checkpoint(fresh.model, fresh.optimizer, folder)
-    fresh.copies, fresh.reference = twins.copies, twins.reference
-    fresh.step(2)
-    return fresh.differing()
+    return fresh.goes_on(twins, folder)
 
 
 @pytest.mark.full(short=["own-3-2"])

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName, ScalarBlock
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.sharded_run import ONE_RANK, Run, Scenario, Setting, check_strategies
 
 SMALL = 0.05
@@ -73,8 +72,7 @@ def clip_between_microbatches(run: Run) -> None:
         run.sharded.clip_grad_norm_(SMALL)
     else:
         clip(run.model.parameters())
-    run.loss(2).backward()
-    run.step()
+    run.train(2)
 
 
 def test_backward_adds_to_clipped_gradients(run_ranks: RunRanks) -> None:

@@ -15,11 +15,10 @@ from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import message_of
+from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.models import Block, build_dense
-from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 from tests.support.optimizer_twins import flat, hybrid, matrices
-from tests.support.parity import fixed_seed
-from tests.support.tensor_meshes import divide_tensors, tensor_parallel
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "wolfe": {"line_search_fn": "strong_wolfe", "history_size": 2},

@@ -12,10 +12,9 @@ from torch import Tensor
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp.optim.statistics import ModelStatistics, TensorStatistics
 from tests.conftest import RunRanks
+from tests.support.counting import OpCounts
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.on_ranks import on_ranks
-from tests.support.op_counts import OpCounts
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 
 STRATEGIES = [0, 1, 2, 3]
 

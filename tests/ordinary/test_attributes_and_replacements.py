@@ -52,8 +52,7 @@ def train(run: Run) -> None:
     run.train(0, 1, 2)
     with run.no_sync():
         run.loss(3).backward()
-    run.loss(4).backward()
-    run.step()
+    run.train(4)
 
 
 @pytest.mark.full(short=["Deep-odd"])

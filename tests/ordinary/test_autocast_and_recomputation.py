@@ -12,18 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.models import vector_loss
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
-from tests.support.usage_models import (
-    FEATURES,
-    Layer,
-    Ordered,
-    Recomputed,
-    Where,
-    make_batch,
-    vector_case,
-)
+from tests.support.usage_models import FEATURES, Layer, Ordered, Recomputed, Where, make_batch, vector_case
 
 ALL = tuple(Setting(strategy) for strategy in range(4))
 SHARDED = (Setting(3), Setting(2))
@@ -46,8 +37,7 @@ def accumulate_inside_autocast(run: Run) -> None:
     """Both backwards inside of one context, so that the second forward finds the casts of the first."""
     for step in range(2):
         with torch.autocast("cpu", torch.bfloat16):
-            run.loss(2 * step).backward()
-            run.loss(2 * step + 1).backward()
+            run.backward(2 * step, 2 * step + 1)
         run.step()
 
 

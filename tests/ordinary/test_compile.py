@@ -14,8 +14,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.models import vector_loss
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
 from tests.support.usage_models import FEATURES, Layer, Ordered, make_batch
 
 How = Literal[

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import fully_shard_model
 from tests.support.api_net import Layer, build
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
 
 
 class Outer(nn.Module):

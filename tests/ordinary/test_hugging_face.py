@@ -14,8 +14,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron_fsdp.errors import ScheduleError
 from tests.conftest import RunRanks
 from tests.support.models import Batch, ModelCase
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
 
 transformers = pytest.importorskip("transformers")

@@ -29,8 +29,7 @@ def accumulate_experts(run: Run) -> None:
     for step in range(2):
         with run.no_sync():
             run.loss(2 * step).backward()
-        run.loss(2 * step + 1).backward()
-        run.step()
+        run.train(2 * step + 1)
 
 
 @pytest.mark.full(short=["3"])
@@ -47,8 +46,7 @@ def defer_everything_then_sync(run: Run) -> None:
     """Nothing but `finish_grad_sync` reduces: ranks that only took part have to reduce zeros then."""
     let_take_part(run.model)
     with run.no_sync():
-        run.loss(0).backward()
-        run.loss(1).backward()
+        run.backward(0, 1)
     if run.sharded is not None:
         run.sharded.finish_grad_sync()
     run.step()
@@ -67,8 +65,7 @@ def last_rank_runs_dry(run: Run) -> None:
         for rank in run.ranks_here:
             dry = step > 0 and rank == run.num_ranks - 1
             if not dry:
-                part = run.whole_batch(step).part(rank, run.num_ranks)
-                (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+                run.backward_of(rank, step)
             elif run.sharded is not None:
                 loss = run.sharded.take_part()
                 assert loss.item() == 0.0
@@ -94,8 +91,7 @@ def other_order(run: Run) -> None:
     run.train(0)
     for rank in run.ranks_here:
         if rank:
-            part = run.whole_batch(1).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, 1)
         elif run.sharded is not None:
             layers = run.module.layers
             run.sharded.take_part(order=[layers[i] for i in (3, 1, 0, 1, 2)]).backward()  # type: ignore[index]

@@ -10,8 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, flattened, mesh_of
 from tests.support.models import DENSE, IGNORED, Batch, build_dense, divide_context, gappy_case, make_gappy_token_batch
-from tests.support.scripts import adamw_above_noise, three_microbatches
-from tests.support.sharded_run import SAMPLES, Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import (
+    SAMPLES,
+    Run,
+    Scenario,
+    Setting,
+    adamw_above_noise,
+    check_strategies,
+    three_microbatches,
+)
 
 UNEVEN = gappy_case(build_dense)
 """Ranks have different numbers of tokens, so that a mean of means would be wrong."""

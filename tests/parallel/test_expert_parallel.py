@@ -12,11 +12,27 @@ from torch import nn
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
-from tests.support.expert_meshes import FLAT, Sizes, expert_mesh, experts_of
-from tests.support.mixture import ListedExperts, MixtureOfExperts, build_with_experts
+from tests.support.experts import (
+    FLAT,
+    ListedExperts,
+    MixtureOfExperts,
+    Sizes,
+    build_with_experts,
+    expert_mesh,
+    experts_of,
+)
 from tests.support.models import IGNORED, ModelCase, gappy_case, token_case
-from tests.support.scripts import adamw_above_noise, clip_by_model, clip_by_torch, three_microbatches
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, reference
+from tests.support.sharded_run import (
+    Run,
+    Scenario,
+    Setting,
+    adamw_above_noise,
+    check_strategies,
+    clip_by_model,
+    clip_by_torch,
+    reference,
+    three_microbatches,
+)
 
 EXPERTS = experts_of(FLAT)
 HYBRID_SIZES: tuple[Sizes, ...] = (
@@ -192,8 +208,7 @@ def three_steps(run: Run) -> None:
     run.train(0, 1)
     with run.no_sync():
         run.loss(3).backward()
-    run.loss(4).backward()
-    run.step()
+    run.train(4)
 
 
 def test_an_expert_without_tokens_anywhere_has_no_gradient_and_is_left_alone(run_ranks: RunRanks) -> None:

@@ -11,11 +11,9 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
-from tests.support.expert_meshes import FLAT, arguments, experts_of, place
-from tests.support.mixture import MixtureOfExperts, build_with_experts
+from tests.support.experts import FLAT, MixtureOfExperts, arguments, build_with_experts, experts_of, place
 from tests.support.models import Block, token_case
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 
 HYBRID = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))

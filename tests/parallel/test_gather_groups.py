@@ -1,26 +1,33 @@
 """`fsdp_group_ag` and `expt_fsdp_group_ag`: weights are gathered on groups of their own, and nothing else is."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of, second_group
-from tests.support.expert_meshes import FLAT as EXPERT_MESH
-from tests.support.expert_meshes import arguments, expert_mesh, experts_of, place
-from tests.support.mixture import build_with_experts
+from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of
+from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
+from tests.support.experts import FLAT as EXPERT_MESH
+from tests.support.experts import arguments, build_with_experts, expert_mesh, experts_of, place
 from tests.support.models import MODEL_CASES, Block, make_token_batch, token_case, token_loss
-from tests.support.on_ranks import on_ranks
-from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
+from tests.support.on_ranks import of_ranks, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FLOORS, Floor, Tower, tower_loss
 
 EXPERTS = token_case(build_with_experts)
+
+
+@cache
+def second_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """One more group of a one-dimensional mesh; every rank calls this in the same order for its part of one mesh."""
+    rows = of_ranks(tuple(dist.get_process_group_ranks(mesh.get_group())))
+    return dist.new_subgroups_by_enumeration([list(row) for row in dict.fromkeys(rows)])[0]
 
 
 def flat() -> dict[str, Any]:

@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
+from tests.engine.test_parity import BF16, adamw
 from tests.support.arrangements import hybrid
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.scripts import clip_by_model, clip_by_torch
 from tests.support.sharded_run import (
     FP32,
     ONE_RANK,
@@ -22,9 +21,10 @@ from tests.support.sharded_run import (
     Run,
     Scenario,
     Setting,
-    Tolerance,
     assert_parity,
     check_strategies,
+    clip_by_model,
+    clip_by_torch,
     reference,
     run_sharded,
     sgd,
@@ -41,18 +41,6 @@ HSDP, HFSDP = Setting(3, arrangement=hybrid(2, 2)), Setting(3, outer_strategy=1,
 EACH = tuple(Setting(inner, outer_strategy=outer, arrangement=hybrid(2, 2)) for inner, outer in STRATEGIES)
 
 _OWN_DTYPES = MixedPrecisionPolicy(main_params_dtype=None)
-_BF16 = Tolerance(rtol=2**-5, atol=2**-6)
-"""bfloat16 has 8 bits; slices of a batch and three updates each round."""
-
-_EPS = 1e-3  # an exact gradient of 0 is rounding noise in both runs, which a small eps would turn into full steps
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two parameter groups of different rates."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
-    return torch.optim.AdamW(groups, lr=1e-2, eps=_EPS)
 
 
 def one_microbatch(run: Run) -> None:
@@ -96,7 +84,7 @@ def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, mes
     by_rank = run_ranks(math.prod(mesh), run_sharded, [(scenario, setting) for _, scenario, setting in jobs])
     for (name, scenario, setting), *outcomes in zip(jobs, *by_rank, strict=True):
         try:
-            assert_parity(outcomes, reference(scenario), _BF16 if name == "bf16_fp32_norm" else FP32)
+            assert_parity(outcomes, reference(scenario), BF16 if name == "bf16_fp32_norm" else FP32)
         except AssertionError as error:
             raise AssertionError(f"{name}, {scenario.script.__name__}, {setting}: {error}") from None
 
@@ -157,8 +145,7 @@ def mix_every_way(run: Run) -> None:
     run.loss(2).backward()
     run.note_gradients("second")
     nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
-    run.loss(3).backward()
-    run.step()
+    run.train(3)
     run.loss(4).backward()
     run.optimizer.zero_grad()
     run.train(5)
@@ -184,8 +171,7 @@ def use_a_branch_on_one_rank(run: Run) -> None:
         for rank in run.ranks_here:
             for layer in run.module.layers:  # type: ignore[union-attr]
                 layer.branch = "even" if rank in users else None
-            part = run.whole_batch(step).part(rank, run.num_ranks)
-            (run.case.loss(run.model, part) / len(run.ranks_here)).backward()
+            run.backward_of(rank, step)
         run.step()
 
 

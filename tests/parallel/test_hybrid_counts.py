@@ -13,8 +13,8 @@ import torch
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
+from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.on_ranks import on_ranks
-from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 
 UNITS = FLOORS + 1

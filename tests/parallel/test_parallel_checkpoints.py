@@ -5,21 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from tests.conftest import RunRanks
-from tests.support.arrangements import hybrid
+from tests.support.arrangements import divide_tensors, divide_tensors_and_sequences, hybrid, tensor_parallel
 from tests.support.models import DENSE, MODEL_CASES, ModelCase
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 from tests.support.sharded_run import Run, Scenario, Setting, Values
-from tests.support.tensor_meshes import (
-    divide_tensors,
-    divide_tensors_and_sequences,
-    hybrid_tensor_parallel,
-    tensor_parallel,
-)
 
 ODD = MODEL_CASES["odd_shapes"]
 Saved = tuple[Values, Values, float]
@@ -34,7 +27,7 @@ def train(run: Run) -> None:
 
 
 def trained(case: ModelCase, setting: Setting, *batches: int) -> Run:
-    run = Run(Scenario(train, case, adamw), setting, dist.get_world_size())
+    run = Run(Scenario(train, case, adamw), setting)
     run.train(*batches)
     return run
 
@@ -113,7 +106,7 @@ def test_hybrid_checkpoints_load_everywhere(run_ranks: RunRanks, tmp_path: Path,
 
 
 SEQUENCES, TENSORS = tensor_parallel(divide_tensors_and_sequences), tensor_parallel(divide_tensors)
-BOTH = hybrid_tensor_parallel(2, divide_tensors)
+BOTH = tensor_parallel(divide_tensors, 2)
 TENSOR_PARALLEL = {
     "FSDP x TP to one rank": ((4, Setting(3, arrangement=TENSORS)), (1, Setting(3))),
     "FSDP x TP to four ranks": ((4, Setting(3, arrangement=SEQUENCES)), (4, Setting(3))),

@@ -9,16 +9,23 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.conftest import RunRanks
-from tests.support.arrangements import Arrangement, mesh_of
-from tests.support.models import DENSE
-from tests.support.scripts import adamw_above_noise, clip_by_model, clip_by_torch
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
-from tests.support.tensor_meshes import (
+from tests.support.arrangements import (
+    Arrangement,
     Divide,
     divide_tensors,
     divide_tensors_and_sequences,
-    hybrid_tensor_parallel,
+    mesh_of,
     tensor_parallel,
+)
+from tests.support.models import DENSE
+from tests.support.sharded_run import (
+    Run,
+    Scenario,
+    Setting,
+    adamw_above_noise,
+    check_strategies,
+    clip_by_model,
+    clip_by_torch,
 )
 
 PLANS: tuple[Divide, ...] = (divide_tensors, divide_tensors_and_sequences)
@@ -67,7 +74,7 @@ def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
 ) -> None:
     """2 outer x 1 inner x 2 tensor-parallel ranks, and 1 x 2 x 2."""
     settings = [
-        Setting(inner, outer_strategy=outside, arrangement=hybrid_tensor_parallel(outer, PLANS[turn % 2]))
+        Setting(inner, outer_strategy=outside, arrangement=tensor_parallel(PLANS[turn % 2], outer))
         for turn, (inner, outside) in enumerate(pairs)
     ]
     check_strategies(run_ranks, 4, Scenario(accumulate, DENSE, adamw_above_noise), settings)

@@ -12,28 +12,26 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.arrangements import Arrangement, mesh_of
-from tests.support.models import Block, ModelCase, build_dense, make_vector_batch, vector_loss
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parity import assert_equal_tensors, fixed_seed
-from tests.support.scripts import clip_by_model
-from tests.support.sharded_run import Scenario, Setting, check_strategies
-from tests.support.tensor_meshes import (
+from tests.support.arrangements import (
+    Arrangement,
     Divide,
     divide_tensors,
     divide_tensors_and_sequences,
-    hybrid_tensor_parallel,
+    mesh_of,
     tensor_arguments,
     tensor_mesh,
     tensor_parallel,
 )
+from tests.support.models import Block, ModelCase, build_dense, make_vector_batch, vector_loss
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
+from tests.support.sharded_run import Scenario, Setting, check_strategies, clip_by_model
 
 # ---- divided by torch ------------------------------------------------------------------------------------------------
 
 ARRANGEMENTS = {
     "tensors": tensor_parallel(divide_tensors),
     "tensors and sequences": tensor_parallel(divide_tensors_and_sequences),
-    "hybrid": hybrid_tensor_parallel(2, divide_tensors),
+    "hybrid": tensor_parallel(divide_tensors, 2),
 }
 
 

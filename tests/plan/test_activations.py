@@ -16,8 +16,8 @@ from megatron_fsdp.plan.activations import kernels_of, profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
 from megatron_fsdp.plan.models import PRESETS, build_meta_model
 from megatron_fsdp.plan.setup import Recompute
+from tests.support.counting import measured_peak, on_meta, token_batch
 from tests.support.language_models import LAYERS, SMALL_MODELS, build_small, unit_names
-from tests.support.measured_compute import measured_peak, on_meta, token_batch
 from tests.support.models import TinyTransformer
 from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, HIDDEN, Floor, Tower
 

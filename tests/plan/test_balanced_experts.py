@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile
 from megatron_fsdp.plan.models import balanced_experts
+from tests.support.counting import measured_peak, on_meta
 from tests.support.language_models import build_small
-from tests.support.measured_compute import measured_peak, on_meta
 
 HIDDEN, INNER, EXPERTS, CHOSEN, TOKENS = 32, 48, 4, 2, 64
 

@@ -18,7 +18,7 @@ from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.planning import Workload, plan_workload
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.counting import LiveBytes, held_bytes
 from tests.support.models import Block, TinyTransformer
 from tests.support.tower import FEATURES, Floor, Tower
 

@@ -11,8 +11,8 @@ from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile
 from megatron_fsdp.plan.recompute import recomputing
 from megatron_fsdp.plan.setup import Recompute
+from tests.support.counting import on_meta, token_batch
 from tests.support.language_models import LAYERS, build_small, unit_names
-from tests.support.measured_compute import on_meta, token_batch
 from tests.support.tower import FEATURES, FLOORS, Tower
 
 HIDDEN = 32

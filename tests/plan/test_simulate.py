@@ -19,7 +19,7 @@ from megatron_fsdp.plan.simulate import SimulatedModel, built_without_memory, si
 from tests.conftest import RunRanks
 from tests.support.formulas import footprints_of
 from tests.support.models import MODEL_CASES, ModelName
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 _BF16_COMPUTE = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
 

@@ -11,8 +11,7 @@ from megatron_fsdp.sharding.units import find_units, refine_units
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
 from tests.support.models import MODEL_CASES
-from tests.support.on_ranks import on_ranks
-from tests.support.seams import engine_of
+from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
 from tests.support.usage_models import Layer, Ordered, Recomputed, vector_case
@@ -127,8 +126,7 @@ def train_and_evaluate(run: Run) -> None:
     run.loss(1).backward()
     with run.no_sync():
         run.loss(2).backward()
-    run.loss(3).backward()
-    run.step()
+    run.train(3)
     run.train(4)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import MegatronFSDP
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 SAMPLES = 12
 
@@ -83,12 +83,19 @@ def compute_dtype(model: MegatronFSDP) -> torch.dtype:
     return next(iter(model.raw_param.values())).dtype
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
-    """The plain loop over whole batches `first` and after."""
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0, schedule: Any = None
+) -> list[Any]:
+    """The plain loop over whole batches `first` and after; the rates of the first group."""
+    rates = []
     for batch in batches(steps, first):
         optimizer.zero_grad()
         backward(model, batch)
+        rates.append(optimizer.param_groups[0].get("lr"))
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return rates
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

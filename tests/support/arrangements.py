@@ -8,26 +8,27 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from tests.support.models import Batch
 
 Values = Mapping[str, Tensor | None]
 
 
-def _no_arguments() -> dict[str, Any]:
-    return {}
-
-
-def _leave(module: nn.Module) -> None:
-    """Keep the model whole."""
-
-
 def _part_of_rank(whole: Batch) -> Batch:
     return whole.part(dist.get_rank(), dist.get_world_size())
 
 
-def _as_they_are(values: Values) -> Values:
-    return values
+def _as_it_is(given: Any) -> Any:
+    return given
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Arrangement:
     """
 
     name: str = "flat"
-    arguments: Callable[[], dict[str, Any]] = _no_arguments
-    place: Callable[[nn.Module], None] = _leave
+    arguments: Callable[[], dict[str, Any]] = dict
+    place: Callable[[nn.Module], None] = _as_it_is
     part: Callable[[Batch], Batch] = _part_of_rank
-    whole: Callable[[Values], Values] = _as_they_are
+    whole: Callable[[Values], Values] = _as_it_is
 
 
 FLAT = Arrangement()
@@ -68,23 +69,6 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> Devic
     return mesh[names]._flatten(flat_name)
 
 
-@cache
-def second_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """One more group of all ranks of a one-dimensional mesh.
-
-    Every rank has to call this in the same order for its own sub-mesh of one mesh.
-    """
-    group, _ = dist.new_subgroups_by_enumeration(_all_rows(mesh))
-    return group
-
-
-def _all_rows(mesh: DeviceMesh) -> list[list[int]]:
-    mine = tuple(dist.get_process_group_ranks(mesh.get_group()))
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)
-    return [list(row) for row in dict.fromkeys(rows)]
-
-
 # ---- hybrid ----------------------------------------------------------------------------------------------------------
 
 
@@ -98,3 +82,79 @@ def hybrid_arguments(outer: int, inner: int) -> dict[str, Any]:
 def hybrid(outer: int, inner: int) -> Arrangement:
     """Hybrid sharding on `outer * inner` ranks."""
     return Arrangement(f"hybrid {outer}x{inner}", partial(hybrid_arguments, outer, inner))
+
+
+# ---- pairs of ranks that share every sample and divide a `TinyTransformer` -------------------------------------------
+
+Divide = Callable[[nn.Module, DeviceMesh], None]
+
+
+def tensor_mesh(outer: int | None = None) -> DeviceMesh:
+    """Data parallel, with outer ranks on a second axis, times tensor parallel 2 over all ranks."""
+    if outer is None:
+        return mesh_of((dist.get_world_size() // 2, 2), ("dp_shard", "tp"))
+    return mesh_of((outer, dist.get_world_size() // (2 * outer), 2), ("dp_outer", "dp_shard", "tp"))
+
+
+def tensor_arguments(outer: int | None = None) -> dict[str, Any]:
+    """What `fully_shard` is told of that mesh."""
+    mesh = tensor_mesh(outer)
+    found = {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "tp_dim": "tp"}
+    if outer is None:
+        return found
+    group = flattened(mesh, ("dp_outer", "dp_shard"), "dp_all").get_group()
+    return {**found, "dp_outer_dim": "dp_outer", "hybrid_fsdp_group": group}
+
+
+def place_tensors(divide: Divide, model: nn.Module, outer: int | None = None) -> None:
+    """Leave a rank its part of every tensor."""
+    divide(model, tensor_mesh(outer)["tp"])
+
+
+def part_of_pair(whole: Batch) -> Batch:
+    """Ranks of one tensor-parallel group compute the same samples."""
+    return whole.part(dist.get_rank() // 2, dist.get_world_size() // 2)
+
+
+def tensor_parallel(divide: Divide, outer: int | None = None) -> Arrangement:
+    """Tensor parallelism in pairs; below hybrid sharding where outer ranks are given."""
+    name = f"tensor parallel, {divide.__name__}, outer ranks {outer}"
+    place = partial(place_tensors, divide, outer=outer)
+    return Arrangement(name, partial(tensor_arguments, outer), place, part_of_pair)
+
+
+_COLUMNS = ("attention.q", "attention.k", "attention.v", "mlp.up")
+_ROWS = ("attention.out", "mlp.down")
+
+
+def divide_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide embedding, attention, MLP and head; norms and positions stay plain tensors, the same on all ranks."""
+    plan: dict[str, ParallelStyle] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for block in _blocks(model):
+        plan |= {f"{block}.{name}": ColwiseParallel() for name in _COLUMNS}
+        plan |= {f"{block}.{name}": RowwiseParallel() for name in _ROWS}
+    parallelize_module(model, mesh, plan)
+
+
+def divide_tensors_and_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
+    """The same, with activations between the layers divided along the tokens; all parameters are DTensors."""
+    plan: dict[str, ParallelStyle] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    whole_input = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    for block in _blocks(model):
+        plan |= {f"{block}.{norm}": SequenceParallel() for norm in ("attention_norm", "mlp_norm")}
+        plan |= {f"{block}.attention": whole_input, f"{block}.mlp": whole_input}
+        plan |= {f"{block}.{name}": ColwiseParallel() for name in _COLUMNS}
+        plan |= {f"{block}.{name}": RowwiseParallel(output_layouts=Shard(1)) for name in _ROWS}
+    parallelize_module(model, mesh, plan)
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    return [f"blocks.{name}" for name, _ in model.get_submodule("blocks").named_children()]

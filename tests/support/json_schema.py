@@ -17,12 +17,13 @@ _KNOWN |= {"additionalProperties"}
 
 def problems(value: Any, schema: dict[str, Any], path: str = "$") -> list[str]:
     """What in a value does not follow a schema, one line each."""
-    unknown = schema.keys() - _KNOWN
-    if unknown:
+    if unknown := schema.keys() - _KNOWN:
         return [f"{path}: the schema uses {sorted(unknown)}, which this checker does not know"]
+    names = schema.get("type", [])
+    kinds = [kind for name in ([names] if isinstance(names, str) else names) for kind in _TYPES[name]]
+    if kinds and type(value) not in kinds:  # to which True is no number
+        return [f"{path}: {value!r} is not of type {names}"]
     found = []
-    if "type" in schema and not any(_is_a(value, name) for name in _names(schema["type"])):
-        return [f"{path}: {value!r} is not of type {schema['type']}"]
     if "enum" in schema and not any(value == one and type(value) is type(one) for one in schema["enum"]):
         found.append(f"{path}: {value!r} is none of {schema['enum']}")
     if "minimum" in schema and value < schema["minimum"]:
@@ -30,26 +31,11 @@ def problems(value: Any, schema: dict[str, Any], path: str = "$") -> list[str]:
     if isinstance(value, list) and "items" in schema:
         found += [text for i, item in enumerate(value) for text in problems(item, schema["items"], f"{path}[{i}]")]
     if isinstance(value, dict):
-        found += _of_object(value, schema, path)
+        found += [f"{path}: {name} is missing" for name in schema.get("required", []) if name not in value]
+        for name, inner in value.items():
+            wanted = schema.get("properties", {}).get(name, schema.get("additionalProperties", True))
+            if wanted is False:
+                found.append(f"{path}: {name} is not in the schema")
+            elif wanted is not True:
+                found += problems(inner, wanted, f"{path}.{name}")
     return found
-
-
-def _of_object(value: dict[str, Any], schema: dict[str, Any], path: str) -> list[str]:
-    known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-    found = [f"{path}: {name} is missing" for name in schema.get("required", []) if name not in value]
-    for name, inner in value.items():
-        if name in known:
-            found += problems(inner, known[name], f"{path}.{name}")
-        elif others is False:
-            found.append(f"{path}: {name} is not in the schema")
-        elif isinstance(others, dict):
-            found += problems(inner, others, f"{path}.{name}")
-    return found
-
-
-def _names(names: str | list[str]) -> list[str]:
-    return [names] if isinstance(names, str) else names
-
-
-def _is_a(value: Any, name: str) -> bool:
-    return isinstance(value, _TYPES[name]) and (name in ("boolean",) or not isinstance(value, bool))

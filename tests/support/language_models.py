@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 VOCABULARY = 96
 SEQUENCE = 16

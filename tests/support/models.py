@@ -132,8 +132,8 @@ class Block(nn.Module):
 class TinyTransformer(nn.Module):
     """Embeddings, blocks, final norm, head; int64 tokens (samples, tokens) -> logits.
 
-    Ranks can divide heads (tests/support/tensor_meshes.py), tokens (`divide_context`) and experts (`feed_forward` of
-    tests/support/mixture.py) among them.
+    Ranks can divide heads (tests/support/arrangements.py), tokens (`divide_context`) and experts (`feed_forward` of
+    tests/support/experts.py) among them.
 
     Args:
         layers: Blocks.

@@ -1,12 +1,19 @@
-"""Tests whose body runs on every rank, as torch's own tests of several processes do."""
+"""Tests whose body runs on every rank, as in torch's own tests, and what they begin and end with."""
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.engine.engine import Engine
 
 Test = Callable[..., None]
 
@@ -51,3 +58,33 @@ def same_on_ranks(value: Any) -> Any:
     found = of_ranks(value)
     assert found == [found[0]] * len(found), found
     return value
+
+
+@contextmanager
+def fixed_seed(seed: int) -> Iterator[None]:
+    """Seed torch's generators for the block, then restore their states."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+def assert_equal_tensors(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """Assert the same names, shapes, dtypes and values: |actual - expected| <= atol + rtol * |expected|.
+
+    With both tolerances at 0 values must be equal bit for bit, except that 0.0 equals -0.0; NaN equals nothing.
+    """
+    torch.testing.assert_close(dict(actual), dict(expected), rtol=rtol, atol=atol, check_device=False)
+
+
+def engine_of(model: MegatronFSDP) -> Engine:
+    """Return the engine, which no public function shows: its units, scheduler, executor and observers."""
+    return model._engine
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the very tensor that lies below a DTensor, with what is written on it; `to_local()` may make a view."""
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        return tensor.to_local()

@@ -1,17 +1,21 @@
 """A sharded optimizer beside one in a single process: the same gradients, the same bits."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.support.arrangements import hybrid_arguments, mesh_of
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 
 class Matrices(nn.Module):
@@ -69,11 +73,30 @@ class Twins:
             states = self.optimizer.state[param], self.reference.state[copy]
             if states[0].keys() != states[1].keys():
                 found.append(f"state of {index}: {list(states[0])}")
-            whole = tree_map(_whole, dict(states[0]))
+            whole = tree_map(lambda v: v.full_tensor() if isinstance(v, UnevenDTensor) else v, dict(states[0]))
             for key, value in states[1].items():
                 if not _equal(whole[key], value):
                     found.append(f"{key} of {index}")
         return found
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of this package, and one by torch's own functions."""
+        save_checkpoint(self.model, self.optimizer, folder / "ours", iteration=2)
+        state = {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+        save(state, checkpoint_id=folder / "torch")
+
+    def goes_on(self, twins: "Twins", folder: Path | None = None) -> list[str]:
+        """Load one of those and make the third step beside the single process of others; what differs then."""
+        if folder is not None and folder.name == "torch":
+            state = {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+            load(state, checkpoint_id=folder)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optim"])
+        elif folder is not None:
+            load_checkpoint(self.model, self.optimizer, folder)
+        self.copies, self.reference = twins.copies, twins.reference
+        self.step(2)
+        return self.differing()
 
 
 def three_steps(model: nn.Module, make: Make, arguments: dict[str, Any], without: int) -> Twins:
@@ -86,20 +109,13 @@ def three_steps(model: nn.Module, make: Make, arguments: dict[str, Any], without
 
 
 def flat(strategy: int) -> dict[str, Any]:
-    return {
-        "device_mesh": mesh_of((dist.get_world_size(),), ("dp",)),
-        "dp_shard_dim": "dp",
-        "zero_dp_strategy": strategy,
-    }
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    return {"device_mesh": mesh, "dp_shard_dim": "dp", "zero_dp_strategy": strategy}
 
 
 def hybrid(strategy: int, outer: str) -> dict[str, Any]:
-    found = hybrid_arguments(2, dist.get_world_size() // 2)
-    return {**found, "zero_dp_strategy": strategy, "outer_dp_sharding_strategy": outer}
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, UnevenDTensor) else value
+    meshes = hybrid_arguments(2, dist.get_world_size() // 2)
+    return {**meshes, "zero_dp_strategy": strategy, "outer_dp_sharding_strategy": outer}
 
 
 def _equal(left: Any, right: Any) -> bool:

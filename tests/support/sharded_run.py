@@ -12,19 +12,30 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from tests.support.arrangements import FLAT, Arrangement, Values
 from tests.support.models import Batch, ModelCase
-from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed
 
 SAMPLES = 12
 """Samples of a whole batch: 1, 2, 3 and 4 ranks divide it."""
 
 RunRanks = Callable[..., list[Any]]
+Test = Callable[..., None]
 OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
 
 _DEFAULT_POLICY = MixedPrecisionPolicy()
@@ -93,11 +104,9 @@ class Sharding(Protocol):
     """How a scenario is run on ranks: `Setting`, or another one's own."""
 
     @property
-    def arrangement(self) -> Arrangement:
-        """Meshes, and who holds and computes what."""
+    def arrangement(self) -> Arrangement: ...
 
-    def shard(self, scenario: Scenario, model: nn.Module) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-        """Shard a model and make its optimizer."""
+    def shard(self, scenario: Scenario, model: nn.Module) -> tuple[MegatronFSDP, torch.optim.Optimizer]: ...
 
 
 Job = tuple[Scenario, Sharding]
@@ -148,16 +157,16 @@ class Run:
         sharded: the wrapped model; None on one process.
     """
 
-    def __init__(self, scenario: Scenario, setting: Sharding | None, num_ranks: int) -> None:
+    def __init__(self, scenario: Scenario, setting: Sharding | None, num_ranks: int | None = None) -> None:
         self.case = scenario.case
-        self.num_ranks = num_ranks
+        self.num_ranks = num_ranks or dist.get_world_size()
         self.recording = Recording()
         self.sharded: MegatronFSDP | None = None
         self.arrangement = FLAT if setting is None else setting.arrangement
         with fixed_seed(0):
             self.model: nn.Module = scenario.case.build()
         if setting is None:
-            self.ranks_here = tuple(range(num_ranks))
+            self.ranks_here = tuple(range(self.num_ranks))
             self.optimizer = scenario.optimizer(self.model)
         else:
             self.ranks_here = (dist.get_rank(),)
@@ -181,6 +190,16 @@ class Run:
         loss = self.case.loss(self.model, self.batch(index))
         self.note_loss(loss)
         return loss
+
+    def backward(self, *indices: int) -> None:
+        """Forward and backward of one batch after another."""
+        for index in indices:
+            self.loss(index).backward()
+
+    def backward_of(self, rank: int, index: int) -> None:
+        """Forward and backward of what one of the ranks here has of a batch; its loss is not noted."""
+        part = self.whole_batch(index).part(rank, self.num_ranks)
+        (self.case.loss(self.model, part) / len(self.ranks_here)).backward()
 
     @property
     def module(self) -> nn.Module:
@@ -246,7 +265,7 @@ class Run:
     def train(self, *indices: int) -> None:
         """One ordinary step for each batch."""
         for index in indices:
-            self.loss(index).backward()
+            self.backward(index)
             self.step()
 
 
@@ -279,7 +298,7 @@ def run_sharded(jobs: Sequence[Job]) -> list[Outcome]:
     """Run scenarios one after another on this rank."""
     outcomes = []
     for scenario, setting in jobs:
-        run = Run(scenario, setting, dist.get_world_size())
+        run = Run(scenario, setting)
         try:
             scenario.script(run)
         except Exception as error:
@@ -291,9 +310,13 @@ def run_sharded(jobs: Sequence[Job]) -> list[Outcome]:
 
 def outcome_of(run: Run) -> Outcome:
     """What this rank sends home of a run."""
-    recording = run.recording
-    notes = recording.notes if dist.get_rank() == 0 else None
-    return Outcome(recording.losses, _digest(recording), notes)
+
+    def checksum(value: Tensor | None) -> int:
+        return -1 if value is None else zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+    losses, notes = run.recording.losses, run.recording.notes
+    digest = [(label, name, checksum(value)) for label, values in notes for name, value in values.items()]
+    return Outcome(losses, digest, notes if dist.get_rank() == 0 else None)
 
 
 @cache
@@ -319,18 +342,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _digest(recording: Recording) -> list[tuple[str, str, int]]:
-    return [
-        (label, name, -1 if value is None else _checksum(value))
-        for label, values in recording.notes
-        for name, value in values.items()
-    ]
-
-
-def _checksum(value: Tensor) -> int:
-    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
@@ -370,3 +381,103 @@ def assert_values(actual: Values, expected: Values, tolerance: Tolerance) -> Non
     for name, value in want.items():
         atol = tolerance.atol + (tolerance.of_largest * value.abs().max().item() if tolerance.of_largest else 0.0)
         assert_equal_tensors({name: got[name]}, {name: value}, tolerance.rtol, atol)
+
+
+# ---- scripts, an optimizer and settings that several files of tests share --------------------------------------------
+
+STRATEGIES = tuple(Setting(strategy) for strategy in range(4))
+MAX_NORM = 0.05
+"""A norm that every gradient exceeds."""
+
+
+def each_half(settings: tuple[Any, ...], *scripts: Callable[[Run], None]) -> Callable[[Test], Test]:
+    """Parametrize a test by `script`, where there are some, and by `settings`, the even and the odd ones.
+
+    The short suite runs every script, and every setting, but not each with each.
+    """
+
+    def mark(test: Test) -> Test:
+        test = pytest.mark.parametrize("settings", [settings[::2], settings[1::2]], ids=["even", "odd"])(test)
+        if not scripts:
+            return pytest.mark.full(short=["odd"])(test)
+        return pytest.mark.full(cover=1)(pytest.mark.parametrize("script", scripts)(test))
+
+    return mark
+
+
+def adamw_above_noise(model: nn.Module) -> torch.optim.Optimizer:
+    """An eps above rounding noise: the exact gradient of the bias of keys is 0."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def three_microbatches(run: Run) -> None:
+    """Two steps of three microbatches each, the first two of which are deferred."""
+    for step in range(2):
+        with run.no_sync():
+            (run.loss(3 * step) / 3).backward()
+            (run.loss(3 * step + 1) / 3).backward()
+        (run.loss(3 * step + 2) / 3).backward()
+        run.step()
+
+
+def clip_by_model(run: Run) -> None:
+    """Three steps with the method; torch's function on one process."""
+    _clip(run, run.sharded)
+
+
+def clip_by_torch(run: Run) -> None:
+    """Three steps with torch's function on both sides."""
+    _clip(run, None)
+
+
+def _clip(run: Run, model: MegatronFSDP | None) -> None:
+    for step in range(3):
+        run.loss(step).backward()
+        if model is not None:
+            norm = model.clip_grad_norm_(MAX_NORM)
+        else:
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), MAX_NORM)
+        run.note("norm", {"norm": norm.full_tensor() if isinstance(norm, DTensor) else norm})
+        run.step()
+
+
+# ---- trained by `DistributedDataParallel` in place of `fully_shard` --------------------------------------------------
+
+Named = tuple[tuple[str, Any], ...]
+
+_NOT_OF_DDP = {"dp_shard_dim": "dp_dim"}
+"""Arguments of `fully_shard` that have another name here."""
+
+
+@dataclass(frozen=True)
+class DdpSetting:
+    """How a scenario is wrapped.
+
+    Attributes:
+        fields: Of the configuration, as (name, value).
+        options: Further arguments of the wrapper.
+        connects: Tell the optimizer of the model, else step a plain one.
+        arrangement: Meshes, and who holds and computes what.
+    """
+
+    fields: Named = ()
+    options: Named = ()
+    connects: bool = True
+    arrangement: Arrangement = FLAT
+
+    def shard(self, scenario: Scenario, model: nn.Module) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+        """Wrap a model and make its optimizer."""
+        found = {_NOT_OF_DDP.get(name, name): value for name, value in self.arrangement.arguments().items()}
+        config = DistributedDataParallelConfig(**dict(self.fields))
+        if config.use_megatron_fsdp:
+            found["fsdp_unit_modules"] = scenario.case.unit_classes
+        wrapped = DistributedDataParallel(config, model, **found, **dict(self.options))
+        optimizer = scenario.optimizer(wrapped)
+        return wrapped, fully_shard_optimizer(optimizer) if self.connects else optimizer
+
+
+def ddp(
+    options: dict[str, Any] | None = None, connects: bool = True, arrangement: Arrangement = FLAT, **fields: Any
+) -> DdpSetting:
+    """A setting, with fields of the configuration by name."""
+    return DdpSetting(tuple(fields.items()), tuple((options or {}).items()), connects, arrangement)

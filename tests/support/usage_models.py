@@ -4,7 +4,8 @@ All take and return float32 vectors of `FEATURES`; `vector_case` makes a `ModelC
 """
 
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -394,3 +395,64 @@ def let_take_part(model: nn.Module) -> None:
     if isinstance(model, MegatronFSDP):
         assert isinstance(model.module, Experts)
         model.module.take_part = model.take_part
+
+
+# ---- units that raise at a chosen point of forward or backward -------------------------------------------------------
+
+
+class PlannedError(Exception):
+    """The failure that was asked for."""
+
+
+class Failing(Layer):
+    """A unit that raises at the point that `fails_at` names."""
+
+    fails_at: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda *_: self.fail("forward pre-hook"))
+        self.register_forward_hook(lambda *_: self.fail("forward hook"))
+        self.up.weight.register_hook(lambda _grad: self.fail("backward of a parameter"))
+
+    def fail(self, point: str) -> None:
+        """Raise where this is the point."""
+        if self.fails_at == point:
+            raise PlannedError(point)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view_as(x)
+        self._watch(x, "backward of the input")
+        hidden = torch.tanh(self.up(x))
+        self.fail("forward")
+        self._watch(hidden, "backward")
+        output: Tensor = x + self.down(hidden)
+        self._watch(output, "backward of the output")
+        return output
+
+    def _watch(self, tensor: Tensor, point: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _grad: self.fail(point))
+
+
+class FailingModel(Ordered):
+    """Failing units between layers of the root."""
+
+    def __init__(self) -> None:
+        super().__init__((0, 1, 2), 3, Failing)
+
+
+@contextmanager
+def failing_at(model: Any, position: int, point: str) -> Iterator[None]:
+    """Let one layer of a (sharded or plain) model fail inside a block."""
+    layer = model.layers[position]
+    layer.fails_at = point
+    handle: Any = None
+    if point == "earlier forward pre-hook":  # registered now, and before all that are there
+        handle = layer.register_forward_pre_hook(lambda *_: layer.fail(point), prepend=True)
+    try:
+        yield
+    finally:
+        layer.fails_at = None
+        if handle is not None:
+            handle.remove()

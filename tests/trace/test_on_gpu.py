@@ -13,7 +13,7 @@ from megatron_fsdp.comm.lanes import StreamClock, make_clock
 from megatron_fsdp.trace import Timeline, trace
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 from tests.support.tower import FEATURES, FLOORS, Floor, Tower, tower_loss
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.trace import Timeline, trace
 from tests.support.arrangements import hybrid_arguments
 from tests.support.formulas import footprints_of
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
 Wrapped = tuple[MegatronFSDP, torch.optim.Optimizer]

@@ -11,15 +11,7 @@ import torch
 from megatron_fsdp.train.failures import is_out_of_memory, memory_told
 from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, trainer
-from tests.support.train_program import (
-    LIMIT_S,
-    OPTIONS,
-    environment,
-    job_of,
-    metrics,
-    run,
-    this_rank,
-)
+from tests.support.train_program import LIMIT_S, OPTIONS, environment, job_of, metrics, run, this_rank
 
 
 @pytest.mark.full

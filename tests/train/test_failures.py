@@ -9,14 +9,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.failures import (
-    Failure,
-    NotSavedError,
-    find_cause,
-    report_failure,
-    tell,
-    write_failure,
-)
+from megatron_fsdp.train.failures import Failure, NotSavedError, find_cause, report_failure, tell, write_failure
 
 
 def failed(local_rank: int, path: Path, exitcode: int = 1) -> ProcessFailure:

@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked_programs import Program, children_of
-from tests.support.train_program import (
-    LIMIT_S,
-    metrics,
-    run,
-    start,
-    steps_done,
-    wait_for,
-)
+from tests.support.train_program import LIMIT_S, metrics, run, start, steps_done, wait_for
 
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks and sockets")
 FOREVER = ("--train-iters", "1000000", "--exit-duration-in-mins", "60")

@@ -46,7 +46,7 @@ _AUTO = "auto"
 _MOST_RANKS = 10**7
 _BYTES = 256  # the vocabulary of the trainer's default tokens
 _DTYPES = "fp16, bf16, fp32 or auto: follow"
-_METAVARS: Mapping[type, str] = {int: "N", str: "NAME", Path: "FILE"}
+_METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 _BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture", "units", "run", "parser")
 
 

@@ -123,7 +123,7 @@ def _rank_main(rank: int, job: _Job) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     try:
-        _join(rank, job)
+        join_job(rank, job)
         act, task, device = pickle.loads(job.call)
         result = act(task, device)
         dist.barrier()
@@ -141,7 +141,8 @@ def _rank_main(rank: int, job: _Job) -> None:
     os._exit(0)
 
 
-def _join(rank: int, job: _Job) -> None:
+def join_job(rank: int, job: _Job) -> None:
+    """Join the process group of a job, as one of its ranks."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -143,7 +143,7 @@ class Executor:
         self._borrowed: dict[int, Block] = {}
         self.operations_digest = 0
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
-        self._in_flight: deque[_Reduction] = deque()
+        self.in_flight: deque[_Reduction] = deque()
         self._outer_reductions: deque[tuple[Block | None, list[tuple[Ticket, tuple[torch.Tensor, ...]]]]] = deque()
 
     def make_bucket_pools(self) -> None:
@@ -277,7 +277,7 @@ class Executor:
                 )
             )
         del self._borrowed[unit.index]
-        self._in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
+        self.in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
 
     def reduce_outer(self, unit: Unit) -> None:
         """Start to reduce over the outer ranks what the inner ones have summed."""
@@ -336,9 +336,9 @@ class Executor:
 
     def _retire_oldest(self) -> bool:
         """Wait for the oldest reduction and take its memory back; return False where none is in flight."""
-        if not self._in_flight:
+        if not self.in_flight:
             return False
-        reduction = self._in_flight.popleft()
+        reduction = self.in_flight.popleft()
         with self.observers.during(Phase.RETIRE, reduction.unit.index):
             for ticket, _memory in reduction.tickets:
                 ticket.wait()

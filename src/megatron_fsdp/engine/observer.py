@@ -125,12 +125,13 @@ class Observers:
     """The observers of one model, as one. False where there are none.
 
     Attributes:
+        watching: In the order in which they were added.
         steps: How often weights have been installed while there were observers.
         active: The truth of this object as an attribute, for code that runs for every gradient.
     """
 
     def __init__(self) -> None:
-        self._all: tuple[Observer, ...] = ()
+        self.watching: tuple[Observer, ...] = ()
         self.active = False
         self._next = 0
         self._computing: list[int] = []  # the unit whose backward computes, if any
@@ -141,17 +142,17 @@ class Observers:
 
     def add(self, observer: Observer) -> None:
         """Add an observer."""
-        self._all = (*self._all, observer)
+        self.watching = (*self.watching, observer)
         self.active = True
 
     def include(self, kind: type[Observer]) -> bool:
         """Return whether one of this kind watches."""
-        return any(isinstance(observer, kind) for observer in self._all)
+        return any(isinstance(observer, kind) for observer in self.watching)
 
     def remove(self, observer: Observer) -> None:
         """Remove an observer."""
-        self._all = tuple(other for other in self._all if other is not observer)
-        self.active = bool(self._all)
+        self.watching = tuple(other for other in self.watching if other is not observer)
+        self.active = bool(self.watching)
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Report the begin of a phase; the backward of a unit ends where that of another begins."""
@@ -159,12 +160,12 @@ class Observers:
             self.backward_pauses()
             self._computing.append(unit)
         self.steps += phase is Phase.INSTALL
-        for observer in self._all:
+        for observer in self.watching:
             observer.begins(phase, unit)
 
     def ends(self, phase: Phase, unit: int) -> None:
         """Report the end of a phase."""
-        for observer in self._all:
+        for observer in self.watching:
             observer.ends(phase, unit)
 
     @contextmanager
@@ -188,12 +189,12 @@ class Observers:
 
     def lends(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Report that a unit gets memory."""
-        for observer in self._all:
+        for observer in self.watching:
             observer.lends(memory, unit, block)
 
     def takes_back(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Report that memory is free again."""
-        for observer in self._all:
+        for observer in self.watching:
             observer.takes_back(memory, unit, block)
 
     def leaves(self, phase: Phase, unit: int, failed: bool) -> None:
@@ -206,18 +207,18 @@ class Observers:
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
         """Report a failed phase."""
-        for observer in self._all:
+        for observer in self.watching:
             observer.fails(phase, unit, error)
 
     def forget(self) -> None:
         """Report a reset."""
         self._computing.clear()
-        for observer in self._all:
+        for observer in self.watching:
             observer.forgets()
 
     def explanations(self) -> list[str]:
         """Return the explanations for an error of communication that just happened."""
-        return [text for text in (observer.explains() for observer in self._all) if text]
+        return [text for text in (observer.explains() for observer in self.watching) if text]
 
     def number(self) -> int:
         """Return a number for a new collective."""
@@ -226,5 +227,5 @@ class Observers:
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None = None) -> None:
         """Report that a collective has reached a moment."""
-        for observer in self._all:
+        for observer in self.watching:
             observer.communicates(number, moment, lane, work)

@@ -36,6 +36,8 @@ class Unit:
         modules: Paths of its modules: one, or several small neighbours; none where it is a bucket of parameters.
         shows_unsharded: Whether the module tree holds the full parameters now.
         groups: Its parameter groups; none where the module owns no parameter of its own.
+        gathered: For each group what all-gathers write.
+        tickets: All-gathers that nothing has waited for yet.
     """
 
     def __init__(
@@ -54,11 +56,11 @@ class Unit:
         self._swaps = _swaps(self.groups, self._sites, self.modules)
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.plan.gathered_bytes for group in self.groups])
         self.plan_buckets()
-        self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
+        self.gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
         self._block: Block | None = None
         self.shows_unsharded = False
         self._swapped = set(range(len(self._swaps)))  # modules that may not hold the sharded parameters
-        self._tickets: list[Ticket] = []
+        self.tickets: list[Ticket] = []
         self._outer_tickets: list[Ticket] = []
         self._outer_gather_is_due = False  # the last update was not gathered over the outer ranks yet
         self._slotted = tuple(
@@ -145,7 +147,7 @@ class Unit:
         """
         if block is not None and block is not self._block:
             self._use(block)
-        for group, full in zip(self.groups, self._gathered, strict=True):
+        for group, full in zip(self.groups, self.gathered, strict=True):
             # It sends what the gather over the outer ranks writes, on a lane of its own: so it goes behind that.
             after = list(self._outer_tickets)
             if group.weights.is_away:
@@ -154,13 +156,13 @@ class Unit:
                 after = [lane.submit(partial(group.weights.all_gather_into, full), after=after)]
             elif not group.weights.is_away:
                 continue
-            self._tickets += after
+            self.tickets += after
 
     def wait_for_unshard(self) -> None:
         """Make the gathered weights usable."""
         self._await(self._outer_tickets)
-        if self._await(self._tickets):
-            for group, full in zip(self.groups, self._gathered, strict=True):
+        if self._await(self.tickets):
+            for group, full in zip(self.groups, self.gathered, strict=True):
                 group.decode(full)
             self._mark(0)  # the bytes are those that autograd saved views of, so these count as unmodified again
 
@@ -202,7 +204,7 @@ class Unit:
             if not group.plan.gathered_bytes:
                 continue
             full = block.view(offset, group.plan.gathered_numel, group.plan.gathered_dtype)
-            self._gathered[group_index] = full
+            self.gathered[group_index] = full
             group.point_full_to(full)
 
     def show_unsharded(self, module_index: int | None = None) -> None:

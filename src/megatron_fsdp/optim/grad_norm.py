@@ -62,7 +62,7 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     pieces = _pieces(engine)
     with engine.observers.during(Phase.NORM, ROOT):
         if engine.is_deterministic and norm_type == 2.0:
-            norm = _exact_norm(pieces, engine.device)
+            norm = exact_norm(pieces, engine.device)
         else:
             norm = _total_norm(pieces, norm_type, engine.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -73,12 +73,12 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     local = [piece for found in pieces.values() for piece in found]
     if math.isfinite(max_norm) and local:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if not _is_known_to_be_one(factor):
+        if not is_known_to_be_one(factor):
             torch._foreach_mul_(local, factor.to(local[0].device))
     return norm
 
 
-def _is_known_to_be_one(factor: torch.Tensor) -> bool:
+def is_known_to_be_one(factor: torch.Tensor) -> bool:
     """Return whether a factor is 1, where it can be read without a device sync."""
     return factor.is_cpu and has_values(factor) and factor.item() == 1.0
 
@@ -148,7 +148,7 @@ _DIGITS, _DIGIT_BITS = 2, 28  # sums of 2**35 digits fit into int64
 _SQUARED_AT_ONCE = 1 << 15  # in float64 a quarter MiB, which stays in the cache and is not mapped anew each time
 
 
-def _exact_norm(pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.device) -> torch.Tensor:
+def exact_norm(pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.device) -> torch.Tensor:
     """Compute the 2-norm of everything, the same bits however the elements are cut into pieces."""
     largest = _total_norm(pieces, math.inf, device)
     if not pieces:

@@ -17,9 +17,9 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import managed, reference
 from tests.conftest import RunRanks
+from tests.support.counting import OpCounts
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.op_counts import OpCounts
 
 CPU = torch.device("cpu")
 

@@ -23,8 +23,7 @@ from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import VOCABULARY, build
-from tests.support.on_ranks import on_ranks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 
 SIZES = {"num_hidden_layers": 2}
 ATTENTION = "model.layers.*.self_attn"
@@ -101,37 +100,20 @@ def test_adapters_of_peft_equal_one_process() -> None:
             assert_trained_alike(train(model, alone=True), expected)
 
 
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
 def gpt_oss() -> nn.Module:
     """Attention sinks by head (local_params), and experts with biases."""
-    config = transformers.GptOssConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=1,
-        sliding_window=6,
-    )
-    return _random(config)
+    experts = {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    attention = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6}
+    return _random(transformers.GptOssConfig(**SMALL, **experts, **attention, pad_token_id=1))
 
 
 def opt() -> nn.Module:
     """Attention that counts its heads by an attribute."""
-    config = transformers.OPTConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        word_embed_proj_dim=32,
-        dropout=0.0,
-    )
-    return _random(config)
+    own = {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0}
+    return _random(transformers.OPTConfig(**SMALL, **own))
 
 
 def _random(config: Any) -> nn.Module:

@@ -12,9 +12,7 @@ from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.cli import checkpoint
 from megatron_fsdp.cli.main import main as mfsdp
 from tests.support.real_torchrun import real_torchrun
-from tests.support.torch_dist.common import group_map, make_group
-from tests.support.torch_dist.gpt import GptSpec, make_truth
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support.torch_dist import GptSpec, WriteOptions, group_map, make_group, make_truth, write_torch_dist
 
 SPEC = GptSpec()
 META = "optimizer.param_to_group_meta.module.module.module"

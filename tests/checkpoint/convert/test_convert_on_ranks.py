@@ -10,22 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.checkpoint.convert import convert as module
-from megatron_fsdp.checkpoint.convert.convert import (
-    ConversionMismatchError,
-    Steps,
-    TorchDistSource,
-    convert,
-)
+from megatron_fsdp.checkpoint.convert.convert import ConversionMismatchError, Steps, TorchDistSource, convert
 from megatron_fsdp.checkpoint.convert.plan import Move
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest, checksum_box
 from megatron_fsdp.checkpoint.verify import share_out
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
-from tests.support.parity import assert_equal_tensors
-from tests.support.torch_dist.expected import expected_tensors
-from tests.support.torch_dist.gpt import GptSpec, make_truth
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support.on_ranks import assert_equal_tensors
+from tests.support.torch_dist import GptSpec, WriteOptions, expected_tensors, make_truth, write_torch_dist
 
 SPEC = GptSpec(experts=2)
 

@@ -21,8 +21,7 @@ from megatron_fsdp.checkpoint.convert.plan import ConvertOptions, Prefixes
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.torch_dist.common import group_map, make_group, param_groups
-from tests.support.torch_dist.gpt import GptSpec, buffers_of, parameter_shapes
+from tests.support.torch_dist import GptSpec, buffers_of, group_map, make_group, param_groups, parameter_shapes
 
 FC1, FC2 = "decoder.layers.mlp.linear_fc1", "decoder.layers.mlp.linear_fc2"
 TOWER = "vision_model.decoder.layers.mlp.linear_fc1"

@@ -10,11 +10,16 @@ from torch import Tensor
 from megatron_fsdp.checkpoint.convert.convert import convert
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from tests.support.parity import assert_equal_tensors
-from tests.support.torch_dist.common import group_map
-from tests.support.torch_dist.expected import expected_tensors, split_halves
-from tests.support.torch_dist.gpt import GptSpec, make_truth
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support.on_ranks import assert_equal_tensors
+from tests.support.torch_dist import (
+    GptSpec,
+    WriteOptions,
+    expected_tensors,
+    group_map,
+    make_truth,
+    split_halves,
+    write_torch_dist,
+)
 
 MODELS = {
     "dense_swiglu": GptSpec(),

@@ -8,19 +8,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fsdp.checkpoint.convert.convert import Cells
-from megatron_fsdp.checkpoint.convert.plan import (
-    CommonState,
-    Content,
-    ConversionPlan,
-    ConvertOptions,
-    Move,
-    make_plan,
-)
+from megatron_fsdp.checkpoint.convert.plan import CommonState, Content, ConversionPlan, ConvertOptions, Move, make_plan
 from megatron_fsdp.checkpoint.folder import TensorEntry
-from tests.support.torch_dist.common import common_state, make_args, optimizer_state, param_groups
-from tests.support.torch_dist.expected import expected_tensors, stored_tensors
-from tests.support.torch_dist.gpt import GptSpec, Truth, make_truth
-from tests.support.torch_dist.layout import flattened_cells
+from tests.support.torch_dist import (
+    GptSpec,
+    Truth,
+    WriteOptions,
+    common_state,
+    expected_tensors,
+    flattened_cells,
+    make_args,
+    make_truth,
+    optimizer_state,
+    param_groups,
+    stored_tensors,
+)
 
 
 @st.composite
@@ -45,8 +47,12 @@ def specs(draw: st.DrawFn) -> GptSpec:
     )
 
 
+def stored_in(singleton: bool, truth: Truth) -> dict[str, Tensor]:
+    return {key: found.tensor for key, found in stored_tensors(truth, WriteOptions(singleton=singleton)).items()}
+
+
 def plan_of(truth: Truth, options: ConvertOptions, *, says_swiglu: bool, singleton: bool) -> ConversionPlan:
-    stored = stored_tensors(truth, singleton)
+    stored = stored_in(singleton, truth)
     args = make_args(truth.spec, True, says_swiglu, {"AttnBackend": type("E", (), {"auto": 5})})
     tree = common_state(args, optimizer_state(param_groups(truth.spec), "fully_reshardable"), "fully_reshardable")
     entries = [TensorEntry(key, tuple(tensor.shape), tensor.dtype, ()) for key, tensor in stored.items()]
@@ -63,7 +69,7 @@ def pick(move: Move, tensor: Tensor) -> Tensor:
 @given(specs(), st.booleans(), st.booleans())
 def test_moves_of_any_model_pick_out_the_truth(spec: GptSpec, says_swiglu: bool, singleton: bool) -> None:
     truth = make_truth(spec)
-    stored = stored_tensors(truth, singleton)
+    stored = stored_in(singleton, truth)
     plan = plan_of(truth, ConvertOptions(), says_swiglu=says_swiglu, singleton=singleton)
     found = {move.target: pick(move, stored[move.source]) for move in plan.moves}
     found |= {value.target: value.value for value in plan.values if isinstance(value.value, Tensor)}
@@ -79,16 +85,14 @@ def test_moves_of_any_model_pick_out_the_truth(spec: GptSpec, says_swiglu: bool,
 def test_moves_cover_every_element_of_what_they_read_once(spec: GptSpec, singleton: bool) -> None:
     truth = make_truth(spec)
     plan = plan_of(truth, ConvertOptions(masters="model"), says_swiglu=True, singleton=singleton)
-    counts = {
-        key: torch.zeros(t.shape) for key, t in stored_tensors(truth, singleton).items() if "fp32_param" not in key
-    }
+    counts = {key: torch.zeros(t.shape) for key, t in stored_in(singleton, truth).items() if "fp32_param" not in key}
     for move in plan.moves:
         part = counts[move.source]
         for axis, (start, length) in enumerate(zip(move.offsets, move.lengths, strict=True)):
             part = part.narrow(axis, start, length)
         part += 1
     assert all(bool((count == 1).all()) for count in counts.values())
-    assert plan.nbytes == sum(t.nbytes for k, t in stored_tensors(truth, singleton).items() if "fp32_param" not in k)
+    assert plan.nbytes == sum(t.nbytes for k, t in stored_in(singleton, truth).items() if "fp32_param" not in k)
 
 
 @st.composite

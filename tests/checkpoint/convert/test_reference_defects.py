@@ -24,13 +24,21 @@ from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
+from tests.checkpoint.convert.test_load_converted import MegatronGpt, MegatronLayer
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes
-from tests.support.megatron_gpt import MegatronGpt, MegatronLayer
-from tests.support.torch_dist.common import group_map, make_group, param_groups
-from tests.support.torch_dist.gpt import GptSpec, Truth, make_truth, parameter_shapes
-from tests.support.torch_dist.layout import plain
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support.counting import LiveBytes
+from tests.support.torch_dist import (
+    GptSpec,
+    Truth,
+    WriteOptions,
+    group_map,
+    make_group,
+    make_truth,
+    param_groups,
+    parameter_shapes,
+    plain,
+    write_torch_dist,
+)
 
 STATE = "optimizer.state.module.module.module"
 META = "optimizer.param_to_group_meta.module.module.module"

@@ -13,9 +13,7 @@ from megatron_fsdp.checkpoint.convert.convert import Cells, TorchDistSource, con
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions, make_plan
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
-from tests.support.torch_dist.gpt import GptSpec, make_truth
-from tests.support.torch_dist.layout import whole
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support.torch_dist import GptSpec, WriteOptions, make_truth, plain, write_torch_dist
 
 SPEC = GptSpec()
 PROJECTION = "decoder.layers.self_attention.linear_proj.weight"
@@ -39,21 +37,21 @@ def common_changed(change: Callable[[dict[str, Any]], Any]) -> WriteOptions:
 
 def test_state_of_another_shape_than_its_weight(tmp_path: Path) -> None:
     key = f"optimizer.state.exp_avg.{PROJECTION}"
-    message = refused(tmp_path, changed(lambda tensors: tensors.update({key: whole(torch.zeros(2, 8, 4))})))
+    message = refused(tmp_path, changed(lambda tensors: tensors.update({key: plain(torch.zeros(2, 8, 4))})))
     assert f"{key} has shape (2, 8, 4), but {PROJECTION} has (2, 8, 8)" in message
 
 
 def test_masters_of_another_shape_than_their_weight(tmp_path: Path) -> None:
     key = "optimizer.state.fp32_param.output_layer.weight"
-    message = refused(tmp_path, changed(lambda tensors: tensors.update({key: whole(torch.tensor(1.0))})))
+    message = refused(tmp_path, changed(lambda tensors: tensors.update({key: plain(torch.tensor(1.0))})))
     assert f"{key} has shape (), but output_layer.weight has (20, 8)" in message
 
 
 def test_optimizer_state_of_an_unknown_kind_stops_all_but_the_weights(tmp_path: Path) -> None:
-    unknown = dict.fromkeys(("optimizer.new_kind.w", "optimizer.state.exp_avg.no.such"), whole(torch.zeros(3)))
+    unknown = dict.fromkeys(("optimizer.new_kind.w", "optimizer.state.exp_avg.no.such"), plain(torch.zeros(3)))
     written = changed(lambda tensors: tensors.update(unknown))
     assert "does not know: optimizer.new_kind.w, optimizer.state.exp_avg.no.such" in refused(tmp_path, written)
-    written = changed(lambda tensors: tensors.update({"optimizer.new_kind.w": whole(torch.zeros(3))}))
+    written = changed(lambda tensors: tensors.update({"optimizer.new_kind.w": plain(torch.zeros(3))}))
     source = write_torch_dist(tmp_path / "other" / "iter_0000007", make_truth(SPEC), written)
     report = convert(source, tmp_path / "out", ConvertOptions(weights_only=True))
     assert [item.why for item in report.plan.dropped if item.key == "optimizer.new_kind.w"] == ["--weights-only"]
@@ -61,7 +59,7 @@ def test_optimizer_state_of_an_unknown_kind_stops_all_but_the_weights(tmp_path: 
 
 def test_a_layer_that_is_there_twice(tmp_path: Path) -> None:
     twice = "decoder.layers.1.self_attention.linear_proj.weight"
-    message = refused(tmp_path, changed(lambda tensors: tensors.update({twice: whole(torch.zeros(8, 8))})))
+    message = refused(tmp_path, changed(lambda tensors: tensors.update({twice: plain(torch.zeros(8, 8))})))
     assert f"several tensors of the checkpoint would become model.module.{twice}" in message
 
 

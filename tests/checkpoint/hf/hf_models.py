@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.language_models import config_of
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 VOCABULARY = 41
 """Prime: no number of ranks divides it."""

@@ -18,7 +18,7 @@ from megatron_fsdp.checkpoint.hf.adapters import check_config
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
 from tests.conftest import RunRanks
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

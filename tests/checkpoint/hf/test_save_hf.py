@@ -23,7 +23,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
-from tests.support.parity import fixed_seed
+from tests.support.on_ranks import fixed_seed
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,8 +14,7 @@ import torch.distributed.checkpoint as dcp
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import TensorSource, write_state
 from megatron_fsdp.sharding.shards import Box
-from tests.support.torch_dist.gpt import GptSpec, make_truth
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support.torch_dist import GptSpec, WriteOptions, make_truth, write_torch_dist
 
 
 def save(state: Mapping[str, Any], path: Path) -> CheckpointFolder:

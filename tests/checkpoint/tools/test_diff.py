@@ -12,18 +12,11 @@ import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import alike
-from megatron_fsdp.checkpoint.tools.diff import (
-    BLOCK,
-    Tolerance,
-    compare_piece,
-    diff,
-    tensor_difference,
-)
+from megatron_fsdp.checkpoint.tools.diff import BLOCK, Tolerance, compare_piece, diff, tensor_difference
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.tools import builders
-from tests.support.torch_dist.gpt import GptSpec, make_truth
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support.torch_dist import GptSpec, WriteOptions, make_truth, write_torch_dist
 
 SHAPE = (12, 15)
 GRIDS = {

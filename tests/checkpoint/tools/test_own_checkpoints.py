@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.verify import require_sound
 from tests.checkpoint.test_load import contents, step, wrap
 from tests.checkpoint.tools import builders
 from tests.conftest import RunRanks
-from tests.support.parity import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors
 
 MODEL, STRATEGY = "odd_shapes", 3
 

@@ -33,7 +33,7 @@ from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.ranks import Rank
 from tests.conftest import RunRanks
-from tests.support.indexed_files import write_indexed
+from tests.train.data.test_token_file import write_indexed
 
 TEXTS = [f"text number {i} of many\n" for i in range(200)]
 

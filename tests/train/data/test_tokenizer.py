@@ -7,12 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.data.tokenizer import (
-    ByteTokenizer,
-    PieceTokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from megatron_fsdp.train.data.tokenizer import ByteTokenizer, PieceTokenizer, load_tokenizer, train_bpe
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "naïve — 你好\n\tend"]
 

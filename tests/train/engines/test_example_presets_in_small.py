@@ -14,15 +14,7 @@ from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
 from tests.conftest import RunRanks
 from tests.support.train_program import this_rank
-from tests.train.engines.runs import (
-    IDS,
-    SMALL_SHAPE,
-    NoCheckpoints,
-    Silent,
-    some_data,
-    some_feed,
-    train_plainly,
-)
+from tests.train.engines.runs import IDS, SMALL_SHAPE, NoCheckpoints, Silent, some_data, some_feed, train_plainly
 
 ROOT = Path(__file__).parents[3]
 PRESETS = sorted(path.stem for path in (ROOT / "examples" / "presets").glob("*.yaml"))

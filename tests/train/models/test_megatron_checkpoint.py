@@ -20,9 +20,16 @@ from megatron_fsdp.train.loop import train
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.megatron_checkpoint import rearranged
 from tests.conftest import RunRanks
-from tests.support.torch_dist.common import STEP
-from tests.support.torch_dist.gpt import SLOTS, GptSpec, Truth, make_truth, parameter_shapes
-from tests.support.torch_dist.write import WriteOptions, write_torch_dist
+from tests.support.torch_dist import (
+    SLOTS,
+    STEP,
+    GptSpec,
+    Truth,
+    WriteOptions,
+    make_truth,
+    parameter_shapes,
+    write_torch_dist,
+)
 from tests.train.engines.runs import (
     DECODER,
     IDS,

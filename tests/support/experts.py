@@ -1,13 +1,16 @@
-"""A mixture of experts whose ranks may hold a part of the experts each and send tokens to the others'."""
+"""A mixture of experts, and arrangements in which each rank holds a part of the experts and sends tokens to others."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
 
+from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
 from tests.support.models import TinyTransformer
 
 
@@ -112,9 +115,9 @@ class MixtureOfExperts(nn.Module):
         dist.all_to_all_single(received, counts, group=self.group)
         by_rank = received.view(ranks, -1)
         sent_sizes, received_sizes = counts.view(ranks, -1).sum(1).tolist(), by_rank.sum(1).tolist()
-        arrived = exchange_rows(rows, sent_sizes, received_sizes, self.group)
+        arrived = all_to_all_single_autograd(rows.contiguous(), received_sizes, sent_sizes, self.group)
         expert = torch.arange(by_rank.shape[1]).repeat(ranks).repeat_interleave(received)
-        return exchange_rows(held(arrived, expert), received_sizes, sent_sizes, self.group)
+        return all_to_all_single_autograd(held(arrived, expert).contiguous(), sent_sizes, received_sizes, self.group)
 
 
 def build_with_experts(top_k: int = 1, name: str = "experts", kind: ExpertsKind = Experts) -> nn.Module:
@@ -123,13 +126,56 @@ def build_with_experts(top_k: int = 1, name: str = "experts", kind: ExpertsKind 
     return TinyTransformer(layers=2, feed_forward=feed_forward)
 
 
-def divide_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Keep this rank's experts of every block, and send tokens to those of others."""
+# ---- arrangements of 4 ranks -----------------------------------------------------------------------------------------
+
+Sizes = tuple[tuple[str, int], ...]
+"""Name and ranks of each dimension of the expert mesh, outermost first: "ep", "dp_shard" and maybe "dp_outer"."""
+
+FLAT: Sizes = (("ep", 2), ("dp_shard", 2))
+
+
+def expert_mesh(sizes: Sizes) -> DeviceMesh:
+    """The mesh of expert parameters."""
+    names, shape = zip(*sizes, strict=True)
+    return mesh_of(shape, names)
+
+
+def place(sizes: Sizes, model: nn.Module) -> None:
+    """Leave a rank its experts of every block; it sends tokens to those of others."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.divide(group)
+            module.divide(expert_mesh(sizes)["ep"].get_group())
 
 
-def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `sent[r]` consecutive rows to rank r; returns the `received[r]` rows of each rank r, in rank order."""
-    return all_to_all_single_autograd(rows.contiguous(), received, sent, group)
+def whole(sizes: Sizes, experts_name: str, values: Values) -> Values:
+    """Put the experts of all expert-parallel ranks together along dimension 0."""
+    group = expert_mesh(sizes)["ep"].get_group()
+    return {name: _all_experts(value, group) if experts_name in name else value for name, value in values.items()}
+
+
+def _all_experts(value: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
+    if value is None:
+        return None
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def arguments(sizes: Sizes) -> dict[str, Any]:
+    """Experts on the expert mesh, all else on all ranks: one axis, or 2 x 2 where the experts have an outer one."""
+    mesh = expert_mesh(sizes)
+    if "dp_outer" not in dict(sizes):
+        dense = mesh_of((dist.get_world_size(),), ("dp_shard",))
+        return {"device_mesh": dense, "dp_shard_dim": "dp_shard", "expt_device_mesh": mesh}
+    group = flattened(mesh, ("dp_outer", "dp_shard"), "expert_dp").get_group()
+    return {**hybrid_arguments(2, 2), "expt_device_mesh": mesh, "hybrid_fsdp_expt_group": group}
+
+
+def experts_of(sizes: Sizes, experts_name: str = ".experts.") -> Arrangement:
+    """Expert parallelism on an expert mesh."""
+    return Arrangement(
+        "experts " + " x ".join(f"{name} {size}" for name, size in sizes),
+        partial(arguments, sizes),
+        partial(place, sizes),
+        whole=partial(whole, sizes, experts_name),
+    )

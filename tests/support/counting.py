@@ -1,0 +1,237 @@
+"""What really runs and what is alive, seen by dispatch modes: operators, collectives, and bytes at a peak and now."""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.support.settling import steady
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every storage that an operator makes inside the block until it dies.
+
+    Storages from before the block are not counted, but those that are resized in it are as far as they grow or shrink.
+    Operators that run inside those of tensor subclasses are not seen.
+
+    Attributes:
+        peak_bytes: The most that was alive at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
+        self.peak_bytes = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._before_bytes = 0
+
+    @property
+    def now_bytes(self) -> int:
+        """Alive now."""
+        storages = [reference() for reference in self._known.values()]
+        return sum(storage.nbytes() for storage in storages if storage is not None) - self._before_bytes
+
+    def __enter__(self) -> Self:
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            if _key(storage) not in self._known:
+                self._before_bytes += storage.nbytes()
+                self._follow(storage)
+            resized = resize(storage, num_bytes)
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+            return resized
+
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resize_)
+        self._patch.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._patch.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {_key(storage) for storage in _storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if _key(storage) not in inputs and _key(storage) not in self._known:
+                self._follow(storage)
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = _key(storage)
+
+        def dies(_: object) -> None:
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, dies)
+
+
+def held_bytes(collect: bool = True) -> int:
+    """Bytes of all storages that some tensor object of this process refers to; `collect`: garbage does not count."""
+    if not collect:
+        return _held_now()
+    gc.collect()
+    return steady(_held_now)
+
+
+def _held_now() -> int:
+    found = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)]  # proxies lie to isinstance
+    return sum({_key(storage): storage.nbytes() for storage in _storages(found)}.values())
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, DTensor):
+            leaf = leaf._local_tensor
+        is_plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
+        if is_plain and not leaf.is_meta:
+            yield leaf.untyped_storage()
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    return storage._cdata
+
+
+# ---- one step of a model, for comparison with a profile of the planner -----------------------------------------------
+
+
+def measured_peak(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], Tensor] | None) -> int:
+    """The most bytes alive during one step besides parameters and inputs; gradients of parameters die at once."""
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    with LiveBytes() as live:
+        output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        loss = loss_fn(output) if loss_fn is not None else output.loss
+        del output
+        loss.backward()
+    return live.peak_bytes
+
+
+def on_meta(value: Any) -> Any:
+    """The same tensors without memory."""
+    if isinstance(value, dict):
+        return {name: on_meta(item) for name, item in value.items()}
+    return value.to("meta")
+
+
+def token_batch() -> dict[str, Tensor]:
+    """Inputs of a causal language model of transformers, with labels."""
+    ids = torch.arange(32).view(2, 16) * 7 % 100
+    return {"input_ids": ids, "labels": ids}
+
+
+# ---- operators and collectives, not by the library's own counters ----------------------------------------------------
+
+# These move no bytes of a model.
+_SILENT_OPS = frozenset(
+    ["view", "select", "unbind", "slice", "detach", "t", "transpose", "expand", "promote_types", "lift_fresh", "empty"]
+)
+
+GATHER, EXCHANGE, ALL_REDUCE = "_allgather_base_", "alltoall_base_", "allreduce_"
+_REDUCTIONS = (EXCHANGE, "_reduce_scatter_base_", ALL_REDUCE)
+
+
+class Sent(NamedTuple):
+    """One collective: the name of its group, its operator of the c10d library, and the bytes that this rank sends.
+
+    Bytes are those of algorithms that reach the minimum (ring or pairwise), and 0 of operators that this file does not
+    know.
+    """
+
+    group: str
+    name: str
+    num_bytes: int
+
+
+@dataclass
+class Collectives:
+    """Collectives of one rank and the bytes it sends in them.
+
+    Attributes:
+        gathers: Number of all-gathers.
+        reductions: Number of all-to-alls, reduce-scatters and all-reduces.
+        others: Names of all other collectives.
+        gather_bytes: Bytes sent in all-gathers.
+        reduce_bytes: Bytes sent in the others.
+    """
+
+    gathers: int = 0
+    reductions: int = 0
+    gather_bytes: int = 0
+    reduce_bytes: int = 0
+    others: list[str] = field(default_factory=list)
+
+
+class OpCounts(TorchDispatchMode):
+    """Everything that passes the dispatcher inside the block.
+
+    Attributes:
+        ops: How often each operator ran, by name and overload; collectives, views and the like left out.
+        numels: For each operator, the elements of the first tensor, or list of tensors, of every call.
+        sent: Collectives, as they were issued.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
+        self.ops: Counter[str] = Counter()
+        self.numels: dict[str, list[int]] = {}
+        self.sent: list[Sent] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._schema.name.split("::")
+        overload = func._overloadname
+        if namespace == "c10d":
+            group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            self.sent.append(Sent(group.group_name, name, _sent_bytes(name, args, group.size())))
+        elif name not in _SILENT_OPS:
+            full_name = name if overload == "default" else f"{name}.{overload}"
+            self.ops[full_name] += 1
+            self.numels.setdefault(full_name, []).append(_numel_of_first(args))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def collectives(self) -> Collectives:
+        """What was sent on all groups."""
+        gathers = [each.num_bytes for each in self.sent if each.name == GATHER]
+        reductions = [each.num_bytes for each in self.sent if each.name in _REDUCTIONS]
+        others = [each.name for each in self.sent if each.name not in (GATHER, *_REDUCTIONS)]
+        return Collectives(len(gathers), len(reductions), sum(gathers), sum(reductions), others)
+
+    def on(self, group: ProcessGroup | None, *names: str) -> tuple[int, int]:
+        """Calls and bytes of some operators, all where none is named, on a group (None: no group, nothing)."""
+        found = [
+            each.num_bytes
+            for each in self.sent
+            if group is not None and each.group == group.group_name and (not names or each.name in names)
+        ]
+        return len(found), sum(found)
+
+
+def _numel_of_first(args: tuple[Any, ...]) -> int:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.numel()
+        if isinstance(arg, list) and arg and isinstance(arg[0], torch.Tensor):
+            return sum(tensor.numel() for tensor in arg)
+    return 0
+
+
+def _sent_bytes(name: str, args: Any, num_ranks: int) -> int:
+    if name == GATHER:
+        return args[1].nbytes * (num_ranks - 1)  # each rank's shard reaches every other rank
+    if name == ALL_REDUCE:
+        return sum(2 * (tensor.nbytes - tensor.nbytes // num_ranks) for tensor in args[0])
+    return args[1].nbytes - args[1].nbytes // num_ranks if name in _REDUCTIONS else 0
