@@ -292,6 +292,7 @@ def fully_shard_optimizer(
         check_kind,
         check_parameters,
         check_reads_decoupled,
+        check_rounding,
         integrate,
     )
     from megatron_fsdp.optim.routes import route_line
@@ -316,6 +317,7 @@ def fully_shard_optimizer(
     models = list({id(owner): owner for owner in owners}.values())
     check_parameters(optimizer, {key: name for model in models for key, name in model.sharded_names().items()})
     check_kind(optimizer)
+    check_rounding(optimizer, any(model.is_deterministic for model in models))
     check_reads_decoupled(optimizer, any(model.decouples_gradients for model in models))
     _check_several(optimizer, models)
     was_connected = models[0].is_connected(optimizer)

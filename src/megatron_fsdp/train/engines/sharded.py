@@ -23,6 +23,8 @@ MESH_DIM = "dp"
 
 def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
     """Build the model of a run, sharded, with its optimizer."""
+    if job.options.training.deterministic is not None and rank.device.type == "cpu":
+        torch.set_num_threads(1)  # matrix products and sums are cut by threads, and ranks share the cores out
     is_ours = not uses_transformers(job.options.model)
     if is_ours and job.engine != "torch_fsdp2":
         return shard_decoder(job, rank, vocab_size)
