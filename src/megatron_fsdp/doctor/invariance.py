@@ -191,7 +191,7 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives no hints
         self.events: list[_Event] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._root = type(model).__name__
@@ -202,11 +202,11 @@ class _Recorder(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._hook = register_module_forward_hook(self._on_output)
         self._tracker.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._tracker.__exit__(*raised)
         self._hook.remove()
 
