@@ -69,6 +69,7 @@ OWN_OF_ALL: list[tuple[str, Any]] = [
     ("verify_ranks", None),
     ("find_unused_parameters", False),
     ("deterministic", None),
+    ("homes", None),
 ]
 OWN_ARGUMENTS = [*OWN_OF_ALL, ("gradient_accumulation_fusion", False)]  # the class takes it in its configuration
 """Not in the published signatures: they come last."""

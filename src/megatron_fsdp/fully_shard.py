@@ -299,6 +299,7 @@ def fully_shard_optimizer(
         check_kind,
         check_parameters,
         check_reads_decoupled,
+        check_rounding,
         integrate,
     )
     from megatron_fsdp.optim.routes import route_line
@@ -325,6 +326,7 @@ def fully_shard_optimizer(
     check_kind(optimizer)
     for each in members_of(optimizer):
         check_homes(each)
+    check_rounding(optimizer, any(model.is_deterministic for model in models))
     check_reads_decoupled(optimizer, any(model.decouples_gradients for model in models))
     _check_several(optimizer, models)
     was_connected = models[0].is_connected(optimizer)

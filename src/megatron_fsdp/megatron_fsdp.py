@@ -717,7 +717,7 @@ class MegatronFSDP(nn.Module):
         Raises:
             ConfigurationError: The model is deterministic, and sums on a rank depend on the number of ranks.
         """
-        if self._options.deterministic is not None:
+        if self.is_deterministic:
             raise ConfigurationError(
                 f'no_sync cannot be used with deterministic="{self._options.deterministic}", because it adds up the '
                 "microbatches of each rank first; accumulate with set_model_auto_sync(False) in its place"
@@ -1071,6 +1071,11 @@ class MegatronFSDP(nn.Module):
             for params in (group.full, group.sharded)
             for name, param in zip(group.names, params, strict=True)
         }
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether bits do not depend on the number of ranks."""
+        return self._engine.is_deterministic
 
     @property
     def keeps_gradients(self) -> bool:

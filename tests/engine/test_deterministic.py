@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.grad_norm import exact_norm
+from megatron_fsdp.optim.optimizer import check_rounding
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, Batch, ModelName
 from tests.support.on_ranks import on_ranks
@@ -306,7 +308,7 @@ def test_the_norm_of_zeros_is_zero() -> None:
 
 
 def refusal(**arguments: Any) -> str:
-    module = nn.Linear(4, 4)
+    module = nn.Linear(4, 4, dtype=arguments.pop("dtype", None))
     arguments = {"calculate_per_token_loss": True, "deterministic": "world", **arguments}
     with pytest.raises(ConfigurationError) as caught:
         fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1), **arguments)
@@ -319,8 +321,52 @@ def test_what_cannot_hold_is_refused() -> None:
     assert "deterministic='rank' does not exist; give \"world\"" in refusal(deterministic="rank")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     assert "tensor parallelism" in refusal(device_mesh=mesh, dp_shard_dim="a", tp_dim="b")
+    narrow = MixedPrecisionPolicy(None, BF16, BF16)
+    told = refusal(dtype=BF16, mixed_precision_policy=narrow)
+    assert "SGD on main weights in bfloat16 cannot step on the CPU" in told
+    assert gather_objects(told) == [told] * 4
     model, _ = wrapped(Job())
     with pytest.raises(ConfigurationError, match="no_sync cannot be used"), model.no_sync():
         pass
     with pytest.raises(ConfigurationError, match="only norms 2 and infinity"):
         model.clip_grad_norm_(1.0, norm_type=1.0)
+
+
+STEPPED = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw, foreach": (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "adamw, fused": (torch.optim.AdamW, {"fused": True}),
+}
+CUTS = ((0, 5), (5, 38), (38, 101))
+
+
+def stepped(kind: Any, options: dict[str, Any], dtype: torch.dtype, cuts: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """Steps on pieces of one tensor: weights, first and second moments."""
+    draw = torch.Generator().manual_seed(3)
+    weights, *grads = (torch.randn(101, generator=draw).to(dtype) for _ in range(6))
+    pieces = [nn.Parameter(weights[start:stop].clone()) for start, stop in cuts]
+    optimizer = kind(pieces, lr=0.013, **options)
+    for grad in grads:
+        for piece, (start, stop) in zip(pieces, cuts, strict=True):
+            piece.grad = grad[start:stop].clone()
+        optimizer.step()
+    moments = [[value for value in optimizer.state[p].values() if value.dim()] for p in pieces]
+    kinds = zip(*([piece.detach(), *own] for piece, own in zip(pieces, moments, strict=True)), strict=True)
+    return torch.stack([torch.cat(each) for each in kinds])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", STEPPED)
+def test_what_rounds_by_place_is_what_is_refused(name: str, dtype: torch.dtype) -> None:
+    kind, options = STEPPED[name]
+    by_place = not torch.equal(stepped(kind, options, dtype, ((0, 101),)), stepped(kind, options, dtype, CUTS))
+    optimizer = kind([nn.Parameter(torch.zeros(3, dtype=dtype))], **options)
+    check_rounding(optimizer, is_deterministic=False)
+    if by_place or "fused" in options:
+        what = "with fused=True" if "fused" in options else "on main weights in bfloat16"
+        with pytest.raises(ConfigurationError, match=f"{kind.__name__} {what} cannot step on the CPU"):
+            check_rounding(optimizer, is_deterministic=True)
+    else:
+        check_rounding(optimizer, is_deterministic=True)

@@ -1,26 +1,31 @@
 """Random runs with `deterministic="world"`, each compared bit for bit with a plain loop in one process.
 
 Many cases run in one call of the workers: a case takes a few milliseconds, and starting one in a call of its own more.
+Ranks share out the plain loops. A run may be ended after its first step, and go on from its checkpoint with another
+number of ranks and another strategy.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.comm.agreement import gather_objects
 
 VOCABULARY, TOKENS, STEPS = 11, 4, 2
@@ -48,6 +53,7 @@ class World:
         max_norm: Clip to this; None: no clipping.
         policy: Dtypes.
         options: Further arguments of `fully_shard`.
+        begins: Where the first step is taken, and saved; None: where the others are.
     """
 
     seed: int
@@ -65,42 +71,37 @@ class World:
     max_norm: float | None
     policy: MixedPrecisionPolicy
     options: dict[str, Any] = field(default_factory=dict)
+    begins: World | None = None
 
     @property
     def num_ranks(self) -> int:
         """Processes needed."""
         return max(1, self.mesh[0]) * self.mesh[1]
 
+    @property
+    def microbatches(self) -> int:
+        """Of a step, over all ranks."""
+        return self.rounds * self.num_ranks
+
+    @property
+    def is_plain_alone(self) -> bool:
+        """Whether a loop without this package has the same dtypes."""
+        return self.policy.main_params_dtype in (None, torch.float32)
+
 
 def draw_world(seed: int, num_ranks: int) -> World:
     """Draw a run on a number of ranks; the same arguments are the same run."""
     rng = random.Random(seed)
-    outers = [0, 0, *(outer for outer in range(1, num_ranks + 1) if num_ranks % outer == 0)]
-    outer = rng.choice(outers)
-    strategy = rng.randrange(4)
-    options: dict[str, Any] = {}
-    if strategy == 3:
-        options = rng.choice(
-            [
-                {},
-                {"weight_allocator": "resize"},
-                {"max_gathered_units": 1},
-                {"fsdp_double_buffer": True},
-                {"max_gathered_units": 4, "forward_prefetch_units": 2, "backward_prefetch_units": 3},
-            ]
-        )
+    place = _draw_place(rng, num_ranks)
     family = rng.choice(FAMILIES)
-    return World(
+    case = World(
         seed=seed,
         family=family,
         width=rng.choice([4, 8]) if family == "llama" else rng.choice([3, 4, 5, 8]),
         layers=rng.choice([1, 2, 2, 3]),
-        mesh=(outer, num_ranks // max(1, outer)),
-        strategy=strategy,
-        outer_strategy=rng.randrange(2) if outer and strategy else 0,
         rounds=rng.choice([1, 2, 3]),
         samples=rng.choice([1, 2]),
-        recomputes=rng.random() < 0.4 and family != "llama",
+        recomputes=rng.random() < 0.4,
         syncs=rng.random() < 0.4,
         optimizer=rng.choice(["sgd", "adamw", "adamw"]),
         max_norm=rng.choice([None, 0.05]),
@@ -109,8 +110,35 @@ def draw_world(seed: int, num_ranks: int) -> World:
         )
         if family in ("plain", "tied")
         else MixedPrecisionPolicy(),
-        options=dict(options),
+        **place,
     )
+    if rng.random() < 0.3:
+        fewer = rng.choice([count for count in range(1, num_ranks + 1) if num_ranks % count == 0])
+        place = {**_draw_place(rng, fewer), "rounds": case.microbatches // fewer}
+        case = replace(case, begins=replace(case, syncs=rng.random() < 0.4, **place))
+    return case
+
+
+def _draw_place(rng: random.Random, num_ranks: int) -> dict[str, Any]:
+    """Draw mesh, strategies and options for a number of ranks."""
+    outer = rng.choice([0, 0, *(outer for outer in range(1, num_ranks + 1) if num_ranks % outer == 0)])
+    strategy = rng.randrange(4)
+    options = rng.choice(_OPTIONS) if strategy == 3 else {}
+    return {
+        "mesh": (outer, num_ranks // max(1, outer)),
+        "strategy": strategy,
+        "outer_strategy": rng.randrange(2) if outer and strategy else 0,
+        "options": dict(options),
+    }
+
+
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"weight_allocator": "resize"},
+    {"max_gathered_units": 1},
+    {"fsdp_double_buffer": True},
+    {"max_gathered_units": 4, "forward_prefetch_units": 2, "backward_prefetch_units": 3},
+)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -200,7 +228,10 @@ def build(case: World) -> tuple[nn.Module, list[type[nn.Module]]]:
         max_position_embeddings=TOKENS,
         use_cache=False,
     )
-    return LlamaForCausalLM(config), [LlamaDecoderLayer]
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers if case.recomputes else ():
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return model, [LlamaDecoderLayer]
 
 
 def loss_of(case: World, model: nn.Module, step: int, number: int) -> Tensor:
@@ -209,7 +240,7 @@ def loss_of(case: World, model: nn.Module, step: int, number: int) -> Tensor:
     tokens = torch.randint(VOCABULARY, (case.samples, TOKENS + 1), generator=generator)
     found = model(tokens[:, :-1])
     logits = found if isinstance(found, Tensor) else found.logits
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / (case.rounds * case.num_ranks)
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / case.microbatches
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -234,13 +265,12 @@ def make_optimizer(case: World, model: nn.Module) -> torch.optim.Optimizer:
 
 def alone(case: World) -> Trace:
     """Train in a plain loop, one microbatch after another."""
+    if not case.is_plain_alone:
+        return sharded(replace(case, mesh=(0, 1), rounds=case.microbatches, options={}, outer_strategy=0, begins=None))
     model, _ = build(case)
-    dtype = case.policy.main_params_dtype
-    if dtype is not None and dtype != torch.float32:
-        return sharded(case, None)
     optimizer, trace = make_optimizer(case, model), Trace()
     for step in range(STEPS):
-        for number in range(case.rounds * case.num_ranks):
+        for number in range(case.microbatches):
             loss = loss_of(case, model, step, number)
             loss.backward()
             trace.losses[step, number] = loss.item()
@@ -256,67 +286,100 @@ def alone(case: World) -> Trace:
     return trace
 
 
-def sharded(case: World, mesh: tuple[int, int] | None) -> Trace:
-    """Train this rank's microbatches; without a mesh on this rank alone, all of them."""
+def sharded(case: World) -> Trace:
+    """Train this rank's microbatches, on all ranks or on sets of fewer that each do the same."""
+    trace = Trace()
+    if case.begins is None:
+        model, optimizer = _wrapped(case)
+        _take_steps(case, model, optimizer, range(STEPS), trace)
+    else:
+        folder = tempfile.mkdtemp(prefix="worlds-") if dist.get_rank() == 0 else ""
+        folder = gather_objects(folder)[0]
+        try:
+            _take_steps(case.begins, *_wrapped(case.begins), range(1), trace, folder)
+            model, optimizer = _wrapped(replace(case, seed=case.seed + 1))
+            _load(model, optimizer, folder)
+        finally:
+            gather_objects(None)
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder)
+        _take_steps(case, model, optimizer, range(1, STEPS), trace)
+    trace.state = _state(model.module, optimizer)
+    return trace
+
+
+def _wrapped(case: World) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     model, units = build(case)
-    outer, inner = mesh if mesh is not None else (0, 1)
-    places, ranks, rank = _places(outer, inner) if mesh is not None else _alone(), case.num_ranks, dist.get_rank()
-    if mesh is None:
-        ranks, rank = 1, 0
-    sharded_model, optimizer = fully_shard(
+    found: tuple[MegatronFSDP, torch.optim.Optimizer] = fully_shard(
         model,
         make_optimizer(case, model),
         fsdp_unit_modules=units,
         zero_dp_strategy=case.strategy,
-        outer_dp_sharding_strategy=case.outer_strategy if outer else 0,
+        outer_dp_sharding_strategy=case.outer_strategy,
         mixed_precision_policy=case.policy,
         calculate_per_token_loss=True,
         sync_model_each_microbatch=case.syncs,
         deterministic="world",
-        **places,
+        **_places(*case.mesh)[0],
         **case.options,
     )
-    trace, last = Trace(), case.rounds * case.num_ranks - ranks
-    for step in range(STEPS):
-        for number in range(rank, case.rounds * case.num_ranks, ranks):
-            sharded_model.set_model_auto_sync(case.syncs or number >= last)
-            loss = loss_of(case, sharded_model, step, number)
+    return found
+
+
+def _take_steps(
+    case: World,
+    model: MegatronFSDP,
+    optimizer: torch.optim.Optimizer,
+    steps: Sequence[int],
+    trace: Trace,
+    folder: str = "",
+) -> None:
+    """Take some steps, write down what they gave, and save where a folder is given."""
+    ranks = case.num_ranks
+    for step in steps:
+        for number in range(dist.get_rank() % ranks, case.microbatches, ranks):
+            model.set_model_auto_sync(case.syncs or number >= case.microbatches - ranks)
+            loss = loss_of(case, model, step, number)
             loss.backward()
             trace.losses[step, number] = loss.item()
         if case.max_norm is not None:
-            trace.norms.append(sharded_model.clip_grad_norm_(case.max_norm).item())
+            trace.norms.append(model.clip_grad_norm_(case.max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
-    trace.state = _state(sharded_model.module, optimizer)
-    return trace
+    if folder:
+        state, group = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, _places(*case.mesh)[1]
+        if dist.get_rank() < ranks:
+            dcp.save(state, checkpoint_id=folder, process_group=group)
+        gather_objects(None)
+
+
+def _load(model: MegatronFSDP, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
 
 
 @cache
-def _mesh(outer: int, inner: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """Make a mesh once for all cases of a worker: its groups take longer than a case."""
+def _places(outer: int, inner: int) -> tuple[dict[str, Any], dist.ProcessGroup]:
+    """Make a mesh once for all cases of a worker, since its groups take longer than a case, and a group of its ranks.
+
+    Fewer ranks than there are form several meshes.
+    """
+    shape, names = ((outer, inner), ("outer", "inner")) if outer else ((inner,), ("inner",))
+    every = init_device_mesh(
+        "cpu", (dist.get_world_size() // math.prod(shape), *shape), mesh_dim_names=("sets", *names)
+    )
+    mesh = every[names]
     if not outer:
-        return init_device_mesh("cpu", (inner,), mesh_dim_names=("inner",)), None
-    mesh = init_device_mesh("cpu", (outer, inner), mesh_dim_names=("outer", "inner"))
-    return mesh, mesh._flatten("both").get_group()
-
-
-def _places(outer: int, inner: int) -> dict[str, Any]:
-    mesh, group = _mesh(outer, inner)
+        return {"device_mesh": mesh, "dp_shard_dim": "inner"}, mesh.get_group()
+    group = mesh._flatten("both").get_group()
     return {
         "device_mesh": mesh,
         "dp_shard_dim": "inner",
-        **({"dp_outer_dim": "outer", "hybrid_fsdp_group": group} if outer else {}),
-    }
-
-
-def _alone() -> dict[str, Any]:
-    """Return a mesh of one rank, out of one in which each rank is alone along a dimension."""
-    return {"device_mesh": _lonely(), "dp_shard_dim": "alone"}
-
-
-@cache
-def _lonely() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "alone"))["alone"]
+        "dp_outer_dim": "outer",
+        "hybrid_fsdp_group": group,
+    }, group
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Named:
@@ -334,21 +397,23 @@ def _full(tensor: Tensor) -> Tensor:
     return whole.detach().clone()
 
 
-def differing(case: World) -> list[str]:
-    """For a worker: say what differs from the plain loop, on every rank the same."""
-    wanted, found = alone(case), sharded(case, case.mesh)
-    told = [f"{name}" for name in wanted.state if not torch.equal(found.state[name], wanted.state[name])]
+def play_worlds(first_seed: int, cases: int) -> dict[int, str]:
+    """For a worker: run cases one after another; return what differed, by seed, on every rank the same."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    drawn = [draw_world(seed, ranks) for seed in range(first_seed, first_seed + cases)]
+    mine = {case.seed: alone(case) for case in drawn if case.is_plain_alone and case.seed % ranks == rank}
+    mine |= {case.seed: alone(case) for case in drawn if not case.is_plain_alone}  # wrapping makes groups: all together
+    wanted = {seed: trace for traces in gather_objects(mine) for seed, trace in traces.items()}
+    told = {case.seed: _differing(sharded(case), wanted[case.seed]) for case in drawn}
+    everyone = gather_objects(told)
+    found = [(case, sorted({text for of_rank in everyone for text in of_rank[case.seed]})) for case in drawn]
+    return {case.seed: f"{case}: {', '.join(texts[:5])}" for case, texts in found if texts}
+
+
+def _differing(found: Trace, wanted: Trace) -> list[str]:
+    """Say what differs from the plain loop."""
+    names = [name for name in wanted.state if name in found.state]
+    told = [name for name in names if not torch.equal(found.state[name], wanted.state[name])]
     told += ["names"] if wanted.state.keys() != found.state.keys() else []
     told += ["norms"] if found.norms != wanted.norms else []
-    told += [f"loss {place}" for place, loss in found.losses.items() if loss != wanted.losses[place]]
-    return sorted({text for texts in gather_objects(told) for text in texts})
-
-
-def play_worlds(first_seed: int, cases: int) -> dict[int, str]:
-    """For a worker: run cases one after another; return what differed, by seed."""
-    failed: dict[int, str] = {}
-    for seed in range(first_seed, first_seed + cases):
-        case = draw_world(seed, dist.get_world_size())
-        if told := differing(case):
-            failed[seed] = f"{case}: {', '.join(told[:5])}"
-    return failed
+    return told + [f"loss {place}" for place, loss in found.losses.items() if loss != wanted.losses[place]]

@@ -107,7 +107,9 @@ def test_what_cannot_be_replayed_is_told(run_ranks: RunRanks, tmp_path: Path) ->
     assert "saves has no checkpoint before step 3 (its checkpoints are of steps 3, 6, 8)" in refusal(3)
     assert "has no checkpoint before step 5 (it holds none)" in refusal(5, checkpoints=tmp_path)
     write_text(tmp_path / "text").write_text("another text\n" * 500)
-    assert "had other data or options: --data-path was text with checksum" in refusal(5)
+    other = "its run had other data or options: --data-path was text with checksum"
+    assert f"cannot be replayed from {tmp_path / 'saves' / 'iter_0000003'}: {other}" in refusal(5)
+    assert f"cannot be replayed from its start: {other}" in refusal(2, from_start=True)
     (tmp_path / "text").unlink()
     assert "does not exist" in refusal(5)
     assert replay(out, 5, data_path=write_text(tmp_path / "moved")).difference is None

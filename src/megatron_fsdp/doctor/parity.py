@@ -130,7 +130,7 @@ def check_on_ranks(task: Task, device_name: str | None) -> ParityReport:
 
     Rank 0 also runs the one process, while the others wait.
     """
-    device = _device(device_name)
+    device = device_of(device_name)
     kind = "cuda" if device.type == "cpu" else device.type  # torch requires one even on the CPU
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=kind):
         return _check_here(task, device)
@@ -205,7 +205,7 @@ def _shardings(task: Task, device: torch.device) -> list[tuple[str, ShardFn]]:
     ]
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
     """Return the device on which this rank computes."""
     if name is None:
         found = torch.accelerator.current_accelerator(check_available=True)

@@ -63,6 +63,11 @@ class ShardedModel(Protocol):
         ...
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether bits may not depend on the number of ranks."""
+        ...
+
+    @property
     def state_dict_was_filled(self) -> bool:
         """Whether weights were just loaded into a state dict of the model."""
         ...
@@ -102,6 +107,7 @@ class _StepHooks:
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        check_rounding(optimizer, _alive(self._model).is_deterministic)  # again: options may have been loaded
         kwargs = dict(kwargs)
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
@@ -218,6 +224,7 @@ def _check_new_groups(optimizer: torch.optim.Optimizer, model: weakref.ref[Shard
         try:
             check_parameters(alive, _alive(model).sharded_names())
             check_kind(alive)
+            check_rounding(alive, _alive(model).is_deterministic)
         except ConfigurationError:
             alive.param_groups.pop()
             raise
@@ -392,6 +399,11 @@ class SeveralModels:
         return any(model.keeps_gradients for model in self._models)
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether bits of any model may not depend on the number of ranks."""
+        return any(model.is_deterministic for model in self._models)
+
+    @property
     def state_dict_was_filled(self) -> bool:
         """Whether weights were just loaded into a state dict of any model."""
         return any(model.state_dict_was_filled for model in self._models)
@@ -506,6 +518,33 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
             "optimizer (SGD, AdamW, ...), torch.optim.Muon itself for matrices, or shard nothing "
             "(zero_dp_strategy=0, use_distributed_optimizer=False)"
         )
+
+
+def check_rounding(optimizer: torch.optim.Optimizer, is_deterministic: bool) -> None:
+    """Refuse an optimizer of a deterministic model that rounds an element by its place in a shard.
+
+    On the CPU torch computes what fills no vector register, at the end of a tensor, one by one. Operations that round
+    only once in a register round twice there: those of fused steps in any dtype (the second moment of AdamW in
+    float32), and sums with a factor in narrow dtypes. AdamW has none of those; as for others, see the tests.
+
+    Raises:
+        ConfigurationError: The model is deterministic, parameters are on the CPU, and the optimizer is fused, or they
+            are narrower than float32.
+    """
+    for each in members_of(optimizer) if is_deterministic else ():
+        here = [param for param in _params_of(each) if param.device.type == "cpu" and param.is_floating_point()]
+        narrow = [] if type(each) is torch.optim.AdamW else [p for p in here if p.itemsize < torch.float32.itemsize]
+        is_fused = bool(here) and any(group.get("fused") for group in each.param_groups)
+        if not steps_owned(each) and (is_fused or narrow):
+            what = (
+                "with fused=True" if is_fused else f"on main weights in {str(narrow[0].dtype).removeprefix('torch.')}"
+            )
+            instead = "leave fused out" if is_fused else "keep them in float32 (main_params_dtype), or take AdamW"
+            raise ConfigurationError(
+                f'{type(each).__name__} {what} cannot step on the CPU with deterministic="world": torch rounds an '
+                "element there by its place in a tensor, and its place in a shard depends on the number of ranks; "
+                f"{instead}"
+            )
 
 
 def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) -> None:

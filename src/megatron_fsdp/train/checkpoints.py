@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -164,11 +164,14 @@ class TrainingState:
 
     def changes(self) -> list[str]:
         """Describe what has changed since the checkpoint was saved."""
-        return [
-            f"{name} was {self.saved_facts[name]} and is {value}"
-            for name, value in self.facts.items()
-            if name in self.saved_facts and self.saved_facts[name] != value
-        ]
+        return changes_of(self.saved_facts, self.facts)
+
+
+def changes_of(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Describe what differs of facts (`facts_of`), as far as both are known."""
+    return [
+        f"{name} was {saved[name]} and is {value}" for name, value in now.items() if saved.get(name, value) != value
+    ]
 
 
 def facts_of(job: Job, data: TokenData) -> dict[str, str]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.checkpoint.store import RunFolder
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints
+from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, changes_of, facts_of
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import prepare_data, tokens_folder
 from megatron_fsdp.train.engines.trained import build
@@ -86,7 +86,7 @@ def replay(
 
     Raises:
         ConfigurationError: The folder holds no such run or step, the run is not deterministic, or there is nothing to
-            begin with; or data or options are not those of the checkpoint.
+            begin with; or data or options are not those of the run.
     """
     applied, records = _read(folder, step)
     begin = None if from_start else _checkpoint_before(step, checkpoints or applied["options"].get("save"), folder)
@@ -99,9 +99,10 @@ def replay(
         trained = build(job, data.vocab_size, rank)
         keeper = RunCheckpoints(job, trained, data, Origin(begin), say)
         done = keeper.start()
-        if changes := keeper.changes():
+        if changes := keeper.changes() or changes_of(applied.get("facts", {}), facts_of(job, data)):
             raise ConfigurationError(
-                f"{folder} cannot be replayed from {begin}, whose run had other data or options: {'; '.join(changes)}; "
+                f"{folder} cannot be replayed from {begin or 'its start'}: its run had other data or options: "
+                f"{'; '.join(changes)}; "
                 "bring the files back, or name their place with --data-path or --checkpoints"
             )
         feed = make_feed(data, job, 0, pins=device.type != "cpu")

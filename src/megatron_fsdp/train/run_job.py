@@ -23,7 +23,7 @@ from megatron_fsdp.config.hang_log import FOLDER_VARIABLE
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.audit import Audit
-from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, find_origin, with_saved_batch
+from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, facts_of, find_origin, with_saved_batch
 from megatron_fsdp.train.console import (
     ConsoleWatcher,
     library_messages,
@@ -156,7 +156,7 @@ def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:
     """Make the recorder of a run; on the first rank it writes, also what was applied."""
     if not run.rank.is_first:
         return Recorder(display)
-    found = applied(run.job)
+    found = {**applied(run.job), "facts": facts_of(run.job, run.data)}
     attempt("what was applied", lambda: (folder / APPLIED_FILE).write_text(to_json(found, 2) + "\n"), display.say)
     return Recorder(display, folder, find_writers(run.job, folder, found["options"]))
 

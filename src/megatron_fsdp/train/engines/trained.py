@@ -284,7 +284,9 @@ def seed_dropout(batch: Batch, part: int = 0) -> None:
 
 def trained_by_microbatches(job: Job, place: Place, model: nn.Module) -> Trained:
     """Build the optimizer of a sharded model with its weights, and connect both."""
-    optimizer = build_optimizer(model, job.options.optimizer)
+    # Fused steps on the CPU round by an element's place in a shard.
+    fused = place.device.type != "cpu" or job.options.training.deterministic is None
+    optimizer = build_optimizer(model, job.options.optimizer, fused=fused)
     if isinstance(model, DistributedDataParallel):
         return Trained(job, place, model, DistributedOptimizer(optimizer, model))
     from megatron_fsdp.automodel.gradients import connect_optimizer
@@ -293,11 +295,12 @@ def trained_by_microbatches(job: Job, place: Place, model: nn.Module) -> Trained
 
 
 def build_optimizer(
-    model: nn.Module, options: OptimizerOptions, *, undecayed: Collection[str] = ()
+    model: nn.Module, options: OptimizerOptions, *, undecayed: Collection[str] = (), fused: bool = True
 ) -> torch.optim.Optimizer:
     """Build an optimizer, with groups with weight decay (matrices) and without (norms, biases, embeddings).
 
-    `undecayed` are further names without weight decay, such as a head that is a copy of the embeddings.
+    `undecayed` are further names without weight decay, such as a head that is a copy of the embeddings; `fused` says
+    whether AdamW is stepped in one kernel.
     """
     parameters = dict(model.named_parameters())
     decayed, others = ([parameters[name] for name in names] for names in split_for_decay(model, undecayed))
@@ -313,7 +316,7 @@ def build_optimizer(
     betas = (options.adam_beta1, options.adam_beta2)
     if options.optimizer == "adamw8bit":
         return AdamW8bit(groups, lr=rate, betas=betas, eps=options.adam_eps)
-    adamw = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=options.adam_eps, fused=True)
+    adamw = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=options.adam_eps, fused=fused)
     if options.optimizer == "adam":
         return adamw
     muon = torch.optim.Muon(matrices, lr=rate, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw")
@@ -334,6 +337,8 @@ def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[st
 
 def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
     """Build the model of a run, sharded, with its optimizer."""
+    if job.options.training.deterministic is not None and rank.device.type == "cpu":
+        torch.set_num_threads(1)  # matrix products and sums are cut by threads, and ranks share the cores out
     is_ours = not uses_transformers(job.options.model)
     if is_ours and job.engine != "torch_fsdp2":
         return shard_decoder(job, rank, vocab_size)
