@@ -189,6 +189,7 @@ def test_other_axes_are_planned_by_formulas(capsys: pytest.CaptureFixture[str]) 
 
 def test_where_nothing_fits_the_advice_is_how_many_ranks_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     machine = ["--machine-set", "memory_bytes=1.1e6", "--machine-set", "reserved_bytes=0"]
+    machine += ["--machine-set", "host_memory_bytes=1"]
     args = ["plan", small_config(tmp_path), "--sequence-length", "16", *machine]
     assert main([*args, "--ranks", "2"]) == 1
     assert "use more ranks (about 8 with every rank holding a share)" in capsys.readouterr().out

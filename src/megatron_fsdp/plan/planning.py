@@ -460,6 +460,9 @@ def recommend(
 ) -> Recommendation:
     """Plan every strategy on every useful division of the data-parallel ranks, with and without recomputation.
 
+    Where nothing fits, state that rests on the host is planned, too: the optimizer's, all but the weights that compute
+    uses, then these as well.
+
     Args:
         workload: What one rank computes.
         setup: What is given: tensor, context, pipeline and expert ranks, dtypes, optimizer and the number of
@@ -497,10 +500,12 @@ def _plans_with_homes(workload: Workload, plans: Sequence[Plan], machine: Machin
     found: list[Plan] = []
     for recompute in dict.fromkeys(plan.setup.recompute for plan in plans):
         own = [plan for plan in plans if plan.setup.recompute == recompute and not plan.setup.homes.are_away]
-        least = min(own, key=lambda plan: plan.memory.peak_bytes)
-        for given in ({"optimizer_state": "host"}, {"main_weights": "host"}, "host"):
-            setup = least.setup.but(homes=resolve_homes(given, least.setup.strategy))
-            found.append(plan_workload(workload, setup, machine, least.profile))
+        sharded = [plan for plan in own if plan.setup.strategy is ShardingStrategy.optim_grads_params]
+        for given, among in (({"optimizer_state": "host"}, own), ({"main_weights": "host"}, own), ("host", sharded)):
+            if among:
+                least = min(among, key=lambda plan: plan.memory.peak_bytes)
+                setup = least.setup.but(homes=resolve_homes(given, least.setup.strategy))
+                found.append(plan_workload(workload, setup, machine, least.profile))
     return found
 
 

@@ -109,13 +109,14 @@ def tried_table(tried: Recommendation) -> Table:
                 setup.outer.name if setup.outer is not None else "",
                 f"{ranks.dp_outer} x {ranks.inner}" if ranks.dp_outer > 1 else str(ranks.inner),
                 setup.recompute,
+                in_bytes(plan.memory.away_bytes) if plan.memory.away_bytes else "",
                 in_bytes(plan.memory.peak_bytes),
                 "yes" if plan.fits else "no",
                 f"{plan.step_s:.3f} s",
                 f"{100 * plan.exposed_fraction:.1f} %",
             )
         )
-    return ("", "strategy", "outer", "ranks", "recompute", "peak", "fits", "step", "exposed"), rows
+    return ("", "strategy", "outer", "ranks", "recompute", "host", "peak", "fits", "step", "exposed"), rows
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
@@ -132,6 +133,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("ranks", f"{ranks.world:,}: {sizes}{experts}"),
         ("strategy", f"{setup.strategy.name}{outer}; recompute {setup.recompute}; {setup.optimizer.name}"),
         ("batch", f"{work.tokens:,} tokens per rank and microbatch, {batches} per step"),
+        *([("homes", str(setup.homes))] if setup.homes.are_away else []),
         ("padding", f"{100 * plan.model.padding_fraction:.4f} % of what is sharded"),
         *(("note", note) for note in plan.notes),
     ]

@@ -1,0 +1,90 @@
+"""Plans of runs whose state rests elsewhere: the bytes of a live rank, the seconds by hand, and the choice."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.config.homes import Homes, resolve_homes
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.plan import recommend
+from megatron_fsdp.plan.machine import find_machine
+from megatron_fsdp.plan.planning import WorkloadOptions, make_workload, plan_workload
+from megatron_fsdp.plan.setup import ParallelRanks, Setup, make_setup
+from megatron_fsdp.plan.sharded import away_bytes, held_bytes, home_step_s, optimizer_bytes, plan_model
+from tests.support.on_ranks import on_ranks
+from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+
+GIVEN: dict[str, Any] = {
+    "all": "host",
+    "state": {"optimizer_state": "host"},
+    "half": {"main_weights": {"home": "host", "fraction": 0.5}},
+    "shards": {"compute_weights": "host"},
+}
+BF16 = MixedPrecisionPolicy(torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("given", list(GIVEN))
+@on_ranks(1)
+def test_a_plan_has_the_bytes_of_a_live_rank(given: str) -> None:
+    model = Tower((32, 32, 64)).bfloat16()
+    homes = resolve_homes(GIVEN[given], ShardingStrategy.optim_grads_params)
+    planned = plan_model(model, make_setup(1, policy=BF16, homes=homes), [Floor])
+    live, optimizer = fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        fsdp_unit_modules=[Floor],
+        mixed_precision_policy=BF16,
+        homes=GIVEN[given],
+    )
+    tower_loss(live, torch.randn(2, FEATURES, dtype=torch.bfloat16)).backward()
+    optimizer.step()
+    memory = live.memory()
+    assert held_bytes(planned.groups) == (
+        memory.compute_weight_bytes,
+        memory.main_weight_bytes,
+        memory.main_grad_bytes,
+    )
+    assert away_bytes(planned) == sum(memory.away.values())
+    assert optimizer_bytes(planned) == live.describe().memory.optimizer_bytes
+    home = resolve_homes(None, ShardingStrategy.optim_grads_params)
+    resident = plan_model(Tower((32, 32, 64)).bfloat16(), make_setup(1, policy=BF16, homes=home), [Floor])
+    assert away_bytes(resident) == 0
+
+
+def test_the_seconds_of_a_step_by_hand() -> None:
+    machine = find_machine("h100")
+    numel = sum(param.numel() for param in Tower().parameters())
+    sharded = ShardingStrategy.optim_grads_params
+
+    def seconds(given: Any) -> float:
+        setup = make_setup(1, policy=BF16, optimizer="adamw", homes=resolve_homes(given, sharded))
+        return home_step_s(plan_model(Tower().bfloat16(), setup, [Floor]), machine)
+
+    assert seconds(None) == 0.0
+    # seven passes over fp32 by the host, and fp32 weights back
+    there = 7 * 4 * numel / machine.host_bytes_per_s + 4 * numel / machine.host_link_bytes_per_s
+    assert seconds("host") == pytest.approx(there)
+    counters = 4 * len(list(Tower().parameters()))
+    assert seconds({"optimizer_state": "host"}) == pytest.approx(
+        2 * (8 * numel + counters) / machine.host_link_bytes_per_s
+    )
+
+
+def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None:
+    workload = make_workload("llama-3.2-1b", ParallelRanks(1), WorkloadOptions())
+    setup, machine = Setup(ParallelRanks(1)), find_machine("h100")
+    resident = plan_workload(workload, setup, machine)
+    assert resident.fits
+    chosen = recommend(workload, setup, machine).best
+    assert chosen is not None
+    assert chosen.setup.homes == Homes()
+    small = replace(machine, memory_bytes=resident.memory.peak_bytes - 8 * 2**30, reserved_bytes=0)
+    found = recommend(workload, setup, small, ("none",)).best
+    assert found is not None
+    assert found.setup.homes.optimizer_state.is_away
+    assert found.memory.peak_bytes + found.memory.away_bytes >= resident.memory.peak_bytes
+    assert found.hides_homes_from_tokens is not None
+    assert recommend(workload, setup, replace(small, host_memory_bytes=1), ("none",)).best is None
