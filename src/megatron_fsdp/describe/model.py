@@ -218,7 +218,8 @@ def memory_description(engine: Engine) -> MemoryDescription:
 def _state_bytes(engine: Engine, *, is_away: bool) -> int:
     """Add up the optimizer state of connected optimizers that rests on the device, or elsewhere."""
     found = 0
-    for param, state in (item for each in engine.connected for item in each.state.items()):
+    states = {param: state for each in engine.connected for param, state in each.state.items()}  # chains share theirs
+    for param, state in states.items():
         group, _ = engine.group_and_index.get(id(param), (None, 0))
         if group is not None and group.plan.homes.optimizer_state.is_away is is_away:
             found += sum(local_part(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
