@@ -186,7 +186,7 @@ class _Turns(list[dict[str, Any]]):
         self._taking_room: set[StateMemory] = set()
         for shown, group in zip(super().__iter__(), self._groups, strict=True):
             places = zip(shown["params"], map(memory_of, group["params"]), strict=True)
-            for memory, members in itertools.groupby(places, key=lambda place: place[1][0]):
+            for (memory, _), members in itertools.groupby(places, key=lambda place: (place[1][0], place[0].device)):
                 turn = [(local, index) for local, (_, index) in members]
                 devices.update(local.device for local, _ in turn)
                 if memory is not None:
