@@ -121,10 +121,17 @@ def peak_bytes(trained: Trained) -> int:
     """
     if trained.device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(trained.device))
-    held = optimizer_bytes(trained.optimizer)
     if trained.inside is None:  # gradients are as large as weights while there are any
-        return held + sum(2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad)
-    memory = trained.inside.memory()
+        return optimizer_bytes(trained.optimizer) + sum(
+            2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad
+        )
+    return _bytes_on_device(trained.inside, trained.optimizer)
+
+
+def _bytes_on_device(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> int:
+    """Count what the engine holds at its peak, and the optimizer, but for what rests elsewhere."""
+    memory = model.memory()
+    held = optimizer_bytes(optimizer) - memory.away.get("optimizer_state", 0)
     return memory.persistent_bytes + memory.transient_peak_bytes + held
 
 
@@ -210,8 +217,7 @@ def compare(trained: Trained, step: Traffic | None, job: Job) -> tuple[Row, ...]
         for unit in planned.units
     ]
     replayed = replay_step(planned, idle_profile(names), MACHINES["h100"])
-    memory = model.memory()
-    used = memory.persistent_bytes + memory.transient_peak_bytes + optimizer_bytes(trained.optimizer)
+    used = _bytes_on_device(model, trained.optimizer)
     told = sum(held_bytes(planned.groups)) + plan_optimizer_bytes(planned) + replayed.borrowed_bytes
     sent = sum(each.sent_bytes for each in replayed.transfers)
     return (
