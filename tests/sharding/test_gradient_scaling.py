@@ -120,6 +120,6 @@ def test_a_factor_is_applied_in_the_wider_dtype(
     gradients.begin(None if deferred else bucket)
     gradients.add(0, grad)
     param = torch.nn.Parameter(torch.zeros(100))
-    gradients.reduce(HostLane(), bucket, None, [param])[0].wait()
+    gradients.reduce(HostLane(), bucket, None, [param], HostLane())[0].wait()
     widest = bucket if grad_comm is FP32 else gradients.main.local
     assert torch.equal(widest[:100], grad.float() * THIRD)
