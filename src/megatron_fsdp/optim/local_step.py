@@ -113,7 +113,7 @@ class _LocalTensors:
         for group in groups:
             found = None if group.get("differentiable") else self._localise(group["params"])
             if found is None:
-                if self._has_homes:
+                if self._has_homes and _pages(self._optimizer):
                     raise _cannot_page(self._optimizer)
                 self.state = self._optimizer.state
                 return groups
@@ -249,10 +249,13 @@ def check_homes(optimizer: Optimizer) -> None:
     Raises:
         ConfigurationError: It is not one of torch's elementwise ones, whose step runs on local tensors.
     """
-    if not steps_locally(optimizer) and any(
-        memory_of(param)[0] is not None for group in optimizer.param_groups for param in group["params"]
-    ):
+    if not steps_locally(optimizer) and _pages(optimizer):
         raise _cannot_page(optimizer)
+
+
+def _pages(optimizer: Optimizer) -> bool:
+    """Return whether the state of any parameter rests elsewhere than the optimizer would make it."""
+    return any(memory_of(param)[0] is not None for group in optimizer.param_groups for param in group["params"])
 
 
 def _cannot_page(optimizer: Optimizer) -> ConfigurationError:
