@@ -51,6 +51,11 @@ def steps_locally(optimizer: Optimizer) -> bool:
     return type(optimizer) in _SHARDED_STATE
 
 
+def sharded_state(optimizer: Optimizer) -> frozenset[str]:
+    """Return the keys of the state that is sharded as its parameter; none where the kind of optimizer is not known."""
+    return _SHARDED_STATE.get(type(optimizer), frozenset())
+
+
 class LocalStep:
     """The view of one optimizer; between steps it holds neither gradients nor state.
 
@@ -261,8 +266,8 @@ def _pages(optimizer: Optimizer) -> bool:
 def _cannot_page(optimizer: Optimizer) -> ConfigurationError:
     return ConfigurationError(
         f"the state of {type(optimizer).__name__} cannot rest elsewhere than its parameters, since its step does not "
-        "go element by element through local tensors of one dtype; give main_weights and optimizer_state the home "
-        '"host" in homes, or leave optimizer_state out'
+        'go element by element through local tensors of one dtype; give optimizer_state the home "host" in homes where '
+        "main_weights rest elsewhere than on the device, and leave it out where they do not"
     )
 
 
