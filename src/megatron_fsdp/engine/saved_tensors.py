@@ -144,7 +144,7 @@ class SavedTensors:
         """Note what autograd saves from here on: the forward of a unit begins."""
         made = UnitTensors(unit)
         self._running.append(made)
-        found = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        found: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if found is None or found[1] is _unpack:  # else, as in a checkpoint around a unit in a unit, they are not ours
             made.hooks = saved_tensors_hooks(self._pack_for(made), _unpack)
             made.hooks.__enter__()
