@@ -97,20 +97,23 @@ def test_steps_equal_those_of_the_resident_run_bit_for_bit(run_ranks: RunRanks, 
 def test_other_kinds_of_runs_do_too(run_ranks: RunRanks, kind: str, tmp_path: Path) -> None:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     setting: dict[str, Any] = {}
-    num_ranks, homes = 2, list(EVERYWHERE)
+    num_ranks, homes = 2, dict(EVERYWHERE)
     if kind in ("half precision", "formats"):
         setting["policy"] = BF16 if kind == "half precision" else MixedPrecisionPolicy(weight_format="fp8")
     elif kind == "sgd":
         optimizer = sgd_with_momentum
     elif kind == "whole tensors":
-        optimizer, homes = adafactor, ["host", "file", "half"]
+        optimizer = adafactor
+        homes = {name: EVERYWHERE[name] for name in ("host", "half")}
+        homes["weights in a file"] = {"main_weights": "file:FOLDER", "optimizer_state": "host"}
     else:
         num_ranks = 4
         setting["arrangement"] = hybrid(2, 2)
         setting["outer_strategy"] = int(kind == "shared outside")
-        homes = homes if kind == "hybrid" else homes[2:]  # shards on the host are refused there
+        if kind == "shared outside":  # shards on the host are refused there
+            del homes["host"], homes["file"]
     scenario = Scenario(train_in_every_way, DENSE, optimizer)
-    settings = [{"homes": folders(where, str(tmp_path))} for where in (None, *(EVERYWHERE[name] for name in homes))]
+    settings = [{"homes": folders(where, str(tmp_path))} for where in (None, *homes.values())]
     jobs = [(scenario, Setting(3, options=tuple(options.items()), **setting)) for options in settings]
     first, *others = zip(*run_ranks(num_ranks, run_sharded, jobs), strict=True)
     for name, other in zip(homes, others, strict=True):
@@ -124,6 +127,50 @@ def sgd_with_momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+@on_ranks(2)
+def test_state_of_scalars_that_the_optimizer_makes_before_sharding_moves_too() -> None:
+    """As of Adagrad, whose sums begin in its constructor; the sum of a scalar is shaped as a counter of steps."""
+
+    class Scaled(Floor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    def train(homes: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Scaled(), Scaled())
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1)
+        model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Floor], homes=homes)
+        for step in range(3):
+            x = torch.randn(2, FEATURES, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+            tower_loss(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value for _, each in sorted(model.full_parameters().items()) for value in each.flatten().tolist()]
+
+    resident = train(None)
+    for homes in ({"optimizer_state": "host"}, {"optimizer_state": "file:/tmp"}, "host", {"compute_weights": "host"}):
+        assert train(homes) == resident, homes
+
+
+@on_ranks(1)
+def test_steps_on_dtensors_are_refused_only_where_state_rests_elsewhere_than_weights() -> None:
+    def step(homes: Any) -> None:
+        model = Tower((32, 32))
+        model, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), 0.1), homes=homes, zero_dp_strategy=3)
+        optimizer.param_groups[0]["params"].append(optimizer.param_groups[0]["params"][0])  # is stepped twice
+        tower_loss(model, torch.randn(2, FEATURES)).backward()
+        optimizer.step()
+
+    step("host")
+    step({"compute_weights": "host", "activations": "host"})
+    with pytest.raises(ConfigurationError, match='give optimizer_state the home "host" in homes where main_weights'):
+        step({"optimizer_state": "host"})
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

@@ -60,17 +60,17 @@ class _Saved:
     """One tensor that autograd has saved."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor.detach()  # shares memory and version counter, not the graph
+        self.tensor = tensor.detach()  # shares memory and version counter, not the graph
         self._version = tensor._version
-        self._lies = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
         self._content: _Content | None = None
-        self._was_modified = False
 
     def leave(self, content: _Content) -> None:
-        """Refer to the bytes of the storage, which were just copied, in place of the tensor."""
-        assert self.tensor is not None
-        self._was_modified = self.tensor._version != self._version
-        self._content, self.tensor = content, None
+        """Refer to the bytes of the storage, which were just copied, in place of the tensor's memory."""
+        tensor = self.tensor
+        self._lies = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
+        self._content = content
+        tensor.data = tensor.new_empty(0)  # the version counter stays the one that is shared with the graph's tensor
 
     def fetch(self) -> None:
         """Start to bring the bytes back, where they are away."""
@@ -83,18 +83,20 @@ class _Saved:
         Raises:
             RuntimeError: It was modified in place after it was saved, as autograd itself says of resident tensors.
         """
-        if self._was_modified or (self.tensor is not None and self.tensor._version != self._version):
+        if self.tensor._version != self._version:
+            dtype, _, shape, _ = self._lies if self._content else (self.tensor.dtype, 0, self.tensor.shape, ())
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"saved tensor of {self._lies[0]} {tuple(self._lies[2])} was changed after autograd had saved it"
+                f"saved tensor of {dtype} {tuple(shape)} was changed after autograd had saved it"
             )
-        if self.tensor is not None:
+        if self._content is None:
             return self.tensor
-        assert self._content is not None
         found = self._content.fetch()
         self._content.ticket.wait()
         dtype, *lies = self._lies
-        return found.new_empty(0, dtype=dtype).set_(found.untyped_storage(), *lies)
+        restored = found.new_empty(0, dtype=dtype).set_(found.untyped_storage(), *lies)
+        restored = restored.conj() if self._is_conj else restored
+        return torch._neg_view(restored) if self._is_neg else restored
 
 
 class UnitTensors:
@@ -142,7 +144,8 @@ class SavedTensors:
         """Note what autograd saves from here on: the forward of a unit begins."""
         made = UnitTensors(unit)
         self._running.append(made)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None or len(self._running) > 1:
+        found: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if found is None or found[1] is _unpack:  # else, as in a checkpoint around a unit in a unit, they are not ours
             made.hooks = saved_tensors_hooks(self._pack_for(made), _unpack)
             made.hooks.__enter__()
 
@@ -199,7 +202,6 @@ class SavedTensors:
         held = self.held_bytes
         for each in saved:
             tensor = each.tensor
-            assert tensor is not None
             number = self._storage_that_leaves(tensor)
             if number is None:
                 continue

@@ -51,6 +51,11 @@ def steps_locally(optimizer: Optimizer) -> bool:
     return type(optimizer) in _SHARDED_STATE
 
 
+def sharded_state(optimizer: Optimizer) -> frozenset[str]:
+    """Return the keys of the state that is sharded as its parameter; none where the kind of optimizer is not known."""
+    return _SHARDED_STATE.get(type(optimizer), frozenset())
+
+
 class LocalStep:
     """The view of one optimizer; between steps it holds neither gradients nor state.
 
@@ -113,7 +118,7 @@ class _LocalTensors:
         for group in groups:
             found = None if group.get("differentiable") else self._localise(group["params"])
             if found is None:
-                if self._has_homes:
+                if self._has_homes and _pages(self._optimizer):
                     raise _cannot_page(self._optimizer)
                 self.state = self._optimizer.state
                 return groups
@@ -249,17 +254,20 @@ def check_homes(optimizer: Optimizer) -> None:
     Raises:
         ConfigurationError: It is not one of torch's elementwise ones, whose step runs on local tensors.
     """
-    if not steps_locally(optimizer) and any(
-        memory_of(param)[0] is not None for group in optimizer.param_groups for param in group["params"]
-    ):
+    if not steps_locally(optimizer) and _pages(optimizer):
         raise _cannot_page(optimizer)
+
+
+def _pages(optimizer: Optimizer) -> bool:
+    """Return whether the state of any parameter rests elsewhere than the optimizer would make it."""
+    return any(memory_of(param)[0] is not None for group in optimizer.param_groups for param in group["params"])
 
 
 def _cannot_page(optimizer: Optimizer) -> ConfigurationError:
     return ConfigurationError(
         f"the state of {type(optimizer).__name__} cannot rest elsewhere than its parameters, since its step does not "
-        "go element by element through local tensors of one dtype; give main_weights and optimizer_state the home "
-        '"host" in homes, or leave optimizer_state out'
+        'go element by element through local tensors of one dtype; give optimizer_state the home "host" in homes where '
+        "main_weights rest elsewhere than on the device, and leave it out where they do not"
     )
 
 

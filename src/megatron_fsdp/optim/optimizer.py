@@ -20,7 +20,7 @@ from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.blank_state import StateDict, is_known_without_a_step, with_blank_state, without_blank_momentum
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
 from megatron_fsdp.optim.chained_step import ChainedStep, Step
-from megatron_fsdp.optim.local_step import LocalStep, LocalView, rehome
+from megatron_fsdp.optim.local_step import LocalStep, LocalView, rehome, sharded_state
 from megatron_fsdp.optim.muon import MuonStandIn, MuonStep, check_muon
 from megatron_fsdp.optim.owned_step import OwnedStep, inherits_declaration, steps_owned
 from megatron_fsdp.optim.replicated_step import ReplicatedStep, check_replicated, steps_replicated
@@ -611,13 +611,14 @@ def move_to_sharded(
         return
     state = dict(optimizer.state)
     optimizer.state.clear()
+    sharded = sharded_state(optimizer)  # of a scalar, its own state is else like any counter
     for group in optimizer.param_groups:
         originals = list(group["params"])
         group["params"][:] = [replacements[id(param)] for param in originals]
         for original, param in zip(originals, group["params"], strict=True):
             if original in state:
                 optimizer.state[param] = {
-                    key: shard_state(param, value) if _is_like(value, original) else value
+                    key: shard_state(param, value) if key in sharded or _is_like(value, original) else value
                     for key, value in state[original].items()
                 }
 
