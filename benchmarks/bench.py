@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
         _ablation("many-small", each),
         Run("checkpoints", "checkpoints.py", ("--model", "large", "--rounds", str(each))),
         _accumulating("many-small", few),
+        *(_offloaded(model, few) for model in ("many-small", "large")),
         *(_compared(model, 4, few, "ours-3", "fsdp2", "ddp") for model in ("many-small", "large")),
         _ablation("large", few),
     )
@@ -74,6 +75,11 @@ def _ablation(model: str, rounds: int) -> Run:
 def _accumulating(model: str, rounds: int) -> Run:
     run = _compared(model, 2, rounds, "ours-3", "ours-3-deferred", "fsdp2", "fsdp2-deferred")
     return Run(f"{run.name}-accumulation", run.script, (*run.arguments, "--grad-accumulation", "4"), run.limit_s)
+
+
+def _offloaded(model: str, rounds: int) -> Run:
+    run = _compared(model, 2, rounds, "ours-3", "ours-3-host", "fsdp2", "fsdp2-host")
+    return replace(run, name=f"{run.name}-host")
 
 
 def _phases(rounds: int) -> Iterator[Run]:

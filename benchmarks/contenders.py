@@ -35,7 +35,9 @@ FLOOR = "floor"
 """Does not communicate, so its losses are its own."""
 FSDP2, FSDP2_DEFERRED = "fsdp2", "fsdp2-deferred"
 DDP, DDP_ZERO = "ddp", "ddp-zero"
-PEERS = (FSDP2, FSDP2_DEFERRED, DDP, DDP_ZERO)
+FSDP2_HOST = "fsdp2-host"
+"""With all state but activations in host memory, as `ours-3-host`."""
+PEERS = (FSDP2, FSDP2_DEFERRED, FSDP2_HOST, DDP, DDP_ZERO)
 OURS = tuple(f"ours-{strategy}" for strategy in range(4))
 OUR_DDP, OUR_DDP_OPTIM = "mddp", "mddp-optim"
 OURS_BY_BUCKETS = (OUR_DDP, OUR_DDP_OPTIM)
@@ -135,7 +137,7 @@ def build_contender(name: str, setting: Setting, model: nn.Module | None = None)
         return _muon(name, model, setting)
     if name in OURS:
         return _ours(OURS.index(name), model, setting)
-    return _fsdp2(name, model, setting) if name in (FSDP2, FSDP2_DEFERRED) else _ddp(name, model, setting)
+    return _fsdp2(name, model, setting) if name.startswith(FSDP2) else _ddp(name, model, setting)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -189,9 +191,10 @@ def _ours(
 def _fsdp2(name: str, model: nn.Module, setting: Setting) -> Contender:
     """Shard each block and the model; the root keeps its default, which is to stay gathered after forward."""
     policy = fsdp.MixedPrecisionPolicy(reduce_dtype=setting.narrow_dtype)
-    for block in blocks_of(model):
-        fsdp.fully_shard(block, mesh=setting.mesh, mp_policy=policy)
-    fsdp.fully_shard(model, mesh=setting.mesh, mp_policy=policy)
+    pins = setting.device.type != "cpu"
+    home = fsdp.CPUOffloadPolicy(pin_memory=pins) if name == FSDP2_HOST else fsdp.OffloadPolicy()
+    for module in (*blocks_of(model), model):
+        fsdp.fully_shard(module, mesh=setting.mesh, mp_policy=policy, offload_policy=home)
     is_deferred = name == FSDP2_DEFERRED
     deferring = partial(_unsynchronised, cast(fsdp.FSDPModule, model)) if is_deferred else nullcontext
     return Contender(name, model, make_optimizer(model), deferring)

@@ -17,6 +17,7 @@ from unittest import mock
 MAIN = "ours-3"
 DEFERRED = "ours-3-deferred"
 FUSED = "ours-3-fused"
+HOST = "ours-3-host"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Variant:
 PLAIN: Mapping[str, Variant] = {
     DEFERRED: Variant(defers=True),
     FUSED: Variant({"gradient_accumulation_fusion": True}),
+    HOST: Variant({"homes": "host"}),
 }
 """Variants that are no optimisation switched off."""
 

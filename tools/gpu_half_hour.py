@@ -1,8 +1,9 @@
-"""Check and measure the package on one GPU within half an hour, in three parts of at most 9, 9 and 8 minutes.
+"""Check and measure the package on one GPU within forty minutes, in four parts of at most 9, 9, 8 and 9 minutes.
 
     python tools/gpu_half_hour.py --part 1 --out DIR     # right: parity, real streams, ranks that share the GPU
     python tools/gpu_half_hour.py --part 2 --out DIR     # fast: layers of an 8B model beside plain torch and FSDP2
     python tools/gpu_half_hour.py --part 3 --out DIR     # open questions: graphs, fp8 products, registered memory
+    python tools/gpu_half_hour.py --part 4 --out DIR     # homes: full training of an 8B model beside resident runs
 
 It needs a checkout and a Python with torch, and neither pip nor network. Every section runs in a process of its own
 with a deadline, so that one that fails or hangs stops nothing. Each number is a line of `DIR/part<N>.jsonl` as soon as
@@ -26,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-PART_S = {1: 540.0, 2: 540.0, 3: 480.0}
+PART_S = {1: 540.0, 2: 540.0, 3: 480.0, 4: 540.0}
 LEAST_S = 5.0
 """A section is not started for less."""
 
@@ -75,6 +76,7 @@ class Session:
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
+            torch.accelerator.empty_host_cache()  # pinned memory, of which the next one takes another lot
             torch.cuda.reset_peak_memory_stats()
 
 
@@ -673,6 +675,85 @@ def compiled(session: Session) -> None:
         session.note("compiled" if compiles else "eager", ms=measure(session, step, 5)[0])
 
 
+# ---- part 4: homes ---------------------------------------------------------------------------------------------------
+
+HOMES: dict[str, tuple[Any, int]] = {
+    "resident": (None, 0),
+    "optimizer state on the host": ({"optimizer_state": "host"}, 9),
+    "all but activations on the host": ("host", 20),
+}
+"""Homes, and the bytes that they take of the host for each parameter, with some to spare."""
+DEPTHS = (32, 24, 16, 8, 4)
+"""Layers of an 8B model, and of the smaller ones that are tried where memory lacks."""
+
+
+def homes(session: Session) -> None:
+    """Train with AdamW on 16k and 32k tokens a step, with state on the GPU and away, from the largest model that fits.
+
+    Every layer is recomputed, so that state is what takes memory. At last come a few layers that keep what autograd
+    saves, on the GPU and away.
+    """
+    torch.set_num_threads(os.cpu_count() or 1)  # the optimizer steps on the host
+    start_alone(session.device)
+    sizes, depths = (LLAMA_8B, DEPTHS) if session.is_gpu else (REHEARSAL, DEPTHS[-1:])
+    one = layers(replace(sizes, layers=1), torch.device("meta"), torch.bfloat16)
+    numel = sum(param.numel() for param in one.parameters())
+    for name, (where, host_bytes) in HOMES.items():
+        for depth in (n for n in depths if n * numel * host_bytes < _free_host_bytes()):
+            if _fits(session, name, where, replace(sizes, layers=depth), recomputes=True):
+                break
+    for name, where in (("kept", None), ("kept on the host", {"activations": "host"})):
+        _fits(session, f"activations {name}", where, replace(sizes, layers=depths[-1]), recomputes=False)
+    for name, (where, _) in HOMES.items():  # what they cost where all fit
+        _fits(session, f"small, {name}", where, replace(sizes, layers=depths[-1]), recomputes=True)
+
+
+def _fits(session: Session, name: str, where: Any, sizes: Sizes, recomputes: bool) -> bool:
+    """Train a few steps on 16k and on 32k tokens, and return whether memory sufficed for the first."""
+    from torch.utils.checkpoint import checkpoint
+
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    session.free()
+    fitted = False
+    try:
+        plain = layers(sizes, session.device, torch.bfloat16)
+        numel = sum(param.numel() for param in plain.parameters())
+        for layer in plain.children() if recomputes else ():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+        model, optimizer = fully_shard(
+            plain,
+            torch.optim.AdamW(plain.parameters(), fused=True),
+            fsdp_unit_modules=[Layer],
+            mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
+            homes=where,
+        )
+        for tokens in (16384, 32768) if session.is_gpu else sizes.tokens:
+            length = min(tokens, 4096)
+            x = torch.randn(tokens // length, length, sizes.dim, device=session.device, dtype=torch.bfloat16)
+            step = stepping(model, optimizer, x)
+            step()
+            session.finish()
+            if session.is_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            device_ms, _ = measure(session, step, 3)
+            facts: dict[str, Any] = {"parameters": numel, "tokens/s": round(tokens / device_ms * 1e3)}
+            if session.is_gpu:
+                facts["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            facts |= {f"{kind} away, GiB": round(n / 2**30, 3) for kind, n in model.memory().away.items()}
+            session.note(f"{name}, {sizes.layers} layers, {tokens} tokens", **facts)
+            fitted = True
+    except RuntimeError as error:  # torch's OutOfMemoryError, or memory that the host does not pin
+        if "out of memory" not in str(error):
+            raise
+        session.note(f"{name}, {sizes.layers} layers", error=str(error).splitlines()[0][:200])
+    return fitted
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
@@ -715,6 +796,7 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section(kept_memory, 60),
         Section(compiled, 150),
     ),
+    4: (Section(machine, 30), Section(homes, 500)),
 }
 
 

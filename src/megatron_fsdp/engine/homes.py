@@ -111,5 +111,5 @@ class StateMemory:
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor, or a copy of it on the device where it is elsewhere."""
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+    """Return a tensor, or a copy of it on the device where it is elsewhere, which is made when this returns."""
+    return tensor if tensor.device == device else tensor.to(device)

@@ -74,7 +74,7 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     if math.isfinite(max_norm) and local:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if not is_known_to_be_one(factor):
-            for device in {piece.device for piece in local}:  # the host's are some that rest there
+            for device in dict.fromkeys(piece.device for piece in local):  # more than one where a part rests elsewhere
                 torch._foreach_mul_([piece for piece in local if piece.device == device], factor.to(device))
     return norm
 

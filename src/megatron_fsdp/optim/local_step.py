@@ -240,12 +240,17 @@ def memory_of(param: Tensor) -> tuple[StateMemory | None, int]:
 
 def rehome(optimizer: Optimizer) -> None:
     """Move state that was just loaded to where it rests."""
+    devices: set[torch.device] = set()
     for param, state in optimizer.state.items():
         memory, index = memory_of(param)
         assert isinstance(param, UnevenDTensor)
         for key in _tensors(state, _SHARDED_STATE[type(optimizer)]) if memory is not None else ():
             assert memory is not None
-            state[key] = UnevenDTensor.wrap(memory.keep(key, index, state[key]._local_tensor), param.shard_frame)
+            given = state[key]._local_tensor
+            devices.add(given.device)
+            state[key] = UnevenDTensor.wrap(memory.keep(key, index, given), param.shard_frame)
+    for device in devices:
+        finish_stream(device)  # the host reads what rests there
 
 
 def check_homes(optimizer: Optimizer) -> None:

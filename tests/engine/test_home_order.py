@@ -1,0 +1,302 @@
+"""Copies from and to other homes on a device with streams: random programs, ordered, with the resident run's bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.comm.lanes import Lane, Launch, Ticket, _Relay
+from megatron_fsdp.engine import gradients, param_group
+from megatron_fsdp.engine.executor import Executor
+from megatron_fsdp.engine.saved_tensors import _Content, _Saved
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.optim import local_step
+from tests.conftest import RunRanks
+from tests.support.arrangements import FLAT, hybrid
+from tests.support.ordered_streams import (
+    Fault,
+    OrderedStream,
+    nothing,
+    ordered_lanes,
+    same_bits,
+    without_order_between_lanes,
+    without_tickets,
+)
+from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+
+# ---- random programs -------------------------------------------------------------------------------------------------
+
+POLICIES = {
+    "float32": MixedPrecisionPolicy(),
+    "bfloat16": MixedPrecisionPolicy(torch.float32, torch.float32),
+    "bfloat16, shared": MixedPrecisionPolicy(None, None),
+    "fp8": MixedPrecisionPolicy(weight_format="fp8"),
+}
+SAMPLES = 32  # of a rank: what autograd saves is large enough to leave
+
+
+class PlannedError(RuntimeError):
+    """What a program raises."""
+
+
+class Program:
+    """A small tower that is sharded as a seed says, and what is done with it, in the order that the seed says."""
+
+    def __init__(self, seed: int, away: bool) -> None:
+        """Shard it; where state is not away, everything rests on the device."""
+        draws = random.Random(seed)
+        self.is_flat = draws.random() < 0.8
+        strategy = draws.choice([0, 1, 2, 3, 3, 3]) if self.is_flat else 3
+        policy = draws.choice(list(POLICIES)[: None if strategy == 3 else 3])
+        where = homes_of(draws, strategy)
+        options: dict[str, Any] = {**(FLAT if self.is_flat else hybrid(2, 1)).arguments()}
+        if strategy == 3:
+            options["weight_allocator"] = draws.choice(["slots", "resize"])
+            options["backward_prefetch_units"] = draws.choice([0, 1, 2])
+        optimizer = draws.choice([partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW])
+        torch.manual_seed(0)
+        model: nn.Module = Tower((8, 8, 8))
+        model = model if policy == "float32" else model.bfloat16()
+        self.dtype = next(model.parameters()).dtype
+        self.model, self.optimizer = fully_shard(
+            model,
+            optimizer(model.parameters(), lr=0.1),
+            fsdp_unit_modules=[Floor],
+            zero_dp_strategy=strategy,
+            mixed_precision_policy=POLICIES[policy],
+            homes=where if away else None,
+            **options,
+        )
+        self.actions = [draws.choice(ACTIONS) for _ in range(draws.randint(4, 9))] + [stepped]
+        self.inputs = torch.Generator().manual_seed(seed + dist.get_rank())
+        self.noted: list[Tensor | None] = []
+        self.told = f"{strategy=} {policy=} {where=} {options} {[action.__name__ for action in self.actions]}"
+
+    def loss(self) -> Tensor:
+        """Run a forward; its loss is noted, and read at the end: until then the host waits for nothing."""
+        x = torch.randn(SAMPLES, FEATURES, generator=self.inputs).to(self.dtype)
+        loss = tower_loss(self.model, x)
+        self.noted.append(loss.detach().clone())
+        return loss
+
+    def play(self) -> list[Tensor | None]:
+        """Run everything; return what was noted."""
+        for action in self.actions:
+            action(self)
+        return self.noted
+
+
+def homes_of(draws: random.Random, strategy: int) -> dict[str, Any]:
+    """Draw homes; at least one kind is away."""
+    half = {"home": "host", "fraction": 0.5}
+    where: dict[str, Any] = {}
+    while not where:
+        kind = draws.choice(["main_weights", "main_weights", "optimizer_state", "neither"])
+        if kind != "neither":
+            where[kind] = draws.choice(["host", "host", half])
+        if strategy == 3 and draws.random() < 0.6:
+            where["compute_weights"] = draws.choice(["host", "host", half])
+        if draws.random() < 0.5:
+            where["activations"] = draws.choice(["host", {"home": "host", "bytes": 8000}])
+    return where
+
+
+def backward(program: Program) -> None:
+    program.loss().backward()
+
+
+def deferred(program: Program) -> None:
+    with program.model.no_sync():
+        program.loss().backward()
+    program.loss().backward()
+
+
+def two_forwards(program: Program) -> None:
+    first, second = program.loss(), program.loss()
+    second.backward()
+    first.backward()
+
+
+def left(program: Program) -> None:
+    program.loss()
+
+
+def evaluated(program: Program) -> None:
+    with torch.no_grad():
+        program.loss()
+
+
+def failed(program: Program) -> None:
+    """The second of four backwards of units fails, when what the next one needs is on its way."""
+
+    def fail(*_: object) -> None:
+        raise PlannedError
+
+    handle = program.model.module.floors[1].register_full_backward_hook(fail)
+    loss = program.loss()
+    with pytest.raises(PlannedError):
+        loss.backward()
+    handle.remove()
+    program.model.reset()
+
+
+def failed_forward(program: Program) -> None:
+    def fail(*_: object) -> None:
+        raise PlannedError
+
+    handle = program.model.module.floors[1].up.register_forward_hook(fail)
+    with pytest.raises(PlannedError):
+        program.loss()
+    handle.remove()
+    program.model.reset()
+
+
+def stepped(program: Program) -> None:
+    program.loss().backward()
+    program.optimizer.step()
+    program.optimizer.zero_grad()
+
+
+def clipped(program: Program) -> None:
+    program.loss().backward()
+    program.model.clip_grad_norm_(0.05)
+    program.optimizer.step()
+    program.optimizer.zero_grad()
+
+
+def kept(program: Program) -> None:
+    """Without clearing gradients."""
+    program.loss().backward()
+    program.optimizer.step()
+
+
+def scaled(program: Program) -> None:
+    program.model.scale_gradients(0.5)
+
+
+def replaced(program: Program) -> None:
+    for param in program.model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+def changed(program: Program) -> None:
+    with torch.no_grad():
+        for param in program.model.parameters():
+            param.mul_(0.5)
+
+
+def looked(program: Program) -> None:
+    """Also at the state of the optimizer, where it rests."""
+    program.noted += program.model.full_gradients().values()
+    program.noted += program.model.full_parameters().values()
+    for state in program.optimizer.state.values():
+        program.noted += [value.to_local().clone() for value in state.values() if isinstance(value, DTensor)]
+
+
+def loaded(program: Program) -> None:
+    program.optimizer.load_state_dict(program.optimizer.state_dict())
+
+
+ACTIONS: tuple[Callable[[Program], None], ...] = (
+    backward,
+    deferred,
+    two_forwards,
+    left,
+    evaluated,
+    failed,
+    failed_forward,
+    stepped,
+    stepped,
+    clipped,
+    kept,
+    scaled,
+    replaced,
+    changed,
+    looked,
+    loaded,
+)
+
+
+def problems(seeds: range, plant: Fault = nullcontext) -> list[str]:
+    """Return what is wrong with the programs of some seeds: what no wait orders, or other bits than the resident."""
+    found = []
+    for seed in seeds:
+        resident = Program(seed, away=False).play()
+        with ordered_lanes() as streams, plant():
+            program = Program(seed, away=True)
+            noted = program.play()
+        if not same_bits(resident, noted):
+            streams.findings["other bits"] = None
+        found += [f"{seed}: {program.told}: {each}" for each in streams.findings]
+    return found
+
+
+@pytest.mark.full(short=["0", "10", "20"])
+@pytest.mark.parametrize("first", range(0, 1000, 10))
+def test_random_programs_are_ordered_and_give_the_bits_of_the_resident_run(run_ranks: RunRanks, first: int) -> None:
+    assert run_ranks(2, problems, range(first, first + 10)) == [[], []]
+
+
+# ---- each wait is needed ---------------------------------------------------------------------------------------------
+
+
+def buckets_are_lent_again_before_the_main_gradient_is_home() -> AbstractContextManager[Any]:
+    return patch.object(_Relay, "wait", lambda relay: relay._first.wait())
+
+
+def main_gradients_go_home_before_they_are_reduced() -> AbstractContextManager[Any]:
+    def unordered(lane: Lane, launch: Launch, then: Lane, finish: Callable[[], None]) -> Ticket:
+        lane.submit(launch)
+        return then.submit(lambda _async_op: finish())
+
+    return patch.object(gradients, "submit_through", unordered)
+
+
+def weights_are_installed_while_the_host_goes_on() -> AbstractContextManager[Any]:
+    def on_device(tensor: Tensor, _device: torch.device) -> Tensor:
+        return tensor.to("cpu", copy=True, non_blocking=True)
+
+    return patch.object(param_group, "on_device", on_device)
+
+
+FAULTS: Mapping[str, Fault] = {
+    "lanes run ahead of compute": partial(patch.object, OrderedStream, "wait_stream", nothing),
+    "shards are gathered before they are fetched": without_order_between_lanes,
+    "compute reads weights before they are gathered": partial(without_tickets, Unit, "wait_for_unshard"),
+    "main gradients go home before they are reduced": main_gradients_go_home_before_they_are_reduced,
+    "buckets are lent again before the main gradient is home": buckets_are_lent_again_before_the_main_gradient_is_home,
+    "the host does not wait for copies": partial(patch.object, Executor, "settle_homes", nothing),
+    "the host does not wait for state": partial(patch.object, local_step, "finish_stream", nothing),
+    "weights are installed while the host goes on": weights_are_installed_while_the_host_goes_on,
+    "activations are dropped before they have left": partial(without_tickets, _Content, "drop"),
+    "activations are read before they are back": partial(without_tickets, _Saved, "restore"),
+}
+"""What is left out or done too early."""
+
+
+def seed_that_finds(fault: str) -> int | None:
+    """Return the first seed whose program shows a fault on some rank."""
+    for seed in range(60):
+        found = torch.tensor(len(problems(range(seed, seed + 1), FAULTS[fault])))
+        dist.all_reduce(found)
+        if found:
+            return seed
+    return None
+
+
+@pytest.mark.full(short=["the host does not wait for copies", "shards are gathered before they are fetched"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_wait_is_needed(run_ranks: RunRanks, fault: str) -> None:
+    assert None not in run_ranks(2, seed_that_finds, fault)
