@@ -226,6 +226,7 @@ class OrderedStreams(TorchDispatchMode):
 
     def _take(self, storage: torch.UntypedStorage) -> _Memory:
         """Take memory on the current stream, perhaps what was used before."""
+        self._current.wait_event(self.host.clock)
         kept = []
         for memory, how in self._freed:
             if memory.owner is not self._current:
