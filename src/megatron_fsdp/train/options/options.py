@@ -42,6 +42,7 @@ LogLevel = Annotated[int, Bound("0 to 50", lambda v: 0 <= v <= 50)]
 Positive = Annotated[float, _POSITIVE]
 NotNegative = Annotated[float, _NOT_NEGATIVE]
 Share = Annotated[float, Bound("0 or more, and less than 1", lambda v: 0 <= v < 1)]
+Part = Annotated[float, Bound("a number from 0 to 1", lambda v: 0 <= v <= 1)]
 Probability = Annotated[float, Bound("a number above 0, and at most 1", lambda v: 0 < v <= 1)]
 Minutes = Annotated[float, _POSITIVE, Bound(f"at most {_YEAR}, a year", lambda v: v <= _YEAR)]
 Duration = Annotated[float, Bound("a number above 0", lambda v: v > 0)]
@@ -353,7 +354,7 @@ class OptimizerOptions:
     sgd_momentum: Share = 0.9
     clip_grad: NotNegative = 1.0
     optimizer_cpu_offload: bool = False
-    optimizer_offload_fraction: Share = 1.0
+    optimizer_offload_fraction: Part = 1.0
     optimizer_offload_folder: Path | None = None
 
     @property
