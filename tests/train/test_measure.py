@@ -21,6 +21,7 @@ from megatron_fsdp.train.measure import (
     as_planned,
     optimizer_bytes,
     peak_by_name,
+    peak_bytes,
     peak_tflops,
 )
 from megatron_fsdp.train.options.command_line import parse_options
@@ -55,6 +56,23 @@ def test_the_formula_of_optimizer_state_is_that_of_the_optimizer_to_the_byte(kin
     planned = as_planned(built.inside, job, defers=built.defers)
     assert plan_optimizer_bytes(planned) == optimizer_bytes(built.optimizer)
     assert (optimizer_bytes(built.optimizer) == 0) == (kind == "sgd --sgd-momentum 0")
+
+
+@on_ranks(2)
+def test_state_that_rests_on_the_host_is_not_counted_in_the_peak() -> None:
+    peaks = []
+    for fraction in ("0", "0.5", "1"):
+        flags = ["--preset", "tiny", "--seq-length", "16", "--optimizer-cpu-offload"]
+        job = resolve(parse_options([*flags, "--optimizer-offload-fraction", fraction]), World(2, "cpu"))
+        built = build(job, 256, this_rank())
+        for param in built.model.parameters():
+            param.grad = torch.zeros_like(param)
+        built.optimizer.step()
+        assert built.inside is not None
+        memory = built.inside.memory()
+        peaks.append(peak_bytes(built) - memory.persistent_bytes - memory.transient_peak_bytes)
+        assert peaks[-1] == optimizer_bytes(built.optimizer) - memory.away["optimizer_state"]
+    assert peaks[0] == optimizer_bytes(built.optimizer) > peaks[1] > peaks[2] == 0
 
 
 def test_speeds_of_a_step_of_half_a_second() -> None:

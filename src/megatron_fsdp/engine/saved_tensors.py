@@ -5,7 +5,7 @@
     end of unit k + 1    the copies of unit k are waited for, and its storages are dropped
     backward of unit k   its storages are copied back, and already those of the unit that was called before it
 
-Weights and buffers stay, since they are held anyway. So does what is saved under hooks of somebody else, such as those
+Weights stay, since they are held anyway. So does what is saved under hooks of somebody else, such as those
 of activation checkpointing, which computes it again. Bits, strides and offsets are those of the resident run.
 """
 

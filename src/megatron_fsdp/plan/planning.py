@@ -342,7 +342,7 @@ class Plan:
         """The assumptions, in words."""
         share, muon = self.workload.share, self.model.muon
         notes = self.workload.notes if share is None else (*self.workload.notes, *share.notes(self.setup))
-        if self.setup.homes.are_away:
+        if any(group.compute_home.is_away for group in self.model.groups):
             notes = (*notes, "Copies of compute weights from their home, before they are gathered, are not timed.")
         if muon is None:
             return notes
