@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.comm.lanes import Lane, Launch, Ticket, _Relay
-from megatron_fsdp.engine import gradients, param_group
+from megatron_fsdp.engine import gradients
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.saved_tensors import _Content, _Saved
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.optim import local_step
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, hybrid
 from tests.support.ordered_streams import (
@@ -243,8 +242,8 @@ def problems(seeds: range, plant: Fault = nullcontext) -> list[str]:
     return found
 
 
-@pytest.mark.full(short=["0", "10", "20"])
-@pytest.mark.parametrize("first", range(0, 1000, 10))
+@pytest.mark.full(short=["0"])
+@pytest.mark.parametrize("first", range(0, 60, 10))
 def test_random_programs_are_ordered_and_give_the_bits_of_the_resident_run(run_ranks: RunRanks, first: int) -> None:
     assert run_ranks(2, problems, range(first, first + 10)) == [[], []]
 
@@ -264,13 +263,6 @@ def main_gradients_go_home_before_they_are_reduced() -> AbstractContextManager[A
     return patch.object(gradients, "submit_through", unordered)
 
 
-def weights_are_installed_while_the_host_goes_on() -> AbstractContextManager[Any]:
-    def on_device(tensor: Tensor, _device: torch.device) -> Tensor:
-        return tensor.to("cpu", copy=True, non_blocking=True)
-
-    return patch.object(param_group, "on_device", on_device)
-
-
 FAULTS: Mapping[str, Fault] = {
     "lanes run ahead of compute": partial(patch.object, OrderedStream, "wait_stream", nothing),
     "shards are gathered before they are fetched": without_order_between_lanes,
@@ -278,8 +270,6 @@ FAULTS: Mapping[str, Fault] = {
     "main gradients go home before they are reduced": main_gradients_go_home_before_they_are_reduced,
     "buckets are lent again before the main gradient is home": buckets_are_lent_again_before_the_main_gradient_is_home,
     "the host does not wait for copies": partial(patch.object, Executor, "settle_homes", nothing),
-    "the host does not wait for state": partial(patch.object, local_step, "finish_stream", nothing),
-    "weights are installed while the host goes on": weights_are_installed_while_the_host_goes_on,
     "activations are dropped before they have left": partial(without_tickets, _Content, "drop"),
     "activations are read before they are back": partial(without_tickets, _Saved, "restore"),
 }
@@ -296,7 +286,7 @@ def seed_that_finds(fault: str) -> int | None:
     return None
 
 
-@pytest.mark.full(short=["the host does not wait for copies", "shards are gathered before they are fetched"])
+@pytest.mark.full(short=["the host does not wait for copies"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_wait_is_needed(run_ranks: RunRanks, fault: str) -> None:
     assert None not in run_ranks(2, seed_that_finds, fault)

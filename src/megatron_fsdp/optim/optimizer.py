@@ -20,7 +20,7 @@ from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.blank_state import StateDict, is_known_without_a_step, with_blank_state, without_blank_momentum
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
 from megatron_fsdp.optim.chained_step import ChainedStep, Step
-from megatron_fsdp.optim.local_step import LocalStep, LocalView, rehome, sharded_state
+from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state
 from megatron_fsdp.optim.muon import MuonStandIn, MuonStep, check_muon
 from megatron_fsdp.optim.owned_step import OwnedStep, inherits_declaration, steps_owned
 from megatron_fsdp.optim.replicated_step import ReplicatedStep, check_replicated, steps_replicated
@@ -225,6 +225,8 @@ def _check_new_groups(optimizer: torch.optim.Optimizer, model: weakref.ref[Shard
             check_parameters(alive, _alive(model).sharded_names())
             check_kind(alive)
             check_rounding(alive, _alive(model).is_deterministic)
+            for each in members_of(alive):
+                check_homes(each)
         except ConfigurationError:
             alive.param_groups.pop()
             raise
