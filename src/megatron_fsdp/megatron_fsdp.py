@@ -506,9 +506,9 @@ class MegatronFSDP(nn.Module):
         return group.state_memory, index
 
     @property
-    def has_homes(self) -> bool:
-        """Whether any kind of state may rest elsewhere than on the device."""
-        return self._options.homes.are_away
+    def moves_optimizer_state(self) -> bool:
+        """Whether optimizer state of some parameters rests elsewhere than on the device."""
+        return self._options.homes.optimizer_state.is_away
 
     def _stamp_parameters(self) -> None:
         """Set the one attribute on parameters: a weak reference back to this object."""

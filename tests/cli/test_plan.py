@@ -150,6 +150,7 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ((*SMALL, "--dtype", "int7"), "--dtype='int7' is not a dtype name"),
         ((*SMALL, "--recompute", "half"), "recompute='half' is not known; choose one of none, full"),
         ((*SMALL, "--ranks", "0"), "invalid --ranks 0: give 1 to"),
+        ((*SMALL, "--optimizer-offload-fraction", "0.5"), "no effect without --optimizer-cpu-offload"),
         ((*SMALL, "--outer", "2"), "tried by themselves with --strategy auto"),
         ((*SMALL, "--strategy", "3", "--outer", "0"), "is not a multiple of tp x cp x pp x outer"),
         ((*SMALL, "--strategy", "\u00b2"), "is not a sharding strategy"),

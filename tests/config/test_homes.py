@@ -48,6 +48,7 @@ def test_gradients_and_state_follow_the_main_weights(tmp_path: Path) -> None:
         ({"activations": {"home": "host", "fraction": 0.5}}, ZERO3, "with 'home' and 'bytes'"),
         ({"main_weights": {"home": "host", "fraction": 2}}, ZERO3, "the fraction 2; give a number from 0 to 1"),
         ({"activations": {"home": "host", "bytes": -1}}, ZERO3, "the limit -1; give a whole number of bytes"),
+        ({"main_weights": {"home": "device", "fraction": 0.5}}, ZERO3, "it stays on the device; give that alone"),
         ({"main_gradients": "host"}, ZERO3, "torch wants a gradient beside its parameter"),
         ({"main_weights": "host", "optimizer_state": "device"}, ZERO3, "so leave optimizer_state out"),
         (

@@ -39,8 +39,12 @@ class Gathered(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scale)
-        whole = [each.codes.float() * each.scale if isinstance(each, cls) else each for each in args]
+        whole = [each.decoded() if isinstance(each, cls) else each for each in args]
         return func(*whole, **(kwargs or {}))
+
+    def decoded(self) -> torch.Tensor:
+        """What the codes stand for, float32."""
+        return self.codes.float() * self.scale
 
 
 class Int8Gather(torch.Tensor):
@@ -87,27 +91,11 @@ class Int8Gather(torch.Tensor):
         return None
 
 
-class BlockScaled(torch.Tensor):
+class BlockScaled(Gathered):
     """What modules compute with: e4m3 codes and e8m0 scales of four in a row, float32 to look at."""
 
-    data: torch.Tensor
-    scales: torch.Tensor
-
-    @staticmethod
-    def __new__(cls: type["BlockScaled"], codes: torch.Tensor, scales: torch.Tensor) -> "BlockScaled":
-        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
-        made.codes, made.scales = codes, scales
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scales"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].codes, args[0].scales)
-        whole = [decoded(each.codes, each.scales) if isinstance(each, cls) else each for each in args]
-        return func(*whole, **(kwargs or {}))
+    def decoded(self) -> torch.Tensor:
+        return decoded(self.codes, self.scale)
 
 
 def encoded(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +130,7 @@ class BlockGather(Int8Gather):
         codes, scales = gathered
         if out is None:
             return BlockScaled(codes, scales), gathered
-        assert (out.codes.data_ptr(), out.scales.data_ptr()) == (codes.data_ptr(), scales.data_ptr())
+        assert (out.codes.data_ptr(), out.scale.data_ptr()) == (codes.data_ptr(), scales.data_ptr())
         return None
 
 

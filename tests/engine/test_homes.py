@@ -178,7 +178,7 @@ def test_steps_on_dtensors_are_refused_only_where_state_rests_elsewhere_than_wei
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @on_ranks()
-def test_what_is_away_takes_no_bytes_of_the_device(num_ranks: int) -> None:
+def test_what_is_away_takes_no_bytes_of_the_device() -> None:
     for homes, strategy in (("host", 3), ({"optimizer_state": "host"}, 1), ({"main_weights": HALF}, 2)):
         model = Tower((32, 32, 32, 32))
         model, optimizer = fully_shard(
@@ -215,7 +215,6 @@ def test_what_is_away_takes_no_bytes_of_the_device(num_ranks: int) -> None:
             assert state == 0
         assert any(line.startswith("optimizer_state host") for line in described.memory.homes)
         del model, optimizer
-    assert num_ranks == dist.get_world_size()
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -191,6 +191,10 @@ def _setup(args: argparse.Namespace) -> Setup:
     strategy = "optim_grads_params" if args.strategy == _AUTO else args.strategy
     same = ["microbatches", "accumulation", "optimizer", "recompute", "backend", "sequence_parallel"]
     same += ["virtual_stages", "fp8", "overlap_exchanges"]
+    if args.optimizer_offload_fraction != 1.0 and not args.optimizer_cpu_offload:
+        raise ConfigurationError(
+            "--optimizer-offload-fraction has no effect without --optimizer-cpu-offload; give both"
+        )
     offload = {"home": "host", "fraction": args.optimizer_offload_fraction}
     return make_setup(
         _ranks(args),

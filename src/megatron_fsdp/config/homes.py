@@ -154,6 +154,8 @@ def _home(kind: str, given: object) -> Home:
         raise ConfigurationError(f"homes[{kind!r}] has the fraction {fraction!r}; give a number from 0 to 1")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise ConfigurationError(f"homes[{kind!r}] has the limit {limit!r}; give a whole number of bytes")
+    if where == Place.DEVICE.value and len(options) > 1:
+        raise ConfigurationError(f"homes[{kind!r}]={given!r}: it stays on the device; give that alone")
     if where in (Place.DEVICE.value, Place.HOST.value):
         return Home(Place(where), None, float(fraction), limit)
     folder = Path(where.removeprefix(_FILE))

@@ -104,11 +104,6 @@ class StateMemory:
         """Return a copy of a state on the device."""
         return value.to(self._device, non_blocking=True, copy=True)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that rest there now."""
-        return sum(buffer.local.nbytes for buffer in self._buffers.values())
-
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor, or a copy of it on the device where it is elsewhere, which is made when this returns."""

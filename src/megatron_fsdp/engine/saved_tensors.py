@@ -146,7 +146,7 @@ class SavedTensors:
         self._running.append(made)
         found: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if found is None or found[1] is _unpack:  # else, as in a checkpoint around a unit in a unit, they are not ours
-            made.hooks = saved_tensors_hooks(self._pack_for(made), _unpack)
+            made.hooks = saved_tensors_hooks(made.note, _unpack)
             made.hooks.__enter__()
 
     def end(self, unit: int, goes: bool) -> UnitTensors | None:
@@ -188,9 +188,6 @@ class SavedTensors:
             if hooks is not None:
                 hooks.__exit__()
         self._drop_left()
-
-    def _pack_for(self, made: UnitTensors) -> Callable[[Tensor], object]:
-        return lambda tensor: made.note(tensor)
 
     def _drop_left(self) -> None:
         for content in self._leaving:

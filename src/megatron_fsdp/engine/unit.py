@@ -149,14 +149,13 @@ class Unit:
             self._use(block)
         for group, full in zip(self.groups, self.gathered, strict=True):
             # It sends what the gather over the outer ranks writes, on a lane of its own: so it goes behind that.
-            after = list(self._outer_tickets)
+            after = self._outer_tickets
             if group.weights.is_away:
-                after.append(home_lane.submit(partial(group.weights.fetch, full)))
+                fetched = home_lane.submit(partial(group.weights.fetch, full))
+                self.tickets.append(fetched)
+                after = [*after, fetched]
             if group.plan.needs_all_gather:
-                after = [lane.submit(partial(group.weights.all_gather_into, full), after=after)]
-            elif not group.weights.is_away:
-                continue
-            self.tickets += after
+                self.tickets.append(lane.submit(partial(group.weights.all_gather_into, full), after=after))
 
     def wait_for_unshard(self) -> None:
         """Make the gathered weights usable."""

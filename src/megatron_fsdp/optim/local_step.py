@@ -60,11 +60,11 @@ class LocalStep:
     """The view of one optimizer; between steps it holds neither gradients nor state.
 
     Args:
-        has_homes: Whether state of some parameters may rest elsewhere.
+        moves_state: Whether state of some parameters rests elsewhere than on the device.
     """
 
-    def __init__(self, has_homes: bool = False) -> None:
-        self._has_homes = has_homes
+    def __init__(self, moves_state: bool = False) -> None:
+        self._moves_state = moves_state
         self._view: _LocalTensors | None = None  # of the running step
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
@@ -80,7 +80,7 @@ class LocalStep:
         kind = _view_class(type(optimizer))  # type: ignore[arg-type]  # mypy: classes with a __hash__
         made: Optimizer = kind.__new__(kind)
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
-        self._view = made._view = _LocalTensors(optimizer, self._has_homes)  # type: ignore[attr-defined]
+        self._view = made._view = _LocalTensors(optimizer, self._moves_state)  # type: ignore[attr-defined]
         return made
 
     def finish(self, _optimizer: Optimizer) -> None:
@@ -97,9 +97,9 @@ class LocalStep:
 class _LocalTensors:
     """The parameters, gradients and state of an optimizer as local tensors."""
 
-    def __init__(self, optimizer: Optimizer, has_homes: bool) -> None:
+    def __init__(self, optimizer: Optimizer, moves_state: bool) -> None:
         self._optimizer = optimizer
-        self._has_homes = has_homes
+        self._moves_state = moves_state
         self._sharded = _SHARDED_STATE[type(optimizer)]
         self._shown: list[tuple[UnevenDTensor, State]] = []
         self.state: Mapping[Tensor, State] = optimizer.state
@@ -118,7 +118,7 @@ class _LocalTensors:
         for group in groups:
             found = None if group.get("differentiable") else self._localise(group["params"])
             if found is None:
-                if self._has_homes and _pages(self._optimizer):
+                if self._moves_state and _pages(self._optimizer):
                     raise _cannot_page(self._optimizer)
                 self.state = self._optimizer.state
                 return groups
@@ -126,7 +126,7 @@ class _LocalTensors:
             states.update(found)
             pairs += zip(group["params"], (state for _, state in found), strict=True)
         self.state, self._shown = states, pairs
-        if self._has_homes:
+        if self._moves_state:
             return _Turns(shown, groups, states, self._sharded)
         return shown
 

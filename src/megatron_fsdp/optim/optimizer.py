@@ -179,7 +179,7 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     if describes_state:
         optimizer.register_state_dict_post_hook(functools.partial(_as_saved, reference))
     optimizer.register_load_state_dict_pre_hook(functools.partial(_as_held, reference))
-    if _has_homes(optimizer):
+    if _moves_state(optimizer):
         for each in members_of(optimizer):
             optimizer.register_load_state_dict_post_hook(functools.partial(_rehome, each))
     optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
@@ -241,7 +241,7 @@ def _step_of(optimizer: torch.optim.Optimizer) -> Step:
     if type(optimizer) is torch.optim.Muon:
         return MuonStep()
     if not (steps_owned(optimizer) or steps_replicated(optimizer)):
-        return LocalStep(_has_homes(optimizer))
+        return LocalStep(_moves_state(optimizer))
     made = OwnedStep() if steps_owned(optimizer) else ReplicatedStep()
     _guard(optimizer, made)
     return made
@@ -251,9 +251,9 @@ def _rehome(member: torch.optim.Optimizer, _optimizer: torch.optim.Optimizer) ->
     rehome(member)
 
 
-def _has_homes(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a model whose parameters an optimizer holds has state elsewhere than on the device."""
-    return any(param._megatron_fsdp_model.has_homes for param in _params_of(optimizer))
+def _moves_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether state of some parameters of an optimizer rests elsewhere than on the device."""
+    return any(param._megatron_fsdp_model.moves_optimizer_state for param in _params_of(optimizer))
 
 
 def _guard(optimizer: torch.optim.Optimizer, made: OwnedStep | ReplicatedStep) -> None:
