@@ -79,7 +79,7 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def disagreements(reading: RunReading, tolerance: float) -> dict[str, str]:
-    """By contender whose loss is not that of one process on the whole batch, a sentence; those that do not train together left out."""
+    """Say by contender where its loss is not that of one process on the whole batch; `UNTRAINED` ones are left out."""
     found = {}
     for name, ranks in reading.contenders.items():
         if name in UNTRAINED:
