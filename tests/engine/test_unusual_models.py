@@ -304,7 +304,7 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
     "data replaced": (replace_data, "the data of layers.2.weight was replaced after the model was sharded"),
     "write in forward": (
         write_in_forward,
-        "layers.1.weight was modified in place inside the forward of unit layers.1",
+        "the forward of layers.1 modified its weights in place",
     ),
     "second derivative": (
         lambda model: model(X).sum().backward(create_graph=True),

@@ -285,7 +285,7 @@ class Engine:
             if index not in self._unsharded_for_backward:
                 unit.show_sharded()
             if not self.executor.is_broken:
-                unit.check_untouched()
+                unit.check_untouched(module_index)
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
         return ForwardCall(index, module_index, weights_version, reads_weights, saved)

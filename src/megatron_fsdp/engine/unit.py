@@ -67,6 +67,8 @@ class Unit:
             param for group in self.groups if group.plan.shards_compute_weights for param in group.full
         )
         self._versions = tuple((version,) * len(self._slotted) for version in (0, 1))
+        slotted = set(map(id, self._slotted))
+        self._slotted_in = [[swap[3] for swap in swaps if id(swap[3]) in slotted] for swaps in self._swaps]
 
     @property
     def group_plans(self) -> list[GroupPlan]:
@@ -230,24 +232,19 @@ class Unit:
             else:
                 setattr(module, attribute, param)
 
-    def check_untouched(self) -> None:
-        """Refuse writes into gathered weights, which would be lost at the reshard.
+    def check_untouched(self, module_index: int) -> None:
+        """Refuse writes into the gathered weights of a module whose forward has run: they would be lost at the reshard.
 
         Raises:
-            ScheduleError: Names the parameter.
+            ScheduleError: Names the module; its parameters may share a version counter, so that none can be named.
         """
-        if not any(map(_version, self._slotted)):
-            return
-        for group in self.groups:
-            if not group.plan.shards_compute_weights:
-                continue
-            for name, param in zip(group.names, group.full, strict=True):
-                if param._version:
-                    self._mark(0)
-                    raise ScheduleError(
-                        f"{name} was modified in place inside the forward of unit {self.label}, and the change would "
-                        "be lost when its gathered weights are released; modify parameters between forwards instead"
-                    )
+        if any(map(_version, self._slotted_in[module_index])):
+            self._mark(0)
+            where = self.modules[module_index] if self.modules else self.label
+            raise ScheduleError(
+                f"the forward of {where or self.label} modified its weights in place, and the change would be lost "
+                "when they are released; modify parameters between forwards instead"
+            )
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into the module tree."""
