@@ -21,9 +21,10 @@ from megatron_fsdp.describe.description import (
     UnitDescription,
     in_bytes,
 )
+from megatron_fsdp.engine.domain import Domain
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import Domain, local_part
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.wrap import Assembly
 from megatron_fsdp.optim.chained import ChainedOptimizer

@@ -22,16 +22,16 @@ from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
 from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
-from megatron_fsdp.config.homes import Homes, homes_by_unit
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
+from megatron_fsdp.engine.domain import make_domain
 from megatron_fsdp.engine.engine import Engine, EngineComponents
 from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
-from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, make_domain, part_of
+from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.guests import Guest, find_guests, guest_format, guest_of
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, plan_memory
@@ -44,7 +44,9 @@ from megatron_fsdp.engine.meta_init import (
     same_random_numbers,
 )
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck
+from megatron_fsdp.engine.model_sharding import Sharding, looked_up, plan_groups
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.parts import local_part, part_of
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.engine.unit import Unit
@@ -54,14 +56,9 @@ from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
-    GroupKey,
-    ParameterGroupSpec,
-    ParameterInfo,
     ParameterSites,
     UnitPlan,
-    cut_groups,
     find_units,
-    group_parameters,
     merge_small_units,
     message_bytes,
     parameter_sites,
@@ -199,9 +196,7 @@ def assemble(
         if options.own_groups:
             sharding, own_groups = sharding.over_own_groups()
         planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
-        memory_plan = plan_memory(
-            options.memory, options.reduces_early, [[group for group, _ in unit] for unit in planned]
-        )
+        memory_plan = plan_memory(options.memory, options.reduces_early, planned)
         user_buffers = _user_buffers(options.memory, memory_plan, sharding)
         pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
         leaves_empty = options.init_model_with_meta_device == EMPTY
@@ -511,68 +506,11 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 owner._buffers[name] = buffer.to(device, copy=True)
 
 
-Frames = tuple[ShardFrame, ...]
-
-
-class GroupPlanner:
-    """Plans parameter groups; equal ones, as repeated blocks have, only once."""
-
-    def __init__(self, sharding: Sharding) -> None:
-        self._sharding = sharding
-        self._known: dict[object, tuple[GroupPlan, Frames]] = {}
-
-    def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
-        """Return the plan of one group, and for each parameter the elements that every rank holds."""
-        parts = self._sharding.parts_of(spec, originals)
-        alike = (spec.key, tuple(info.shape for info in spec.parameters), parts)
-        known = self._known.get(alike)
-        if known is None:
-            plan = self._sharding.plan_group(spec, originals)
-            known = self._known[alike] = plan, tuple(plan.frame(index) for index in range(len(originals)))
-            return known
-        plan, frames = known
-        return replace(plan, spec=spec), tuple(frame.for_another() for frame in frames)
-
-
-PlannedGroup = tuple[GroupPlan, Frames]
-
-
-def plan_groups(
-    module: nn.Module, plan: UnitPlan, sharding: Sharding, bucket_numel: int | None
-) -> list[list[PlannedGroup]]:
-    """Plan the parameter groups of each unit; the model is only read."""
-    originals = dict(module.named_parameters())
-    plans = GroupPlanner(sharding)
-    planned = []
-    for index, unit in enumerate(plan.units):
-        specs = group_parameters(
-            [parameter_info(name, originals[name], sharding, unit.modules) for name in unit.parameters]
-        )
-        planned.append(
-            [
-                plans.plan(spec, [originals[info.name] for info in spec.parameters])
-                for spec in (specs if index else cut_groups(specs, bucket_numel))
-            ]
-        )
-    return _with_homes(planned, sharding.options.homes)
-
-
-def _with_homes(planned: list[list[PlannedGroup]], homes: Homes) -> list[list[PlannedGroup]]:
-    """Say where the state of each unit rests: from the last unit to the root, until the fractions are reached."""
-    if not homes.are_away:
-        return planned
-    of_units = homes_by_unit(homes, [sum(plan.layout.numel for plan, _ in unit) for unit in planned])
-    return [
-        [(replace(plan, homes=of_unit), frames) for plan, frames in unit]
-        for of_unit, unit in zip(of_units, planned, strict=True)
-    ]
-
-
 def build_units(
     module: nn.Module,
     plan: UnitPlan,
     sharding: Sharding,
-    planned: Sequence[Sequence[PlannedGroup]],
+    planned: Sequence[Sequence[GroupPlan]],
     pool: CommunicationPool,
     *,
     leaves_empty: bool = False,
@@ -593,16 +531,20 @@ def build_units(
 
 def _build_units(
     plan: UnitPlan,
-    planned: Sequence[Sequence[PlannedGroup]],
+    planned: Sequence[Sequence[GroupPlan]],
     pool: CommunicationPool,
     originals: dict[str, nn.Parameter],
     sites: dict[int, ParameterSites],
 ) -> Iterator[Unit]:
     number = count()
+    known: dict[int, tuple[ShardFrame, ...]] = {}  # groups with one layout are cut alike
     for index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
         groups = []
         group_sites = []
-        for group, frames in of_unit:
+        for group in of_unit:
+            frames = tuple(frame.for_another() for frame in known.get(id(group.layout), ()))
+            if not frames:
+                frames = known[id(group.layout)] = tuple(map(group.frame, range(len(group.spec.parameters))))
             names = [info.name for info in group.spec.parameters]
             params = [originals.pop(name) for name in names]
             group_sites.append([sites.pop(id(param)) for param in params])
@@ -623,25 +565,6 @@ def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], 
     groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
     with all_agree(sharding.reaching_all), same_random_numbers(groups, sharding.device):
         materialise(module, blueprint, units, sharding.device)
-
-
-def parameter_info(
-    name: str, param: nn.Parameter, sharding: Sharding, unit_modules: Sequence[str] = ()
-) -> ParameterInfo:
-    """Return the facts about a parameter that grouping needs; only its metadata is read.
-
-    `unit_modules` are the paths of the modules that are its unit.
-    """
-    shape = tuple(local_part(param).shape)
-    key = GroupKey(
-        param.dtype,
-        param.requires_grad,
-        is_expert=sharding.is_expert(name, param),
-        is_scalar=not shape,
-        sums_in_fp32=sharding.sums_in_fp32(name),
-        weight_format=sharding.weight_formats.get(name),
-    )
-    return ParameterInfo(name, shape, key, name in sharding.lookups and name.rpartition(".")[0] in unit_modules)
 
 
 EMPTY = "empty"

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import has_values
+from megatron_fsdp.engine.domain import Domain
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import Domain
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT
