@@ -17,9 +17,9 @@ from megatron_fsdp.ddp.bucket_plan import plan_readers
 from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
 from megatron_fsdp.engine.engine import Engine, EngineComponents, ForwardCall, live_engine
 from megatron_fsdp.engine.hooks import uncompiled
-from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 class BucketEngine(Engine):
@@ -36,7 +36,7 @@ class BucketEngine(Engine):
     def __init__(self, components: EngineComponents, gather_mode: GatherMode) -> None:
         counts = [sum(len(group.sharded) for group in unit.groups) for unit in components.units]
         super().__init__(components, BucketScheduler(components.memory_plan.schedule, counts, gather_mode))
-        self._buckets = self.units[ROOT + 1 :]
+        self._buckets = self.units[ROOT_UNIT + 1 :]
         self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] = {}
         if self.waits_for_readers:
             self._local_weights = {

@@ -31,13 +31,14 @@ from megatron_fsdp.engine.model_sharding import Sharding
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.saved_tensors import SavedTensors, UnitTensors
-from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
+from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_codec import agree_on_amaxes
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.memory_plan import prefetch_depth
 from megatron_fsdp.sharding.placement import Placement, placements_for
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class Engine:
             )
         self.executor.run(self.scheduler.forward_begins(index))
         self.units[index].show_unsharded(module_index)
-        if self.saved_tensors is not None and index != ROOT and not self.scheduler.in_backward:
+        if self.saved_tensors is not None and index != ROOT_UNIT and not self.scheduler.in_backward:
             self.saved_tensors.begin(index)
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, index)
@@ -315,7 +316,7 @@ class Engine:
         }
         if not changes:
             return
-        with self.observers.during(Phase.AGREE, ROOT):
+        with self.observers.during(Phase.AGREE, ROOT_UNIT):
             self._agree_on_requires_grad(changes)
         if self._agreed_since_change:
             self._agreed_params |= self._trained_ids()
@@ -409,7 +410,7 @@ class Engine:
         """Copy main weights into compute weights; gathered weights are stale then."""
         self.executor.run(self.scheduler.weights_changed())
         self.executor.settle_homes()
-        with self.observers.during(Phase.INSTALL, ROOT):
+        with self.observers.during(Phase.INSTALL, ROOT_UNIT):
             agree_on_amaxes(list(self.groups()))
             for unit in self.units:
                 unit.install_main_weights()
@@ -557,7 +558,7 @@ class Engine:
         finally:
             self._ending = False
         for check in self._checks:
-            with self.observers.during(Phase.AGREE, ROOT):
+            with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 check.conclude()
 
     def _fill_late(self, index: int, delayed: WeightGradientQueue) -> None:
@@ -609,7 +610,7 @@ class Engine:
                 self.executor.reduce_outer(unit)
         self.executor.retire_all()
         if check is not None and concludes:
-            with self.observers.during(Phase.AGREE, ROOT):
+            with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 check.conclude()
 
     def attach_gradients(self) -> None:
@@ -631,7 +632,7 @@ class Engine:
             ]
             if not used_here:
                 continue
-            with self.observers.during(Phase.AGREE, ROOT):
+            with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 agreed = iter(usage.agree(used_here, self.executor.operations_digest))
             for group, gradients in trainable:
                 used = [trained and next(agreed) for trained in group.trained_since_attach]
@@ -694,7 +695,7 @@ class Engine:
             return
         self._may_differ = False
         for is_expert in self._usage:
-            with self.observers.during(Phase.AGREE, ROOT):
+            with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 gradients = [each for group, each in self.groups_with_gradients() if group.plan.is_expert is is_expert]
                 match_waiting_sums(gradients, self.sharding.domain(is_expert), self.device)
 
@@ -810,7 +811,7 @@ class Engine:
         for group in self.groups():
             for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
                 if axis.group is not None and placement is not Placement.SHARD:
-                    with self.observers.during(Phase.WHOLE, ROOT):
+                    with self.observers.during(Phase.WHOLE, ROOT_UNIT):
                         whole = on_device(group.weights.main.local, self.device)
                         dist.broadcast(whole, group_src=0, group=axis.group)
                         if whole is not group.weights.main.local:

@@ -25,10 +25,11 @@ from megatron_fsdp.engine.memory import (
     weakly,
 )
 from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase
-from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
+from megatron_fsdp.engine.schedule import Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.sharding.memory_plan import Use
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 _HANG_ADVICE = (
     "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/debugging.md), and MFSDP_VERIFY_RANKS=1 "
@@ -149,7 +150,7 @@ class Executor:
     def make_bucket_pools(self) -> None:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
         make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
-        root, others = self._units[: ROOT + 1], self._units[ROOT + 1 :]
+        root, others = self._units[: ROOT_UNIT + 1], self._units[ROOT_UNIT + 1 :]
         pool = self.pool
         self._root_bucket = BucketPool(pool, Use.ROOT_BUCKET, 1, _largest_bucket(root), make_room)
         self._buckets = BucketPool(pool, Use.BUCKET, self.bucket_count, _largest_bucket(others), make_room)
@@ -315,7 +316,7 @@ class Executor:
             group.gradients.stop_filling()
 
     def _pool(self, unit: Unit) -> BucketPool:
-        return self._root_bucket if unit.index == ROOT else self._buckets
+        return self._root_bucket if unit.index == ROOT_UNIT else self._buckets
 
     def _bucket(self, unit: Unit) -> Block:
         if unit.index not in self._borrowed:
@@ -326,7 +327,7 @@ class Executor:
     def _scratch_for(self, unit: Unit) -> Block | None:
         if not unit.exchanges_inner:
             return None
-        if unit.index == ROOT:  # the last of a backward: free the other units' buckets first
+        if unit.index == ROOT_UNIT:  # the last of a backward: free the other units' buckets first
             while self._retire_oldest():
                 pass
             self._buckets.empty()

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
-from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
 """Types that cannot contain a tensor."""
@@ -37,7 +37,7 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
     unit_modules = {id(module) for *_, module in modules}
     for index, module_index, module in modules:
         watch = None
-        if index != ROOT and engine.units[index].shards_compute_weights:
+        if index != ROOT_UNIT and engine.units[index].shards_compute_weights:
             watch = AuxiliaryOutputs(module, unit_modules)
         entry = _UnitModule(index, module_index, watch)
         before = partial(_pre_forward, reference, entry)
@@ -140,7 +140,7 @@ class _RootForward:
         scheduler = live_engine(self._reference).scheduler
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
-            _pre_forward(self._reference, _UnitModule(ROOT), module, args)
+            _pre_forward(self._reference, _UnitModule(ROOT_UNIT), module, args)
             if not self._leaves:
                 module.register_forward_hook(uncompiled(self._leave), always_call=True)
                 self._leaves = True
@@ -150,7 +150,7 @@ class _RootForward:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """End the root's forward, if this call began it."""
         if self._opened and self._opened.pop():
-            return _post_forward(self._reference, _UnitModule(ROOT), module, args, output)
+            return _post_forward(self._reference, _UnitModule(ROOT_UNIT), module, args, output)
         return output
 
 
