@@ -49,6 +49,9 @@ def default_bucket_numel(num_ranks: int) -> int:
     return max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)
 
 
+ALLOCATE_ONLY = "empty"
+"""Value of `init_model_with_meta_device`: parameters on the meta device are allocated, and the caller fills them."""
+
 MESSAGE_VARIABLE = "MFSDP_MESSAGE_BYTES"
 """Environment variable: bytes up to which small neighbouring units are merged; 0: none are."""
 

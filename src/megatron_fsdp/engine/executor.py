@@ -182,21 +182,21 @@ class Executor:
             reach: How far gradients that are ready are reduced.
         """
         observers = self.observers
-        for action, index, slot in operations:
-            unit = self._units[index]
+        for action, unit_index, slot in operations:
+            unit = self._units[unit_index]
             if action is _GATHER or (action is _REDUCE and reach is not Reach.NOWHERE):
-                self._fold(action, index)
+                self._fold(action, unit_index)
             before, self.is_broken = self.is_broken, True
             try:
                 if observers.active:
-                    observers.begins(PHASE_OF[action], index)
+                    observers.begins(PHASE_OF[action], unit_index)
                 self._carry_out(action, unit, slot, reach)
                 if observers.active:
-                    observers.ends(PHASE_OF[action], index)
+                    observers.ends(PHASE_OF[action], unit_index)
                 self.is_broken = before
             except BaseException as error:
                 if self.observers:
-                    self.observers.fails(PHASE_OF[action], index, error)
+                    self.observers.fails(PHASE_OF[action], unit_index, error)
                 explain(error, f"during {action.value!r} of unit {unit.label}", self.observers)
                 raise
 
@@ -215,9 +215,9 @@ class Executor:
             self.is_broken = False  # `_finalise` may raise, but communication is over
             self._finalise()
 
-    def _fold(self, action: Action, index: int) -> None:
+    def _fold(self, action: Action, unit: int) -> None:
         """Fold an operation into the digest of the gathers and reductions, which ranks compare."""
-        self.operations_digest = (self.operations_digest * 1_000_003 + 2 * index + (action is _REDUCE)) % _DIGEST_LIMIT
+        self.operations_digest = (self.operations_digest * 1_000_003 + 2 * unit + (action is _REDUCE)) % _DIGEST_LIMIT
 
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.gathered_bytes:

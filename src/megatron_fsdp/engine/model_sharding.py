@@ -278,11 +278,11 @@ def plan_groups(
         return replace(known[alike], spec=spec)
 
     planned = []
-    for index, unit in enumerate(plan.units):
+    for unit_index, unit in enumerate(plan.units):
         specs = group_parameters(
             [parameter_info(name, originals[name], sharding, unit.modules) for name in unit.parameters]
         )
-        planned.append(list(map(plan_group, specs if index else cut_groups(specs, root_group_numel))))
+        planned.append(list(map(plan_group, specs if unit_index else cut_groups(specs, root_group_numel))))
     return _with_homes(planned, sharding.options.homes)
 
 

@@ -20,7 +20,7 @@ from megatron_fsdp.comm.agreement import agree, all_agree
 from megatron_fsdp.comm.axis import Traffic, backend_of, has_values, is_simulated
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
-from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
+from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
 from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
@@ -178,7 +178,7 @@ def assemble(
     module: nn.Module,
     grouping: Grouping,
     options: EngineOptions,
-    index: FSDPDistributedIndex,
+    dist_index: FSDPDistributedIndex,
     device: torch.device,
     mode: SyncMode,
     backward_finished: Callable[[], object],
@@ -191,7 +191,7 @@ def assemble(
     options.check_capture()
     replaced = ReplacedParameters(module)
     with _delayed_linears(module, options) as delayed:
-        sharding, plan = _prepare(module, grouping, options, index, device)
+        sharding, plan = _prepare(module, grouping, options, dist_index, device)
         own_groups = None
         if options.own_groups:
             sharding, own_groups = sharding.over_own_groups()
@@ -199,7 +199,7 @@ def assemble(
         memory_plan = plan_memory(options.memory, options.reduces_early, planned)
         user_buffers = _user_buffers(options.memory, memory_plan, sharding)
         pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
-        leaves_empty = options.init_model_with_meta_device == EMPTY
+        leaves_empty = options.init_model_with_meta_device == ALLOCATE_ONLY
         units = build_units(module, plan, sharding, planned, pool, leaves_empty=leaves_empty)
         _warn_of_dtypes(units, options, sharding)
         finite_check, large_check = _gradient_checks(units, sharding)
@@ -213,7 +213,7 @@ def assemble(
                 backward_finished=backward_finished,
                 structure=StructureCheck(module, units),
                 replaced=replaced,
-                expert_names=_expert_names(units, sharding, index),
+                expert_names=_expert_names(units, sharding, dist_index),
                 delayed=delayed,
                 finite_check=finite_check,
                 large_check=large_check,
@@ -248,10 +248,14 @@ def _delayed_linears(module: nn.Module, options: EngineOptions) -> Iterator[Weig
 
 
 def _prepare(
-    module: nn.Module, grouping: Grouping, options: EngineOptions, index: FSDPDistributedIndex, device: torch.device
+    module: nn.Module,
+    grouping: Grouping,
+    options: EngineOptions,
+    dist_index: FSDPDistributedIndex,
+    device: torch.device,
 ) -> tuple[Sharding, UnitPlan]:
     """Check and plan together with the other ranks, and give the model the values of the first rank."""
-    sharding = _sharding(options, index, device)
+    sharding = _sharding(options, dist_index, device)
     plan, formats = _plan_together(module, grouping, options, sharding)
     sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
     _move_buffers(module, device)
@@ -260,11 +264,11 @@ def _prepare(
     return sharding, plan
 
 
-def _expert_names(units: Sequence[Unit], sharding: Sharding, index: FSDPDistributedIndex) -> ExpertNames:
-    if sharding.experts is None or index.expt_device_mesh is None:
+def _expert_names(units: Sequence[Unit], sharding: Sharding, dist_index: FSDPDistributedIndex) -> ExpertNames:
+    if sharding.experts is None or dist_index.expt_device_mesh is None:
         return ExpertNames()
     groups = [group for unit in units for group in unit.groups]
-    return find_expert_names(groups, sharding.experts, index.expt_device_mesh)
+    return find_expert_names(groups, sharding.experts, dist_index.expt_device_mesh)
 
 
 def _register(buffers: UserBuffers, options: MemoryOptions) -> None:
@@ -311,9 +315,9 @@ def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> tuple[FiniteC
     return finite, large
 
 
-def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch.device) -> Sharding:
-    traffic = {name: Traffic() for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None}
-    has_outer = index.dp_outer_dim is not None
+def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: torch.device) -> Sharding:
+    traffic = {name: Traffic() for name in (dist_index.dp_outer_dim, dist_index.dp_shard_dim) if name is not None}
+    has_outer = dist_index.dp_outer_dim is not None
     if not has_outer and options.outer_strategy is not ShardingStrategy.no_shard:
         raise ConfigurationError(
             f'outer_dp_sharding_strategy="{options.outer_strategy.name}" needs an outer axis; pass dp_outer_dim and '
@@ -324,9 +328,9 @@ def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch
     placements_for(options.strategy, options.outer_strategy if has_outer else None)  # refuses impossible combinations
     return Sharding(
         options,
-        make_domain(index, traffic, sums_locally=sums_locally, one_by_one=one_by_one),
-        make_domain(index, traffic, is_expert=True, sums_locally=sums_locally)
-        if index.expt_device_mesh is not None
+        make_domain(dist_index, traffic, sums_locally=sums_locally, one_by_one=one_by_one),
+        make_domain(dist_index, traffic, is_expert=True, sums_locally=sums_locally)
+        if dist_index.expt_device_mesh is not None
         else None,
         device,
     )
@@ -538,7 +542,7 @@ def _build_units(
 ) -> Iterator[Unit]:
     number = count()
     known: dict[int, tuple[ShardFrame, ...]] = {}  # groups with one layout are cut alike
-    for index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
+    for unit_index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
         groups = []
         group_sites = []
         for group in of_unit:
@@ -553,9 +557,9 @@ def _build_units(
             guests = map(guest_of, names, params, owners) if group.has_guests else ()
             groups.append(ParameterGroup(group, params, frames, memory, list(filter(None, guests))))
             del params
-        unit = Unit(index, spec.name, groups, group_sites, spec.modules)
+        unit = Unit(unit_index, spec.name, groups, group_sites, spec.modules)
         unit.show_sharded()
-        if index:  # the root is whole wherever a forward can read its weights
+        if unit_index:  # the root is whole wherever a forward can read its weights
             unit.set_error_owner(plan.remedy(spec))
         yield unit
 
@@ -565,10 +569,6 @@ def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], 
     groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
     with all_agree(sharding.reaching_all), same_random_numbers(groups, sharding.device):
         materialise(module, blueprint, units, sharding.device)
-
-
-EMPTY = "empty"
-"""Value of `init_meta`: parameters on the meta device are allocated, and the caller sets their values afterwards."""
 
 
 def check_not_wrapped(module: object) -> None:
@@ -631,12 +631,12 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
 
 
 def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool | str) -> None:
-    if init_meta not in (True, False, EMPTY):
+    if init_meta not in (True, False, ALLOCATE_ONLY):
         raise ConfigurationError(
-            f"init_model_with_meta_device={init_meta!r}; give True, False, or {EMPTY!r} for shards that are filled "
-            "afterwards"
+            f"init_model_with_meta_device={init_meta!r}; give True, False, or {ALLOCATE_ONLY!r} for shards that are "
+            "filled afterwards"
         )
-    if init_meta == EMPTY:
+    if init_meta == ALLOCATE_ONLY:
         return
     if init_meta:
         check_can_initialise(module)
