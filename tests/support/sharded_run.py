@@ -29,13 +29,12 @@ from megatron_fsdp import (
 )
 from tests.support.arrangements import FLAT, Arrangement, Values
 from tests.support.models import Batch, ModelCase
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import Test, assert_equal_tensors, fixed_seed
 
 SAMPLES = 12
 """Samples of a whole batch: 1, 2, 3 and 4 ranks divide it."""
 
 RunRanks = Callable[..., list[Any]]
-Test = Callable[..., None]
 OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
 
 _DEFAULT_POLICY = MixedPrecisionPolicy()
