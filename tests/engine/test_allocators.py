@@ -28,7 +28,7 @@ from tests.support.formulas import (
     transient_bytes,
 )
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, two_steps
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, Recomputed, vector_case
 
@@ -164,22 +164,6 @@ STAND_INS = {WeightAllocator.SLOTS: 4, WeightAllocator.RESIZE: 4 + 4 * len(WIDTH
 ROOT, FLOOR, WIDE, MIDDLE = (4 * numel for numel in (2 * 256, 32 * 32, 32 * 64, 32 * 48))  # float32 bytes
 
 
-@pytest.mark.full
-def test_gathered_bytes_are_those_worked_out_by_hand(readings: Readings) -> None:
-    gathered = {case: borrowed(readings[case], *case).gathered for case in CASES}
-    assert gathered == {
-        (WeightAllocator.SLOTS, 1): ROOT + WIDE,
-        (WeightAllocator.SLOTS, 2): ROOT + 2 * WIDE,
-        (WeightAllocator.SLOTS, 3): ROOT + 3 * WIDE,
-        (WeightAllocator.RESIZE, 1): ROOT + WIDE,
-        (WeightAllocator.RESIZE, 2): ROOT + WIDE + MIDDLE,
-        (WeightAllocator.RESIZE, 3): ROOT + WIDE + MIDDLE + FLOOR,
-        (WeightAllocator.DOUBLE_BUFFER, 2): ROOT + 2 * FLOOR + WIDE + MIDDLE,
-        (WeightAllocator.PERSISTENT_DOUBLE_BUFFER, 2): ROOT + 2 * FLOOR + WIDE + MIDDLE,
-        (WeightAllocator.MAX_POOL, 2): ROOT + 2 * WIDE,
-    }
-
-
 @each_case
 def test_bytes_and_traffic_are_those_of_the_formulas(
     readings: Readings, allocator: WeightAllocator, units: int
@@ -277,10 +261,6 @@ def test_every_allocator_and_limit_equals_one_process(
     check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, vector_case(Uneven)), settings)
 
 
-def train_twice(run: Run) -> None:
-    run.train(0, 1)
-
-
 @pytest.mark.full(short=["pairs"])
 @pytest.mark.parametrize(
     "build",
@@ -300,7 +280,7 @@ def test_recomputed_and_reused_units_equal_one_process_in_storages_that_come_and
         (("maxpool_double_buffer", True),),
     ]
     check_strategies(
-        run_ranks, 2, Scenario(train_twice, vector_case(build)), [Setting(3, options=each) for each in options]
+        run_ranks, 2, Scenario(two_steps, vector_case(build)), [Setting(3, options=each) for each in options]
     )
 
 

@@ -409,7 +409,17 @@ def adamw_above_noise(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
-def three_microbatches(run: Run) -> None:
+def two_steps(run: Run) -> None:
+    """Ordinary ones."""
+    run.train(0, 1)
+
+
+def three_steps(run: Run) -> None:
+    """Ordinary ones."""
+    run.train(0, 1, 2)
+
+
+def defer_two_of_three(run: Run) -> None:
     """Two steps of three microbatches each, the first two of which are deferred."""
     for step in range(2):
         with run.no_sync():
