@@ -178,6 +178,23 @@ def test_state_that_exists_is_sharded_and_training_goes_on(name: str, strategy: 
     assert found["difference"] <= TOLERANCE
 
 
+@pytest.mark.full(short=["0", "3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_sharding_makes_no_fake_step(strategy: int) -> None:
+    model, reference = build(), build()
+    optimizer, expected = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](reference.parameters())
+    wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    at_first = len(optimizer.state)
+    train(wrapped, optimizer, 1)
+    train(reference, expected, 1)
+    counters = sorted({float(state["step"]) for state in optimizer.state.values()})
+    states_at_first = at_first
+    difference = largest_difference(weights(wrapped), weights(reference))
+    assert (states_at_first, counters) == (0, [1.0])
+    assert difference <= 1e-6
+
+
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_optimizer_state_dict_round_trip_repeats_training(strategy: int) -> None:
