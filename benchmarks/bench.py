@@ -19,6 +19,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
+from benchmarks.contenders import DDP, DDP_ZERO, FSDP2, OURS, OURS_BY_BUCKETS, WIRES
 from benchmarks.launching import write_document
 from benchmarks.page import PUBLISHED, render
 
@@ -39,7 +40,7 @@ class Run:
 
 # ---- which runs there are --------------------------------------------------------------------------------------------
 
-EVERYBODY = ("ours-0", "ours-1", "ours-2", "ours-3", "mddp", "mddp-optim", "fsdp2", "ddp", "ddp-zero")
+EVERYBODY = (*WIRES, *OURS, *OURS_BY_BUCKETS, FSDP2, DDP, DDP_ZERO)
 
 
 def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
@@ -57,7 +58,7 @@ def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
         Run("checkpoints", "checkpoints.py", ("--model", "large", "--rounds", str(each))),
         _accumulating("many-small", few),
         *(_offloaded(model, few) for model in ("many-small", "large")),
-        *(_compared(model, 4, few, "ours-3", "fsdp2", "ddp") for model in ("many-small", "large")),
+        *(_compared(model, 4, few, "wire-3", "ours-3", "fsdp2", "ddp") for model in ("many-small", "large")),
         _ablation("large", few),
     )
 
@@ -199,7 +200,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="after which no further run is begun")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="runs whose name has one of these words")
     parser.add_argument("--list", action="store_true", help="name the runs and stop")
-    parser.add_argument("--publish", action="store_true", help=f"write {PUBLISHED} and docs/performance.md")
+    parser.add_argument("--publish", action="store_true", help=f"write {PUBLISHED} (--only: renew it) and its page")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="the page and the results of runs")
     return parser.parse_args(argv)
 
@@ -219,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
     left_out = "".join(f"\n- {name}: {why}" for name, why in failures.items())
     page.write_text(render(results) + (f"\n## Left out\n{left_out}\n" if left_out else ""), encoding="utf-8")
     if given.publish and results:
-        publish(results, failures)
+        publish({**published(), **results} if given.only else results, failures)
     print(page)
     return 0 if results else 1
 

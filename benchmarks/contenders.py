@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from benchmarks.variants import Variant, variants
-from benchmarks.workloads import Microbatch, Workload, blocks_of, build_model, loss_of
+from benchmarks.workloads import Microbatch, Workload, blocks_of, build_model, loss_of, make_batch
 from megatron_fsdp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -28,11 +30,15 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.axis import Axis, Traffic
 from megatron_fsdp.optim.routes import kinds_of
 
 FLOOR = "floor"
 """Does not communicate, so its losses are its own."""
+WIRES = ("wire-0", "wire-3")
+"""Only the collectives that `ours-0` and `ours-3` start in a step, one after another: what the back end takes."""
+UNTRAINED = (FLOOR, *WIRES)
+"""Those whose losses are not compared."""
 FSDP2, FSDP2_DEFERRED = "fsdp2", "fsdp2-deferred"
 DDP, DDP_ZERO = "ddp", "ddp-zero"
 FSDP2_HOST = "fsdp2-host"
@@ -41,7 +47,7 @@ PEERS = (FSDP2, FSDP2_DEFERRED, FSDP2_HOST, DDP, DDP_ZERO)
 OURS = tuple(f"ours-{strategy}" for strategy in range(4))
 OUR_DDP, OUR_DDP_OPTIM = "mddp", "mddp-optim"
 OURS_BY_BUCKETS = (OUR_DDP, OUR_DDP_OPTIM)
-NAMES = (FLOOR, *OURS, *OURS_BY_BUCKETS, *PEERS, *(name for name in variants() if name not in OURS))
+NAMES = (FLOOR, *WIRES, *OURS, *OURS_BY_BUCKETS, *PEERS, *(name for name in variants() if name not in OURS))
 """Everybody that steps AdamW, in table order."""
 OUR_MUON, FSDP2_MUON = "ours-muon", "fsdp2-muon"
 """Muon for matrices and AdamW for the rest: this engine, and FSDP2 whose ranks gather and iterate every matrix."""
@@ -124,6 +130,19 @@ class Contender:
         return self.model.traffic() if isinstance(self.model, MegatronFSDP) else None
 
 
+@dataclass(frozen=True)
+class Wire(Contender):
+    """The collectives of a step, alone."""
+
+    calls: Sequence[Callable[[], object]] = ()  # each starts a collective and waits for it
+
+    def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Run them; the loss is 0."""
+        for call in self.calls:
+            call()
+        return torch.zeros((), device=microbatches[0][0].device)
+
+
 def build_contender(name: str, setting: Setting, model: nn.Module | None = None) -> Contender:
     """Build one contender by name, around a model or the workload's own; collective."""
     model = build_model(setting.workload, setting.dtype, setting.device) if model is None else model
@@ -131,6 +150,8 @@ def build_contender(name: str, setting: Setting, model: nn.Module | None = None)
         return _varied(name, variants()[name], model, setting)
     if name == FLOOR:
         return Contender(name, model, make_optimizer(model))
+    if name in WIRES:
+        return Wire(name, nn.Identity(), Several(), calls=_collectives(f"ours-{name[-1]}", model, setting))
     if name in OURS_BY_BUCKETS:
         return _our_ddp(name, model, setting)
     if name in (OUR_MUON, FSDP2_MUON):
@@ -183,6 +204,29 @@ def _ours(
         **cast(Any, options),
     )
     return Contender(OURS[strategy], sharded, optimizer, sharded.no_sync if strategy < 2 else nullcontext)
+
+
+def _collectives(name: str, model: nn.Module, setting: Setting) -> list[Callable[[], object]]:
+    """Note what a contender sends in its third step, when all orders are known, with memory of its own."""
+    contender, calls = build_contender(name, setting, model), list[Callable[[], object]]()
+    microbatches = [make_batch(setting.workload, setting.device, seed=0)]
+    for _ in range(2):
+        contender.step(microbatches)
+    with ExitStack() as patches:
+        for method in ("all_gather", "all_reduce", "gather_rows", "reduce_scatter", "exchange"):
+            patches.enter_context(mock.patch.object(Axis, method, _noting(getattr(Axis, method), calls)))
+        contender.step(microbatches)
+    return calls
+
+
+def _noting(method: Callable[..., Any], calls: list[Callable[[], object]]) -> Callable[..., Any]:
+    def noted(axis: Axis, *given: Any) -> Any:
+        taken = signature(method).bind(replace(axis, traffic=Traffic()), *given).arguments
+        own = {key: torch.zeros_like(each) if isinstance(each, Tensor) else each for key, each in taken.items()}
+        calls.append(partial(method, **{**own, "async_op": False}))
+        return method(axis, *given)
+
+    return noted
 
 
 # ---- peers -----------------------------------------------------------------------------------------------------------

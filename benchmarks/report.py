@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean, median, quantiles
 from typing import Any
 
-from benchmarks.contenders import FLOOR
+from benchmarks.contenders import UNTRAINED
 from benchmarks.operators import Moved
 from megatron_fsdp.comm.axis import Traffic
 
@@ -79,10 +79,10 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def disagreements(reading: RunReading, tolerance: float) -> dict[str, str]:
-    """By contender whose loss is not that of one process on the whole batch, a sentence; floors are left out."""
+    """Say by contender where its loss is not that of one process on the whole batch; `UNTRAINED` ones are left out."""
     found = {}
     for name, ranks in reading.contenders.items():
-        if name == FLOOR:
+        if name in UNTRAINED:
             continue
         pairs = zip(_mean_losses(ranks), reading.reference_losses, strict=True)
         for step, (loss, expected) in enumerate(pairs):

@@ -76,10 +76,10 @@ def no_kept_slots() -> Iterator[None]:
 
     begin = Scheduler.backward_begins
 
-    def backward_begins(self: Scheduler, unit: int, weights_version: int) -> tuple[Any, ...]:
+    def backward_begins(self: Scheduler, *arguments: Any) -> tuple[Any, ...]:
         others = () if self.in_backward or not self.config.gathers else range(1, len(self._units))
         released = [operation for other in others for operation in self._release(other)]
-        return (*released, *begin(self, unit, weights_version))
+        return (*released, *begin(self, *arguments))
 
     with mock.patch.object(Scheduler, "backward_begins", backward_begins):
         yield

@@ -88,13 +88,18 @@ def pytest_collection_finish() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that chooses the short suite."""
     parser.addoption("--short", action="store_true", help="leave out the cases marked `full` (tests/support/tiers.py)")
+    parser.addoption("--beyond-short", action="store_true", help="run what `--short` leaves out, or draws less of")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose, so that files are seen whole
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave full cases out of the short suite; skip tests marked `gpu` where there is no CUDA device."""
-    if config.getoption("--short"):
+    if config.getoption("--short") or config.getoption("--beyond-short"):
+        everything = list(items)
         left_out = leave_out_full(items, whole_files=not any("::" in arg for arg in config.args))
+        if config.getoption("--beyond-short"):
+            short = {item for item in items if not hypothesis.is_hypothesis_test(getattr(item, "obj", None))}
+            left_out, items[:] = list(short), [item for item in everything if item not in short]
         config.hook.pytest_deselected(items=left_out)
     # Files are handed out in this order: what takes long must not be begun last, when one process works alone.
     items.sort(key=lambda item: not {"train", "automodel", "doctor", "test_torchrun.py"} & set(item.path.parts))

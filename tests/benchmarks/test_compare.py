@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compare import main, parse
-from benchmarks.contenders import OURS, OURS_BY_BUCKETS, PEERS
+from benchmarks.contenders import OURS, OURS_BY_BUCKETS, PEERS, UNTRAINED, WIRES
 from benchmarks.operators import Moved
 from benchmarks.page import comparison_table, notes
 from benchmarks.report import LiveBytes, RankReading, RunReading, disagreements, document
@@ -39,7 +39,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of everybody on the tiny model, two microbatches a step: JSON document and output."""
     file = tmp_path_factory.mktemp("results") / "made.json"
     arguments = "--model tiny --ranks 2 --device cpu --steps 2 --warmup 2 --grad-accumulation 2 --bucket-mib 0.05"
-    everybody = [*OURS, *OURS_BY_BUCKETS, "ours-3-deferred", *PEERS]
+    everybody = [*WIRES, *OURS, *OURS_BY_BUCKETS, "ours-3-deferred", *PEERS]
     finished = subprocess.run(
         [
             sys.executable,
@@ -64,11 +64,12 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_losses_of_all_that_communicate_are_those_of_one_process(tiny_run: Run) -> None:
     document, printed = tiny_run
     losses = {line["name"]: line["losses"] for line in document["contenders"]}
-    assert list(losses) == ["floor", *OURS, "mddp", "mddp-optim", "ours-3-deferred", *PEERS]
+    assert list(losses) == [*UNTRAINED, *OURS, "mddp", "mddp-optim", "ours-3-deferred", *PEERS]
     assert printed.count("\n| tiny, 2 ranks | ") == 2 * len(losses)  # a table of times and one of costs
     expected = document["reference_losses"]
     assert len(expected) == 4
     assert losses.pop("floor") != pytest.approx(expected, rel=1e-5)
+    assert [losses.pop(name) for name in WIRES] == [[0.0] * 4, [0.0] * 4]
     for name, found in losses.items():
         assert found == pytest.approx(expected, rel=1e-6), name
 
@@ -96,7 +97,7 @@ def test_what_is_sent_is_what_the_strategy_needs(tiny_run: Run) -> None:
     assert sent["ours-3"]["gathers"] > 4
     # A bucket is closed at 0.05 MiB of gradients: three are full, and the embeddings are left.
     assert [(sent[name]["reductions"], sent[name]["gathers"]) for name in ("mddp", "mddp-optim")] == [(4, 0), (4, 4)]
-    assert {name for name, counted in sent.items() if counted is None} == lines.keys() & {"floor", *PEERS}
+    assert {name for name, counted in sent.items() if counted is None} == lines.keys() & {*UNTRAINED, *PEERS}
     for name, parts in NEEDED.items():
         assert moved[name]["sent_bytes"] == moved[name]["gloo_bytes"] == sum(parts) * weights_bytes // 2, name
     for name in (*OURS, "mddp", "mddp-optim"):
@@ -106,6 +107,11 @@ def test_what_is_sent_is_what_the_strategy_needs(tiny_run: Run) -> None:
     assert 2 <= lines["ddp"]["collectives"] <= 4
     assert lines["ddp-zero"]["collectives"] == lines["ddp"]["collectives"] + 2  # one broadcast by each rank
     reduced = {name: moved[name]["reduced_bytes"] for name in lines}
+    # The collectives alone are those of one microbatch.
+    assert lines["wire-0"]["collectives"] == lines["ours-0"]["collectives"]
+    assert moved["wire-0"] == {**moved["ours-0"], "copied_numel": 0, "copied_by": {}}
+    assert lines["wire-3"]["collectives"] < lines["ours-3"]["collectives"]
+    assert reduced["wire-3"] == weights_bytes // 2
     assert (reduced["ours-3"], reduced["ours-3-deferred"]) == (weights_bytes, weights_bytes // 2)
     assert reduced["ours-3-deferred"] <= reduced["fsdp2-deferred"] == reduced["fsdp2"] // 2
     # A native reduce-scatter counts twice on gloo: half the model after each of two microbatches.
@@ -120,8 +126,8 @@ def test_memory_between_steps_holds_weights_and_optimizer_state(tiny_run: Run) -
     weights_bytes = 4 * tiny_run[0]["parameter_numel"]
     live = {line["name"]: line["live"] for line in tiny_run[0]["contenders"]}
     assert live["floor"]["persistent"] == 3 * weights_bytes + 4 * TENSORS  # with the optimizer's step counters
-    for line in live.values():
-        assert line["peak"] > line["persistent"] > weights_bytes
+    for name in live.keys() - set(WIRES):
+        assert live[name]["peak"] > live[name]["persistent"] > weights_bytes
 
 
 @pytest.mark.full

@@ -109,6 +109,13 @@ def test_every_target_reads_a_run_that_the_suite_has() -> None:
     assert len({target.title for target in TARGETS}) == len(TARGETS)
 
 
+def test_the_share_of_the_bare_collectives_is_told() -> None:
+    lines = [contender(name, over={"floor": over}) for name, over in (("wire-3", 0.31), ("ours-3", 1.52))]
+    told = "ours-3: 1.52 of the floor, of which 0.31 are the time of its collectives alone and 0.21 are left"
+    assert told in render({"large-2": comparison(*lines)})
+    assert "collectives alone" not in render({"large-2": comparison(lines[1])})
+
+
 # ---- optimisations ---------------------------------------------------------------------------------------------------
 
 
@@ -175,12 +182,13 @@ def test_a_run_is_published_only_when_asked(tmp_path: Path, monkeypatch: pytest.
         "benchmarks.bench.perform", lambda run, _: (None, "it stopped") if "host" in run.name else ({}, "")
     )
     monkeypatch.setattr("benchmarks.bench.publish", lambda *found: asked.append(found))
+    monkeypatch.setattr("benchmarks.bench.published", lambda: {"moe-2": {}, "start-many-small": {"made": {}}})
     common = ["--quick", "--out", str(tmp_path), "--only", "host", "start"]
     assert main(common) == 0
     assert (asked, (tmp_path / "bench.md").read_text().endswith("\n- host: it stopped\n")) == ([], True)
     assert main([*common, "--publish"]) == 0
     (results, failures) = asked[0]
-    assert (list(results), failures) == (["start-many-small"], {"host": "it stopped"})
+    assert (list(results), failures) == (["moe-2", "start-many-small"], {"host": "it stopped"})  # others stay
     assert results["start-many-small"]["made"]["command"].startswith("python benchmarks/phases.py start --model many-s")
 
 

@@ -70,7 +70,7 @@ def test_slots_take_memory_at_their_first_use() -> None:
 
 def test_buckets_that_came_back_are_lent_again_in_turn() -> None:
     """How many there are depends on how many were lent, and not on when they came back."""
-    pool = BucketPool(POOL, Use.BUCKET, 2, 64, no_room)
+    pool = BucketPool(POOL, Use.BUCKET, 2, [64], no_room)
     lent = []
     for _ in range(4):
         lent += [pool.borrow()]
@@ -81,7 +81,7 @@ def test_buckets_that_came_back_are_lent_again_in_turn() -> None:
 
 
 def test_a_second_bucket_is_made_while_the_first_is_out() -> None:
-    pool = BucketPool(POOL, Use.BUCKET, 2, 64, no_room)
+    pool = BucketPool(POOL, Use.BUCKET, 2, [64], no_room)
     assert pool.borrow() is not pool.borrow()
     assert pool.held_bytes == 128
 
@@ -102,7 +102,7 @@ def room_maker(pool_of: Callable[[], BucketPool], lent: list[Block], log: list[s
 def test_room_is_made_only_when_all_buckets_are_out() -> None:
     lent: list[Block] = []
     log: list[str] = []
-    pool = BucketPool(POOL, Use.BUCKET, 2, 64, room_maker(lambda: pool, lent, log))
+    pool = BucketPool(POOL, Use.BUCKET, 2, [64], room_maker(lambda: pool, lent, log))
     lent += [pool.borrow(), pool.borrow()]
     assert log == []
     oldest = lent[0]
@@ -113,7 +113,7 @@ def test_room_is_made_only_when_all_buckets_are_out() -> None:
 
 def test_a_pool_that_grew_lends_and_holds_no_more_than_before() -> None:
     lent: list[Block] = []
-    pool = BucketPool(POOL, Use.BUCKET, 2, 64, room_maker(lambda: pool, lent, []))
+    pool = BucketPool(POOL, Use.BUCKET, 2, [64], room_maker(lambda: pool, lent, []))
     several = [pool.borrow() for _ in range(4)]  # filled at once, so nothing could be waited for
     for block in several:
         pool.give_back(block)
@@ -135,14 +135,32 @@ def test_room_is_asked_for_until_a_bucket_of_this_pool_comes_back() -> None:
             pool.give_back(block[0])
         return True
 
-    pool = BucketPool(POOL, Use.BUCKET, 1, 64, make_room)
+    pool = BucketPool(POOL, Use.BUCKET, 1, [64], make_room)
     block.append(pool.borrow())
     assert pool.borrow() is block[0]
     assert answers == []
 
 
+def test_a_longer_bucket_than_usual_gives_its_memory_back() -> None:
+    pool = BucketPool(POOL, Use.BUCKET, 2, [64, 96, 64, 32, 32, 96, 64], no_room)
+    longer = pool.borrow(96)
+    pool.give_back(longer)
+    assert pool.held_bytes == 0
+    usual, shorter = pool.borrow(64), pool.borrow(32)
+    pool.give_back(usual)
+    pool.give_back(shorter)
+    assert pool.held_bytes == pool.peak_bytes == 64 + 32
+    assert BucketPool(POOL, Use.BUCKET, 2, [], no_room).held_bytes == 0
+
+
+def test_of_sizes_that_occur_equally_often_the_largest_is_usual() -> None:
+    pool = BucketPool(POOL, Use.BUCKET, 1, [32, 96, 64], no_room)
+    pool.give_back(pool.borrow(96))
+    assert pool.held_bytes == 96
+
+
 def test_the_pool_grows_where_no_room_can_be_made() -> None:
-    pool = BucketPool(POOL, Use.BUCKET, 1, 64, no_room)
+    pool = BucketPool(POOL, Use.BUCKET, 1, [64], no_room)
     lent = [pool.borrow() for _ in range(3)]
     assert len({id(block) for block in lent}) == 3
     assert pool.held_bytes == 192
@@ -150,7 +168,7 @@ def test_the_pool_grows_where_no_room_can_be_made() -> None:
 
 @pytest.mark.parametrize("came_back", [0, 1, 2])
 def test_reclaiming_takes_every_bucket_back_once(came_back: int) -> None:
-    pool = BucketPool(POOL, Use.BUCKET, 2, 64, no_room)
+    pool = BucketPool(POOL, Use.BUCKET, 2, [64], no_room)
     lent = [pool.borrow(), pool.borrow()]
     for block in lent[:came_back]:
         pool.give_back(block)
@@ -199,7 +217,7 @@ def test_autograd_finds_what_it_saved_in_a_block_that_came_back() -> None:
 
 
 def test_a_smaller_number_of_buckets_drops_those_that_are_free() -> None:
-    pool = BucketPool(POOL, Use.BUCKET, 3, 64, no_room)
+    pool = BucketPool(POOL, Use.BUCKET, 3, [64], no_room)
     for block in [pool.borrow() for _ in range(3)]:
         pool.give_back(block)
     pool.set_count(1)
@@ -209,7 +227,7 @@ def test_a_smaller_number_of_buckets_drops_those_that_are_free() -> None:
 
 
 def test_a_larger_number_of_buckets_is_made_when_it_is_needed() -> None:
-    pool = BucketPool(POOL, Use.BUCKET, 1, 64, lambda: pytest.fail("there is room"))
+    pool = BucketPool(POOL, Use.BUCKET, 1, [64], lambda: pytest.fail("there is room"))
     pool.borrow()
     pool.set_count(2)
     pool.borrow()

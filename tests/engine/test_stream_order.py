@@ -343,7 +343,9 @@ def memory_of_a_reduction_is_let_go_of(name: str, kept: slice) -> AbstractContex
 def shown_gradients_are_taken_back_by_the_lane() -> AbstractContextManager[Any]:
     take_back, reduce = GradientBuffers._take_back, GradientBuffers.reduce
 
-    def reduce_late(self: GradientBuffers, lane: Lane, bucket: Tensor, scratch: Tensor | None, params: Any) -> Any:
+    def reduce_late(
+        self: GradientBuffers, lane: Lane, bucket: Tensor, scratch: Tensor | None, params: Any, home_lane: Lane
+    ) -> Any:
         def launch_late(launch: Callable[[bool], Any], async_op: bool) -> Any:
             take_back(self, params)
             return launch(async_op)
@@ -353,7 +355,7 @@ def shown_gradients_are_taken_back_by_the_lane() -> AbstractContextManager[Any]:
                 return lane.submit(lambda async_op: launch_late(launch, async_op), finish)
 
         with patch.object(GradientBuffers, "_take_back", nothing):
-            return reduce(self, Late(), bucket, scratch, params)
+            return reduce(self, Late(), bucket, scratch, params, home_lane)
 
     return patch.object(GradientBuffers, "reduce", reduce_late)
 

@@ -14,13 +14,27 @@ def memory(allocator: WeightAllocator) -> WeightMemory:
     return WeightMemory(plan_weights(allocator, units, 2), CommunicationPool(torch.device("cpu")))
 
 
-def test_slots_are_shared_and_kept() -> None:
+def test_slots_are_shared_and_kept_and_as_long_as_the_unit_in_them() -> None:
     weights = memory(WeightAllocator.SLOTS)
     assert weights.held_bytes == 0
-    assert weights.take(1, 0) is weights.take(3, 0)
-    assert weights.take(2, 1) is not weights.take(3, 0)
-    assert not weights.give_back(1)
-    assert weights.held_bytes == weights.peak_bytes == 2 * 512
+    first = weights.take(1, 0)
+    view = first.view(0, 64, torch.float32)
+    assert weights.held_bytes == 256
+    assert weights.take(3, 0) is first
+    assert weights.held_bytes == 512
+    assert weights.take(2, 1) is not first
+    assert not weights.give_back(3)
+    assert weights.held_bytes == weights.peak_bytes == 512 + 256
+    assert weights.take(1, 0).view(0, 64, torch.float32) is view
+    assert (weights.held_bytes, weights.peak_bytes) == (2 * 256, 512 + 256)
+    view.fill_(3.0)
+    assert weights.take(1, 0).view(0, 64, torch.float32).eq(3.0).all()  # nothing moves where the size is the same
+
+
+def test_slots_that_are_taken_when_wrapping_are_all_as_long_as_the_largest_unit() -> None:
+    weights = memory(WeightAllocator.MAX_POOL)
+    weights.take(1, 0)
+    assert weights.held_bytes == 1024 + 2 * 512
 
 
 def test_the_root_beside_slots_is_there_for_a_step_and_stays_the_same_memory() -> None:

@@ -10,8 +10,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator
+from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.plan.activations import call_model, scalar_loss
 from megatron_fsdp.plan.planning import Plan, plan
+from megatron_fsdp.plan.report import facts, plan_dict
 from megatron_fsdp.plan.simulate import simulated_model
 from tests.support.models import Block, TinyTransformer
 from tests.support.tower import FEATURES, Floor, Tower
@@ -134,3 +137,22 @@ def test_a_plan_is_what_the_engine_does(
 def test_state_of_optimizers_is_what_torch_keeps(optimizer: str) -> None:
     found = planned(tower, {"dp_shard": 4}, optimizer=optimizer, backend="gloo")
     assert figures(found) == figures_of_the_engine(found, tower)
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_the_planned_pool_is_that_of_the_engine(strategy: int) -> None:
+    ranks, options = {"dp_shard": 4}, {"fsdp_unit_modules": [Floor], "nccl_ub": True}
+    with (
+        pytest.warns(UserWarning, match="nccl_ub"),
+        simulated_model(tower, num_ranks=ranks, backend="gloo", zero_dp_strategy=strategy, **options) as simulated,
+    ):
+        told = simulated.model.describe().memory
+    memory = MemoryOptions(WeightAllocator(told.allocator), message_bytes=0, is_kept=True)
+    found = planned(tower, ranks, strategy, backend="gloo", memory=memory)
+    assert plan_dict(found)["memory"]["pool"] == list(told.pool)
+    assert found.model.memory.pool is not None
+    assert found.model.memory.pool.num_bytes == told.pool_bytes
+    row = dict(facts(found))["pool"]
+    assert row.startswith(f"{in_bytes(told.pool_bytes)} are taken when wrapping")
+    assert "root bucket" in row
+    assert "pool" not in dict(facts(planned(tower, ranks, strategy, backend="gloo")))

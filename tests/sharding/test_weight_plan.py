@@ -47,8 +47,8 @@ def test_each_allocator_has_a_place_for_every_unit(
     ("allocator", "slots", "peak"),
     [
         (WeightAllocator.SLOTS, 1, 1000 + 200),
-        (WeightAllocator.SLOTS, 2, 1000 + 2 * 200),
-        (WeightAllocator.SLOTS, 9, 1000 + 5 * 200),  # not more slots than units
+        (WeightAllocator.SLOTS, 2, 1000 + 80 + 200),
+        (WeightAllocator.SLOTS, 9, 1000 + 560),  # not more slots than units
         (WeightAllocator.RESIZE, 1, 1000 + 200),
         (WeightAllocator.RESIZE, 2, 1000 + 80 + 200),
         (WeightAllocator.RESIZE, 3, 1000 + 200 + 80 + 120),

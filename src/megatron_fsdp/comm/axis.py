@@ -109,7 +109,9 @@ class Axis:
         all-to-all moves the minimum and leaves the sum, in float32 and in rank order, to us. Other back ends do so
         where `sums_locally` asks for it.
         """
-        return self.group is not None and (self.sums_locally or backend_of(self.group) == "gloo")
+        if self.num_ranks == 1:
+            return False
+        return self.sums_locally or (self.group is not None and backend_of(self.group) == "gloo")
 
     # With `async_op` a collective returns a handle to wait on. Without, it is over when the method returns, or on CUDA
     # queued on the current stream.

@@ -24,7 +24,7 @@ from megatron_fsdp.errors import ConfigurationError
 class WeightAllocator(Enum):
     """How memory for gathered weights is allocated and freed; `docs/memory.md` compares them."""
 
-    SLOTS = "slots"  # slots of the largest unit's size, taken at their first use and kept
+    SLOTS = "slots"  # slots as long as the unit in them, taken at their first use and kept
     RESIZE = "resize"  # every unit has a storage of its own, which is empty while the unit is sharded
     DOUBLE_BUFFER = "double buffer"  # two slots of the most common unit's size, taken at once; other units resize
     PERSISTENT_DOUBLE_BUFFER = "persistent double buffer"  # two slots; other units keep a buffer of their own

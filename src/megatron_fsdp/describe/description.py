@@ -86,9 +86,9 @@ class MemoryDescription:
 
     allocator: str  # allocator of gathered weights
     slots: int  # how many units besides the root are gathered at a time, where weights are sharded; else 0
-    slot_bytes: int  # bytes of each slot
+    slot_bytes: int  # bytes of a slot for the largest unit
     buckets: int  # how many units besides the root fill a bucket or have one in reduction at a time
-    bucket_bytes: int  # bytes of each bucket
+    bucket_bytes: int  # bytes of a bucket for the largest unit
     forward_prefetch: int  # units gathered ahead in forward
     backward_prefetch: int  # units gathered ahead in backward
     persistent_bytes: int  # weights and gradients between steps

@@ -150,13 +150,14 @@ class Executor:
     def make_bucket_pools(self) -> None:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
         make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
-        root, others = self._units[: ROOT_UNIT + 1], self._units[ROOT_UNIT + 1 :]
+        sizes = [unit.bucket_bytes for unit in self._units]
+        root, others = sizes[: ROOT_UNIT + 1], sizes[ROOT_UNIT + 1 :]
         pool = self.pool
-        self._root_bucket = BucketPool(pool, Use.ROOT_BUCKET, 1, _largest_bucket(root), make_room)
-        self._buckets = BucketPool(pool, Use.BUCKET, self.bucket_count, _largest_bucket(others), make_room)
-        self._scratch = BucketPool(pool, Use.SCRATCH, self._scratch_count, _largest_bucket(self._units), make_room)
+        self._root_bucket = BucketPool(pool, Use.ROOT_BUCKET, 1, root, make_room)
+        self._buckets = BucketPool(pool, Use.BUCKET, self.bucket_count, others, make_room)
+        self._scratch = BucketPool(pool, Use.SCRATCH, self._scratch_count, sizes, make_room)
         crossing = max(crossing_offsets(unit.group_plans)[1] for unit in self._units)
-        self._crossing = BucketPool(pool, Use.CROSSING, OUTER_REDUCTIONS, crossing, make_room)
+        self._crossing = BucketPool(pool, Use.CROSSING, OUTER_REDUCTIONS, [crossing], make_room)
 
     def set_bucket_count(self, count: int) -> None:
         """Change the number of units that fill a bucket or have one in reduction at a time."""
@@ -398,7 +399,3 @@ class Executor:
     def bucket_bytes(self) -> int:
         """Bytes that buckets and scratch take now."""
         return sum(pool.held_bytes for pool in self._pools)
-
-
-def _largest_bucket(units: Sequence[Unit]) -> int:
-    return max((unit.bucket_bytes for unit in units), default=0)

@@ -7,6 +7,7 @@ stretch that is taken at wrap time and in which the same block lies at the same 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -188,7 +189,7 @@ class BucketPool:
         pool: Where the blocks come from.
         use: What they are for.
         count: How many there are.
-        num_bytes: The most that any borrower needs.
+        sizes_bytes: What each borrower needs.
         make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
             the pool grows: several units that fill at once each need one).
 
@@ -197,12 +198,13 @@ class BucketPool:
     """
 
     def __init__(
-        self, pool: CommunicationPool, use: Use, count: int, num_bytes: int, make_room: Callable[[], object]
+        self, pool: CommunicationPool, use: Use, count: int, sizes_bytes: Sequence[int], make_room: Callable[[], object]
     ) -> None:
         self._pool = pool
         self._use = use
         self._count = count
-        self._num_bytes = num_bytes
+        self._num_bytes = num_bytes = max(sizes_bytes, default=0)
+        self._usual_bytes = most_common(sizes_bytes)
         self._make_room = make_room
         self._made = [pool.make(use, number, num_bytes) for number in range(pool.planned(use, num_bytes))]
         self._free = list(self._made)
@@ -221,7 +223,12 @@ class BucketPool:
         return block
 
     def give_back(self, block: Block) -> None:
-        """Return a borrowed block: lent after free ones with memory, before those that take some."""
+        """Return a borrowed block: lent after free ones with memory, before those that take some.
+
+        A longer one than usual, such as an embedding's, gives its memory back.
+        """
+        if block.held_bytes > self._usual_bytes:
+            block.empty()
         self._free.insert(sum(free.held_bytes > 0 for free in self._free), block)
 
     def set_count(self, count: int) -> None:
@@ -245,6 +252,12 @@ class BucketPool:
     def held_bytes(self) -> int:
         """Bytes held now."""
         return sum(block.held_bytes for block in self._made)
+
+
+def most_common(sizes: Sequence[int]) -> int:
+    """Return the size that occurs most often, of several the largest; 0 where there is none."""
+    counts = Counter(sizes)
+    return max(counts, key=lambda size: (counts[size], size), default=0)
 
 
 def weakly(method: Callable[[], Result]) -> Callable[[], Result | None]:
@@ -338,7 +351,7 @@ def _block_sizes(
     """
     own = weights.units_in(WeightStorage.OWN)
     needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]
-    scratch = max(needed) if any(map(_exchanges_inner, chain.from_iterable(units))) else 0
+    scratch = max(needed) if any(map(exchanges_inner, chain.from_iterable(units))) else 0
     crossing = max((crossing_offsets(unit)[1] for unit in units), default=0)
     return {
         Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],
@@ -351,7 +364,7 @@ def _block_sizes(
     }
 
 
-def _exchanges_inner(group: GroupPlan) -> bool:
+def exchanges_inner(group: GroupPlan) -> bool:
     """Return whether a group is reduced over the inner ranks by an exchange, which needs scratch."""
     return group.requires_grad and group.needs_all_gather and group.axis.exchanges_pairwise
 
@@ -399,14 +412,22 @@ class WeightMemory:
                 self._block(Use.SLOT, slot, self._slot_bytes)
             for unit in plan.units_in(WeightStorage.OWN):
                 self._block(Use.UNIT, unit, plan.gathered_bytes[unit])
+            self._note_peak()
 
     def take(self, unit: int, slot: int | None) -> Block:
-        """Return the block that a unit is gathered into: that of a slot is always the same memory."""
+        """Return the block that a unit is gathered into: that of a slot is always the same storage.
+
+        A slot that is not taken when wrapping is as long as the unit in it: an embedding or a head may be several times
+        as large as all others.
+        """
         if self._plan.storages[unit] is WeightStorage.SLOT:
             assert slot is not None
-            return self._block(Use.SLOT, slot, self._slot_bytes)
-        block = self._block(Use.UNIT, unit, self._plan.gathered_bytes[unit])
-        block.refill()
+            block = self._block(Use.SLOT, slot, self._slot_bytes)
+            if not self._plan.taken_at_once:
+                block.hold(self._plan.gathered_bytes[unit])
+        else:
+            block = self._block(Use.UNIT, unit, self._plan.gathered_bytes[unit])
+            block.refill()
         self._note_peak()
         return block
 
@@ -426,7 +447,6 @@ class WeightMemory:
     def _block(self, use: Use, number: int, num_bytes: int) -> Block:
         if (use, number) not in self._blocks:
             self._blocks[use, number] = self._pool.make(use, number, num_bytes)
-            self._note_peak()
         return self._blocks[use, number]
 
     def _note_peak(self) -> None:

@@ -16,11 +16,11 @@ import torch
 
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.memory import CommunicationPool, pack_bytes
+from megatron_fsdp.engine.memory import CommunicationPool, exchanges_inner, pack_bytes
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
 from megatron_fsdp.plan.machine import Machine
-from megatron_fsdp.plan.setup import Backend, ParallelRanks, Setup
+from megatron_fsdp.plan.setup import ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, held_bytes, home_step_s, step_bytes
 
 INNER, OUTER = "dp_shard", "dp_outer"
@@ -136,12 +136,12 @@ def _sent_bytes(group: GroupPlan, axis: str) -> tuple[int, int]:
     return gathered - gathered // ranks, passes * (reduced - reduced // ranks)
 
 
-def _allocated_across(group: GroupPlan, backend: Backend) -> int:
+def _allocated_across(group: GroupPlan) -> int:
     """Count the bytes that a group's reduction over the outer ranks allocates."""
     crossing = group.crossing_bytes
     allocated = crossing if group.precision.grad_comm != group.precision.main_grads else 0
     if group.gathers_outer:
-        allocated += crossing if backend == "gloo" else crossing // group.axes[0].num_ranks
+        allocated += group.received_bytes or crossing // group.axes[0].num_ranks
     return allocated
 
 
@@ -182,11 +182,11 @@ class _Unit:
     on wires, and in place of tensors they count bytes.
     """
 
-    def __init__(self, index: int, unit: PlannedUnit, setup: Setup, passing: _Passing) -> None:
+    def __init__(self, index: int, unit: PlannedUnit, passing: _Passing) -> None:
         self.index, self.label, self._passing = index, unit.name, passing
         self.group_plans: Sequence[GroupPlan] = unit.groups
         trained = [group for group in unit.groups if group.requires_grad]
-        exchanged = [group for group in trained if group.needs_all_gather and setup.backend == "gloo"]
+        exchanged = [group for group in trained if exchanges_inner(group)]
         crossing = [group for group in trained if group.crossing_bytes]
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
         self._sent_bytes = {axis: [_sent_bytes(group, axis) for group in unit.groups] for axis in (INNER, OUTER)}
@@ -200,7 +200,7 @@ class _Unit:
         self.cast_bytes = sum(group.main_region.numel * group.precision.main_params.itemsize for group in cast)
         self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
         self._pending_bytes = sum(group.inner_region.numel * group.precision.main_grads.itemsize for group in crossing)
-        self._across_bytes = sum(_allocated_across(group, setup.backend) for group in trained)
+        self._across_bytes = sum(_allocated_across(group) for group in trained)
         narrow = [group for group in exchanged if group.precision.grad_comm.itemsize < _SUM_ITEMSIZE]
         self._local_sum_bytes = max((group.inner_region.numel * _SUM_ITEMSIZE for group in narrow), default=0)
         self.exchanges_inner = bool(exchanged)
@@ -309,7 +309,7 @@ class _Replay:
         self._exchange_s = _waits(profile, () if setup.overlap_exchanges else exchanges, setup, machine)
         self._saved_bytes = int(profile.kept_bytes * saved_microbatches)
         self._passing = _Passing()
-        self._units = tuple(_Unit(index, unit, setup, self._passing) for index, unit in enumerate(model.units))
+        self._units = tuple(_Unit(index, unit, self._passing) for index, unit in enumerate(model.units))
         self._index = {path: index for index, unit in enumerate(model.units) for path in unit.modules}
         self._owners = {
             info.name: self._units[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
@@ -19,6 +20,7 @@ from megatron_fsdp.plan.machine import GIB, Machine
 from megatron_fsdp.plan.planning import Plan, Recommendation, ranks_that_fit
 from megatron_fsdp.plan.setup import Setup
 from megatron_fsdp.plan.sharded import PlannedUnit
+from megatron_fsdp.sharding.memory_plan import PoolPlan
 
 Row = tuple[str, ...]
 Table = tuple[Row, list[Row]]
@@ -44,6 +46,7 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
             "held": {**memory.held, "total": memory.held_bytes},
             "away": memory.away_bytes,
             "inputs": memory.input_bytes,
+            "pool": [] if plan.model.memory.pool is None else list(map(str, plan.model.memory.pool.blocks)),
             "peak": {**vars(memory.peak), "total": memory.peak_bytes},
             "activations_kept_for_backward": plan.profile.kept_bytes,
             "host_bytes_of_a_save_in_the_background": memory.saving_bytes,
@@ -134,9 +137,21 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("strategy", f"{setup.strategy.name}{outer}; recompute {setup.recompute}; {setup.optimizer.name}"),
         ("batch", f"{work.tokens:,} tokens per rank and microbatch, {batches} per step"),
         *([("homes", str(setup.homes))] if setup.homes.are_away else []),
+        *_pool_row(plan.model.memory.pool),
         ("padding", f"{100 * plan.model.padding_fraction:.4f} % of what is sharded"),
         *(("note", note) for note in plan.notes),
     ]
+
+
+def _pool_row(pool: PoolPlan | None) -> list[tuple[str, str]]:
+    """Tell what the pool of communication memory takes when wrapping, by use; nothing where there is none."""
+    if pool is None:
+        return []
+    sizes = Counter[str]()
+    for block in pool.blocks:
+        sizes[block.use.value] += block.num_bytes
+    uses = ", ".join(f"{use} {in_bytes(size)}" for use, size in sizes.items())
+    return [("pool", f"{in_bytes(pool.num_bytes)} are taken when wrapping, and keep their addresses: {uses}")]
 
 
 def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:

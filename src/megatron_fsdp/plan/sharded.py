@@ -150,10 +150,11 @@ def _sharding(setup: Setup) -> Sharding:
 def _domain(setup: Setup, inner: int) -> Domain:
     outer = setup.ranks.dp_outer
     position_outer, position_inner = divmod(setup.device_rank, setup.ranks.inner)
-    axes = [Axis(None, position_inner * inner // setup.ranks.inner, inner)]
+    sums_locally = setup.backend == "gloo"
+    axes = [Axis(None, position_inner * inner // setup.ranks.inner, inner, sums_locally=sums_locally)]
     names = ["dp_shard"]
     if outer > 1:
-        axes.insert(0, Axis(None, position_outer, outer))
+        axes.insert(0, Axis(None, position_outer, outer, sums_locally=sums_locally))
         names.insert(0, "dp_outer")
     nowhere: Any = None
     return Domain(tuple(axes), tuple(names), None, None, nowhere)

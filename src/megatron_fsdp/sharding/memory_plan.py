@@ -44,7 +44,8 @@ class WeightPlan:
         storages: Kind of storage of each unit.
         gathered_bytes: Bytes of the block of each unit.
         slots: How many units besides the root are gathered at a time, of those that do not keep their memory.
-        taken_at_once: Whether slots and kept buffers are allocated at wrap time, else at their first use.
+        taken_at_once: Whether slots and kept buffers are allocated at wrap time, each slot for the largest unit in it;
+            else at their first use, and a slot is as long as the unit that is in it.
     """
 
     storages: tuple[WeightStorage, ...]
@@ -58,7 +59,7 @@ class WeightPlan:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of each slot: the largest unit that lives in slots."""
+        """Bytes of a slot for the largest unit that lives in slots."""
         return max((self.gathered_bytes[unit] for unit in self.units_in(WeightStorage.SLOT)), default=0)
 
     @property
@@ -70,15 +71,20 @@ class WeightPlan:
     def peak_bytes(self) -> int:
         """The most that gathered weights take at a time, where units are used in their order.
 
-        Slots and kept buffers (also those kept for a step) count whole. Of the units that resize, as many consecutive
-        ones as there are slots are allocated at a time; the root is allocated with all of them.
+        Kept buffers (also those kept for a step) and slots that are taken when wrapping count whole. Of the other
+        units, as many consecutive ones as there are slots are allocated at a time; the root with all of them.
         """
         kept = sum(self.gathered_bytes[unit] for storage in _OF_ITS_OWN for unit in self.units_in(storage))
+        passing = {WeightStorage.RESIZED}
+        if self.taken_at_once:
+            kept += self.slots_used * self.slot_bytes
+        else:
+            passing.add(WeightStorage.SLOT)
         in_turn = [unit for unit, storage in enumerate(self.storages) if unit and storage not in _OF_ITS_OWN]
-        resized = [self.gathered_bytes[unit] if self.storages[unit] is WeightStorage.RESIZED else 0 for unit in in_turn]
-        windows = (sum(resized[first : first + self.slots]) for first in range(max(1, len(resized))))
+        sizes = [self.gathered_bytes[unit] if self.storages[unit] in passing else 0 for unit in in_turn]
+        windows = (sum(sizes[first : first + self.slots]) for first in range(max(1, len(sizes))))
         root = self.gathered_bytes[0] if self.storages[0] is WeightStorage.RESIZED else 0
-        return root + kept + self.slots_used * self.slot_bytes + max(windows)
+        return root + kept + max(windows)
 
 
 def plan_weights(

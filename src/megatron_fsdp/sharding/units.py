@@ -387,7 +387,7 @@ _LATENCY_BYTES_PER_RANK = 2**20
 def message_bytes(unit_bytes: Sequence[int], num_ranks: int) -> int:
     """Return the size below which neighbouring units are merged.
 
-    It grows with the ranks as far as that costs no memory: slots and buckets are as large as the largest unit anyway.
+    It grows with the ranks as far as the peak does not: slots and buckets become as large as the largest unit anyway.
 
     Args:
         unit_bytes: Bytes of the full weights of each unit besides the root.
