@@ -178,32 +178,18 @@ def test_gradients_are_synced_by_hand(strategy: int) -> None:
 @pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_gradients_are_zeroed_and_scaled_visible_or_not(strategy: int) -> None:
+def test_gradients_are_zeroed_visible_or_not(strategy: int) -> None:
     model = wrap(strategy)
     run_batch(model, 0)
     model.zero_grad_buffer()
-    found: dict[str, Any] = {"cleared": visible(model)}
+    assert visible(model) == 0
     run_batch(model, 1)
-    found["after zeroing"] = largest_difference(gradients(model), summed_gradients([1]))
-    model.scale_gradients(0.25)
-    scaled = {name: grad * 0.25 for name, grad in summed_gradients([1]).items()}
-    found["scaled"] = largest_difference(gradients(model), scaled)
-    run_batch(model, 0)
-    total = {name: grad + scaled[name] for name, grad in summed_gradients([0]).items()}
-    found["added to"] = largest_difference(gradients(model), total)
-    model.zero_grad_buffer()
-    with model.no_sync():
-        run_batch(model, 1)
-    model.scale_gradients(0.25)
-    run_batch(model, 0)
-    found["deferred scaled"] = largest_difference(gradients(model), total)
+    assert largest_difference(gradients(model), summed_gradients([1])) <= TOLERANCE
     with model.no_sync():
         run_batch(model, 1)
     model.zero_grad_buffer()
     run_batch(model, 0)
-    found["deferred zeroed"] = largest_difference(gradients(model), summed_gradients([0]))
-    assert found.pop("cleared") == 0
-    assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+    assert largest_difference(gradients(model), summed_gradients([0])) <= TOLERANCE
 
 
 @on_ranks(2)
@@ -276,33 +262,5 @@ def test_no_sync_defers_and_sync_reduces_the_sum(strategy: int) -> None:
         with model.sync():
             run_batch(model, 1)
             found["in sync"] = visible(model)
-    found["sum"] = largest_difference(gradients(model), summed_gradients([0, 1]))
-    model.zero_grad()
-    model.set_model_auto_sync(False)
-    run_batch(model, 0)
-    found["manual"] = visible(model)
-    model.set_model_auto_sync(True)
-    run_batch(model, 1)
-    found["auto"] = visible(model)
-    found["sum again"] = largest_difference(gradients(model), summed_gradients([0, 1]))
-    assert max(found.pop("sum"), found.pop("sum again")) <= TOLERANCE
-    assert found == {"in no_sync": 0, "in sync": 7, "manual": 0, "auto": 7}
-
-
-@pytest.mark.full(short=["1", "3"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
-def test_the_communication_dtype_changes_inside_its_context_only(strategy: int) -> None:
-    model = wrap(strategy, mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32))
-    found = []
-    with model.mixed_precision_context(
-        MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
-    ):
-        run_batch(model, 0)
-        found.append(largest_difference(gradients(model), summed_gradients([0])))
-    model.zero_grad()
-    run_batch(model, 0)
-    found.append(largest_difference(gradients(model), summed_gradients([0])))
-    inside, after = found
-    assert TOLERANCE < inside < 2e-2  # 8 bits of mantissa on gradients of about 1
-    assert after <= TOLERANCE
+    assert found == {"in no_sync": 0, "in sync": 7}
+    assert largest_difference(gradients(model), summed_gradients([0, 1])) <= TOLERANCE

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
+from tests.support.api_net import Layer, build, largest_difference, mesh, train, weights
 from tests.support.on_ranks import local_of, on_ranks
 
 STRATEGIES = [0, 1, 2, 3]
@@ -191,42 +191,6 @@ def test_loading_a_state_dict_changes_main_and_compute_weights(strategy: int, bf
     }
     expected = {"different": True, "keys": ([], []), "weights": 0.0, "output": 0.0, "sharded": {"sharded"}}
     assert found == expected
-
-
-@on_ranks(2)
-def test_strict_loading_names_missing_and_unexpected_keys() -> None:
-    model = wrap(3)
-    state = model.state_dict()
-    del state["module.gain"]
-    state["module.other"] = torch.ones(1)
-    found = []
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        found.append(str(error))
-    result = model.load_state_dict(state, strict=False)
-    message, missing, unexpected = [*found, *result.missing_keys, *result.unexpected_keys]
-    assert 'Missing key(s) in state_dict: "module.gain"' in message
-    assert 'Unexpected key(s) in state_dict: "module.other"' in message
-    assert (missing, unexpected) == ("module.gain", "module.other")
-
-
-def load_by_assignment() -> tuple[str, float]:
-    """`assign=True` would put other parameter objects into the tree; what it loads must not be lost in silence."""
-    model = wrap(3)
-    state = {key: torch.ones_like(value) for key, value in model.state_dict().items()}
-    try:
-        model.load_state_dict(state, assign=True)
-    except ValueError as error:
-        return str(error), 0.0
-    backward(model, next(batches(1)))
-    ones = {name: torch.ones_like(value) for name, value in weights(model).items()}
-    return "", largest_difference(weights(model), ones)
-
-
-def test_loading_by_assignment_is_refused_or_takes_effect(run_ranks: RunRanks) -> None:
-    for message, difference in run_ranks(2, load_by_assignment):
-        assert "assign" in message or difference == 0.0
 
 
 # ---- moving and casting ----------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from megatron_fsdp.engine.memory import weakly
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.participation import calls_of, take_part
-from megatron_fsdp.engine.schedule import ROOT, SyncMode
+from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard
 from megatron_fsdp.engine.wrap import Grouping, UnitGrouping, assemble
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
@@ -62,6 +62,7 @@ from megatron_fsdp.optim.optimizer import check_capturable, watch_optimizers
 from megatron_fsdp.optim.statistics import ModelStatistics, gradient_statistics, parameter_statistics
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 StateDict = dict[str, Any]
 
@@ -810,12 +811,12 @@ class MegatronFSDP(nn.Module):
 
     def parameter_statistics(self) -> ModelStatistics:
         """Return mean, std, norm, extremes, zeros and non-finite elements of all main weights. One small collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
+        with self._engine.observers.during(Phase.WHOLE, ROOT_UNIT):
             return parameter_statistics(self._engine)
 
     def gradient_statistics(self) -> ModelStatistics:
         """Return the same statistics of every gradient that is not None. One small collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
+        with self._engine.observers.during(Phase.WHOLE, ROOT_UNIT):
             return gradient_statistics(self._engine)
 
     def parameter_digests(self, *, is_whole: bool = True) -> dict[str, str]:
@@ -824,12 +825,12 @@ class MegatronFSDP(nn.Module):
         It depends on every bit and on no cut: the same weights give the same digest on any ranks under any strategy.
         Without `is_whole` it is that of this rank's part, and no collective.
         """
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
+        with self._engine.observers.during(Phase.WHOLE, ROOT_UNIT):
             return parameter_digests(self._engine, is_whole=is_whole)
 
     def gradient_digests(self, *, is_whole: bool = True) -> dict[str, str]:
         """Return the same of all gradients; one that is None adds nothing."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
+        with self._engine.observers.during(Phase.WHOLE, ROOT_UNIT):
             return gradient_digests(self._engine, is_whole=is_whole)
 
     @contextmanager

@@ -22,15 +22,22 @@ FLAT: Places = {f"{ranks} ranks, strategy {s}": (ranks, Setting(s)) for ranks, s
 HYBRID: Places = {
     "HSDP": (4, Setting(3, outer_strategy=0, arrangement=hybrid(2, 2))),
     "HFSDP": (4, Setting(3, outer_strategy=1, arrangement=hybrid(2, 2))),
+    "ZeRO-1 over both axes": (4, Setting(1, outer_strategy=1, arrangement=hybrid(2, 2))),
+    "replicated over both axes": (4, Setting(0, outer_strategy=0, arrangement=hybrid(2, 2))),
 }
 TARGETS: Places = {f"{ranks} ranks, strategy {s}": (ranks, Setting(s)) for ranks, s in ((1, 3), (2, 1), (3, 3), (4, 3))}
 SOME = ["2 ranks, strategy 3", "3 ranks, strategy 2", "1 ranks, strategy 3", "2 ranks, strategy 1", "HFSDP"]
 SEQUENCES, TENSORS = tensor_parallel(divide_tensors_and_sequences), tensor_parallel(divide_tensors)
+BOTH = tensor_parallel(divide_tensors, 2)
 TENSOR_PARALLEL: Places = {
+    "one rank": (1, Setting(0)),
     "three ranks": (3, Setting(3)),
     "FSDP x TP": (4, Setting(3, arrangement=SEQUENCES)),
+    "ZeRO-1 x TP of another plan": (4, Setting(1, arrangement=TENSORS)),
+    "replicated x TP": (4, Setting(0, arrangement=SEQUENCES)),
     "TP alone": (2, Setting(2, arrangement=TENSORS)),
-    "HFSDP x TP": (4, Setting(3, outer_strategy=1, arrangement=tensor_parallel(divide_tensors, 2))),
+    "HSDP x TP": (4, Setting(3, arrangement=BOTH)),
+    "HFSDP x TP": (4, Setting(3, outer_strategy=1, arrangement=BOTH)),
 }
 
 
@@ -59,14 +66,20 @@ def whole_state(run: Run) -> dict[str, Tensor]:
     return found
 
 
-def save(case: ModelCase, setting: Setting, folder: str) -> dict[str, Tensor]:
+def loss_of(run: Run) -> float:
+    """Of a whole batch, with the weights that compute uses."""
+    with torch.no_grad():
+        return run.case.loss(run.model, run.whole_batch(9)).item()
+
+
+def save(case: ModelCase, setting: Setting, folder: str) -> tuple[dict[str, Tensor], float]:
     run = trained(case, setting, 0, 1)
     dcp.save(state_of(run), checkpoint_id=folder)
-    return whole_state(run)
+    return whole_state(run), loss_of(run)
 
 
-def load_each(case: ModelCase, setting: Setting, folders: list[str]) -> dict[str, list[str]]:
-    """Load checkpoints one after another; by folder what differs."""
+def load_each(case: ModelCase, setting: Setting, folders: Collection[str]) -> dict[str, tuple[list[str], float]]:
+    """Load checkpoints one after another; by folder what differs, and the loss then."""
     run = trained(case, setting, 5)
     told = {}
     for folder in folders:
@@ -74,7 +87,7 @@ def load_each(case: ModelCase, setting: Setting, folders: list[str]) -> dict[str
         dcp.load(state, checkpoint_id=folder)
         run.model.load_state_dict(state["model"])
         run.optimizer.load_state_dict(state["optimizer"])
-        told[folder] = differences(whole_state(run), contents(folder))
+        told[folder] = differences(whole_state(run), contents(folder)), loss_of(run)
     return told
 
 
@@ -85,15 +98,16 @@ def differences(found: dict[str, Tensor], saved: dict[str, Any]) -> list[str]:
 
 
 def check(run_ranks: RunRanks, case: ModelCase, saved: Places, loaded: Places, folder: Path) -> None:
-    folders = []
+    losses = {}
     for number, (ranks, setting) in enumerate(saved.values()):
-        folders.append(str(folder / str(number)))
-        whole = run_ranks(ranks, save, case, setting, folders[-1])[0]
-        assert differences(whole, contents(folders[-1])) == []
-        assert sum(key.endswith(".exp_avg") for key in whole) > 3
+        source = str(folder / str(number))
+        whole, losses[source] = run_ranks(ranks, save, case, setting, source)[0]
+        assert differences(whole, contents(source)) == []
+        assert sum(key.endswith(".exp_avg") and bool(value.any()) for key, value in whole.items()) > 3
     for place, (ranks, setting) in loaded.items():
-        for told in run_ranks(ranks, load_each, case, setting, folders):
-            assert told == {key: [] for key in folders}, place
+        for told in run_ranks(ranks, load_each, case, setting, list(losses)):
+            assert {key: differing for key, (differing, _) in told.items()} == {key: [] for key in losses}, place
+            assert {key: loss for key, (_, loss) in told.items()} == pytest.approx(losses, rel=1e-6), place
 
 
 @pytest.mark.full(short=["some"])
@@ -108,6 +122,8 @@ def test_one_to_four_ranks_and_hybrids_in_every_direction(
     check(run_ranks, ODD, saved, loaded, tmp_path)
 
 
-@pytest.mark.full
-def test_tensor_parallel_sizes_in_every_direction(run_ranks: RunRanks, tmp_path: Path) -> None:
-    check(run_ranks, DENSE, TENSOR_PARALLEL, TENSOR_PARALLEL, tmp_path)
+@pytest.mark.full(short=["plans"])
+@pytest.mark.parametrize("names", [["FSDP x TP", "ZeRO-1 x TP of another plan"], TENSOR_PARALLEL], ids=["plans", "all"])
+def test_tensor_parallel_sizes_in_every_direction(run_ranks: RunRanks, names: Collection[str], tmp_path: Path) -> None:
+    places = {name: TENSOR_PARALLEL[name] for name in names}
+    check(run_ranks, DENSE, places, places, tmp_path)

@@ -16,7 +16,9 @@ from megatron_fsdp.comm.axis import Axis, Traffic
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.chunks import LocalChunks
-from megatron_fsdp.engine.group_plan import Domain, Sharding
+from megatron_fsdp.engine.domain import Domain
+from megatron_fsdp.engine.model_sharding import Sharding
+from megatron_fsdp.engine.parts import part_of
 from megatron_fsdp.sharding.shards import ShardDescription
 from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, group_parameters
 
@@ -110,7 +112,8 @@ def _on_rank(
     found: dict[int, ShardDescription] = {}
     for spec in group_parameters(infos):
         indices = [int(info.name) for info in spec.parameters]
-        plan = sharding.plan_group(spec, [params[index] for index in indices])
+        parts = tuple(part_of(str(index), params[index], tensor_mesh) for index in indices)
+        plan = sharding.plan_group(spec, parts)
         found |= {index: plan.frame(position).description for position, index in enumerate(indices)}
     return [found[index] for index in range(len(infos))]
 

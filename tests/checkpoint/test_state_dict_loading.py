@@ -137,6 +137,7 @@ def test_what_does_not_fit_is_listed_at_once_and_nothing_is_loaded(run_ranks: Ru
         assert result == "['module.a.weight', 'module.b.bias'] ['module.more']"
         assert changed == "['a.bias', 'b.weight', 'module.seen']"
         assert extra == "after"
+    assert issubclass(CheckpointError, RuntimeError)  # which torch raises
 
 
 def only_one_rank() -> str | None:

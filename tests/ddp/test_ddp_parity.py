@@ -15,15 +15,15 @@ from tests.support.sharded_run import (
     FP32,
     ONE_RANK,
     DdpSetting,
-    Run,
     Scenario,
     Tolerance,
     assert_parity,
     check_jobs,
     ddp,
+    defer_two_of_three,
     reference,
     run_sharded,
-    three_microbatches,
+    three_steps,
 )
 from tests.support.usage_models import ATTENTION, ENCODER, READING, Nested, Recomputed, vector_case
 
@@ -109,10 +109,6 @@ def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num
 # ---- the fully sharded engine, and several instances of the optimizer ------------------------------------------------
 
 
-def train(run: Run) -> None:
-    run.train(0, 1, 2)
-
-
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -121,7 +117,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 def test_units_under_every_strategy(run_ranks: RunRanks, num_ranks: int) -> None:
     jobs = [
         (
-            Scenario(train, MODEL_CASES[name]),
+            Scenario(three_steps, MODEL_CASES[name]),
             ddp(
                 use_megatron_fsdp=True,
                 data_parallel_sharding_strategy=strategy,
@@ -148,7 +144,7 @@ DELAYED: dict[str, ModelCase] = {
 @pytest.mark.parametrize("name", DELAYED)
 def test_delayed_weight_gradients_of_units_equal_one_process(run_ranks: RunRanks, name: str, strategy: str) -> None:
     setting = ddp(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, delay_wgrad_compute=True)
-    check_jobs(run_ranks, 2, [(Scenario(three_microbatches, DELAYED[name], OPTIMIZERS[1]), setting)])
+    check_jobs(run_ranks, 2, [(Scenario(defer_two_of_three, DELAYED[name], OPTIMIZERS[1]), setting)])
 
 
 def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, int, list[bool]]:

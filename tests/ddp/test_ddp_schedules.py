@@ -13,7 +13,7 @@ from tests.parallel.test_expert_parallel import EXPERTS, TOP2
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.models import DENSE, MODEL_CASES, ModelCase
 from tests.support.on_ranks import assert_equal_tensors, engine_of, fixed_seed, on_ranks
-from tests.support.sharded_run import DdpSetting, Run, Scenario, check_jobs, ddp, sgd, three_microbatches
+from tests.support.sharded_run import DdpSetting, Run, Scenario, check_jobs, ddp, defer_two_of_three, sgd
 from tests.support.usage_models import READING
 
 SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
@@ -132,13 +132,13 @@ def test_per_token_losses_are_summed(run_ranks: RunRanks, num_ranks: int) -> Non
 @pytest.mark.parametrize("averages", [False, True])
 def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages: bool, number: int) -> None:
     fields = {**SETTINGS[number], "average_in_collective": averages}
-    check_jobs(run_ranks, 4, [(Scenario(three_microbatches, TOP2), ddp(arrangement=EXPERTS, **fields))])
+    check_jobs(run_ranks, 4, [(Scenario(defer_two_of_three, TOP2), ddp(arrangement=EXPERTS, **fields))])
 
 
 @on_ranks(4)
 def test_experts_have_buckets_of_their_own() -> None:
     setting = ddp(arrangement=EXPERTS, **SHARDS)
-    run = Run(Scenario(three_microbatches, TOP2), setting)
+    run = Run(Scenario(defer_two_of_three, TOP2), setting)
     groups = run.sharded.parameter_groups()
     for group in groups:
         assert len({".experts." in name for name in group.names}) == 1
@@ -149,7 +149,7 @@ def test_experts_have_buckets_of_their_own() -> None:
 @pytest.mark.full
 def test_tensor_parallel_parameters(run_ranks: RunRanks) -> None:
     arrangement = tensor_parallel(divide_tensors)
-    jobs = [(Scenario(three_microbatches, DENSE), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
+    jobs = [(Scenario(defer_two_of_three, DENSE), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
     check_jobs(run_ranks, 4, jobs)
 
 
@@ -158,7 +158,7 @@ def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks() -> None
     """Each rank cuts what it holds into so many buckets, not what all tensor-parallel ranks hold together."""
     fields: dict[str, Any] = {"num_buckets": 4, "overlap_grad_reduce": True}
     setting = ddp(arrangement=tensor_parallel(divide_tensors), **fields)
-    run = Run(Scenario(three_microbatches, DENSE), setting)
+    run = Run(Scenario(defer_two_of_three, DENSE), setting)
     found = sum(unit.is_trainable for unit in engine_of(run.sharded).units)
     assert found in (3, 4)
 
@@ -169,7 +169,7 @@ def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks() -> None
 def beside_torch(name: str, settings: tuple[DdpSetting, ...]) -> None:
     """Three steps with torch's DDP and with each setting: gradients and weights agree."""
     case = MODEL_CASES[name]  # type: ignore[index]
-    scenario = Scenario(three_microbatches, case, sgd)
+    scenario = Scenario(defer_two_of_three, case, sgd)
     with fixed_seed(0):
         theirs = nn.parallel.DistributedDataParallel(case.build(), find_unused_parameters=name == "unused")
     optimizer = sgd(theirs)

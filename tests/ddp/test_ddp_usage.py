@@ -24,7 +24,9 @@ from tests.support.sharded_run import (
     clip_by_model,
     clip_by_torch,
     ddp,
+    defer_two_of_three,
     each_half,
+    three_steps,
 )
 from tests.support.usage_models import (
     ATTENTION,
@@ -85,7 +87,7 @@ def _check_in(settings: Settings, run_ranks: RunRanks, script: Script, case: Mod
 @each_shift
 def test_deferring_clearing_and_scaling(run_ranks: RunRanks, shift: int) -> None:
     scripts = (
-        accumulation.defer_two_of_three,
+        defer_two_of_three,
         accumulation.defer_on_top_of_visible_gradients,
         accumulation.defer_forwards_only_half_way,
         accumulation.say_which_is_last,
@@ -122,7 +124,7 @@ def test_orders_of_forwards_and_backwards(run_ranks: RunRanks, shift: int) -> No
     )
     pairs = [(script, case) for script in scripts for case in (ORDERED, twice_used)]
     pairs += [(usage.change_order, ORDERED), (usage.skip_from_the_start, ORDERED)]
-    pairs += [(usage.train, vector_case(build)) for build in (Nested, Unpacking, InPlace, Penalised)]
+    pairs += [(three_steps, vector_case(build)) for build in (Nested, Unpacking, InPlace, Penalised)]
     _check(run_ranks, pairs, shift)
 
 

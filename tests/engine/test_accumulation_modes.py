@@ -16,11 +16,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp import MegatronFSDP
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, backward, batches, build, mesh
 from tests.support.models import MODEL_CASES
-from tests.support.on_ranks import on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 
 SHOWS = ("auto", "last", "sync", "hand")
@@ -86,15 +84,3 @@ def test_any_mixture_of_ways_to_synchronise_gives_the_sum(run_ranks: RunRanks, n
     """Whatever was deferred or not shown by then is in the step, whether or not anybody said which one is the last."""
     case = MODEL_CASES["unused" if strategy % 2 else "odd_shapes"]
     check_strategies(run_ranks, num_ranks, Scenario(train_mixed, case), [Setting(strategy)])
-
-
-@on_ranks(2)
-def test_microbatches_are_counted_from_sync_to_sync() -> None:
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], sync_model_each_microbatch=False)
-    for position, (batch, count) in enumerate(zip(batches(7), (1, 2, 0, 1, 2, 1, 0), strict=True)):
-        model.is_last_microbatch = position in (2, 6)
-        backward(model, batch)
-        assert model.microbatch_count == count
-        if position == 4:
-            model.finish_grad_sync()
-            assert model.microbatch_count == 0

@@ -28,7 +28,7 @@ from tests.support.formulas import (
     transient_bytes,
 )
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, two_steps
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, Recomputed, vector_case
 
@@ -280,10 +280,6 @@ def test_every_allocator_and_limit_equals_one_process(
     check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, vector_case(Uneven)), settings)
 
 
-def train_twice(run: Run) -> None:
-    run.train(0, 1)
-
-
 @pytest.mark.full(short=["pairs"])
 @pytest.mark.parametrize(
     "build",
@@ -303,7 +299,7 @@ def test_recomputed_and_reused_units_equal_one_process_in_storages_that_come_and
         (("maxpool_double_buffer", True),),
     ]
     check_strategies(
-        run_ranks, 2, Scenario(train_twice, vector_case(build)), [Setting(3, options=each) for each in options]
+        run_ranks, 2, Scenario(two_steps, vector_case(build)), [Setting(3, options=each) for each in options]
     )
 
 

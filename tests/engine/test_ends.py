@@ -19,7 +19,7 @@ from tests.conftest import RunRanks
 from tests.support.formulas import footprints_of, step_traffic
 from tests.support.models import Batch, ModelCase
 from tests.support.on_ranks import engine_of, on_ranks
-from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies, three_steps
 
 # ---- small decoders with untied ends ---------------------------------------------------------------------------------
 
@@ -371,12 +371,8 @@ def _gradients_on_one_process(num_ranks: int) -> dict[str, Tensor]:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-def train_reading(run: Run) -> None:
-    run.train(0, 1, 2)
-
-
 def test_the_remedy_of_the_message_works(run_ranks: RunRanks) -> None:
     options = (("fsdp_unit_modules", [Block]),)
     for read in (_linear, _embedding, _recomputed):
-        scenario = Scenario(train_reading, ends_case(Shape(read=read)))
+        scenario = Scenario(three_steps, ends_case(Shape(read=read)))
         check_strategies(run_ranks, 2, scenario, (Setting(3, options=options), Setting(1, options=options)))

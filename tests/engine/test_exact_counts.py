@@ -127,23 +127,6 @@ def test_a_steady_step_sends_what_the_formula_says_and_takes_no_new_memory(
         assert run.addresses == [run.addresses[0]] * STEPS
 
 
-def test_sums_of_a_transformer_are_those_worked_out_by_hand(runs: Runs) -> None:
-    # Three blocks; two stay gathered, so that one is gathered twice per backward.
-    first = {(strategy, count): runs("transformer", 2, strategy, count)[0] for _, _, strategy, count in SHORT[:8]}
-    groups = first[3, 1].groups
-    root, *blocks = (group.numel * 4 for group in groups)
-    assert len(blocks) == 3
-    traffic = {key: run.steps[2].counted for key, run in first.items()}
-    whole = root + sum(blocks)
-    padded_for_one = sum(group.numel * 4 for group in first[0, 1].groups)
-    assert traffic[0, 1] == Traffic(0, 4, 0, 2 * padded_for_one // 2)
-    assert traffic[1, 1] == traffic[2, 1] == Traffic(4, 4, whole // 2, whole // 2)
-    assert traffic[3, 1] == Traffic(5, 4, (whole + blocks[0]) // 2, whole // 2)
-    assert traffic[2, 3] == Traffic(4, 12, whole // 2, 3 * whole // 2)
-    # Each further microbatch gathers the last block in forward and the first in backward.
-    assert traffic[3, 3] == Traffic(9, 12, (whole + blocks[0] + 2 * (blocks[2] + blocks[0])) // 2, 3 * whole // 2)
-
-
 # ---- copies -----------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
 from tests.support.models import ModelCase
 from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
-from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs
+from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs, three_steps
 from tests.support.usage_models import FEATURES, Layer, NeighbourCallers, Ordered, Penalised, Recomputed, vector_case
 
 LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
@@ -128,10 +128,6 @@ class Merged:
         return sharded, optimizer
 
 
-def train(run: Run) -> None:
-    run.train(0, 1, 2)
-
-
 def accumulate(run: Run) -> None:
     with run.no_sync():
         (run.loss(0) / 2).backward()
@@ -164,14 +160,14 @@ def _out_of_order() -> Ordered:
 
 
 CASES: dict[str, tuple[Callable[[Run], None], ModelCase]] = {
-    "in order": (train, vector_case(_five)),
+    "in order": (three_steps, vector_case(_five)),
     "accumulated": (accumulate, vector_case(_five)),
-    "in another order": (train, vector_case(_out_of_order)),
+    "in another order": (three_steps, vector_case(_out_of_order)),
     "frozen in between": (freeze_and_thaw, vector_case(_five)),
     "recomputed": (accumulate, vector_case(partial(Recomputed, "units", False))),
-    "recomputed, reentrant": (train, vector_case(partial(Recomputed, "pairs", True))),
-    "with losses of their own": (train, vector_case(Penalised)),
-    "recomputed inside one another": (train, vector_case(NeighbourCallers)),
+    "recomputed, reentrant": (three_steps, vector_case(partial(Recomputed, "pairs", True))),
+    "with losses of their own": (three_steps, vector_case(Penalised)),
+    "recomputed inside one another": (three_steps, vector_case(NeighbourCallers)),
 }
 
 

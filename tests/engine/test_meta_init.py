@@ -21,7 +21,7 @@ from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes
 from tests.support.models import MODEL_CASES, Block, ScalarHead, TinyTransformer, token_case
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import Scenario, Setting, check_strategies, three_steps
 from tests.support.tower import FLOORS, ROOT_NUMEL, Floor, Tower
 
 # ---- models that can be built on the meta device, each with something that their initialisation finds hard -----------
@@ -311,16 +311,12 @@ class FromMeta(Setting):
             return super().shard(scenario, on_meta(scenario.case.build))
 
 
-def train(run: Run) -> None:
-    run.train(0, 1, 2)
-
-
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def test_training_goes_on_as_on_one_process_with_an_optimizer_built_before(run_ranks: RunRanks) -> None:
-    scenario = Scenario(train, token_case(SmallGPT), momentum)
+    scenario = Scenario(three_steps, token_case(SmallGPT), momentum)
     settings = [FromMeta(strategy, options=(("init_model_with_meta_device", True),)) for strategy in (1, 3)]
     check_strategies(run_ranks, 2, scenario, settings)
 

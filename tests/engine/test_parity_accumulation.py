@@ -9,7 +9,7 @@ from torch import nn
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.sharded_run import STRATEGIES as ALL
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, each_half, sgd
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, defer_two_of_three, each_half, sgd
 
 MANUAL = tuple(Setting(strategy, auto_sync=False) for strategy in range(4))
 
@@ -27,13 +27,6 @@ def _check(
 
 
 # ---- deferring -----------------------------------------------------------------------------------------------------
-
-
-def defer_two_of_three(run: Run) -> None:
-    for step in range(2):
-        with run.no_sync():
-            run.backward(10 * step, 10 * step + 1)
-        run.train(10 * step + 2)
 
 
 @pytest.mark.full(short=["1", "2"])

@@ -19,6 +19,7 @@ from tests.support.sharded_run import (
     check_strategies,
     reference,
     run_sharded,
+    three_steps,
 )
 from tests.support.usage_models import (
     Branches,
@@ -39,10 +40,6 @@ def _check(run_ranks: RunRanks, script: Callable[[Run], None], case: ModelCase =
     check_strategies(run_ranks, num_ranks, Scenario(script, case), SHARDED)
 
 
-def train(run: Run) -> None:
-    run.train(0, 1, 2)
-
-
 # ---- who is used, and when -----------------------------------------------------------------------------------------
 
 
@@ -53,13 +50,13 @@ def build_twice_used() -> Ordered:
 @pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_unit_used_several_times_in_a_forward(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, train, vector_case(build_twice_used), num_ranks)
+    _check(run_ranks, three_steps, vector_case(build_twice_used), num_ranks)
 
 
 @pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_unit_called_from_inside_another(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, train, vector_case(Nested), num_ranks)
+    _check(run_ranks, three_steps, vector_case(Nested), num_ranks)
 
 
 def test_helper_in_backward_does_not_evict_its_caller() -> None:
@@ -204,13 +201,13 @@ def test_gradients_flow_below_the_model(run_ranks: RunRanks) -> None:
 @pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_keyword_arguments_and_nested_outputs(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, train, vector_case(Unpacking), num_ranks)
+    _check(run_ranks, three_steps, vector_case(Unpacking), num_ranks)
 
 
 @pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_outputs_that_are_changed_in_place(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, train, vector_case(InPlace), num_ranks)
+    _check(run_ranks, three_steps, vector_case(InPlace), num_ranks)
 
 
 def _build_frozen_hiding() -> HidesResults:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.engine.schedule import ROOT, Action, Operation, ScheduleConfig, Scheduler
+from megatron_fsdp.engine.schedule import Action, Operation, ScheduleConfig, Scheduler
+from megatron_fsdp.sharding.units import ROOT_UNIT
 from tests.engine.test_schedule import Play
 
 _MAX_UNITS = 6
@@ -63,7 +64,9 @@ def programs(draw: st.DrawFn, nests: bool = False) -> Program:
         backward_prefetch_units=draw(st.integers(0, slots)),
         reduces_early=draw(st.booleans()),
         **_places(draw, count, shares_slots),
-        returned_before_step=frozenset({ROOT}) if shares_slots and not nests and draw(st.booleans()) else frozenset(),
+        returned_before_step=frozenset({ROOT_UNIT})
+        if shares_slots and not nests and draw(st.booleans())
+        else frozenset(),
     )
     units = st.integers(1, count - 1)
     inner_units = frozenset(draw(st.sets(units, max_size=1))) if nests else frozenset()
@@ -78,7 +81,7 @@ def _places(draw: st.DrawFn, count: int, shares_slots: bool) -> dict[str, frozen
         return {}
     kinds = draw(st.lists(st.sampled_from(("slot", "resized", "kept")), min_size=count, max_size=count))
     resized = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "resized")
-    root = frozenset({ROOT}) if draw(st.booleans()) else frozenset()
+    root = frozenset({ROOT_UNIT}) if draw(st.booleans()) else frozenset()
     kept = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "kept")
     return {"resized": resized, "kept": kept, "returned": resized | root}
 
@@ -147,7 +150,7 @@ class Machine:
         assert self.config.gathers, "nothing has to be gathered"
         assert unit not in self.place, "gathered twice"
         assert unit not in self.computing, "overwritten while in use"
-        in_slots = self.config.shares_slots and unit != ROOT and unit not in self.config.kept
+        in_slots = self.config.shares_slots and unit != ROOT_UNIT and unit not in self.config.kept
         assert (slot is not None) == in_slots, "slots are for units other than the root"
         if slot is not None:
             assert slot not in self.place.values(), "two units in one slot"
@@ -206,7 +209,7 @@ class Theatre:
     def _forward(self, each: Pass) -> dict[int, int | None]:
         """Returns where each unit lay when autograd saved views of it."""
         homes: dict[int, int | None] = {}
-        self._begin("F0>", ROOT)
+        self._begin("F0>", ROOT_UNIT)
         for call in each.calls:
             self._forward_call(call, each.trains, homes)
         self._feed("F0<" if each.trains else "f0<")
@@ -226,12 +229,12 @@ class Theatre:
 
     def _backward(self, each: Pass, homes: dict[int, int | None]) -> None:
         self.machine.reductions = {}
-        self._begin("B0>", ROOT)
+        self._begin("B0>", ROOT_UNIT)
         remaining = [call.unit for call in _flat(each.calls)]
         for call in reversed(each.calls):
             self._backward_call(call, each, remaining, homes)
-        if self.program.config.trainable[ROOT]:
-            self.machine.filled.add(ROOT)
+        if self.program.config.trainable[ROOT_UNIT]:
+            self.machine.filled.add(ROOT_UNIT)
         self.machine.computing.clear()
         self._feed("E")
         assert not self.machine.place.keys() & self.program.config.returned, "memory was not given back"
@@ -262,7 +265,7 @@ class Theatre:
             self._feed(f"g{unit}")
 
     def _check_reductions(self, each: Pass) -> None:
-        used = {ROOT, *(call.unit for call in _flat(each.calls))}
+        used = {ROOT_UNIT, *(call.unit for call in _flat(each.calls))}
         expected = {unit: 1 for unit in used if self.program.config.trainable[unit]}
         assert self.machine.reductions == expected, "every used trainable unit is reduced once per backward"
 

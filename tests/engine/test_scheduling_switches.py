@@ -75,9 +75,9 @@ def observe(model: MegatronFSDP, trace: Trace) -> None:
                 trace.events.append(str(operation).split("@")[0])
             trace.in_reduction.append(len(engine.executor.in_flight))
 
-    def note_gradient(index: int, position: int, parameter: int, param: nn.Parameter) -> None:
-        trace.events.append(f"grad{index}")
-        take(index, position, parameter, param)
+    def note_gradient(unit_index: int, group_index: int, index: int, param: nn.Parameter) -> None:
+        trace.events.append(f"grad{unit_index}")
+        take(unit_index, group_index, index, param)
 
     engine.executor.run = note_operations  # type: ignore[method-assign, assignment]
     engine.take_gradient = note_gradient  # type: ignore[method-assign]

@@ -49,7 +49,17 @@ from tests.support.ordered_streams import (
     without_order_between_lanes,
     without_tickets,
 )
-from tests.support.sharded_run import DdpSetting, Run, Scenario, Setting, clip_by_model, clip_by_torch, ddp
+from tests.support.sharded_run import (
+    DdpSetting,
+    Run,
+    Scenario,
+    Setting,
+    clip_by_model,
+    clip_by_torch,
+    ddp,
+    defer_two_of_three,
+    three_steps,
+)
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, Penalised, Recomputed, vector_case
 
@@ -172,8 +182,8 @@ SCRIPTS: Mapping[str, Scenario] = {
     "penalised in float32": Scenario(penalised, FP32),
     "penalised last": Scenario(penalised_last, BF16),
     "penalised last in float32": Scenario(penalised_last, FP32),
-    "penalised inside": Scenario(usage.train, vector_case(Penalised)),
-    "deferred": Scenario(accumulation.defer_two_of_three, MODEL_CASES["unused"]),
+    "penalised inside": Scenario(three_steps, vector_case(Penalised)),
+    "deferred": Scenario(defer_two_of_three, MODEL_CASES["unused"]),
     "deferred on visible gradients": Scenario(accumulation.defer_on_top_of_visible_gradients, BF16),
     "deferred and cleared": Scenario(accumulation.clear_deferred_by_optimizer, ODD),
     "gradients scaled": Scenario(accumulation.scale_between_microbatches, BF16),

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.engine import group_plan as sharding_file
-from megatron_fsdp.engine.wrap import GroupPlanner
+from megatron_fsdp.engine import model_sharding
+from megatron_fsdp.engine.model_sharding import plan_groups
+from megatron_fsdp.sharding.units import find_units
 from tests.support.on_ranks import engine_of, on_ranks
 
 COLLECTIVES = (
@@ -81,7 +82,7 @@ def test_three_small_collectives_are_all(num_blocks: int) -> None:
 
 @on_ranks(2)
 def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
-    with mock.patch.object(sharding_file, "plan_layout", wraps=sharding_file.plan_layout) as planned:
+    with mock.patch.object(model_sharding, "plan_layout", wraps=model_sharding.plan_layout) as planned:
         model = wrap(build(5))
     assert planned.call_count == 2
     root, *blocks = (unit.groups[0] for unit in engine_of(model).units)
@@ -90,6 +91,7 @@ def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
     shapes = [param.to_local().shape for param in first.sharded]
     for block in blocks:
         assert block.plan.layout is first.plan.layout
+        assert all(a is not b for a, b in zip(block.frames, first.frames, strict=True)) or block is first
         assert all(a.description is b.description for a, b in zip(block.frames, first.frames, strict=True))
         assert [param.to_local().shape for param in block.sharded] == shapes
     descriptions = {id(frame.description) for group in (root, first) for frame in group.frames}
@@ -97,22 +99,16 @@ def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
 
 
 @on_ranks(2)
-def test_only_groups_that_are_alike_share_descriptions() -> None:
-    model = wrap(build(2))
-    first, second = (engine_of(model).units[index].groups[0].plan.spec for index in (1, 2))
-    originals = [nn.Parameter(torch.empty(info.shape)) for info in first.parameters]
-    plans = GroupPlanner(engine_of(model).sharding)
-
-    def share(spec: Any, other: Any, others: list[nn.Parameter]) -> bool:
-        (plan, frames), (other_plan, other_frames) = plans.plan(spec, originals), plans.plan(other, others)
-        assert (plan.spec, other_plan.spec) == (spec, other)
-        assert all(frame is not other for frame, other in zip(frames, other_frames, strict=False))
-        return all(a.description is b.description for a, b in zip(frames, other_frames, strict=False))
-
-    frozen = replace(second, key=replace(second.key, requires_grad=False))
-    shorter = replace(second, parameters=second.parameters[:-1])
-    experts = [replace(each, key=replace(each.key, is_expert=True)) for each in (first, second)]
-    assert share(first, second, originals)
-    assert not share(first, frozen, originals)
-    assert not share(first, shorter, originals[:-1])
-    assert share(experts[0], experts[1], originals)
+def test_only_groups_that_are_alike_share_a_layout() -> None:
+    sharding = engine_of(wrap(build(2))).sharding
+    model = nn.ModuleDict({name: nn.ModuleList(Block() for _ in range(4)) for name in ("blocks", "experts")})
+    model["blocks"][2].requires_grad_(False)
+    model["blocks"][3].norm = nn.Identity()
+    units = find_units(model, [Block])
+    planned = plan_groups(model, units, replace(sharding, experts=sharding.dense), None)
+    groups = [group for unit in planned for group in unit]
+    names = [tuple(info.name for info in group.spec.parameters) for group in groups]
+    assert names == [unit.parameters for unit in units.units[1:]]
+    first, second, frozen, shorter, *experts = (id(group.layout) for group in groups)
+    assert first == second
+    assert len({first, frozen, shorter, *experts}) == 4

@@ -13,7 +13,7 @@ from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.models import vector_loss
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
+from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies, three_steps
 from tests.support.usage_models import FEATURES, Layer, Ordered, Recomputed, Where, make_batch, vector_case
 
 ALL = tuple(Setting(strategy) for strategy in range(4))
@@ -71,11 +71,7 @@ class NestedCheckpoints(Ordered):
 @pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_checkpoints_inside_checkpoints_with_keywords(run_ranks: RunRanks, num_ranks: int) -> None:
-    check_strategies(run_ranks, num_ranks, Scenario(train, vector_case(NestedCheckpoints)), SHARDED)
-
-
-def train(run: Run) -> None:
-    run.train(0, 1, 2)
+    check_strategies(run_ranks, num_ranks, Scenario(three_steps, vector_case(NestedCheckpoints)), SHARDED)
 
 
 class Dropped(Layer):

@@ -17,7 +17,8 @@ from tests.support.sharded_run import (
     Setting,
     adamw_above_noise,
     check_strategies,
-    three_microbatches,
+    defer_two_of_three,
+    two_steps,
 )
 
 UNEVEN = gappy_case(build_dense)
@@ -62,10 +63,6 @@ ARRANGEMENT = Arrangement("context parallel", arguments, place, part)
 HYBRID = Arrangement("hybrid and context parallel", hybrid_arguments, place, part)
 
 
-def two_steps(run: Run) -> None:
-    run.train(0, 1)
-
-
 # ---- parity ----------------------------------------------------------------------------------------------------------
 
 
@@ -77,7 +74,7 @@ def test_gradients_are_averaged_over_data_and_context_parallel_ranks(run_ranks: 
 
 def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
     settings = [Setting(inner, one_call=False, arrangement=ARRANGEMENT) for inner in (1, 2)]
-    check_strategies(run_ranks, 4, Scenario(three_microbatches, DENSE), settings)
+    check_strategies(run_ranks, 4, Scenario(defer_two_of_three, DENSE), settings)
 
 
 def test_hybrid_sharding_of_context_parallel_ranks_equals_one_process(run_ranks: RunRanks) -> None:

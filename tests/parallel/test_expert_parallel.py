@@ -30,8 +30,9 @@ from tests.support.sharded_run import (
     check_strategies,
     clip_by_model,
     clip_by_torch,
+    defer_two_of_three,
     reference,
-    three_microbatches,
+    two_steps,
 )
 
 EXPERTS = experts_of(FLAT)
@@ -47,10 +48,6 @@ HYBRIDS = tuple(map(experts_of, HYBRID_SIZES))
 TOP1 = token_case(build_with_experts)
 TOP2 = token_case(partial(build_with_experts, 2))
 UNEVEN = gappy_case(partial(build_with_experts, 2))
-
-
-def two_steps(run: Run) -> None:
-    run.train(0, 1)
 
 
 # ---- parity ----------------------------------------------------------------------------------------------------------
@@ -73,7 +70,7 @@ def test_experts_and_dense_parameters_get_the_mean_over_all_ranks(
 @pytest.mark.full
 def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
     settings = [Setting(inner, arrangement=EXPERTS) for inner in range(4)]
-    check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2, adamw_above_noise), settings)
+    check_strategies(run_ranks, 4, Scenario(defer_two_of_three, TOP2, adamw_above_noise), settings)
 
 
 @pytest.mark.full(short=["False-arrangement2-pairs1"])
@@ -88,7 +85,7 @@ def test_hybrid_sharding_with_experts_equals_one_process(
         Setting(inner, average_in_collective=average_in_collective, outer_strategy=outer, arrangement=arrangement)
         for inner, outer in pairs
     ]
-    check_strategies(run_ranks, 4, Scenario(three_microbatches, TOP2), settings)
+    check_strategies(run_ranks, 4, Scenario(defer_two_of_three, TOP2), settings)
 
 
 def arguments_as_printed() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.support.arrangements import Arrangement, mesh_of
 from tests.support.experts import FLAT, MixtureOfExperts, arguments, build_with_experts, experts_of, place
 from tests.support.models import Block, token_case
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import Scenario, Setting, check_strategies, three_steps
 
 HYBRID = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))
 
@@ -34,10 +34,6 @@ def mark(model: nn.Module) -> None:
 def place_marked(model: nn.Module) -> None:
     place(FLAT, model)
     mark(model)
-
-
-def three_steps(run: Run) -> None:
-    run.train(0, 1, 2)
 
 
 SPECIALISTS = token_case(build_specialists)

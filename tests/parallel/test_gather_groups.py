@@ -17,7 +17,7 @@ from tests.support.experts import FLAT as EXPERT_MESH
 from tests.support.experts import arguments, build_with_experts, expert_mesh, experts_of, place
 from tests.support.models import MODEL_CASES, Block, make_token_batch, token_case, token_loss
 from tests.support.on_ranks import of_ranks, on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import Scenario, Setting, check_strategies, two_steps
 from tests.support.tower import FLOORS, Floor, Tower, tower_loss
 
 EXPERTS = token_case(build_with_experts)
@@ -47,10 +47,6 @@ def with_experts() -> dict[str, Any]:
         "fsdp_group_ag": second_group(found["device_mesh"]),
         "expt_fsdp_group_ag": second_group(expert_mesh(EXPERT_MESH)["dp_shard"]),
     }
-
-
-def two_steps(run: Run) -> None:
-    run.train(0, 1)
 
 
 FLAT, HYBRID = Arrangement("flat, second group", flat), Arrangement("hybrid, second group", hybrid)

@@ -11,7 +11,8 @@ from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
-from tests.engine.test_parity import BF16, adamw
+from tests.engine.test_parity import BF16, adamw, three_microbatches
+from tests.engine.test_parity_accumulation import say_which_is_last
 from tests.support.arrangements import hybrid
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.sharded_run import (
@@ -25,9 +26,11 @@ from tests.support.sharded_run import (
     check_strategies,
     clip_by_model,
     clip_by_torch,
+    defer_two_of_three,
     reference,
     run_sharded,
     sgd,
+    three_steps,
 )
 from tests.support.usage_models import Branches, vector_case
 
@@ -43,19 +46,7 @@ EACH = tuple(Setting(inner, outer_strategy=outer, arrangement=hybrid(2, 2)) for 
 _OWN_DTYPES = MixedPrecisionPolicy(main_params_dtype=None)
 
 
-def one_microbatch(run: Run) -> None:
-    run.train(0, 1, 2)
-
-
-def three_microbatches(run: Run) -> None:
-    """A plain loop: every backward synchronises, and adds to what is there."""
-    for step in range(3):
-        for microbatch in range(3):
-            (run.loss(10 * step + microbatch) / 3).backward()
-        run.step()
-
-
-SCRIPTS = (one_microbatch, three_microbatches)
+SCRIPTS = (three_steps, three_microbatches)
 OPTIMIZERS: tuple[OptimizerFn, ...] = (sgd, adamw)
 
 
@@ -92,33 +83,13 @@ def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, mes
 # ---- when gradients are synchronised ---------------------------------------------------------------------------------
 
 
-def say_which_is_last(run: Run) -> None:
+def switch_auto_sync(run: Run) -> None:
     """The loop of the published package's users."""
     for step in range(3):
         for microbatch in range(3):
             if run.sharded is not None:
                 run.sharded.set_model_auto_sync(microbatch == 2)
             (run.loss(10 * step + microbatch) / 3).backward()
-        run.step()
-
-
-def set_is_last_microbatch(run: Run) -> None:
-    if run.sharded is not None:
-        run.sharded.set_model_auto_sync(False)
-    for step in range(3):
-        for microbatch in range(3):
-            if run.sharded is not None:
-                run.sharded.is_last_microbatch = microbatch == 2
-            (run.loss(10 * step + microbatch) / 3).backward()
-        run.step()
-
-
-def defer_two_of_three(run: Run) -> None:
-    for step in range(3):
-        with run.no_sync():
-            (run.loss(10 * step) / 3).backward()
-            (run.loss(10 * step + 1) / 3).backward()
-        (run.loss(10 * step + 2) / 3).backward()
         run.step()
 
 
@@ -151,7 +122,7 @@ def mix_every_way(run: Run) -> None:
     run.train(5)
 
 
-WAYS = (say_which_is_last, set_is_last_microbatch, defer_two_of_three, let_the_optimizer_synchronise, mix_every_way)
+WAYS = (switch_auto_sync, say_which_is_last, defer_two_of_three, let_the_optimizer_synchronise, mix_every_way)
 
 
 @pytest.mark.full(short=["let_the_optimizer_synchronise", "mix_every_way"])

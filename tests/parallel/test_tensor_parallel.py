@@ -26,14 +26,11 @@ from tests.support.sharded_run import (
     check_strategies,
     clip_by_model,
     clip_by_torch,
+    two_steps,
 )
 
 PLANS: tuple[Divide, ...] = (divide_tensors, divide_tensors_and_sequences)
 each_plan = pytest.mark.parametrize("divide", PLANS)
-
-
-def two_steps(run: Run) -> None:
-    run.train(0, 1)
 
 
 # ---- parity ----------------------------------------------------------------------------------------------------------

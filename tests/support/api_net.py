@@ -72,15 +72,14 @@ def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
     inputs, targets = batch
     if isinstance(model, MegatronFSDP):
         inputs, targets = own_part(inputs), own_part(targets)
-    dtype = next(model.parameters()).dtype if not isinstance(model, MegatronFSDP) else compute_dtype(model)
-    loss = F.mse_loss(model(inputs.to(dtype)).float(), targets)
+    loss = F.mse_loss(model(inputs.to(compute_dtype(model))).float(), targets)
     loss.backward()
     return loss.item()
 
 
-def compute_dtype(model: MegatronFSDP) -> torch.dtype:
-    """The dtype that the model computes in."""
-    return next(iter(model.raw_param.values())).dtype
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype that a model computes in, sharded or not."""
+    return next(iter(model.raw_param.values() if isinstance(model, MegatronFSDP) else model.parameters())).dtype
 
 
 def train(

@@ -72,11 +72,21 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> Devic
 # ---- hybrid ----------------------------------------------------------------------------------------------------------
 
 
+def arguments_of(mesh: DeviceMesh) -> dict[str, Any]:
+    """What `fully_shard` is told of a mesh with the axis "dp_shard", and maybe "dp_outer" and "tp"."""
+    found: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp_shard"}
+    names = mesh.mesh_dim_names or ()
+    if "tp" in names:
+        found["tp_dim"] = "tp"
+    if "dp_outer" in names:
+        group = flattened(mesh, ("dp_outer", "dp_shard"), "dp_all").get_group()
+        found |= {"dp_outer_dim": "dp_outer", "hybrid_fsdp_group": group}
+    return found
+
+
 def hybrid_arguments(outer: int, inner: int) -> dict[str, Any]:
-    """Arguments of hybrid sharding on `outer * inner` ranks, the outer axis first."""
-    mesh = mesh_of((outer, inner), ("dp_outer", "dp_shard"))
-    group = flattened(mesh, ("dp_outer", "dp_shard"), "dp_all").get_group()
-    return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_outer", "hybrid_fsdp_group": group}
+    """Of hybrid sharding on `outer * inner` ranks, the outer axis first."""
+    return arguments_of(mesh_of((outer, inner), ("dp_outer", "dp_shard")))
 
 
 def hybrid(outer: int, inner: int) -> Arrangement:
@@ -98,12 +108,7 @@ def tensor_mesh(outer: int | None = None) -> DeviceMesh:
 
 def tensor_arguments(outer: int | None = None) -> dict[str, Any]:
     """What `fully_shard` is told of that mesh."""
-    mesh = tensor_mesh(outer)
-    found = {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "tp_dim": "tp"}
-    if outer is None:
-        return found
-    group = flattened(mesh, ("dp_outer", "dp_shard"), "dp_all").get_group()
-    return {**found, "dp_outer_dim": "dp_outer", "hybrid_fsdp_group": group}
+    return arguments_of(tensor_mesh(outer))
 
 
 def place_tensors(divide: Divide, model: nn.Module, outer: int | None = None) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_fsdp.comm.axis import Traffic
 from tests.support.settling import steady
 
 
@@ -157,21 +158,9 @@ class Sent(NamedTuple):
 
 
 @dataclass
-class Collectives:
-    """Collectives of one rank and the bytes it sends in them.
+class Collectives(Traffic):
+    """What really ran: gathers, reductions (all-to-alls, reduce-scatters, all-reduces), and the names of all others."""
 
-    Attributes:
-        gathers: Number of all-gathers.
-        reductions: Number of all-to-alls, reduce-scatters and all-reduces.
-        others: Names of all other collectives.
-        gather_bytes: Bytes sent in all-gathers.
-        reduce_bytes: Bytes sent in the others.
-    """
-
-    gathers: int = 0
-    reductions: int = 0
-    gather_bytes: int = 0
-    reduce_bytes: int = 0
     others: list[str] = field(default_factory=list)
 
 

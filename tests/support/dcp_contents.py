@@ -8,6 +8,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from tests.support.on_ranks import assert_equal_tensors
+
 
 def contents(folder: str) -> dict[str, Any]:
     """Whole tensors and objects by their flat keys."""
@@ -28,9 +30,7 @@ def assert_same_contents(found: dict[str, Any], expected: dict[str, Any]) -> Non
     """Assert the same keys, bits and objects."""
     assert found.keys() == expected.keys()
     for key, want in expected.items():
-        got = found[key]
         if isinstance(want, torch.Tensor):
-            assert got.dtype == want.dtype, key
-            assert torch.equal(got, want), key
+            assert_equal_tensors({key: found[key]}, {key: want})
         else:
-            assert got == want, key
+            assert found[key] == want, key

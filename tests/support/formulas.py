@@ -17,9 +17,9 @@ from megatron_fsdp.engine.memory import BLOCK_ALIGNMENT_BYTES
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.sharding.memory_plan import UnitWeights, WeightPlan, WeightStorage, plan_weights
 from megatron_fsdp.sharding.placement import Placement, placements_for
+from megatron_fsdp.sharding.units import ROOT_UNIT
 from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes
 
-ROOT_UNIT = 0
 _SUM_ITEMSIZE = torch.float32.itemsize  # local sums are at least this wide
 
 

@@ -71,7 +71,8 @@ class Attention(nn.Module):
         first = 0
         if self.context is not None:
             first = dist.get_rank(self.context) * x.shape[1]
-            key, value = (gather_tokens(part, self.context) for part in (key, value))
+            gather: Any = _GatherTokens.apply
+            key, value = (gather(part, self.context) for part in (key, value))
         positions = torch.arange(first, first + query.shape[2], device=x.device)
         may_see = positions[:, None] >= torch.arange(key.shape[2], device=x.device)[None]
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=may_see)
@@ -82,7 +83,10 @@ class Attention(nn.Module):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All ranks' keys or values, in rank order along the tokens; backward sums what the ranks' queries say of them."""
+    """All ranks' keys or values, in rank order along the tokens; backward sums what the ranks' queries say of them.
+
+    (samples, heads, tokens of a rank, features) -> (samples, heads, all tokens, features).
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -96,12 +100,6 @@ class _GatherTokens(torch.autograd.Function):
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total.chunk(dist.get_world_size(ctx.group), dim=2)[dist.get_rank(ctx.group)].contiguous(), None
-
-
-def gather_tokens(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(samples, heads, tokens of a rank, features) -> (samples, heads, all tokens, features)."""
-    gathered: Tensor = _GatherTokens.apply(part, group)  # type: ignore[no-untyped-call]
-    return gathered
 
 
 class Mlp(nn.Module):

@@ -29,13 +29,12 @@ from megatron_fsdp import (
 )
 from tests.support.arrangements import FLAT, Arrangement, Values
 from tests.support.models import Batch, ModelCase
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import Test, assert_equal_tensors, fixed_seed
 
 SAMPLES = 12
 """Samples of a whole batch: 1, 2, 3 and 4 ranks divide it."""
 
 RunRanks = Callable[..., list[Any]]
-Test = Callable[..., None]
 OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
 
 _DEFAULT_POLICY = MixedPrecisionPolicy()
@@ -410,7 +409,17 @@ def adamw_above_noise(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
-def three_microbatches(run: Run) -> None:
+def two_steps(run: Run) -> None:
+    """Ordinary ones."""
+    run.train(0, 1)
+
+
+def three_steps(run: Run) -> None:
+    """Ordinary ones."""
+    run.train(0, 1, 2)
+
+
+def defer_two_of_three(run: Run) -> None:
     """Two steps of three microbatches each, the first two of which are deferred."""
     for step in range(2):
         with run.no_sync():

@@ -147,9 +147,9 @@ class Truth:
     states: dict[str, dict[str, Tensor]]
 
 
-def make_truth(spec: GptSpec, seed: int = 0, slots: tuple[str, ...] = SLOTS) -> Truth:
+def make_truth(spec: GptSpec, slots: tuple[str, ...] = SLOTS) -> Truth:
     """Random weights around the usual size, and optimizer state."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     shapes = parameter_shapes(spec)
 
     def weight(name: str, shape: Shape) -> Tensor:
@@ -268,12 +268,6 @@ def flattened_cells(tensor: Tensor, grid: tuple[int, ...], dp: int) -> Stored:
         for start, stop in pairwise(cuts)
     ]
     return Stored(stored, tuple(boxes), shape)
-
-
-def irregular(tensor: Tensor, lengths: tuple[int, ...]) -> Stored:
-    """A one-dimensional tensor in chunks of these lengths."""
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return Stored(tensor, tuple(Box((start,), (n,)) for start, n in zip(starts, lengths, strict=True)))
 
 
 # ---- the non-tensor state: arguments, parameter groups, scheduler, generators ----------------------------------------
@@ -448,6 +442,7 @@ def expected_tensors(truth: Truth, state_prefix: str = "optimizer.state.module.m
 # ---- the folder: any generation, any grid, one process ---------------------------------------------------------------
 
 Change = Callable[[dict[str, Any]], None]
+_DATA_RANKS = 2  # which cut the cells of generation 1
 
 
 @dataclass(frozen=True)
@@ -458,28 +453,22 @@ class WriteOptions:
         kind: "fully_reshardable", "plain" (an fp32 model and optimizer), "dp_reshardable" or "none" (weights only).
         generation: 1 (flattened optimizer cells, common.pt), 2 (common.pt) or 3 (common state in DCP).
         tp: Tensor-parallel size.
-        dp: Data-parallel size, which cuts the cells of generation 1.
         singleton: Layers and experts keep their indices in the keys.
         chained_prefix: Optimizer keys begin with "chained_<n>.", as they once did.
-        says_swiglu: The arguments say whether MLPs are gated.
         change_common: Changes the common dict before it is written.
         change_tensors: Changes the tensors (key -> Stored) before they are written.
         groups: Parameter groups instead of the default ones.
-        pipeline: Pipeline size, which only the generators' grid shows.
         one_chunk: Everything in one chunk per tensor.
     """
 
     kind: str = "fully_reshardable"
     generation: int = 3
     tp: int = 1
-    dp: int = 2
     singleton: bool = False
     chained_prefix: bool = False
-    says_swiglu: bool = True
     change_common: Change | None = None
     change_tensors: Change | None = None
     groups: list[dict[str, Any]] | None = None
-    pipeline: int = 1
     one_chunk: bool = False
 
 
@@ -542,7 +531,7 @@ def stored_tensors(truth: Truth, options: WriteOptions) -> dict[str, Stored]:
         laid: dict[str, Stored] = {}
         for key, (tensor, leading) in stack(tensors, spec, options.singleton).items():
             grid = (1,) * tensor.ndim if options.one_chunk else grid_of(key, tensor, leading, options.tp, gated)
-            laid[key] = flattened_cells(tensor, grid, options.dp) if legacy else plain(tensor, grid)
+            laid[key] = flattened_cells(tensor, grid, _DATA_RANKS) if legacy else plain(tensor, grid)
         return laid
 
     found = lay_out({k: v if "expert_bias" in k else v.to(model_dtype) for k, v in truth.masters.items()}, False)
@@ -558,12 +547,13 @@ def stored_tensors(truth: Truth, options: WriteOptions) -> dict[str, Stored]:
     if options.kind == "dp_reshardable":
         bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
         for slot in ("param", "exp_avg", "exp_avg_sq"):
-            found[f"{bucket}.{slot}"] = irregular(torch.rand(18), (6, 4, 8))
+            chunks = tuple(Box((start,), (numel,)) for start, numel in ((0, 6), (6, 4), (10, 8)))
+            found[f"{bucket}.{slot}"] = Stored(torch.rand(18), chunks)
     return found
 
 
 def _common(truth: Truth, options: WriteOptions, classes: Any) -> dict[str, Any]:
-    args = make_args(truth.spec, options.kind != "plain", options.says_swiglu, classes)
+    args = make_args(truth.spec, options.kind != "plain", True, classes)
     groups = options.groups if options.groups is not None else param_groups(truth.spec)
     optimizer = None if options.kind == "none" else optimizer_state(groups, options.kind)
     common = common_state(args, optimizer, options.kind)
@@ -577,12 +567,9 @@ def _objects(truth: Truth, options: WriteOptions) -> dict[str, Any]:
     found: dict[str, Any] = {
         f"decoder.layers.self_attention.linear_qkv._extra_state/shard_{i}_{layers}": [None] for i in range(layers)
     }
-    for pp in range(options.pipeline):
-        for tp in range(options.tp):
-            found[f"rng_state/shard_{pp}.{tp}_{options.pipeline}.{options.tp}"] = [rng_state(10 * pp + tp)]
-    world = options.tp * options.pipeline
-    for rank in range(world):
-        found[f"rerun_state_machine_state/shard_{rank}_{world}"] = [{"last_loss": 1.5, "rank": rank}]
+    for rank in range(options.tp):
+        found[f"rng_state/shard_0.{rank}_1.{options.tp}"] = [rng_state(rank)]
+        found[f"rerun_state_machine_state/shard_{rank}_{options.tp}"] = [{"last_loss": 1.5, "rank": rank}]
     if options.kind == "dp_reshardable":
         found["optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1"] = [{"numel": [18]}]
     return found

@@ -244,18 +244,14 @@ class SideLoss(Layer):
         return result
 
 
-class Penalised(nn.Module):
+class Penalised(Ordered):
     """Units whose side losses are added up at the end."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SideLoss() for _ in range(4))
-        self.last = nn.Linear(FEATURES, FEATURES)
+        super().__init__(unit=SideLoss)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x) + sum(layer.penalty for layer in self.layers)  # type: ignore[misc]
+        return super().forward(x) + sum(layer.penalty for layer in self.layers)  # type: ignore[misc]
 
 
 class Branching(Layer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from megatron_fsdp.automodel.meshes import (
     set_up_ranks,
 )
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
+from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
-from megatron_fsdp.engine.wrap import EMPTY
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
 from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -328,12 +328,14 @@ class MegatronFSDPManager:
             forwards.checkpoint_mlps(model)
         elif self.config.activation_checkpointing:
             forwards.checkpoint_layers(model, is_selective=self.config.activation_checkpointing == "selective")
-        arguments = {**self.engine_arguments(), **({"init_model_with_meta_device": EMPTY} if leaves_empty else {})}
+        arguments = self.engine_arguments()
+        if leaves_empty:
+            arguments["init_model_with_meta_device"] = ALLOCATE_ONLY
         if optimizer is None:
             return fully_shard_model(model, **arguments), None
         return fully_shard(model, optimizer, **arguments)
 
-    def engine_arguments(self) -> Mapping[str, Any]:
+    def engine_arguments(self) -> dict[str, Any]:
         """Return the arguments of `fully_shard_model` that the configuration stands for."""
         config = self.config
         policy = MixedPrecisionPolicy(

@@ -1,7 +1,7 @@
 """The options of the engine, checked and complete, in one frozen object.
 
 They are resolved once, in the public call, and read where they take effect: layout and gradient factors in
-`engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest where it is needed:
+`engine/model_sharding.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest where it is needed:
 `engine/wrap.py`, `engine/engine.py` and `megatron_fsdp.py`.
 """
 
@@ -48,6 +48,9 @@ def default_bucket_numel(num_ranks: int) -> int:
     """Return the elements that close a bucket where nobody says how many: more on more ranks, whose parts are less."""
     return max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)
 
+
+ALLOCATE_ONLY = "empty"
+"""Value of `init_model_with_meta_device`: parameters on the meta device are allocated, and the caller fills them."""
 
 MESSAGE_VARIABLE = "MFSDP_MESSAGE_BYTES"
 """Environment variable: bytes up to which small neighbouring units are merged; 0: none are."""

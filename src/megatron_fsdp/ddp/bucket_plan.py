@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, UnitPlan, UnitSpec
 
 BUCKET_NAME = "bucket {}"
-_ROOT = 0
 
 
 def cut_buckets(

@@ -14,8 +14,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron_fsdp.engine.schedule import ROOT, Operation, ScheduleConfig, Scheduler
+from megatron_fsdp.engine.schedule import Operation, ScheduleConfig, Scheduler
 from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 class GatherMode(Enum):
@@ -72,8 +73,8 @@ class BucketScheduler(Scheduler):
         """Start the gathers of the model's forward, which is about to run, or whose weights are wanted ahead."""
         if self.gather_mode is GatherMode.AT_ONCE:
             return self.everything()
-        wanted = range(ROOT, len(self._units)) if self.gather_mode is GatherMode.TOGETHER else (ROOT, ROOT + 1)
-        return tuple(op for unit in wanted if unit < len(self._units) for op in self.prefetch_requested(unit))
+        count = len(self._units) if self.gather_mode is GatherMode.TOGETHER else ROOT_UNIT + 2
+        return tuple(op for unit in range(min(count, len(self._units))) for op in self.prefetch_requested(unit))
 
     def everything(self) -> tuple[Operation, ...]:
         """Gather all weights, then wait for all."""
@@ -83,7 +84,7 @@ class BucketScheduler(Scheduler):
 
     def weights_read(self, units: Collection[int]) -> tuple[Operation, ...]:
         """Wait for buckets that a module is about to read; start all up to the one behind them."""
-        last = min(max(units, default=ROOT) + 1, len(self._units) - 1)
+        last = min(max(units, default=ROOT_UNIT) + 1, len(self._units) - 1)
         started = [op for unit in range(last + 1) for op in self.prefetch_requested(unit)]
         return (*started, *(op for unit in sorted(units) for op in self.weights_requested(unit)))
 
@@ -125,7 +126,7 @@ class BucketScheduler(Scheduler):
         if arrivals.missing or self._learning or not self.config.reduces_early:
             return ()
         operations: list[Operation] = []
-        while self._next > ROOT and not self._arrivals[self._next].missing:
+        while self._next > ROOT_UNIT and not self._arrivals[self._next].missing:
             if self.config.trainable[self._next]:
                 operations += self.gradients_ready(self._next)
             self._next -= 1
@@ -157,7 +158,7 @@ class BucketScheduler(Scheduler):
             arrivals.forget()
 
     def _open_all(self) -> None:
-        for unit in range(ROOT + 1, len(self._units)):
+        for unit in range(ROOT_UNIT + 1, len(self._units)):
             state = self._units[unit]
             if self.config.trainable[unit] and not state.in_backward:
                 state.in_backward, state.reduced = True, False

@@ -17,9 +17,9 @@ from megatron_fsdp.ddp.bucket_plan import plan_readers
 from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
 from megatron_fsdp.engine.engine import Engine, EngineComponents, ForwardCall, live_engine
 from megatron_fsdp.engine.hooks import uncompiled
-from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 class BucketEngine(Engine):
@@ -36,7 +36,7 @@ class BucketEngine(Engine):
     def __init__(self, components: EngineComponents, gather_mode: GatherMode) -> None:
         counts = [sum(len(group.sharded) for group in unit.groups) for unit in components.units]
         super().__init__(components, BucketScheduler(components.memory_plan.schedule, counts, gather_mode))
-        self._buckets = self.units[ROOT + 1 :]
+        self._buckets = self.units[ROOT_UNIT + 1 :]
         self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] = {}
         if self.waits_for_readers:
             self._local_weights = {
@@ -53,9 +53,9 @@ class BucketEngine(Engine):
         """Whether weights are waited for where modules read them, not before the forward."""
         return self.scheduler.config.gathers and self.scheduler.gather_mode is not GatherMode.AT_ONCE
 
-    def pre_forward(self, index: int, module_index: int = 0) -> None:
+    def pre_forward(self, unit_index: int, module_index: int = 0) -> None:
         """Start the gathers of the model's forward, or of one inside a recomputation, and show what is ready."""
-        super().pre_forward(index, module_index)
+        super().pre_forward(unit_index, module_index)
         if self.scheduler.in_backward or not self.scheduler.config.gathers:
             self._show(self._buckets)
             return
@@ -82,15 +82,15 @@ class BucketEngine(Engine):
 
     def post_forward(
         self,
-        index: int,
+        unit_index: int,
         needs_backward: bool,
         failed: bool = False,
         module_index: int = 0,
         reads_weights: bool = True,
     ) -> ForwardCall:
         """Gather the rest and show the sharded parameters: the model's forward has run or failed."""
-        call = super().post_forward(index, needs_backward, failed, module_index, reads_weights)
-        if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
+        call = super().post_forward(unit_index, needs_backward, failed, module_index, reads_weights)
+        if not self.scheduler.forward_depth(unit_index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
                 self.executor.run(self.scheduler.forward_closes())
             self._shows_local.clear()
@@ -135,19 +135,19 @@ class BucketEngine(Engine):
             self._show(self._buckets)
             self._unsharded_for_backward.update(unit.index for unit in self._buckets)
 
-    def take_gradient(self, index: int, group_index: int, parameter: int, param: nn.Parameter) -> None:
+    def take_gradient(self, unit_index: int, group_index: int, index: int, param: nn.Parameter) -> None:
         """Take a gradient as `Engine` does; then reduce the buckets that are complete."""
         if self.delayed is not None:
-            super().take_gradient(index, group_index, parameter, param)
+            super().take_gradient(unit_index, group_index, index, param)
             return
-        gradients = self.units[index].groups[group_index].gradients
+        gradients = self.units[unit_index].groups[group_index].gradients
         assert gradients is not None
-        own = gradients.of_parameter[parameter]
+        own = gradients.of_parameter[index]
         came = param.grad is not None or own.written
         own.written = False
-        super().take_gradient(index, group_index, parameter, param)
+        super().take_gradient(unit_index, group_index, index, param)
         if came:
-            operations = self.scheduler.gradient_counted(index, parameter)
+            operations = self.scheduler.gradient_counted(unit_index, index)
             if operations:
                 self._run_backward(operations)
 

@@ -23,9 +23,9 @@ from megatron_fsdp.comm.groups import destroy_with, duplicate_group, shared_name
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.executor import all_gather_bytes
 from megatron_fsdp.engine.observer import Observer, Phase
-from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 class AbsentError(RuntimeError):
@@ -218,7 +218,7 @@ class RankVerifier(Observer):
         self._gathered_in_forward = self._is_broken = False
         self._to_reduce = None
 
-    def _compare(self, event: Event, unit: int = ROOT, num_bytes: int = 0) -> None:
+    def _compare(self, event: Event, unit: int = ROOT_UNIT, num_bytes: int = 0) -> None:
         """Exchange announcements and go on only if all are the same."""
         if self._lost is not None:
             raise ScheduleError(self._lost)

@@ -21,16 +21,16 @@ from megatron_fsdp.describe.description import (
     UnitDescription,
     in_bytes,
 )
+from megatron_fsdp.engine.domain import Domain
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import Domain, local_part
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.schedule import ROOT
+from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.engine.wrap import Assembly
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.routes import count_kinds, step_of
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement
-from megatron_fsdp.sharding.units import UnitPlan
+from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _name(dtype: torch.dtype) -> str:
 def memory_description(engine: Engine) -> MemoryDescription:
     """Describe the bytes held now, and how memory is borrowed."""
     held, schedule, weights = memory_of(engine), engine.scheduler.config, engine.memory_plan.weights
-    others = engine.units[ROOT + 1 :]
+    others = engine.units[ROOT_UNIT + 1 :]
     return MemoryDescription(
         allocator=engine.memory_plan.allocator.value,
         slots=schedule.slots if schedule.shares_slots else 0,

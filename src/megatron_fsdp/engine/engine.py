@@ -24,20 +24,21 @@ from megatron_fsdp.engine.expert_state import ExpertNames
 from megatron_fsdp.engine.gradient_agreement import UsageAgreement, match_waiting_sums
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, direct_hook
-from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.homes import on_device
 from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, bucket_count, storage_of, unit_numels
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StateDictAliases, StructureCheck, UnreducedGradients
+from megatron_fsdp.engine.model_sharding import Sharding
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.saved_tensors import SavedTensors, UnitTensors
-from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
+from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_codec import agree_on_amaxes
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.memory_plan import prefetch_depth
 from megatron_fsdp.sharding.placement import Placement, placements_for
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,10 @@ def live_engine(reference: weakref.ref[Engine]) -> Engine:
 
 
 def _take_gradient(
-    reference: weakref.ref[Engine], index: int, group_index: int, parameter: int, param: torch.Tensor
+    reference: weakref.ref[Engine], unit_index: int, group_index: int, index: int, param: torch.Tensor
 ) -> None:
     engine = reference() or live_engine(reference)
-    engine.take_gradient(index, group_index, parameter, param)  # type: ignore[arg-type]  # hooks are typed for tensors
+    engine.take_gradient(unit_index, group_index, index, param)  # type: ignore[arg-type]  # hooks are typed for tensors
 
 
 class Engine:
@@ -198,12 +199,12 @@ class Engine:
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, index: int, module_index: int = 0) -> None:
+    def pre_forward(self, unit_index: int, module_index: int = 0) -> None:
         """Unshard a unit: the forward of its module at `module_index` is about to run."""
         if self.full_units and torch.is_grad_enabled():
             raise ScheduleError(
-                f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
-                "their full parameters, whose gradients would be lost; use torch.no_grad() inside "
+                f"unit {self.units[unit_index].label} was called with gradients enabled while other units show copies "
+                "of their full parameters, whose gradients would be lost; use torch.no_grad() inside "
                 "full_parameters_context, or open the whole model"
             )
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
@@ -231,12 +232,12 @@ class Engine:
                 "communication of an earlier forward or backward failed, so its weights are not what they should be; "
                 "call reset() on the model on every rank and go on with the next batch"
             )
-        self.executor.run(self.scheduler.forward_begins(index))
-        self.units[index].show_unsharded(module_index)
-        if self.saved_tensors is not None and index != ROOT and not self.scheduler.in_backward:
-            self.saved_tensors.begin(index)
+        self.executor.run(self.scheduler.forward_begins(unit_index))
+        self.units[unit_index].show_unsharded(module_index)
+        if self.saved_tensors is not None and unit_index != ROOT_UNIT and not self.scheduler.in_backward:
+            self.saved_tensors.begin(unit_index)
         if self.observers.active:
-            self.observers.begins(Phase.FORWARD, index)
+            self.observers.begins(Phase.FORWARD, unit_index)
 
     def _check_capture(self) -> None:
         """Refuse to be captured into a CUDA graph that would not do when replayed what this step does.
@@ -261,7 +262,7 @@ class Engine:
 
     def post_forward(
         self,
-        index: int,
+        unit_index: int,
         needs_backward: bool,
         failed: bool = False,
         module_index: int = 0,
@@ -271,24 +272,24 @@ class Engine:
 
         `reads_weights`: whether its backward may read the weights.
         """
-        unit, depth = self.units[index], self.scheduler.forward_depth(index)
+        unit, depth = self.units[unit_index], self.scheduler.forward_depth(unit_index)
         saved = None
         if self.saved_tensors is not None:
-            saved = self.saved_tensors.end(index, needs_backward)
+            saved = self.saved_tensors.end(unit_index, needs_backward)
         if not depth:
-            return ForwardCall(index, module_index, _NEVER)  # another hook failed before the forward began
+            return ForwardCall(unit_index, module_index, _NEVER)  # another hook failed before the forward began
         if self.observers.active:
-            self.observers.leaves(Phase.FORWARD, index, failed)
-        weights_version = self.scheduler.forward_ends(index, needs_backward)
+            self.observers.leaves(Phase.FORWARD, unit_index, failed)
+        weights_version = self.scheduler.forward_ends(unit_index, needs_backward)
         if depth == 1:
             # A recomputation may run while the backward of a neighbour in the unit goes on, and needs its parameters.
-            if index not in self._unsharded_for_backward:
+            if unit_index not in self._unsharded_for_backward:
                 unit.show_sharded()
             if not self.executor.is_broken:
                 unit.check_untouched(module_index)
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
-        return ForwardCall(index, module_index, weights_version, reads_weights, saved)
+        return ForwardCall(unit_index, module_index, weights_version, reads_weights, saved)
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
@@ -315,7 +316,7 @@ class Engine:
         }
         if not changes:
             return
-        with self.observers.during(Phase.AGREE, ROOT):
+        with self.observers.during(Phase.AGREE, ROOT_UNIT):
             self._agree_on_requires_grad(changes)
         if self._agreed_since_change:
             self._agreed_params |= self._trained_ids()
@@ -365,19 +366,19 @@ class Engine:
         group.set_trainable(trainable, self._has_unattached)
         self.watch_gradients(unit.index, group_index)
 
-    def watch_gradients(self, index: int, group_index: int) -> None:
+    def watch_gradients(self, unit_index: int, group_index: int) -> None:
         """Register hooks on a group's full parameters that take gradients and have none yet."""
-        group = self.units[index].groups[group_index]
+        group = self.units[unit_index].groups[group_index]
         grads = group.gradients
-        for parameter, param in enumerate(group.full if grads is not None else ()):
+        for index, param in enumerate(group.full if grads is not None else ()):
             if not param.requires_grad or param._post_accumulate_grad_hooks:
                 continue
             assert grads is not None
             hook: Callable[[torch.Tensor], None] = functools.partial(
-                _take_gradient, weakref.ref(self), index, group_index, parameter
+                _take_gradient, weakref.ref(self), unit_index, group_index, index
             )
-            if group.plan.parts[parameter] is None and not self.takes_every_gradient:
-                hook = direct_hook(grads.of_parameter[parameter], hook)
+            if group.plan.parts[index] is None and not self.takes_every_gradient:
+                hook = direct_hook(grads.of_parameter[index], hook)
             param.register_post_accumulate_grad_hook(hook)
 
     @property
@@ -409,7 +410,7 @@ class Engine:
         """Copy main weights into compute weights; gathered weights are stale then."""
         self.executor.run(self.scheduler.weights_changed())
         self.executor.settle_homes()
-        with self.observers.during(Phase.INSTALL, ROOT):
+        with self.observers.during(Phase.INSTALL, ROOT_UNIT):
             agree_on_amaxes(list(self.groups()))
             for unit in self.units:
                 unit.install_main_weights()
@@ -441,54 +442,54 @@ class Engine:
         if self.observers.active:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
-    def take_gradient(self, index: int, group_index: int, parameter: int, param: nn.Parameter) -> None:
+    def take_gradient(self, unit_index: int, group_index: int, index: int, param: nn.Parameter) -> None:
         """Copy a full gradient from autograd into its bucket, or leave it there until the end of a delayed backward."""
         if self.delayed is not None and not self._ending:
-            self._note_first_gradient(index)
+            self._note_first_gradient(unit_index)
             return
         grad, param.grad = param.grad, None  # else each full gradient would live until backward ends
         if grad is None:
             return  # a fused linear wrote it into the bucket
-        group = self.units[index].groups[group_index]
+        group = self.units[unit_index].groups[group_index]
         if grad.requires_grad:
             raise ScheduleError(
-                f"the gradient of {group.names[parameter]} has a graph of its own (create_graph=True); differentiating "
+                f"the gradient of {group.names[index]} has a graph of its own (create_graph=True); differentiating "
                 "twice through a sharded model is not supported, use torch.autograd.grad on inputs under "
                 "zero_dp_strategy 0 to 2"
             )
-        grad = group.local_gradient(parameter, grad)
-        gradients = self.filling(index, group_index)
+        grad = group.local_gradient(index, grad)
+        gradients = self.filling(unit_index, group_index)
         for check in self._checks:
-            check.record(group.names[parameter], grad)
+            check.record(group.names[index], grad)
         if self.observers.active:
-            self.observers.begins(Phase.COPY, index)
-        gradients.add(parameter, grad)
+            self.observers.begins(Phase.COPY, unit_index)
+        gradients.add(index, grad)
         if self.observers.active:
-            self.observers.ends(Phase.COPY, index)
+            self.observers.ends(Phase.COPY, unit_index)
 
-    def filling(self, index: int, group_index: int) -> GradientBuffers:
+    def filling(self, unit_index: int, group_index: int) -> GradientBuffers:
         """Return the gradients of a group of a unit, with memory for those of this backward."""
-        gradients = self.units[index].groups[group_index].gradients
+        gradients = self.units[unit_index].groups[group_index].gradients
         assert gradients is not None
         if not gradients.is_filling:
-            self._note_first_gradient(index)
-            self._begin_filling(index, group_index)
+            self._note_first_gradient(unit_index)
+            self._begin_filling(unit_index, group_index)
         return gradients
 
-    def _note_first_gradient(self, index: int) -> None:
+    def _note_first_gradient(self, unit_index: int) -> None:
         """Report the first gradient of a unit in this backward to the scheduler."""
         if not self._callback_queued:
             self._begin_backward()
         try:
-            self.scheduler.gradient_arrives(index)
+            self.scheduler.gradient_arrives(unit_index)
         except ScheduleError as error:
-            raise ScheduleError(f"unit {self.units[index].label}: {error}") from None
+            raise ScheduleError(f"unit {self.units[unit_index].label}: {error}") from None
 
-    def _begin_filling(self, index: int, group_index: int) -> None:
+    def _begin_filling(self, unit_index: int, group_index: int) -> None:
         """Give a group of a unit memory for the gradients of this backward."""
-        gradients = self.units[index].groups[group_index].gradients
+        gradients = self.units[unit_index].groups[group_index].gradients
         assert gradients is not None
-        self.executor.begin_filling(self.units[index], group_index, self.reach)
+        self.executor.begin_filling(self.units[unit_index], group_index, self.reach)
         if self.observers.active or self._checks:
             gradients.forbid_direct_copies()
 
@@ -528,20 +529,21 @@ class Engine:
         # Runs when the graph task has nothing left to do; autograd takes it only while backward runs.
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
-    def _check_thread(self, index: int) -> None:
+    def _check_thread(self, unit_index: int) -> None:
         # Autograd has a thread per device. Hooks on two of them would call the scheduler in an order that differs
         # between ranks, even under a lock.
         if threading.get_ident() != self._backward_thread:
             raise ScheduleError(
-                f"the backward of unit {self.units[index].label} runs on another thread than that of earlier units, as "
-                "where a model's graph is on several devices, so ranks would communicate in different orders; keep all "
-                "units on one device, or call backward inside torch.autograd.set_multithreading_enabled(False)"
+                f"the backward of unit {self.units[unit_index].label} runs on another thread than that of earlier "
+                "units, as where a model's graph is on several devices, so ranks would communicate in different "
+                "orders; keep all units on one device, or call backward inside "
+                "torch.autograd.set_multithreading_enabled(False)"
             )
 
     def _post_backward(self) -> None:
         self.observers.backward_pauses()
-        for index in self._unsharded_for_backward:
-            self.units[index].show_sharded()
+        for unit_index in self._unsharded_for_backward:
+            self.units[unit_index].show_sharded()
         self._unsharded_for_backward.clear()
         late = self.delayed.params if self.delayed is not None else set()
         for unit in self.units if late else ():
@@ -557,18 +559,18 @@ class Engine:
         finally:
             self._ending = False
         for check in self._checks:
-            with self.observers.during(Phase.AGREE, ROOT):
+            with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 check.conclude()
 
-    def _fill_late(self, index: int, delayed: WeightGradientQueue) -> None:
+    def _fill_late(self, unit_index: int, delayed: WeightGradientQueue) -> None:
         """Copy all gradients that a backward left for a unit into its buckets, delayed weight gradients last."""
-        for group_index, group in enumerate(self.units[index].groups):
+        for group_index, group in enumerate(self.units[unit_index].groups):
             if group.gradients is None:
                 continue
             if not group.gradients.is_filling:
-                self._begin_filling(index, group_index)
-            for parameter, param in enumerate(group.full):
-                self.take_gradient(index, group_index, parameter, param)
+                self._begin_filling(unit_index, group_index)
+            for index, param in enumerate(group.full):
+                self.take_gradient(unit_index, group_index, index, param)
             delayed.run(group.full)
 
     def show_sharded(self) -> None:
@@ -609,7 +611,7 @@ class Engine:
                 self.executor.reduce_outer(unit)
         self.executor.retire_all()
         if check is not None and concludes:
-            with self.observers.during(Phase.AGREE, ROOT):
+            with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 check.conclude()
 
     def attach_gradients(self) -> None:
@@ -631,7 +633,7 @@ class Engine:
             ]
             if not used_here:
                 continue
-            with self.observers.during(Phase.AGREE, ROOT):
+            with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 agreed = iter(usage.agree(used_here, self.executor.operations_digest))
             for group, gradients in trainable:
                 used = [trained and next(agreed) for trained in group.trained_since_attach]
@@ -694,7 +696,7 @@ class Engine:
             return
         self._may_differ = False
         for is_expert in self._usage:
-            with self.observers.during(Phase.AGREE, ROOT):
+            with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 gradients = [each for group, each in self.groups_with_gradients() if group.plan.is_expert is is_expert]
                 match_waiting_sums(gradients, self.sharding.domain(is_expert), self.device)
 
@@ -810,7 +812,7 @@ class Engine:
         for group in self.groups():
             for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
                 if axis.group is not None and placement is not Placement.SHARD:
-                    with self.observers.during(Phase.WHOLE, ROOT):
+                    with self.observers.during(Phase.WHOLE, ROOT_UNIT):
                         whole = on_device(group.weights.main.local, self.device)
                         dist.broadcast(whole, group_src=0, group=axis.group)
                         if whole is not group.weights.main.local:

@@ -25,10 +25,11 @@ from megatron_fsdp.engine.memory import (
     weakly,
 )
 from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase
-from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
+from megatron_fsdp.engine.schedule import Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.sharding.memory_plan import Use
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 _HANG_ADVICE = (
     "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/debugging.md), and MFSDP_VERIFY_RANKS=1 "
@@ -150,7 +151,7 @@ class Executor:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
         make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         sizes = [unit.bucket_bytes for unit in self._units]
-        root, others = sizes[: ROOT + 1], sizes[ROOT + 1 :]
+        root, others = sizes[: ROOT_UNIT + 1], sizes[ROOT_UNIT + 1 :]
         pool = self.pool
         self._root_bucket = BucketPool(pool, Use.ROOT_BUCKET, 1, root, make_room)
         self._buckets = BucketPool(pool, Use.BUCKET, self.bucket_count, others, make_room)
@@ -182,21 +183,21 @@ class Executor:
             reach: How far gradients that are ready are reduced.
         """
         observers = self.observers
-        for action, index, slot in operations:
-            unit = self._units[index]
+        for action, unit_index, slot in operations:
+            unit = self._units[unit_index]
             if action is _GATHER or (action is _REDUCE and reach is not Reach.NOWHERE):
-                self._fold(action, index)
+                self._fold(action, unit_index)
             before, self.is_broken = self.is_broken, True
             try:
                 if observers.active:
-                    observers.begins(PHASE_OF[action], index)
+                    observers.begins(PHASE_OF[action], unit_index)
                 self._carry_out(action, unit, slot, reach)
                 if observers.active:
-                    observers.ends(PHASE_OF[action], index)
+                    observers.ends(PHASE_OF[action], unit_index)
                 self.is_broken = before
             except BaseException as error:
                 if self.observers:
-                    self.observers.fails(PHASE_OF[action], index, error)
+                    self.observers.fails(PHASE_OF[action], unit_index, error)
                 explain(error, f"during {action.value!r} of unit {unit.label}", self.observers)
                 raise
 
@@ -215,9 +216,9 @@ class Executor:
             self.is_broken = False  # `_finalise` may raise, but communication is over
             self._finalise()
 
-    def _fold(self, action: Action, index: int) -> None:
+    def _fold(self, action: Action, unit: int) -> None:
         """Fold an operation into the digest of the gathers and reductions, which ranks compare."""
-        self.operations_digest = (self.operations_digest * 1_000_003 + 2 * index + (action is _REDUCE)) % _DIGEST_LIMIT
+        self.operations_digest = (self.operations_digest * 1_000_003 + 2 * unit + (action is _REDUCE)) % _DIGEST_LIMIT
 
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.gathered_bytes:
@@ -316,7 +317,7 @@ class Executor:
             group.gradients.stop_filling()
 
     def _pool(self, unit: Unit) -> BucketPool:
-        return self._root_bucket if unit.index == ROOT else self._buckets
+        return self._root_bucket if unit.index == ROOT_UNIT else self._buckets
 
     def _bucket(self, unit: Unit) -> Block:
         if unit.index not in self._borrowed:
@@ -327,7 +328,7 @@ class Executor:
     def _scratch_for(self, unit: Unit) -> Block | None:
         if not unit.exchanges_inner:
             return None
-        if unit.index == ROOT:  # the last of a backward: free the other units' buckets first
+        if unit.index == ROOT_UNIT:  # the last of a backward: free the other units' buckets first
             while self._retire_oldest():
                 pass
             self._buckets.empty()

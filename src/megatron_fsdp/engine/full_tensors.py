@@ -24,13 +24,13 @@ from megatron_fsdp.comm.axis import address_of
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.schedule import ROOT
+from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
             different values (nothing is written back then).
     """
     _check(engine, units, writeback, compute_dtype)
-    with engine.observers.during(Phase.WHOLE, ROOT):
+    with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
         copies: _Copies = {unit.index: [_copies_of(group, compute_dtype) for group in unit.groups] for unit in units}
     try:
         for unit in units:
@@ -90,7 +90,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
     except Exception as error:
         if writeback:
             # Tell the ranks that go on, which would wait otherwise.
-            with suppress(ConfigurationError), engine.observers.during(Phase.AGREE, ROOT):
+            with suppress(ConfigurationError), engine.observers.during(Phase.AGREE, ROOT_UNIT):
                 agree(engine.sharding.reaching_all, error)
         raise
     else:
@@ -137,7 +137,7 @@ def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]
 
 
 def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
-    with engine.observers.during(Phase.AGREE, ROOT):
+    with engine.observers.during(Phase.AGREE, ROOT_UNIT):
         with all_agree(engine.sharding.reaching_all):
             _check_copies(units, copies)
         _compare(engine, units, copies)
@@ -265,14 +265,14 @@ def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
     facts: dict[bool, list[str]] = {False: [], True: []}
     for entry in entries:
         facts[entry.group.plan.is_expert].append(f"{' '.join(entry.label)} in {entry.piece.dtype}")
-    with engine.observers.during(Phase.AGREE, ROOT):
+    with engine.observers.during(Phase.AGREE, ROOT_UNIT):
         engine.agree_on(facts[False], facts[True])
 
 
 def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
     """Iterate, and tell observers while the next tensor is gathered, not while the caller uses it."""
     while True:
-        with engine.observers.during(Phase.WHOLE, ROOT):
+        with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
             found = next(stream, None)
         if found is None:
             return

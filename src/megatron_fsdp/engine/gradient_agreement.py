@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import real_values
+from megatron_fsdp.engine.domain import Domain
 from megatron_fsdp.engine.gradients import GradientBuffers
-from megatron_fsdp.engine.group_plan import Domain
 from megatron_fsdp.errors import ScheduleError
 
 # A parameter that no rank used keeps `.grad` None, as on one process, so that weight decay and momentum leave it

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
-from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
 """Types that cannot contain a tensor."""
@@ -35,16 +35,16 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
         for module_index, path in enumerate(unit.modules)
     ]
     unit_modules = {id(module) for *_, module in modules}
-    for index, module_index, module in modules:
+    for unit_index, module_index, module in modules:
         watch = None
-        if index != ROOT and engine.units[index].shards_compute_weights:
+        if unit_index != ROOT_UNIT and engine.units[unit_index].shards_compute_weights:
             watch = AuxiliaryOutputs(module, unit_modules)
-        entry = _UnitModule(index, module_index, watch)
+        entry = _UnitModule(unit_index, module_index, watch)
         before = partial(_pre_forward, reference, entry)
         after = partial(_post_forward, reference, entry)
         if is_compiled_in_place(module):
             surround(module, before, after)
-            engine.structure.note_compiled(engine.units[index].label, module)
+            engine.structure.note_compiled(engine.units[unit_index].label, module)
             continue
         # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
         module.register_forward_pre_hook(uncompiled(before), prepend=True)
@@ -88,13 +88,13 @@ def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn
 def _post_forward(
     reference: weakref.ref[Engine], entry: _UnitModule, _module: nn.Module, _args: Any, output: Any
 ) -> Any:
-    engine, index = reference(), entry.unit
+    engine, unit_index = reference(), entry.unit
     auxiliary = entry.watch.end() if entry.watch is not None else []
     if engine is None:
         return output  # the pre-hook has raised for it, and this hook is called even so
-    if index in engine.full_units:
+    if unit_index in engine.full_units:
         return output
-    unit = engine.units[index]
+    unit = engine.units[unit_index]
     output = _copy_weights(unit, output)
     outputs: list[torch.Tensor] = []
     computes_gradients = torch.is_grad_enabled()
@@ -102,9 +102,9 @@ def _post_forward(
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
-    call = engine.post_forward(index, bool(outputs), failed, entry.module_index, _reads_weights(unit, outputs))
+    call = engine.post_forward(unit_index, bool(outputs), failed, entry.module_index, _reads_weights(unit, outputs))
     if computes_gradients and not outputs:
-        _refuse_opaque(engine, index, output)
+        _refuse_opaque(engine, unit_index, output)
     for tensor in outputs:
         if tensor.is_leaf:
             continue  # not computed by this forward, and its hooks would outlive the call
@@ -140,7 +140,7 @@ class _RootForward:
         scheduler = live_engine(self._reference).scheduler
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
-            _pre_forward(self._reference, _UnitModule(ROOT), module, args)
+            _pre_forward(self._reference, _UnitModule(ROOT_UNIT), module, args)
             if not self._leaves:
                 module.register_forward_hook(uncompiled(self._leave), always_call=True)
                 self._leaves = True
@@ -150,7 +150,7 @@ class _RootForward:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """End the root's forward, if this call began it."""
         if self._opened and self._opened.pop():
-            return _post_forward(self._reference, _UnitModule(ROOT), module, args, output)
+            return _post_forward(self._reference, _UnitModule(ROOT_UNIT), module, args, output)
         return output
 
 
@@ -185,13 +185,13 @@ def _copy_weights(unit: Unit, output: Any) -> Any:
     return copied
 
 
-def _refuse_opaque(engine: Engine, index: int, output: Any) -> None:
+def _refuse_opaque(engine: Engine, unit_index: int, output: Any) -> None:
     """Refuse results in which no tensor can be found: the beginning of the unit's backward would go unnoticed."""
     opaque = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, _TRANSPARENT)]
     opaque = [leaf for leaf in opaque if not dataclasses.is_dataclass(leaf) and not isinstance(leaf, Mapping)]
-    if opaque and engine.units[index].shards_compute_weights:
+    if opaque and engine.units[unit_index].shards_compute_weights:
         raise ScheduleError(
-            f"unit {engine.units[index].label} returned an object of type {type(opaque[0]).__name__}, in which no "
+            f"unit {engine.units[unit_index].label} returned an object of type {type(opaque[0]).__name__}, in which no "
             "tensor can be found, so its weights could not be gathered for backward; return tuples, lists, dicts, "
             "dataclasses or classes registered with torch.utils._pytree"
         )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.schedule import ROOT, ScheduleConfig
+from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.sharding.memory_plan import (
     PoolPlan,
     UnitWeights,
@@ -29,6 +29,7 @@ from megatron_fsdp.sharding.memory_plan import (
     plan_weights,
     prefetch_depth,
 )
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 Result = TypeVar("Result")
 
@@ -323,8 +324,8 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
         forward_prefetch_units=forward,
         backward_prefetch_units=backward,
         reduces_early=reduces_early,
-        resized=resized - {ROOT},
-        kept=frozenset(weights.units_in(WeightStorage.OWN)) - {ROOT},
+        resized=resized - {ROOT_UNIT},
+        kept=frozenset(weights.units_in(WeightStorage.OWN)) - {ROOT_UNIT},
         returned=resized,
         returned_before_step=frozenset(
             unit
@@ -332,7 +333,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
             if any(group.shards_compute_weights for group in units[unit])
         ),
     )
-    at_a_time = buckets if reduces_early else max(buckets, sum(schedule.trainable[ROOT + 1 :]))
+    at_a_time = buckets if reduces_early else max(buckets, sum(schedule.trainable[ROOT_UNIT + 1 :]))
     pool = plan_pool(_block_sizes(weights, buckets, at_a_time, units)) if options.is_kept else None
     return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow, pool)
 
@@ -356,8 +357,8 @@ def _block_sizes(
         Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],
         Use.SLOT: [weights.slot_bytes] * weights.slots_used,
         Use.UNIT: [size if unit in own else 0 for unit, size in enumerate(weights.gathered_bytes)],
-        Use.ROOT_BUCKET: needed[: ROOT + 1],
-        Use.BUCKET: [max(needed[ROOT + 1 :], default=0)] * filled,
+        Use.ROOT_BUCKET: needed[: ROOT_UNIT + 1],
+        Use.BUCKET: [max(needed[ROOT_UNIT + 1 :], default=0)] * filled,
         Use.SCRATCH: [scratch] * max(1, buckets - 1),
         Use.CROSSING: [crossing] * OUTER_REDUCTIONS,
     }
@@ -375,13 +376,13 @@ def crossing_offsets(unit: GroupPlans) -> tuple[tuple[int, ...], int]:
 
 def unit_numels(units: Sequence[GroupPlans]) -> list[int]:
     """Return the elements of each unit besides the root, padding included."""
-    return [sum(group.layout.numel for group in unit) for unit in units[ROOT + 1 :]]
+    return [sum(group.layout.numel for group in unit) for unit in units[ROOT_UNIT + 1 :]]
 
 
 def bucket_count(numel: int, units: Sequence[GroupPlans]) -> int:
     """Return how many buckets, each for the largest unit, fit into `numel` elements: 1 to the number of units."""
     largest = max(unit_numels(units), default=0)
-    trainable = sum(any(group.requires_grad for group in unit) for unit in units[ROOT + 1 :])
+    trainable = sum(any(group.requires_grad for group in unit) for unit in units[ROOT_UNIT + 1 :])
     return max(1, min(numel // max(1, largest), trainable))
 
 

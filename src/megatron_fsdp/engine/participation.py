@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp.engine.engine import Engine, ForwardCall
-from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
         engine.post_forward(call.unit, needs_backward=False, failed=True, module_index=call.module_index)
         raise
     trainable = engine.units[call.unit].is_trainable or (
-        call.unit == ROOT and any(u.is_trainable for u in engine.units)
+        call.unit == ROOT_UNIT and any(u.is_trainable for u in engine.units)
     )
     needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trainable)
     reads_weights = not engine.units[call.unit].only_looks_up  # as on the ranks that look something up

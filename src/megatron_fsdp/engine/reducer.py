@@ -19,7 +19,7 @@ import torch
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Launch
 from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
-from megatron_fsdp.engine.group_plan import FlatAxis
+from megatron_fsdp.engine.domain import FlatAxis
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.placement import Placement, held_region
 

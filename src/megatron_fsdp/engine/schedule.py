@@ -25,6 +25,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,6 @@ class SyncMode:
             self.auto_sync, self.is_last_microbatch, self.defer_all = before
 
 
-ROOT = 0
-
-
 class Action(Enum):
     """What an operation does to its unit."""
 
@@ -261,7 +259,7 @@ class Scheduler:
         else:
             if not self._forward_stack:
                 self._forward_order.begin()
-            state.hosts.update(host for host in self._forward_stack if host not in (ROOT, unit))
+            state.hosts.update(host for host in self._forward_stack if host not in (ROOT_UNIT, unit))
         self._forward_stack.append(unit)
         if self._in_backward:
             return self._need(unit, self._backward_order, self.config.backward_prefetch_units)
@@ -283,7 +281,7 @@ class Scheduler:
         elif self._backward_unit not in state.hosts:
             if needs_backward and state.open_forwards == 0 and not (self._unsettled and self._unsettled[-1] == unit):
                 state.open_forwards = 1
-            if unit != ROOT:
+            if unit != ROOT_UNIT:
                 self._backward_unit = unit  # the unit recomputed last is the one whose backward comes next
         return self._weights_version
 
@@ -302,7 +300,7 @@ class Scheduler:
         if not self._in_backward:
             self._in_backward = True
             self._backward_order.begin()
-        if unit != ROOT:
+        if unit != ROOT_UNIT:
             operations += self._settle_before(unit)
             self._backward_unit = unit
         state = self._units[unit]
@@ -331,7 +329,7 @@ class Scheduler:
 
     def gradients_ready(self, unit: int) -> tuple[Operation, ...]:
         """Reduce a unit now, whose gradients are complete by the word of a caller who drives the passes by hand."""
-        if not self.config.reduces_early or unit == ROOT:
+        if not self.config.reduces_early or unit == ROOT_UNIT:
             return ()
         self._units[unit].reduced = True
         return (Operation(_REDUCE, unit),)
@@ -345,15 +343,15 @@ class Scheduler:
         operations = [operation for unit in done for operation in self._release(unit)]
         for unit in range(len(self._units) - 1, -1, -1):
             state = self._units[unit]
-            began = state.in_backward or (unit == ROOT and self._in_backward)
-            if began and self.config.trainable[unit] and (unit == ROOT or not state.reduced):
+            began = state.in_backward or (unit == ROOT_UNIT and self._in_backward)
+            if began and self.config.trainable[unit] and (unit == ROOT_UNIT or not state.reduced):
                 operations.append(Operation(_REDUCE, unit))
             state.in_backward, state.reduced = False, True
         if self._in_backward:
             self._backward_order.end()
         self._in_backward, self._backward_unit = False, None
         self._unsettled.clear()
-        return (*operations, Operation(_FINALISE, ROOT))
+        return (*operations, Operation(_FINALISE, ROOT_UNIT))
 
     def prefetch_requested(self, unit: int) -> tuple[Operation, ...]:
         """Start to gather a unit ahead of its forward where there is room."""
@@ -371,7 +369,7 @@ class Scheduler:
 
     def release_requested(self, unit: int) -> tuple[Operation, ...]:
         """Release a unit that a caller does not need any more, unless it is in use or the root."""
-        in_use = unit in (ROOT, self._backward_unit) or unit in self._forward_stack
+        in_use = unit in (ROOT_UNIT, self._backward_unit) or unit in self._forward_stack
         return () if in_use or not self.config.shares_slots else tuple(self._release(unit))
 
     def weights_changed(self) -> tuple[Operation, ...]:
@@ -486,7 +484,7 @@ class Scheduler:
         if state.residence is not _SHARDED:
             return []
         operations: list[Operation] = []
-        if unit != ROOT and self.config.shares_slots and unit not in self.config.kept:
+        if unit != ROOT_UNIT and self.config.shares_slots and unit not in self.config.kept:
             slot = self._choose_slot(unit, spare, must)
             if slot is None:
                 return []

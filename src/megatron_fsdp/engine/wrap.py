@@ -20,18 +20,18 @@ from megatron_fsdp.comm.agreement import agree, all_agree
 from megatron_fsdp.comm.axis import Traffic, backend_of, has_values, is_simulated
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
-from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
+from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
 from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
-from megatron_fsdp.config.homes import Homes, homes_by_unit
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
+from megatron_fsdp.engine.domain import make_domain
 from megatron_fsdp.engine.engine import Engine, EngineComponents
 from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
-from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, make_domain, part_of
+from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.guests import Guest, find_guests, guest_format, guest_of
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, plan_memory
@@ -44,7 +44,9 @@ from megatron_fsdp.engine.meta_init import (
     same_random_numbers,
 )
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck
+from megatron_fsdp.engine.model_sharding import Sharding, looked_up, plan_groups
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.parts import local_part, part_of
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.engine.unit import Unit
@@ -54,14 +56,9 @@ from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
-    GroupKey,
-    ParameterGroupSpec,
-    ParameterInfo,
     ParameterSites,
     UnitPlan,
-    cut_groups,
     find_units,
-    group_parameters,
     merge_small_units,
     message_bytes,
     parameter_sites,
@@ -181,7 +178,7 @@ def assemble(
     module: nn.Module,
     grouping: Grouping,
     options: EngineOptions,
-    index: FSDPDistributedIndex,
+    dist_index: FSDPDistributedIndex,
     device: torch.device,
     mode: SyncMode,
     backward_finished: Callable[[], object],
@@ -194,17 +191,15 @@ def assemble(
     options.check_capture()
     replaced = ReplacedParameters(module)
     with _delayed_linears(module, options) as delayed:
-        sharding, plan = _prepare(module, grouping, options, index, device)
+        sharding, plan = _prepare(module, grouping, options, dist_index, device)
         own_groups = None
         if options.own_groups:
             sharding, own_groups = sharding.over_own_groups()
         planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
-        memory_plan = plan_memory(
-            options.memory, options.reduces_early, [[group for group, _ in unit] for unit in planned]
-        )
+        memory_plan = plan_memory(options.memory, options.reduces_early, planned)
         user_buffers = _user_buffers(options.memory, memory_plan, sharding)
         pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
-        leaves_empty = options.init_model_with_meta_device == EMPTY
+        leaves_empty = options.init_model_with_meta_device == ALLOCATE_ONLY
         units = build_units(module, plan, sharding, planned, pool, leaves_empty=leaves_empty)
         _warn_of_dtypes(units, options, sharding)
         finite_check, large_check = _gradient_checks(units, sharding)
@@ -218,7 +213,7 @@ def assemble(
                 backward_finished=backward_finished,
                 structure=StructureCheck(module, units),
                 replaced=replaced,
-                expert_names=_expert_names(units, sharding, index),
+                expert_names=_expert_names(units, sharding, dist_index),
                 delayed=delayed,
                 finite_check=finite_check,
                 large_check=large_check,
@@ -253,10 +248,14 @@ def _delayed_linears(module: nn.Module, options: EngineOptions) -> Iterator[Weig
 
 
 def _prepare(
-    module: nn.Module, grouping: Grouping, options: EngineOptions, index: FSDPDistributedIndex, device: torch.device
+    module: nn.Module,
+    grouping: Grouping,
+    options: EngineOptions,
+    dist_index: FSDPDistributedIndex,
+    device: torch.device,
 ) -> tuple[Sharding, UnitPlan]:
     """Check and plan together with the other ranks, and give the model the values of the first rank."""
-    sharding = _sharding(options, index, device)
+    sharding = _sharding(options, dist_index, device)
     plan, formats = _plan_together(module, grouping, options, sharding)
     sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
     _move_buffers(module, device)
@@ -265,11 +264,11 @@ def _prepare(
     return sharding, plan
 
 
-def _expert_names(units: Sequence[Unit], sharding: Sharding, index: FSDPDistributedIndex) -> ExpertNames:
-    if sharding.experts is None or index.expt_device_mesh is None:
+def _expert_names(units: Sequence[Unit], sharding: Sharding, dist_index: FSDPDistributedIndex) -> ExpertNames:
+    if sharding.experts is None or dist_index.expt_device_mesh is None:
         return ExpertNames()
     groups = [group for unit in units for group in unit.groups]
-    return find_expert_names(groups, sharding.experts, index.expt_device_mesh)
+    return find_expert_names(groups, sharding.experts, dist_index.expt_device_mesh)
 
 
 def _register(buffers: UserBuffers, options: MemoryOptions) -> None:
@@ -316,9 +315,9 @@ def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> tuple[FiniteC
     return finite, large
 
 
-def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch.device) -> Sharding:
-    traffic = {name: Traffic() for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None}
-    has_outer = index.dp_outer_dim is not None
+def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: torch.device) -> Sharding:
+    traffic = {name: Traffic() for name in (dist_index.dp_outer_dim, dist_index.dp_shard_dim) if name is not None}
+    has_outer = dist_index.dp_outer_dim is not None
     if not has_outer and options.outer_strategy is not ShardingStrategy.no_shard:
         raise ConfigurationError(
             f'outer_dp_sharding_strategy="{options.outer_strategy.name}" needs an outer axis; pass dp_outer_dim and '
@@ -329,9 +328,9 @@ def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch
     placements_for(options.strategy, options.outer_strategy if has_outer else None)  # refuses impossible combinations
     return Sharding(
         options,
-        make_domain(index, traffic, sums_locally=sums_locally, one_by_one=one_by_one),
-        make_domain(index, traffic, is_expert=True, sums_locally=sums_locally)
-        if index.expt_device_mesh is not None
+        make_domain(dist_index, traffic, sums_locally=sums_locally, one_by_one=one_by_one),
+        make_domain(dist_index, traffic, is_expert=True, sums_locally=sums_locally)
+        if dist_index.expt_device_mesh is not None
         else None,
         device,
     )
@@ -511,68 +510,11 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 owner._buffers[name] = buffer.to(device, copy=True)
 
 
-Frames = tuple[ShardFrame, ...]
-
-
-class GroupPlanner:
-    """Plans parameter groups; equal ones, as repeated blocks have, only once."""
-
-    def __init__(self, sharding: Sharding) -> None:
-        self._sharding = sharding
-        self._known: dict[object, tuple[GroupPlan, Frames]] = {}
-
-    def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
-        """Return the plan of one group, and for each parameter the elements that every rank holds."""
-        parts = self._sharding.parts_of(spec, originals)
-        alike = (spec.key, tuple(info.shape for info in spec.parameters), parts)
-        known = self._known.get(alike)
-        if known is None:
-            plan = self._sharding.plan_group(spec, originals)
-            known = self._known[alike] = plan, tuple(plan.frame(index) for index in range(len(originals)))
-            return known
-        plan, frames = known
-        return replace(plan, spec=spec), tuple(frame.for_another() for frame in frames)
-
-
-PlannedGroup = tuple[GroupPlan, Frames]
-
-
-def plan_groups(
-    module: nn.Module, plan: UnitPlan, sharding: Sharding, bucket_numel: int | None
-) -> list[list[PlannedGroup]]:
-    """Plan the parameter groups of each unit; the model is only read."""
-    originals = dict(module.named_parameters())
-    plans = GroupPlanner(sharding)
-    planned = []
-    for index, unit in enumerate(plan.units):
-        specs = group_parameters(
-            [parameter_info(name, originals[name], sharding, unit.modules) for name in unit.parameters]
-        )
-        planned.append(
-            [
-                plans.plan(spec, [originals[info.name] for info in spec.parameters])
-                for spec in (specs if index else cut_groups(specs, bucket_numel))
-            ]
-        )
-    return _with_homes(planned, sharding.options.homes)
-
-
-def _with_homes(planned: list[list[PlannedGroup]], homes: Homes) -> list[list[PlannedGroup]]:
-    """Say where the state of each unit rests: from the last unit to the root, until the fractions are reached."""
-    if not homes.are_away:
-        return planned
-    of_units = homes_by_unit(homes, [sum(plan.layout.numel for plan, _ in unit) for unit in planned])
-    return [
-        [(replace(plan, homes=of_unit), frames) for plan, frames in unit]
-        for of_unit, unit in zip(of_units, planned, strict=True)
-    ]
-
-
 def build_units(
     module: nn.Module,
     plan: UnitPlan,
     sharding: Sharding,
-    planned: Sequence[Sequence[PlannedGroup]],
+    planned: Sequence[Sequence[GroupPlan]],
     pool: CommunicationPool,
     *,
     leaves_empty: bool = False,
@@ -593,16 +535,20 @@ def build_units(
 
 def _build_units(
     plan: UnitPlan,
-    planned: Sequence[Sequence[PlannedGroup]],
+    planned: Sequence[Sequence[GroupPlan]],
     pool: CommunicationPool,
     originals: dict[str, nn.Parameter],
     sites: dict[int, ParameterSites],
 ) -> Iterator[Unit]:
     number = count()
-    for index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
+    known: dict[int, tuple[ShardFrame, ...]] = {}  # groups with one layout are cut alike
+    for unit_index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
         groups = []
         group_sites = []
-        for group, frames in of_unit:
+        for group in of_unit:
+            frames = tuple(frame.for_another() for frame in known.get(id(group.layout), ()))
+            if not frames:
+                frames = known[id(group.layout)] = tuple(map(group.frame, range(len(group.spec.parameters))))
             names = [info.name for info in group.spec.parameters]
             params = [originals.pop(name) for name in names]
             group_sites.append([sites.pop(id(param)) for param in params])
@@ -611,9 +557,9 @@ def _build_units(
             guests = map(guest_of, names, params, owners) if group.has_guests else ()
             groups.append(ParameterGroup(group, params, frames, memory, list(filter(None, guests))))
             del params
-        unit = Unit(index, spec.name, groups, group_sites, spec.modules)
+        unit = Unit(unit_index, spec.name, groups, group_sites, spec.modules)
         unit.show_sharded()
-        if index:  # the root is whole wherever a forward can read its weights
+        if unit_index:  # the root is whole wherever a forward can read its weights
             unit.set_error_owner(plan.remedy(spec))
         yield unit
 
@@ -623,29 +569,6 @@ def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], 
     groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
     with all_agree(sharding.reaching_all), same_random_numbers(groups, sharding.device):
         materialise(module, blueprint, units, sharding.device)
-
-
-def parameter_info(
-    name: str, param: nn.Parameter, sharding: Sharding, unit_modules: Sequence[str] = ()
-) -> ParameterInfo:
-    """Return the facts about a parameter that grouping needs; only its metadata is read.
-
-    `unit_modules` are the paths of the modules that are its unit.
-    """
-    shape = tuple(local_part(param).shape)
-    key = GroupKey(
-        param.dtype,
-        param.requires_grad,
-        is_expert=sharding.is_expert(name, param),
-        is_scalar=not shape,
-        sums_in_fp32=sharding.sums_in_fp32(name),
-        weight_format=sharding.weight_formats.get(name),
-    )
-    return ParameterInfo(name, shape, key, name in sharding.lookups and name.rpartition(".")[0] in unit_modules)
-
-
-EMPTY = "empty"
-"""Value of `init_meta`: parameters on the meta device are allocated, and the caller sets their values afterwards."""
 
 
 def check_not_wrapped(module: object) -> None:
@@ -708,12 +631,12 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
 
 
 def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool | str) -> None:
-    if init_meta not in (True, False, EMPTY):
+    if init_meta not in (True, False, ALLOCATE_ONLY):
         raise ConfigurationError(
-            f"init_model_with_meta_device={init_meta!r}; give True, False, or {EMPTY!r} for shards that are filled "
-            "afterwards"
+            f"init_model_with_meta_device={init_meta!r}; give True, False, or {ALLOCATE_ONLY!r} for shards that are "
+            "filled afterwards"
         )
-    if init_meta == EMPTY:
+    if init_meta == ALLOCATE_ONLY:
         return
     if init_meta:
         check_can_initialise(module)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import has_values
+from megatron_fsdp.engine.domain import Domain
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import Domain
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.sharding.placement import Placement
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 ProcessGroups = tuple[dist.ProcessGroup, ...]
 
@@ -60,7 +60,7 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
             "on any number of ranks; give one of them"
         )
     pieces = _pieces(engine)
-    with engine.observers.during(Phase.NORM, ROOT):
+    with engine.observers.during(Phase.NORM, ROOT_UNIT):
         if engine.is_deterministic and norm_type == 2.0:
             norm = exact_norm(pieces, engine.device)
         else:

@@ -24,7 +24,7 @@ from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, re
 from megatron_fsdp.optim.muon import MuonStandIn, MuonStep, check_muon
 from megatron_fsdp.optim.owned_step import OwnedStep, inherits_declaration, steps_owned
 from megatron_fsdp.optim.replicated_step import ReplicatedStep, check_replicated, steps_replicated
-from megatron_fsdp.optim.routes import NEEDS_ALL
+from megatron_fsdp.optim.routes import WHOLE_TENSOR_OPTIMIZERS
 
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
@@ -513,7 +513,7 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} is derived from a class that steps_whole_tensors declares, and declares "
             "nothing itself: decorate it, too, if it also updates each parameter from its own gradient and state alone"
         )
-    if sharded and (fused or isinstance(optimizer, NEEDS_ALL)) and not steps_owned(optimizer):
+    if sharded and (fused or isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS)) and not steps_owned(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
             "works on whole tensors, or on operations that torch does not offer for shards; use an elementwise "

@@ -13,7 +13,7 @@ from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.local_step import steps_locally
 from megatron_fsdp.optim.owned_step import steps_owned
 
-NEEDS_ALL = (
+WHOLE_TENSOR_OPTIMIZERS = (
     torch.optim.LBFGS,
     torch.optim.Adafactor,
     torch.optim.Muon,
@@ -31,7 +31,7 @@ def step_of(optimizer: Optimizer) -> str:
         return "on shards, in blocks of 256 elements of whole tensors"
     if steps_owned(optimizer):
         return "on whole tensors, one owner each"
-    if isinstance(optimizer, NEEDS_ALL):
+    if isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS):
         return "on whole tensors, the same on every rank"
     return "on local tensors" if steps_locally(optimizer) else "on DTensors"
 

@@ -30,12 +30,12 @@ from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
 from megatron_fsdp.plan.models import balanced_experts
 from megatron_fsdp.plan.recompute import PRODUCTS, recomputing
 from megatron_fsdp.plan.setup import Recompute
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 Kernels = Literal["cuda", "cpu", "math"]
 """Kernels of a CUDA device, of a CPU, or of neither: attention by matrix products, whose operations are those of the
 model, without what kernels compute again in backward."""
 
-ROOT = 0
 _ATEN = torch.ops.aten
 _PLAIN = (Tensor, nn.Parameter)
 _HALF = (torch.float16, torch.bfloat16)
@@ -70,7 +70,7 @@ def profile_compute(
         ):
             loss = scalar_loss(call_model(model, inputs), loss_fn)
             loss.backward()
-        recorder.mark(Event.BACKWARD_ENDS, ROOT)
+        recorder.mark(Event.BACKWARD_ENDS, ROOT_UNIT)
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_in(inputs)}
     return ComputeProfile(tuple(unit_names), recorder.finish(), sum(storages.values()))
 
@@ -102,7 +102,7 @@ class _Recorder(TorchDispatchMode):
         self.in_backward = False
         self._live = LiveStorages()
         self._answers = Answers()
-        self._open = Segment(Event.STEP_BEGINS, ROOT, 0, 0)
+        self._open = Segment(Event.STEP_BEGINS, ROOT_UNIT, 0, 0)
         self._segments = [self._open]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,17 +16,17 @@ from torch import nn
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.config.homes import Homes, homes_by_unit
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.group_plan import Domain, GroupPlan, Sharding, looked_up
+from megatron_fsdp.engine.domain import Domain
+from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
+from megatron_fsdp.engine.model_sharding import Sharding, looked_up, plan_groups
 from megatron_fsdp.engine.weight_codec import encoded_parameters
-from megatron_fsdp.engine.wrap import parameter_info, plan_units
+from megatron_fsdp.engine.wrap import plan_units
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, OptimizerKind, Piece, Setup
-from megatron_fsdp.sharding.units import cut_groups, group_parameters
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _META = torch.device("meta")
@@ -125,33 +125,14 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
     formats = encoded_parameters(module, setup.policy, setup.strategy)
     sharding = replace(_sharding(setup), weight_formats=formats, lookups=looked_up(module))
-    known: dict[object, GroupPlan] = {}  # a model of 126 equal layers has one layout
-    cut_numel = setup.memory.root_group_numel_on(num_ranks)
-    units = []
-    for index, spec in enumerate(found.units):
-        specs = group_parameters(
-            [parameter_info(name, params[name], sharding, spec.modules) for name in spec.parameters]
-        )
-        groups = []
-        for group in specs if index else cut_groups(specs, cut_numel):
-            alike = (group.key, tuple(info.shape for info in group.parameters))
-            if alike not in known:
-                originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in group.parameters]
-                known[alike] = sharding.plan_group(group, originals)
-            groups.append(replace(known[alike], spec=group))
-        units.append(PlannedUnit(spec.name, spec.class_name, spec.modules, tuple(groups)))
-    units = _with_homes(units, setup.homes)
+    planned = plan_groups(module, found, sharding, setup.memory.root_group_numel_on(num_ranks))
+    units = [
+        PlannedUnit(spec.name, spec.class_name, spec.modules, tuple(groups))
+        for spec, groups in zip(found.units, planned, strict=True)
+    ]
     memory = plan_memory(setup.memory, setup.reduces_early, [unit.groups for unit in units])
     matrices = muon_matrices(module) if setup.optimizer.name == MUON else {}
     return PlannedModel(setup, tuple(units), found.source, memory, matrices)
-
-
-def _with_homes(units: list[PlannedUnit], homes: Homes) -> list[PlannedUnit]:
-    of_units = homes_by_unit(homes, [sum(group.layout.numel for group in unit.groups) for unit in units])
-    return [
-        replace(unit, groups=tuple(replace(group, homes=of_unit) for group in unit.groups))
-        for unit, of_unit in zip(units, of_units, strict=True)
-    ]
 
 
 def _sharding(setup: Setup) -> Sharding:
@@ -159,7 +140,7 @@ def _sharding(setup: Setup) -> Sharding:
     ranks = setup.ranks
     has_experts = ranks.ep > 1
     return Sharding(
-        EngineOptions(setup.strategy, setup.outer or ShardingStrategy.no_shard, setup.policy),
+        EngineOptions(setup.strategy, setup.outer or ShardingStrategy.no_shard, setup.policy, homes=setup.homes),
         _domain(setup, ranks.inner),
         _domain(setup, ranks.inner // ranks.ep) if has_experts else None,
         _META,

@@ -96,7 +96,9 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters() if not isinstance(param, UninitializedParameter))
 
 
-_ROOT = 0
+ROOT_UNIT = 0
+"""Index of the root among the units of a model."""
+
 _CLASSES_LISTED = 10
 
 
@@ -299,7 +301,7 @@ def _plan(module: nn.Module, found: Mapping[str, nn.Module], ends: Mapping[str, 
         for path, names in owned.items()
         if names or not path
     )
-    blocks = dict.fromkeys(unit.class_name for unit in units[_ROOT + 1 :] if not unit.is_end)
+    blocks = dict.fromkeys(unit.class_name for unit in units[ROOT_UNIT + 1 :] if not unit.is_end)
     return UnitPlan(units, source, tuple(aliases), tuple(blocks) if ends else ())
 
 
@@ -332,10 +334,10 @@ def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.M
     other_names: dict[str, list[str]] = {}
     for alias, canonical in plan.aliases:
         other_names.setdefault(canonical, []).append(alias)
-    root = plan.units[_ROOT]
+    root = plan.units[ROOT_UNIT]
     shared: list[str] = []
     owned: dict[str, list[str]] = {}
-    for unit in plan.units[_ROOT + 1 :]:
+    for unit in plan.units[ROOT_UNIT + 1 :]:
         for name in unit.parameters:
             # A tied parameter may have names elsewhere in its unit; those outside would have made it the root's.
             owners = {
@@ -410,8 +412,8 @@ def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitP
         sizes: Bytes or elements of each, the root first.
         limit: The most that a merged unit may have.
     """
-    units = [plan.units[_ROOT]]
-    for _, numbered in groupby(enumerate(plan.units[_ROOT + 1 :], start=_ROOT + 1), key=_neighbourhood):
+    units = [plan.units[ROOT_UNIT]]
+    for _, numbered in groupby(enumerate(plan.units[ROOT_UNIT + 1 :], start=ROOT_UNIT + 1), key=_neighbourhood):
         run = list(numbered)
         most = max(1, limit // max(1, *(sizes[index] for index, _ in run)))
         parts = -(-len(run) // most)

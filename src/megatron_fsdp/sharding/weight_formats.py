@@ -34,9 +34,7 @@ def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A rounding of weights, as functions of pieces of flattened tensors; knows no ranks.
-
-    This one, "fp8", is e4m3 with one float32 scale per tensor, its largest magnitude / 448; others say what differs.
+    """What every format is: a rounding of weights, as functions of pieces of flattened tensors; knows no ranks.
 
     A piece is elements ``start`` to ``start + n`` of a flattened tensor of `shape`; `start` is a multiple of the block.
     Blocks go along the flattened tensor; zeros fill the last.
@@ -47,7 +45,7 @@ class WeightFormat:
         block_bytes: Bytes that a block takes.
     """
 
-    name: str = "fp8"
+    name: str
     block_numel: int = 1
     block_bytes: int = 1
 
@@ -57,7 +55,7 @@ class WeightFormat:
         return False
 
     def amax_numel(self, shape: tuple[int, ...]) -> int:
-        """Return how many magnitudes of a tensor ranks have to agree on."""
+        """Return how many magnitudes of a tensor ranks have to agree on: one, that of the tensor."""
         return 1
 
     def amaxes(self, piece: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -69,17 +67,40 @@ class WeightFormat:
             return found.scatter_reduce_(0, places, magnitudes, "amax")
         return magnitudes.amax().view(1) if piece.numel() else found
 
+    def _places(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+        """Return which of the magnitudes each element of a piece has (numel,); None: the only one."""
+        return None
+
     def encode(
         self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Encode a piece (n,) by agreed, finite magnitudes into `out`, uint8 (encoded_bytes(n),), to the nearest."""
+        raise NotImplementedError
+
+    def decode(
+        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Decode uint8 (encoded_bytes(n),) into `out` (n,), rounding once; all is read before anything is written."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Fp8(WeightFormat):
+    """e4m3 with one float32 scale per tensor, its largest magnitude / 448."""
+
+    name: str = "fp8"
+
+    def encode(
+        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Divide each element by its scale and round to the nearest e4m3."""
         scales = self._scales(start, piece.numel(), shape, amaxes)
         out.copy_(_to_e4m3(piece.float().div(scales)).view(torch.uint8))
 
     def decode(
         self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Decode uint8 (encoded_bytes(n),) into `out` (n,), rounding once; all is read before anything is written."""
+        """Multiply each element by its scale in float32 and round once."""
         out.copy_(_from_e4m3(encoded).mul_(self._scales(start, out.numel(), shape, amaxes)))
 
     def _scales(self, start: int, numel: int, shape: tuple[int, ...], amaxes: torch.Tensor) -> torch.Tensor:
@@ -87,13 +108,9 @@ class WeightFormat:
         places = self._places(start, numel, shape, amaxes.device)
         return scales if places is None else scales[places]
 
-    def _places(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-        """Return which scale each element of a piece has (numel,); None: the only one."""
-        return None
-
 
 @dataclass(frozen=True)
-class Fp8Row(WeightFormat):
+class Fp8Row(Fp8):
     """e4m3 with one float32 scale per row, that is, per index of the first dimension."""
 
     name: str = "fp8_row"
@@ -107,7 +124,7 @@ class Fp8Row(WeightFormat):
 
 
 @dataclass(frozen=True)
-class Fp8Tile(WeightFormat):
+class Fp8Tile(Fp8):
     """e4m3 with one float32 scale per tile of 128 x 128 (DeepSeek-V3); columns are all dimensions but the first."""
 
     name: str = "fp8_tile"
@@ -195,7 +212,10 @@ class Nvfp4(WeightFormat):
 
 @dataclass(frozen=True)
 class GuestFormat(WeightFormat):
-    """The codes of a tensor class that is gathered in its own way (`megatron_fsdp.engine.guests`), in whole rows."""
+    """The codes of a tensor class that is gathered in its own way (`megatron_fsdp.engine.guests`), in whole rows.
+
+    The class itself encodes and wraps them.
+    """
 
     @property
     def is_guest(self) -> bool:
@@ -222,6 +242,6 @@ def _from_e4m3(codes: torch.Tensor) -> torch.Tensor:
 
 
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
-    each.name: each for each in (WeightFormat(), Fp8Row(), Fp8Tile(), Mxfp8(), Nvfp4())
+    each.name: each for each in (Fp8(), Fp8Row(), Fp8Tile(), Mxfp8(), Nvfp4())
 }
 """The weight formats by name."""

@@ -18,9 +18,9 @@ from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.lanes import Moment, make_clock
 from megatron_fsdp.describe.model import memory_of
 from megatron_fsdp.engine.observer import Observer, Phase, close_phase
-from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.errors import ConfigurationError, TraceError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.sharding.units import ROOT_UNIT
 from megatron_fsdp.trace.timeline import (
     BEGIN,
     BROKEN,
@@ -229,7 +229,7 @@ class Recorder(Observer):
             self._open_step(self._steps[-1].index + 1)
         if phase is _FORWARD:
             self._was_used = True
-            if unit == ROOT:
+            if unit == ROOT_UNIT:
                 self._look_for_room()
         return self._memory() if phase in _SAMPLES_MEMORY else None
 
@@ -258,7 +258,7 @@ class Recorder(Observer):
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         if any(id(param) in self._engine.group_and_index for param in firsts):
             kind, *rest = record
-            self._note((kind, self._mark(), OPTIMIZER, ROOT, *rest))
+            self._note((kind, self._mark(), OPTIMIZER, ROOT_UNIT, *rest))
 
 
 def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: bool = True) -> Recorder:

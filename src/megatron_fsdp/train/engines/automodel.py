@@ -36,8 +36,8 @@ from megatron_fsdp.automodel.meshes import MeshContext
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.stages import tied_embeddings
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
+from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
-from megatron_fsdp.engine.wrap import EMPTY
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.models import build_from_config
 from megatron_fsdp.train.data.batches import Batch
@@ -206,7 +206,7 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
     if sizes.context > 1:
         enable_context_parallel(model, context.axis("cp"))
     recompute_layers(model, job.options.training)
-    wrapped = wrap(job, model, mesh, dim, init_meta=EMPTY, **cuts)
+    wrapped = wrap(job, model, mesh, dim, init_meta=ALLOCATE_ONLY, **cuts)
     allocate(wrapped, context.device)
     return wrapped
 
