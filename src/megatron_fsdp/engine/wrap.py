@@ -348,6 +348,7 @@ def _plan_together(
         if options.deterministic is not None:
             _check_deterministic(options, sharding)
         _check_homes(options, sharding)
+        _check_outer_format(options, sharding)
         check_module(module, options.init_model_with_meta_device)
         params = dict(module.named_parameters())
         for name, param in params.items():
@@ -439,6 +440,36 @@ def _check_homes(options: EngineOptions, sharding: Sharding) -> None:
             "homes has compute_weights elsewhere, and outer ranks share out the main weights (HFSDP), whose gathers "
             "write into the shards on the device; leave compute_weights out, or use outer_dp_sharding_strategy 0"
         )
+
+
+def _check_outer_format(options: EngineOptions, sharding: Sharding) -> None:
+    """Refuse gradients in few bits where none cross an outer axis, or where ranks would part by it.
+
+    Raises:
+        ConfigurationError: Says so.
+    """
+    dense, given = sharding.dense, options.policy.outer_grad_comm_format
+    if given is None:
+        return
+    problems = [
+        (
+            len(dense.axes) == 1 or dense.axes[0].num_ranks == 1,
+            "needs an outer axis of two ranks or more; pass dp_outer_dim and hybrid_fsdp_group",
+        ),
+        (
+            options.deterministic is not None,
+            f'contradicts deterministic="{options.deterministic}", since what is rounded depends on the ranks; leave '
+            "that out",
+        ),
+        (
+            dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1,
+            "cannot be used with tensor parallelism, whose ranks would round the parameters that they all hold whole "
+            "by different neighbours; use a mesh without a tensor-parallel axis",
+        ),
+    ]
+    for applies, reason in problems:
+        if applies:
+            raise ConfigurationError(f"outer_grad_comm_format={given!r} {reason}, or leave outer_grad_comm_format out")
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:

@@ -123,8 +123,8 @@ def replay_step(
 # ---- a unit, as the executor sees it: what its collectives send and allocate, by the engine's plans of its groups ----
 
 
-def _sent_bytes(group: GroupPlan, axis: str) -> tuple[int, int]:
-    """Return what one rank sends over an axis in a gather of a group's weights, and in a reduction of its gradients."""
+def _sent_bytes(group: GroupPlan, axis: str) -> tuple[list[int], list[int]]:
+    """List what one rank sends over an axis in a gather of a group's weights, and in reductions of its gradients."""
     if axis == INNER:
         ranks, is_cut = group.axis.num_ranks, group.needs_all_gather
         whole, reduced = group.sent_bytes, group.bucket_bytes
@@ -133,12 +133,16 @@ def _sent_bytes(group: GroupPlan, axis: str) -> tuple[int, int]:
         whole, reduced = group.sent_bytes // group.axis.num_ranks, group.crossing_bytes
     gathered = whole if is_cut else 0
     passes = 1 if is_cut else 2  # an all-reduce is a reduce-scatter and an all-gather
-    return gathered - gathered // ranks, passes * (reduced - reduced // ranks)
+    reductions = [reduced - reduced // ranks] * passes
+    is_in_turn = axis == OUTER and group.outer_format is not None
+    return [gathered - gathered // ranks], reductions if is_in_turn else [sum(reductions)]
 
 
 def _allocated_across(group: GroupPlan, backend: Backend) -> int:
     """Count the bytes that a group's reduction over the outer ranks allocates."""
     crossing = group.crossing_bytes
+    if group.outer_format is not None:
+        return crossing + group.received_bytes
     allocated = crossing if group.precision.grad_comm != group.precision.main_grads else 0
     if group.gathers_outer:
         allocated += crossing if backend == "gloo" else crossing // group.axes[0].num_ranks
@@ -216,9 +220,9 @@ class _Unit:
     def _send(self, axis: str, *, is_gather: bool) -> float:
         """Start the collectives of all groups; return the time when the last one is done."""
         send = partial(self._wires.send, axis, self.index, is_gather=is_gather)
-        sent = [gathered if is_gather else reduced for gathered, reduced in self._sent_bytes[axis]]
-        pairs = zip(sent, self._are_experts, strict=True)
-        return max((send(num_bytes, is_expert=is_expert) for num_bytes, is_expert in pairs), default=0.0)
+        groups = zip(self._sent_bytes[axis], self._are_experts, strict=True)
+        sent = [(num_bytes, expert) for messages, expert in groups for num_bytes in messages[not is_gather]]
+        return max((send(num_bytes, is_expert=is_expert) for num_bytes, is_expert in sent), default=0.0)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
