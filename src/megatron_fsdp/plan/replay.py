@@ -22,6 +22,7 @@ from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, 
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import Backend, ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, held_bytes, home_step_s, step_bytes
+from megatron_fsdp.sharding.gradient_formats import row_numel
 
 INNER, OUTER = "dp_shard", "dp_outer"
 _META = torch.device("meta")
@@ -149,6 +150,12 @@ def _allocated_across(group: GroupPlan, backend: Backend) -> int:
     return allocated
 
 
+def _borrowed_to_round(group: GroupPlan) -> int:
+    """Count the bytes that are borrowed to round what a group sends over the outer axis."""
+    form, ranks = group.outer_format, group.axes[0].num_ranks
+    return 0 if form is None else form.borrowed_bytes(ranks, row_numel(group.inner_region.numel, ranks))
+
+
 class _Passing:
     """Bytes of shard-sized tensors that come and go, and the most since the last look."""
 
@@ -159,6 +166,11 @@ class _Passing:
         """Allocate (or, with a negative count, free) some."""
         self._now += num_bytes
         self._most = max(self._most, self._now)
+
+    def borrow(self, num_bytes: int) -> None:
+        """Allocate some and free it again."""
+        self.add(num_bytes)
+        self.add(-num_bytes)
 
     def look(self) -> int:
         """Return the most since the last look."""
@@ -205,6 +217,7 @@ class _Unit:
         self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
         self._pending_bytes = sum(group.inner_region.numel * group.precision.main_grads.itemsize for group in crossing)
         self._across_bytes = sum(_allocated_across(group, setup.backend) for group in trained)
+        self._rounding_bytes = max(map(_borrowed_to_round, crossing), default=0)
         narrow = [group for group in exchanged if group.precision.grad_comm.itemsize < _SUM_ITEMSIZE]
         self._local_sum_bytes = max((group.inner_region.numel * _SUM_ITEMSIZE for group in narrow), default=0)
         self.exchanges_inner = bool(exchanged)
@@ -279,8 +292,7 @@ class _Unit:
         return _Ticket(self._wires, self._send(INNER, is_gather=False), self._sum_up), ()
 
     def _sum_up(self) -> None:
-        self._passing.add(self._local_sum_bytes)
-        self._passing.add(-self._local_sum_bytes)
+        self._passing.borrow(self._local_sum_bytes)
 
     def reduce_outer(
         self, _lane: object, _sharded: object, _home_lane: object, block: object
@@ -289,8 +301,14 @@ class _Unit:
         self.has_inner_sum, self.has_main = False, True
         allocated = self._across_bytes if block is None else 0
         self._passing.add(allocated)
+        self._passing.borrow(self._rounding_bytes)
         end_s = self._send(OUTER, is_gather=False)
-        return _Ticket(self._wires, end_s, lambda: self._passing.add(-allocated - self._pending_bytes)), ()
+
+        def finish() -> None:
+            self._passing.borrow(self._rounding_bytes)
+            self._passing.add(-allocated - self._pending_bytes)
+
+        return _Ticket(self._wires, end_s, finish), ()
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from megatron_fsdp.sharding.weight_formats import E4M3_MAX, LEAST_SCALE, from_e4m3, to_e4m3
-
 _BLOCK = 256
 _SCALE_BYTES = 4
-_CHUNK_NUMEL = 1 << 22  # elements that are rounded at a time, since that takes several times their memory
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # blocks of zeros divide by it
+_CHUNK_NUMEL = 1 << 22  # elements that are rounded at a time
+_BORROWED_BYTES = 9  # for each of them: in blocks and divided by the scale, in float32, and its code
 
 
 def row_numel(numel: int, num_ranks: int) -> int:
@@ -51,6 +51,11 @@ class GradientFormat:
         """Return the bytes that a row of `numel` elements takes."""
         return -(-numel // self.block_numel) * self.block_bytes
 
+    def borrowed_bytes(self, num_rows: int, numel: int) -> int:
+        """Estimate the bytes that are borrowed while rows of `numel` elements are encoded, or decoded and returned."""
+        padded = num_rows * -(-numel // self.block_numel) * self.block_numel
+        return _BORROWED_BYTES * min(padded, _CHUNK_NUMEL)
+
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """Encode rows, and leave in their place what rounding lost: 0 in blocks that are not finite.
 
@@ -60,7 +65,7 @@ class GradientFormat:
         """
         for chunk, encoded in self._chunks(values, out):
             blocks = functional.pad(chunk, (0, -chunk.shape[1] % _BLOCK)).view(len(chunk), -1, _BLOCK)
-            scales = (blocks.abs().amax(dim=2, keepdim=True) / self.largest).clamp_min_(LEAST_SCALE)
+            scales = (blocks.abs().amax(dim=2, keepdim=True) / self.largest).clamp_min_(_LEAST_SCALE)
             scales.masked_fill_(scales.isinf(), torch.nan)
             encoded[..., :_SCALE_BYTES] = scales.view(torch.uint8)
             encoded[..., _SCALE_BYTES:] = self._to_codes((blocks / scales).nan_to_num_(0.0))
@@ -107,13 +112,13 @@ class Fp8(GradientFormat):
     """e4m3."""
 
     name: str = "fp8"
-    largest: float = E4M3_MAX
+    largest: float = torch.finfo(torch.float8_e4m3fn).max
 
     def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
-        return to_e4m3(scaled).view(torch.uint8)
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def _from_codes(self, codes: torch.Tensor) -> torch.Tensor:
-        return from_e4m3(codes)
+        return codes.view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 _TILE = 128
-E4M3_MAX = 448.0
+_E4M3_MAX = 448.0
 _E8M0_BIAS = 127
 _E2M1_MAX = 6.0
 _E2M1_SIGN = 8
@@ -24,7 +24,7 @@ _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, 
 _BELOW = 1 - 2.0**-24  # times a power of two or a short fraction: the next smaller float32
 _E2M1_ENDS = (0.25, 0.75 * _BELOW, 1.25, 1.75 * _BELOW, 2.5, 3.5 * _BELOW, 5.0)
 """The largest float32 that rounds to each of the seven smallest magnitudes: a tie goes to the even code."""
-LEAST_SCALE = 2.0**-126  # the smallest normal float32: all-zero tensors divide by it
+_LEAST_SCALE = 2.0**-126  # the smallest normal float32: all-zero tensors divide by it
 
 
 def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
@@ -74,16 +74,16 @@ class WeightFormat:
     ) -> None:
         """Encode a piece (n,) by agreed, finite magnitudes into `out`, uint8 (encoded_bytes(n),), to the nearest."""
         scales = self._scales(start, piece.numel(), shape, amaxes)
-        out.copy_(to_e4m3(piece.float().div(scales)).view(torch.uint8))
+        out.copy_(_to_e4m3(piece.float().div(scales)).view(torch.uint8))
 
     def decode(
         self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Decode uint8 (encoded_bytes(n),) into `out` (n,), rounding once; all is read before anything is written."""
-        out.copy_(from_e4m3(encoded).mul_(self._scales(start, out.numel(), shape, amaxes)))
+        out.copy_(_from_e4m3(encoded).mul_(self._scales(start, out.numel(), shape, amaxes)))
 
     def _scales(self, start: int, numel: int, shape: tuple[int, ...], amaxes: torch.Tensor) -> torch.Tensor:
-        scales = (amaxes / E4M3_MAX).clamp_min_(LEAST_SCALE)
+        scales = (amaxes / _E4M3_MAX).clamp_min_(_LEAST_SCALE)
         places = self._places(start, numel, shape, amaxes.device)
         return scales if places is None else scales[places]
 
@@ -138,11 +138,11 @@ class Mxfp8(WeightFormat):
     ) -> None:
         """Divide each block by its scale and round to the nearest e4m3."""
         blocks = _in_blocks(piece, self.block_numel)
-        fraction, exponents = torch.frexp(blocks.abs().amax(dim=1, keepdim=True) / E4M3_MAX)
+        fraction, exponents = torch.frexp(blocks.abs().amax(dim=1, keepdim=True) / _E4M3_MAX)
         exponents = (exponents - (fraction == 0.5).int()).clamp_(-_E8M0_BIAS + 1, _E8M0_BIAS)  # the log2, rounded up
         rows = out.view(-1, self.block_bytes)
         rows[:, :1] = (exponents + _E8M0_BIAS).to(torch.uint8)
-        rows[:, 1:] = to_e4m3(torch.ldexp(blocks, -exponents)).view(torch.uint8)
+        rows[:, 1:] = _to_e4m3(torch.ldexp(blocks, -exponents)).view(torch.uint8)
 
     def decode(
         self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
@@ -150,7 +150,7 @@ class Mxfp8(WeightFormat):
         """Multiply each block by its scale in float32 and round once."""
         rows = encoded.view(-1, self.block_bytes)
         exponents = rows[:, :1].int() - _E8M0_BIAS
-        out.copy_(torch.ldexp(from_e4m3(rows[:, 1:]), exponents).view(-1)[: out.numel()])
+        out.copy_(torch.ldexp(_from_e4m3(rows[:, 1:]), exponents).view(-1)[: out.numel()])
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class Nvfp4(WeightFormat):
         """Divide each block by both scales and round to the nearest e2m1, ties to even."""
         blocks = _in_blocks(piece, self.block_numel)
         whole = self._tensor_scale(amaxes)
-        scales = to_e4m3(blocks.abs().amax(dim=1, keepdim=True) / _E2M1_MAX / whole)
-        divisors = (scales.float() * whole).clamp_min_(LEAST_SCALE)
+        scales = _to_e4m3(blocks.abs().amax(dim=1, keepdim=True) / _E2M1_MAX / whole)
+        divisors = (scales.float() * whole).clamp_min_(_LEAST_SCALE)
         scaled = blocks / divisors
         codes = torch.bucketize(scaled.abs(), torch.tensor(_E2M1_ENDS, device=piece.device)).to(torch.uint8)
         codes += scaled.signbit().to(torch.uint8) * _E2M1_SIGN
@@ -186,11 +186,11 @@ class Nvfp4(WeightFormat):
         rows = encoded.view(-1, self.block_bytes)
         values = torch.tensor(_E2M1_VALUES, device=encoded.device)
         codes = torch.stack((rows[:, 1:] & 15, rows[:, 1:] >> 4), dim=2).view(-1, self.block_numel)
-        divisors = (from_e4m3(rows[:, :1]) * self._tensor_scale(amaxes)).clamp_min_(LEAST_SCALE)
+        divisors = (_from_e4m3(rows[:, :1]) * self._tensor_scale(amaxes)).clamp_min_(_LEAST_SCALE)
         out.copy_((values[codes.int()] * divisors).view(-1)[: out.numel()])
 
     def _tensor_scale(self, amaxes: torch.Tensor) -> torch.Tensor:
-        return (amaxes / (_E2M1_MAX * E4M3_MAX)).clamp_min_(LEAST_SCALE)
+        return (amaxes / (_E2M1_MAX * _E4M3_MAX)).clamp_min_(_LEAST_SCALE)
 
 
 @dataclass(frozen=True)
@@ -212,13 +212,12 @@ def _in_blocks(piece: torch.Tensor, block_numel: int) -> torch.Tensor:
     return functional.pad(piece.float(), (0, -piece.numel() % block_numel)).view(-1, block_numel)
 
 
-def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
     """Round to the nearest e4m3, ties to even; what is beyond the largest becomes the largest."""
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return values.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def from_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """Return e4m3 codes, uint8 of any strides, as float32."""
+def _from_e4m3(codes: torch.Tensor) -> torch.Tensor:
     return codes.contiguous().view(torch.float8_e4m3fn).float()
 
 
