@@ -391,7 +391,6 @@ def _rank_memory(workload: Workload, model: PlannedModel, profile: ComputeProfil
     """Count the bytes of a rank: by the engine's layouts, and by the moment of the step that holds most."""
     return RankMemory(
         *held_bytes(model.groups),
-        sum(group.outer_error_bytes for group in model.groups),
         optimizer_bytes(model, profile.used),
         workload.buffer_bytes,
         profile.input_bytes,

@@ -211,7 +211,7 @@ class _Unit:
         is_looked_up = all(plan.is_looked_up for plan in unit.groups)
         self.reads_weights = not self.gathered_bytes or not is_looked_up  # in backward
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
-        self.main_bytes = held_bytes(trained)[-1]
+        _, _, self.main_bytes, _ = held_bytes(trained)
         cast = [group for group in trained if group.precision.main_grads != group.precision.main_params]
         self.cast_bytes = sum(group.main_region.numel * group.precision.main_params.itemsize for group in cast)
         self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
