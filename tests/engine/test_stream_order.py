@@ -242,7 +242,10 @@ SETTINGS: Mapping[str, tuple[int, Setting | DdpSetting]] = {
     "ddp together": (2, ddp(**SHARDED_DDP, align_param_gather=True, bucket_size=90)),
     "deterministic": (2, replace(sharded(0, deterministic="world"), per_token=True)),
     "compressed": (2, replace(of_hybrid(1, 0), policy=MixedPrecisionPolicy(outer_grad_comm_format="int4"))),
-    "compressed, fully hybrid": (4, replace(of_hybrid(2, 1), policy=MixedPrecisionPolicy(outer_grad_comm_format="fp8"))),
+    "compressed, fully hybrid": (
+        4,
+        replace(of_hybrid(2, 1), policy=MixedPrecisionPolicy(outer_grad_comm_format="fp8")),
+    ),
 }
 
 

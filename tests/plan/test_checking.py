@@ -103,7 +103,13 @@ def _optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 def _id(value: Any) -> str:
     names = {WIDE: "wide", FEW_BITS: "few bits"}
-    return value.__name__ if callable(value) else names.get(value) if isinstance(value, MixedPrecisionPolicy) else str(value)
+    return (
+        value.__name__
+        if callable(value)
+        else names.get(value)
+        if isinstance(value, MixedPrecisionPolicy)
+        else str(value)
+    )
 
 
 @pytest.mark.full(cover=1)

@@ -217,14 +217,14 @@ class CompressedSum:
 
         Args:
             sums: This rank's vector.
-            crossing: Memory to send from and to receive into, uint8 of all rows' bytes each.
+            crossing: Memory to send from and to receive into, uint8 of all rows' bytes each; where there is any.
 
         Returns:
             A stage whose result is float32: (numel,) where all ranks get the whole sum, else this rank's row.
         """
         form, axis, ranks = self._form, self._axis, self._axis.num_ranks
         num_bytes = ranks * form.bytes_of(self._lost.shape[1])
-        sent, received = crossing or sums.new_empty(2, num_bytes, dtype=torch.uint8)
+        sent, received = crossing if len(crossing) > 1 else sums.new_empty(2, num_bytes, dtype=torch.uint8)
         rows = sent.view(ranks, -1)
 
         def exchange(async_op: bool) -> dist.Work | None:

@@ -451,25 +451,15 @@ def _check_outer_format(options: EngineOptions, sharding: Sharding) -> None:
     dense, given = sharding.dense, options.policy.outer_grad_comm_format
     if given is None:
         return
-    problems = [
-        (
-            len(dense.axes) == 1 or dense.axes[0].num_ranks == 1,
-            "needs an outer axis of two ranks or more; pass dp_outer_dim and hybrid_fsdp_group",
-        ),
-        (
-            options.deterministic is not None,
-            f'contradicts deterministic="{options.deterministic}", since what is rounded depends on the ranks; leave '
-            "that out",
-        ),
-        (
-            dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1,
-            "cannot be used with tensor parallelism, whose ranks would round the parameters that they all hold whole "
-            "by different neighbours; use a mesh without a tensor-parallel axis",
-        ),
-    ]
-    for applies, reason in problems:
-        if applies:
-            raise ConfigurationError(f"outer_grad_comm_format={given!r} {reason}, or leave outer_grad_comm_format out")
+    lack = None
+    if len(dense.axes) == 1 or dense.axes[0].num_ranks == 1:
+        lack = "needs an outer axis of two ranks or more; pass dp_outer_dim and hybrid_fsdp_group"
+    elif options.deterministic is not None:
+        lack = f'rounds sums of ranks, and deterministic="{options.deterministic}" allows none; leave that out'
+    elif dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1:
+        lack = "would round a parameter that tensor-parallel ranks hold whole differently on each; use no tp_dim"
+    if lack is not None:
+        raise ConfigurationError(f"outer_grad_comm_format={given!r} {lack}, or leave outer_grad_comm_format out")
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
