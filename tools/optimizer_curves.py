@@ -1,9 +1,10 @@
-"""Trains the tiny model for 2,000 steps under several optimizers and weight formats; pages show what came out.
+"""Trains the tiny model for 2,000 steps under several optimizers and formats; pages show what came out.
 
     python -m tools.optimizer_curves          # train again, in about half an hour on a core, and write the losses
 
 All runs begin with the same weights and see the same batches at the same steps, so that they differ in the optimizer,
-or in the format that weights are rounded to, alone; AdamW on 2 ranks shows what rounding alone does in such a run.
+or in the format that weights or gradients are rounded to, alone; AdamW on 2 ranks shows what rounding alone does in
+such a run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from statistics import mean
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megatron_fsdp.config.precision import GRADIENT_FORMAT_NAMES
 from megatron_fsdp.train.failures import MEETING_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +44,17 @@ main(sys.argv[1:])
 """
 """What a rank runs in place of the trainer's module."""
 
+_ACROSS = """
+import sys
+from dataclasses import replace
+from megatron_fsdp.ddp import resolve
+from megatron_fsdp.train.program import main
+policy = resolve._policy
+resolve._policy = lambda config: replace(policy(config), outer_grad_comm_format="{}" or None)
+main(sys.argv[1:])
+"""
+"""The same for a gradient format."""
+
 
 @dataclass(frozen=True)
 class CurveRun:
@@ -52,21 +65,28 @@ class CurveRun:
     ranks: int = 1
     gather: str = ""  # the flag of a weight format
     stead: str = ""  # the weight format that stands in for that of the flag, as the trainer has flags for two alone
+    outer: str | None = None  # the gradient format over an outer axis of all ranks; "": none, None: no such axis
 
     @property
     def name(self) -> str:
         """Return a name for the file."""
         parts = self.optimizer, f"rate {self.rate:g}", f"{self.ranks} ranks", self.stead or self.gather
-        return ", ".join(filter(None, parts))
+        across = "" if self.outer is None else f"outer {self.outer or 'float32'}"
+        return ", ".join(filter(None, (*parts, across)))
 
     def program(self) -> list[str]:
         """Return the arguments of Python that begin the command line of the trainer."""
+        if self.outer is not None:
+            return ["-c", _ACROSS.format(self.outer)]
         return ["-c", _INSTEAD_OF_FP8.format(self.stead)] if self.stead else ["-m", "megatron_fsdp.train"]
 
-    def variables(self, folder: str) -> dict[str, str]:
-        """Return what the environment has besides: what the launcher tells a single rank, where there is none."""
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", MEETING_VARIABLE: f"file://{folder}/meeting"}
-        return {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **(alone if self.stead else {})}
+    def variables(self, folder: str) -> list[dict[str, str]]:
+        """Return what the environment of each process has besides: what the launcher tells a rank, where none does."""
+        common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+        if not self.stead and self.outer is None:
+            return [common]
+        of_all = {**common, "WORLD_SIZE": str(self.ranks), MEETING_VARIABLE: f"file://{folder}/meeting"}
+        return [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.ranks)]
 
     def words(self) -> list[str]:
         """Return the command line of the trainer; 4 samples a step on any ranks."""
@@ -86,7 +106,10 @@ class CurveRun:
             "--exit-duration-in-mins": 600,
         }
         sharded = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params", self.gather]
-        return [*(str(word) for pair in asked.items() for word in pair), *(sharded if self.gather else ())]
+        if self.outer is not None:
+            sharded[-1:] = ["--num-distributed-optimizer-instances", str(self.ranks)]
+        is_sharded = self.gather or self.outer is not None
+        return [*(str(word) for pair in asked.items() for word in pair), *(sharded if is_sharded else ())]
 
 
 FORMATS = {
@@ -96,12 +119,16 @@ FORMATS = {
 }
 """Runs by their weight format."""
 
+CROSSINGS = {form: CurveRun("adam", ranks=2, outer=form) for form in ("", *GRADIENT_FORMAT_NAMES)}
+"""Runs by their gradient format over the outer axis; first the one without."""
+
 RUNS = (
     CurveRun("adam"),
     CurveRun("adamw8bit"),
     CurveRun("muon"),
     CurveRun("adam", ranks=2),
     *FORMATS.values(),
+    *CROSSINGS.values(),
     *(CurveRun(optimizer, rate) for rate in RATES for optimizer in ("adam", "muon") if rate != RATE),
 )
 
@@ -110,8 +137,12 @@ def measure(run: CurveRun) -> list[float]:
     """Train; returns the entry of the run in `Losses`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *run.program(), *run.words(), "--out", folder]
-        environment = {**os.environ, **run.variables(folder)}
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        ranks = [
+            subprocess.Popen(command, env={**os.environ, **own}, stdout=subprocess.DEVNULL)
+            for own in run.variables(folder)
+        ]
+        if sum(rank.wait() != 0 for rank in ranks):
+            raise RuntimeError(f"{run.name} failed; its ranks have said why")
         steps, held_out = (
             [json.loads(line)["loss"] for line in Path(folder, name).read_text("utf-8").splitlines()]
             for name in ("metrics.jsonl", "evaluations.jsonl")
@@ -153,6 +184,11 @@ def format_bands(losses: Losses) -> str:
     """Return how far losses with rounded weights are from those of exact ones."""
     runs = [(run, f"`{name}`") for name, run in FORMATS.items()]
     return band_table(losses, [(CurveRun("adam"), "float32"), *runs])
+
+
+def crossing_bands(losses: Losses) -> str:
+    """Return how far losses with gradients in few bits over the outer axis are from those on one rank."""
+    return band_table(losses, [(run, f"`{name}`" if name else "float32") for name, run in CROSSINGS.items()])
 
 
 def band_table(losses: Losses, runs: Sequence[tuple[CurveRun, str]]) -> str:
@@ -216,7 +252,7 @@ def main() -> None:
             found[run.name] = measure(run)
             RESULTS.write_text(json.dumps(found) + "\n", encoding="utf-8")
             print(run.name, found[run.name][-1], flush=True)
-    print(rate_table(found), optimizer_bands(found), format_bands(found), sep="\n\n")
+    print(rate_table(found), optimizer_bands(found), format_bands(found), crossing_bands(found), sep="\n\n")
 
 
 if __name__ == "__main__":

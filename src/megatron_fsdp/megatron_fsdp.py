@@ -393,8 +393,8 @@ class MegatronFSDP(nn.Module):
         """Change the dtype in which gradients are sent, from the next backward on.
 
         Args:
-            mixed_precision_policy: Its `grad_comm_dtype` is used. Main dtypes and the weight format stay: each
-                has to be None, the default or that of the model.
+            mixed_precision_policy: Its `grad_comm_dtype` is used. Main dtypes and formats stay: each has to be None,
+                the default or that of the model.
 
         Raises:
             ConfigurationError: The policy asks for other main dtypes (buffers of these exist already), a backward is
@@ -402,7 +402,7 @@ class MegatronFSDP(nn.Module):
         """
         check_policy(mixed_precision_policy)
         old, unset = self.mp_policy, MixedPrecisionPolicy()
-        for name in ("main_params_dtype", "main_grads_dtype", "weight_format"):
+        for name in ("main_params_dtype", "main_grads_dtype", "weight_format", "outer_grad_comm_format"):
             if getattr(mixed_precision_policy, name) not in (None, getattr(unset, name), getattr(old, name)):
                 raise ConfigurationError(
                     f"{mixed_precision_policy} changes {name} of {old}; only grad_comm_dtype can change after "

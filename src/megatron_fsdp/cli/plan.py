@@ -16,7 +16,7 @@ from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.engine_options import resolve_memory_options
 from megatron_fsdp.config.homes import resolve_homes
 from megatron_fsdp.config.import_path import import_by_path
-from megatron_fsdp.config.precision import MixedPrecisionPolicy, dtype_from_name
+from megatron_fsdp.config.precision import GRADIENT_FORMAT_NAMES, MixedPrecisionPolicy, dtype_from_name
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
@@ -84,6 +84,7 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "main-params-dtype": ("fp32", _DTYPES),
         "main-grads-dtype": (_AUTO, _DTYPES),
         "grad-comm-dtype": (_AUTO, _DTYPES),
+        "outer-grad-comm-format": (str, f"over the outer axis: {', '.join(GRADIENT_FORMAT_NAMES)} (that dtype)"),
         "backend": ("nccl", "of collectives, nccl or gloo"),
     },
     "output": {
@@ -201,7 +202,9 @@ def _setup(args: argparse.Namespace) -> Setup:
         homes=resolve_homes({"main_weights": offload} if args.optimizer_cpu_offload else None, resolve_strategy(3)),
         strategy=resolve_strategy(_number(strategy), "--strategy"),
         outer_strategy=resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
-        policy=MixedPrecisionPolicy(main_params, main_grads, grad_comm),
+        policy=MixedPrecisionPolicy(
+            main_params, main_grads, grad_comm, outer_grad_comm_format=args.outer_grad_comm_format
+        ),
         **{name: getattr(args, name) for name in same},
     )
 

@@ -194,18 +194,15 @@ class StreamLane:
 
 
 class _Relay:
-    """A collective on one lane, and the local work on its result on another."""
+    """A collective, and what is submitted when it is done."""
 
-    def __init__(self, lane: Lane, launch: Launch, then: Lane, finish: Finish) -> None:
-        self._then, self._finish = then, finish
+    def __init__(self, lane: Lane, launch: Launch, go_on: Callable[[], Ticket]) -> None:
+        self._go_on = go_on
         self._last: Ticket | None = None
         self._first = lane.submit(launch, self._pass_on)
 
     def _pass_on(self) -> None:
-        def work(_async_op: bool) -> None:
-            self._finish()
-
-        self._last = self._then.submit(work)
+        self._last = self._go_on()
 
     def wait(self) -> None:
         self._first.wait()
@@ -215,7 +212,16 @@ class _Relay:
 
 def submit_through(lane: Lane, launch: Launch, then: Lane, finish: Finish) -> Ticket:
     """Queue a collective on a lane, and the local work on its result on another one behind it."""
-    return _Relay(lane, launch, then, finish)
+
+    def work(_async_op: bool) -> None:
+        finish()
+
+    return _Relay(lane, launch, lambda: then.submit(work))
+
+
+def submit_in_turn(lane: Lane, launch: Launch, go_on: Callable[[], Ticket]) -> Ticket:
+    """Queue a collective on a lane, and behind it what `go_on` submits; without streams, once it was waited for."""
+    return _Relay(lane, launch, go_on)
 
 
 def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = None) -> Lane:

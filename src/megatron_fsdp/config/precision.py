@@ -11,6 +11,9 @@ from megatron_fsdp.errors import ConfigurationError
 WEIGHT_FORMAT_NAMES = ("fp8", "fp8_row", "fp8_tile", "mxfp8", "nvfp4")
 """Names of the weight formats, which `megatron_fsdp.sharding.weight_formats` has."""
 
+GRADIENT_FORMAT_NAMES = ("int8", "fp8", "int4")
+"""Names of the gradient formats, which `megatron_fsdp.sharding.gradient_formats` has."""
+
 _ALLOWED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -29,17 +32,21 @@ class MixedPrecisionPolicy:
             and gathered under strategy 3; they are decoded into their dtype, so that the model computes with rounded
             weights. None: weights are gathered in their dtype. A mapping gives one, or None, for `fnmatch` patterns of
             parameter names, the first that matches: ``{"lm_head.*": None, "*.experts.*": "nvfp4", "*": "fp8"}``.
+        outer_grad_comm_format: Gradient format in which sums over the inner ranks are sent over the outer axis of
+            hybrid sharding: "int8", "fp8" or "int4", in blocks of 256 elements with a scale each. What rounding loses
+            is added to the next sums. None: they are sent in `grad_comm_dtype`.
 
     Raises:
         TypeError: A dtype is neither None nor a ``torch.dtype`` (names such as ``"bf16"`` are not accepted here).
-        ConfigurationError: A dtype is not one of float16, bfloat16, float32, float64; a weight format does not exist;
-            a mapping names none.
+        ConfigurationError: A dtype is not one of float16, bfloat16, float32, float64; a format does not exist; a
+            mapping names none.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
     weight_format: str | Mapping[str, str | None] | None = None
+    outer_grad_comm_format: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
@@ -56,6 +63,11 @@ class MixedPrecisionPolicy:
                 )
         if self.weight_formats and not any(self.weight_formats.values()):
             raise ConfigurationError(f"weight_format={self.weight_format!r} names no format; leave it out or name one")
+        if self.outer_grad_comm_format not in (None, *GRADIENT_FORMAT_NAMES):
+            raise ConfigurationError(
+                f"outer_grad_comm_format={self.outer_grad_comm_format!r} does not exist; give one of "
+                f"{', '.join(GRADIENT_FORMAT_NAMES)}, or None"
+            )
 
     @property
     def weight_formats(self) -> Mapping[str, str | None]:
@@ -104,6 +116,7 @@ class ResolvedPrecision:
         main_grads: Dtype in which gradients are accumulated.
         grad_comm: Dtype in which gradients travel.
         has_main_copy: Whether main weights have memory of their own, since their dtype differs from ``compute``.
+        outer_format: Name of the gradient format for an outer axis, where there is one; None: ``grad_comm``.
     """
 
     compute: torch.dtype
@@ -111,6 +124,7 @@ class ResolvedPrecision:
     main_grads: torch.dtype
     grad_comm: torch.dtype
     has_main_copy: bool
+    outer_format: str | None = None
 
     @property
     def narrows(self) -> bool:
@@ -141,6 +155,7 @@ def resolve_precision(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) ->
         main_grads=main_grads,
         grad_comm=policy.grad_comm_dtype or main_grads,
         has_main_copy=main_params != param_dtype,
+        outer_format=policy.outer_grad_comm_format,
     )
 
 

@@ -108,8 +108,7 @@ def next_state(memory: BorrowedMemory, state: State, event: Event, unit: str, wh
 
 VARIABLE = "MFSDP_CHECK_LIFETIMES"
 _SWITCH = {"": False, "0": False, "1": True}
-_SENDING = (Phase.GATHER, Phase.REDUCE, Phase.GATHER_OUTER, Phase.REDUCE_OUTER)
-_FOLLOWED = (*_SENDING, Phase.RETIRE)
+_FOLLOWED = (Phase.GATHER, Phase.REDUCE, Phase.GATHER_OUTER, Phase.REDUCE_OUTER, Phase.RETIRE)
 
 
 def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool:
@@ -254,7 +253,7 @@ class LifetimeChecker(Observer):
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
         """Record which memory a collective works on, until it was waited for."""
         if moment is Moment.LAUNCHED:
-            phase, unit = next((place for place in reversed(self._phases) if place[0] in _SENDING), (None, 0))
+            phase, unit = self._phases[-1] if self._phases else (None, 0)
             place = None
             if phase is Phase.GATHER:
                 place = self._weights[unit].on_its_way

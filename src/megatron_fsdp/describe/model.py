@@ -45,6 +45,7 @@ class MemoryUse:
             as allocated.
         gathered_bytes: What gathered weights take now; slots count whether or not they are in use.
         away: Bytes of what rests elsewhere, by kind of state; the former leave it out.
+        outer_error_bytes: What rounding gradients for the outer axis has lost, which is added to the next ones.
     """
 
     compute_weight_bytes: int
@@ -53,11 +54,12 @@ class MemoryUse:
     transient_peak_bytes: int
     gathered_bytes: int
     away: Mapping[str, int] = field(default_factory=dict)
+    outer_error_bytes: int = 0
 
     @property
     def persistent_bytes(self) -> int:
         """Bytes held between steps, without optimizer state."""
-        return self.compute_weight_bytes + self.main_weight_bytes + self.main_grad_bytes
+        return self.compute_weight_bytes + self.main_weight_bytes + self.main_grad_bytes + self.outer_error_bytes
 
 
 def memory_of(engine: Engine) -> MemoryUse:
@@ -83,6 +85,7 @@ def memory_of(engine: Engine) -> MemoryUse:
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
         {kind: count for kind, count in away.items() if getattr(engine.sharding.options.homes, kind).is_away},
+        sum(gradients.outer_error_bytes for _, gradients in engine.groups_with_gradients()),
     )
 
 
@@ -179,6 +182,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         compute_bytes=group.weights.compute.local.nbytes,
         main_bytes=0 if group.weights.main_lies_in_compute else group.weights.main.local.nbytes,
         gradient_bytes=0 if gradients is None else gradients.main.num_bytes,
+        outer_reduce=None if plan.outer_format is None else plan.outer_format.name,
     )
 
 
@@ -212,6 +216,7 @@ def memory_description(engine: Engine) -> MemoryDescription:
         ),
         pool_bytes=None if engine.memory_plan.pool is None else engine.memory_plan.pool.num_bytes,
         pool=() if engine.memory_plan.pool is None else tuple(map(str, engine.memory_plan.pool.blocks)),
+        outer_error_bytes=held.outer_error_bytes or None,
     )
 
 

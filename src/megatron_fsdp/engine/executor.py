@@ -145,7 +145,7 @@ class Executor:
         self.operations_digest = 0
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self.in_flight: deque[_Reduction] = deque()
-        self._outer_reductions: deque[tuple[Block | None, list[tuple[Ticket, tuple[torch.Tensor, ...]]]]] = deque()
+        self._outer_reductions: deque[tuple[int, Block | None, list[tuple[Ticket, tuple[torch.Tensor, ...]]]]] = deque()
 
     def make_bucket_pools(self) -> None:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
@@ -298,12 +298,13 @@ class Executor:
                 for group_index, group in enumerate(unit.groups)
                 if group.gradients is not None and group.gradients.has_inner_sum
             ]
-        self._outer_reductions.append((block, started))
+        self._outer_reductions.append((unit.index, block, started))
 
     def _finish_outer_reduction(self) -> None:
-        block, started = self._outer_reductions.popleft()
-        for ticket, _memory in started:
-            ticket.wait()
+        index, block, started = self._outer_reductions.popleft()
+        with self.observers.during(Phase.RETIRE, index):
+            for ticket, _memory in started:
+                ticket.wait()
         if block is not None:
             self._crossing.give_back(block)
 

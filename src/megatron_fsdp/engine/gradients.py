@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.lanes import Lane, Ticket, submit_through
+from megatron_fsdp.comm.lanes import Lane, Ticket, submit_in_turn, submit_through
 from megatron_fsdp.comm.reduction import put_scaled
 from megatron_fsdp.config.homes import ON_DEVICE, Home
 from megatron_fsdp.config.precision import ResolvedPrecision
@@ -32,6 +32,7 @@ from megatron_fsdp.engine.domain import FlatAxis
 from megatron_fsdp.engine.homes import allocate
 from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
+from megatron_fsdp.sharding.gradient_formats import GradientFormat
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Placement, Region
@@ -294,10 +295,11 @@ class GradientBuffers:
         device: torch.device,
         flat: FlatAxis | None = None,
         home: Home = ON_DEVICE,
+        outer_format: GradientFormat | None = None,
     ) -> None:
         self.layout = layout
         self.precision = precision
-        self.reducer = GradientReducer(layout.numel, axes, placement, reduction, flat)
+        self.reducer = GradientReducer(layout.numel, axes, placement, reduction, flat, outer_format, device)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
         self.row_shift = 0  # this rank computes the gradient of the rank so many places further
@@ -449,6 +451,9 @@ class GradientBuffers:
 
     def _submit(self, lane: Lane, stage: Stage, home_lane: Lane) -> Ticket:
         """Start a stage whose result is added to the main gradient, or overwrites it."""
+        if stage.then is not None:
+            last = stage._replace(launch=stage.then, then=None)
+            return submit_in_turn(lane, stage.launch, lambda: self._submit(lane, last, home_lane))
         if self.main.home.is_away:
             return submit_through(lane, stage.launch, home_lane, lambda: self._accumulate(stage))
         return lane.submit(stage.launch, lambda: self._accumulate(stage))
@@ -473,6 +478,11 @@ class GradientBuffers:
             ]
         )
 
+    @property
+    def outer_error_bytes(self) -> int:
+        """Bytes of what rounding for the outer axis has lost, which is kept."""
+        return 0 if self.reducer.compressed is None else self.reducer.compressed.error_bytes
+
     def reduce_outer(
         self, lane: Lane, params: Sequence[nn.Parameter], home_lane: Lane, crossing: Sequence[torch.Tensor] = ()
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
@@ -482,7 +492,7 @@ class GradientBuffers:
             lane: Where the collective runs.
             params: The sharded parameters.
             home_lane: As for `reduce`.
-            crossing: What to send from, in the communication dtype, and what to receive into, where they are taken.
+            crossing: What to send from, in the dtype that crosses, and what to receive into, where they are taken.
 
         Returns:
             The ticket, and memory that has to be kept until it was waited for.
@@ -492,6 +502,8 @@ class GradientBuffers:
         self._take_back(params)
         if self.reducer.reduction.one_by_one:
             stage = self.reducer.reduce_outer(inner_sum)  # a sum already, which must not be rounded
+        elif self.reducer.compressed is not None:
+            stage = self.reducer.compressed.reduce(inner_sum, crossing)
         elif crossing:
             stage = self.reducer.reduce_outer(crossing[0].copy_(inner_sum), crossing[1] if len(crossing) > 1 else None)
         else:

@@ -391,6 +391,7 @@ class ParameterGroup:
             plan.device,
             plan.flat,
             plan.homes.main_gradients,
+            plan.outer_format,
         )
 
     @staticmethod

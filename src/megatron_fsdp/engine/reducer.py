@@ -6,6 +6,8 @@ Where the gradients of a hybrid mesh are added rank by rank, the first stage goe
 each its own part of every rank's gradient; the second one gathers the sums where outer ranks hold the same.
 
 A stage is a launch, which starts the collective, and a function that returns its result once that is done.
+
+Over slow outer axes gradients may travel in few bits (`CompressedSum`).
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Launch
 from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
 from megatron_fsdp.engine.domain import FlatAxis
+from megatron_fsdp.sharding.gradient_formats import GradientFormat, row_numel
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.placement import Placement, held_region
 
@@ -33,6 +37,7 @@ class Stage(NamedTuple):
         memory: What it reads and writes that the caller did not lend, to be kept until it is done.
         result_into: In place of `result`, writes it times a factor into a tensor; None where that saves nothing.
         rows: What each rank sent, in rank order, where `result` adds that up here; read it once the collective is done.
+        then: Starts a second collective, once the first is done; the result is there when this is done.
     """
 
     launch: Launch
@@ -40,6 +45,7 @@ class Stage(NamedTuple):
     memory: tuple[torch.Tensor, ...] = ()
     result_into: Callable[[torch.Tensor, float], None] | None = None
     rows: tuple[torch.Tensor, ...] = ()
+    then: Launch | None = None
 
     def put_into(self, out: torch.Tensor, factor: float) -> None:
         """Write its result times a factor into a tensor of the same shape; call it in place of `result`."""
@@ -56,6 +62,7 @@ class GradientReducer:
         first_region: The elements that the first stage leaves on this rank.
         main_region: The elements that the second leaves; the same where the gradient is not sharded over outer ranks.
         reduction: Operation and factors; may be replaced between backwards.
+        compressed: The second stage where gradients cross in a gradient format; None: they keep their dtype.
     """
 
     def __init__(
@@ -65,6 +72,8 @@ class GradientReducer:
         placement: Sequence[Placement],
         reduction: GradientReduction,
         flat: FlatAxis | None = None,
+        outer_format: GradientFormat | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._outer = axes[0] if len(axes) > 1 else None
         self._inner = axes[-1]
@@ -76,6 +85,10 @@ class GradientReducer:
         self.first_region = held_region(numel, first, axes)
         self.main_region = held_region(numel, placement, axes)
         self.reduction = reduction
+        self.compressed: CompressedSum | None = None
+        if outer_format is not None and self._outer is not None:
+            numel = self.first_region.numel
+            self.compressed = CompressedSum(outer_format, self._outer, numel, not self.scatters_outer, device)
 
     @property
     def reduces_outer(self) -> bool:
@@ -101,7 +114,8 @@ class GradientReducer:
 
     @property
     def _exchanges_outer(self) -> bool:
-        return self.scatters_outer and self._outer is not None and self._outer.exchanges_pairwise
+        exchanges = self.scatters_outer and self._outer is not None and self._outer.exchanges_pairwise
+        return exchanges or self.compressed is not None
 
     @property
     def factor(self) -> float:
@@ -168,6 +182,76 @@ class GradientReducer:
             return stage._replace(memory=(sums, received))
         stage = _native(axis, sums, self.main_region.numel, average)
         return stage._replace(memory=(sums,))
+
+
+class CompressedSum:
+    """Adds up vectors of the outer ranks in a gradient format; what rounding loses is added to the next vectors.
+
+    Each rank sends the others their rows of its vector, and adds up what it receives of its own row, in float32 and in
+    rank order. Where all ranks want the whole sum, it is rounded once more and gathered: all decode the same bytes.
+
+    Args:
+        form: The format.
+        axis: The outer axis, of two ranks or more.
+        numel: Elements of a vector.
+        gathers: Whether each rank gets the whole sum, not its row alone.
+        device: Device of the vectors.
+    """
+
+    def __init__(
+        self, form: GradientFormat, axis: Axis, numel: int, gathers: bool, device: torch.device | None
+    ) -> None:
+        self._form, self._axis, self._numel, self._gathers = form, axis, numel, gathers
+        length = row_numel(numel, axis.num_ranks)
+        with torch.inference_mode(False):
+            self._lost = torch.zeros(axis.num_ranks, length, device=device)  # of the rows that were sent
+            self._lost_of_sum = torch.zeros(int(gathers), length, device=device)
+
+    @property
+    def error_bytes(self) -> int:
+        """Bytes of what rounding has lost so far."""
+        return self._lost.nbytes + self._lost_of_sum.nbytes
+
+    def reduce(self, sums: torch.Tensor, crossing: Sequence[torch.Tensor] = ()) -> Stage:
+        """Add up vectors (numel,) of any floating dtype, in memory that is given or allocated here.
+
+        Args:
+            sums: This rank's vector.
+            crossing: Memory to send from and to receive into, uint8 of all rows' bytes each; where there is any.
+
+        Returns:
+            A stage whose result is float32: (numel,) where all ranks get the whole sum, else this rank's row.
+        """
+        form, axis, ranks = self._form, self._axis, self._axis.num_ranks
+        num_bytes = ranks * form.bytes_of(self._lost.shape[1])
+        sent, received = crossing if len(crossing) > 1 else sums.new_empty(2, num_bytes, dtype=torch.uint8)
+        rows = sent.view(ranks, -1)
+
+        def exchange(async_op: bool) -> dist.Work | None:
+            self._lost.view(-1)[: self._numel].add_(sums)
+            form.encode(self._lost, rows)
+            return axis.exchange(received, sent, async_op)
+
+        def added_up() -> torch.Tensor:
+            total = torch.empty_like(self._lost[0])
+            form.add_up(received.view(ranks, -1), total)
+            return total
+
+        def gather(async_op: bool) -> dist.Work | None:
+            own = rows[axis.rank : axis.rank + 1]
+            self._lost_of_sum.add_(added_up())
+            form.encode(self._lost_of_sum, own)
+            return axis.gather_rows(sent, own.view(-1), async_op)
+
+        def gathered() -> torch.Tensor:
+            whole = torch.empty_like(self._lost)
+            form.decode(rows, whole)
+            return whole.view(-1)[: self._numel]
+
+        memory = (sums, sent, received)
+        if self._gathers:
+            return Stage(exchange, gathered, memory, then=gather)
+        return Stage(exchange, added_up, memory)
 
 
 def _in_rows(axis: Axis, received: torch.Tensor, launch: Launch) -> Stage:

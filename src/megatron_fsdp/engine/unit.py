@@ -297,7 +297,8 @@ class Unit:
         if block is None:
             return ()
         plan, offsets = self.groups[group_index].plan, crossing_offsets(self.group_plans)[0]
-        dtype, numel = plan.precision.grad_comm, plan.inner_region.numel
+        dtype = plan.crossing_dtype
+        numel = plan.crossing_bytes // dtype.itemsize
         count = 2 if plan.received_bytes else 1
         return tuple(block.view(offset, numel, dtype) for offset in offsets[2 * group_index : 2 * group_index + count])
 

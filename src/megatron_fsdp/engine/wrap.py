@@ -347,6 +347,7 @@ def _plan_together(
         if options.deterministic is not None:
             _check_deterministic(options, sharding)
         _check_homes(options, sharding)
+        _check_outer_format(options, sharding)
         check_module(module, options.init_model_with_meta_device)
         params = dict(module.named_parameters())
         for name, param in params.items():
@@ -438,6 +439,26 @@ def _check_homes(options: EngineOptions, sharding: Sharding) -> None:
             "homes has compute_weights elsewhere, and outer ranks share out the main weights (HFSDP), whose gathers "
             "write into the shards on the device; leave compute_weights out, or use outer_dp_sharding_strategy 0"
         )
+
+
+def _check_outer_format(options: EngineOptions, sharding: Sharding) -> None:
+    """Refuse gradients in few bits where none cross an outer axis, or where ranks would part by it.
+
+    Raises:
+        ConfigurationError: Says so.
+    """
+    dense, given = sharding.dense, options.policy.outer_grad_comm_format
+    if given is None:
+        return
+    lack = None
+    if len(dense.axes) == 1 or dense.axes[0].num_ranks == 1:
+        lack = "needs an outer axis of two ranks or more; pass dp_outer_dim and hybrid_fsdp_group"
+    elif options.deterministic is not None:
+        lack = f'rounds sums of ranks, and deterministic="{options.deterministic}" allows none; leave that out'
+    elif dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1:
+        lack = "would round a parameter that tensor-parallel ranks hold whole differently on each; use no tp_dim"
+    if lack is not None:
+        raise ConfigurationError(f"outer_grad_comm_format={given!r} {lack}, or leave outer_grad_comm_format out")
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:

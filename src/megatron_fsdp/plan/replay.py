@@ -22,6 +22,7 @@ from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, 
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, held_bytes, home_step_s, step_bytes
+from megatron_fsdp.sharding.gradient_formats import row_numel
 
 INNER, OUTER = "dp_shard", "dp_outer"
 _META = torch.device("meta")
@@ -123,8 +124,8 @@ def replay_step(
 # ---- a unit, as the executor sees it: what its collectives send and allocate, by the engine's plans of its groups ----
 
 
-def _sent_bytes(group: GroupPlan, axis: str) -> tuple[int, int]:
-    """Return what one rank sends over an axis in a gather of a group's weights, and in a reduction of its gradients."""
+def _sent_bytes(group: GroupPlan, axis: str) -> tuple[list[int], list[int]]:
+    """List what one rank sends over an axis in a gather of a group's weights, and in reductions of its gradients."""
     if axis == INNER:
         ranks, is_cut = group.axis.num_ranks, group.needs_all_gather
         whole, reduced = group.sent_bytes, group.bucket_bytes
@@ -133,16 +134,26 @@ def _sent_bytes(group: GroupPlan, axis: str) -> tuple[int, int]:
         whole, reduced = group.sent_bytes // group.axis.num_ranks, group.crossing_bytes
     gathered = whole if is_cut else 0
     passes = 1 if is_cut else 2  # an all-reduce is a reduce-scatter and an all-gather
-    return gathered - gathered // ranks, passes * (reduced - reduced // ranks)
+    reductions = [reduced - reduced // ranks] * passes
+    is_in_turn = axis == OUTER and group.outer_format is not None
+    return [gathered - gathered // ranks], reductions if is_in_turn else [sum(reductions)]
 
 
 def _allocated_across(group: GroupPlan) -> int:
     """Count the bytes that a group's reduction over the outer ranks allocates."""
     crossing = group.crossing_bytes
+    if group.outer_format is not None:
+        return crossing + group.received_bytes
     allocated = crossing if group.precision.grad_comm != group.precision.main_grads else 0
     if group.gathers_outer:
         allocated += group.received_bytes or crossing // group.axes[0].num_ranks
     return allocated
+
+
+def _borrowed_to_round(group: GroupPlan) -> int:
+    """Count the bytes that are borrowed to round what a group sends over the outer axis."""
+    form, ranks = group.outer_format, group.axes[0].num_ranks
+    return 0 if form is None else form.borrowed_bytes(ranks, row_numel(group.inner_region.numel, ranks))
 
 
 class _Passing:
@@ -155,6 +166,11 @@ class _Passing:
         """Allocate (or, with a negative count, free) some."""
         self._now += num_bytes
         self._most = max(self._most, self._now)
+
+    def borrow(self, num_bytes: int) -> None:
+        """Allocate some and free it again."""
+        self.add(num_bytes)
+        self.add(-num_bytes)
 
     def look(self) -> int:
         """Return the most since the last look."""
@@ -195,12 +211,13 @@ class _Unit:
         is_looked_up = all(plan.is_looked_up for plan in unit.groups)
         self.reads_weights = not self.gathered_bytes or not is_looked_up  # in backward
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
-        self.main_bytes = held_bytes(trained)[-1]
+        _, _, self.main_bytes, _ = held_bytes(trained)
         cast = [group for group in trained if group.precision.main_grads != group.precision.main_params]
         self.cast_bytes = sum(group.main_region.numel * group.precision.main_params.itemsize for group in cast)
         self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
         self._pending_bytes = sum(group.inner_region.numel * group.precision.main_grads.itemsize for group in crossing)
         self._across_bytes = sum(_allocated_across(group) for group in trained)
+        self._rounding_bytes = max(map(_borrowed_to_round, crossing), default=0)
         narrow = [group for group in exchanged if group.precision.grad_comm.itemsize < _SUM_ITEMSIZE]
         self._local_sum_bytes = max((group.inner_region.numel * _SUM_ITEMSIZE for group in narrow), default=0)
         self.exchanges_inner = bool(exchanged)
@@ -216,9 +233,9 @@ class _Unit:
     def _send(self, axis: str, *, is_gather: bool) -> float:
         """Start the collectives of all groups; return the time when the last one is done."""
         send = partial(self._wires.send, axis, self.index, is_gather=is_gather)
-        sent = [gathered if is_gather else reduced for gathered, reduced in self._sent_bytes[axis]]
-        pairs = zip(sent, self._are_experts, strict=True)
-        return max((send(num_bytes, is_expert=is_expert) for num_bytes, is_expert in pairs), default=0.0)
+        groups = zip(self._sent_bytes[axis], self._are_experts, strict=True)
+        sent = [(num_bytes, expert) for messages, expert in groups for num_bytes in messages[not is_gather]]
+        return max((send(num_bytes, is_expert=is_expert) for num_bytes, is_expert in sent), default=0.0)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -275,8 +292,7 @@ class _Unit:
         return _Ticket(self._wires, self._send(INNER, is_gather=False), self._sum_up), ()
 
     def _sum_up(self) -> None:
-        self._passing.add(self._local_sum_bytes)
-        self._passing.add(-self._local_sum_bytes)
+        self._passing.borrow(self._local_sum_bytes)
 
     def reduce_outer(
         self, _lane: object, _sharded: object, _home_lane: object, block: object
@@ -285,8 +301,14 @@ class _Unit:
         self.has_inner_sum, self.has_main = False, True
         allocated = self._across_bytes if block is None else 0
         self._passing.add(allocated)
+        self._passing.borrow(self._rounding_bytes)
         end_s = self._send(OUTER, is_gather=False)
-        return _Ticket(self._wires, end_s, lambda: self._passing.add(-allocated - self._pending_bytes)), ()
+
+        def finish() -> None:
+            self._passing.borrow(self._rounding_bytes)
+            self._passing.add(-allocated - self._pending_bytes)
+
+        return _Ticket(self._wires, end_s, finish), ()
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
