@@ -317,7 +317,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(short=["each step-HSDP-int8", "deferred-HFSDP-int4", "each step-2x1 HFSDP-fp8"])
+@pytest.mark.full(short=["averaged-HSDP-int8", "deferred-HFSDP-int4", "each step-2x1 HFSDP-fp8"])
 @pytest.mark.parametrize("form", GRADIENT_FORMAT_NAMES)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("way", WAYS)

@@ -4,12 +4,14 @@ from pathlib import Path
 
 from megatron_fsdp.train.options.command_line import parse_options
 from tools.optimizer_curves import (
+    CROSSINGS,
     FORMATS,
     RATES,
     RUNS,
     STEPS,
     WINDOW,
     CurveRun,
+    crossing_bands,
     format_bands,
     optimizer_bands,
     plot,
@@ -50,6 +52,12 @@ def test_tables_tell_the_held_out_loss_and_the_gap_to_adamw(tmp_path: Path) -> N
     assert format_bands(losses).splitlines()[3:] == [
         *(f"| `{name}` | +0.0000 | +0.00000 | 1.0000 |" for name in FORMATS if name != "nvfp4"),
         "| `nvfp4` | +0.5000 | +0.50000 | 1.5000 |",
+    ]
+    losses[CROSSINGS["int4"].name] = [2.0] * count + [0.5]
+    assert crossing_bands(losses).splitlines()[2:] == [
+        "| float32 | +0.0000 | +0.00000 | 1.0000 |",
+        *(f"| `{name}` | +0.0000 | +0.00000 | 1.0000 |" for name in ("int8", "fp8")),
+        "| `int4` | -1.0000 | -1.00000 | 0.5000 |",
     ]
     for draw in (plot, plot_formats):
         draw(tmp_path / f"{draw.__name__}.png", losses)

@@ -66,8 +66,8 @@ class GradientFormat:
         for chunk, encoded in self._chunks(values, out):
             blocks = functional.pad(chunk, (0, -chunk.shape[1] % _BLOCK)).view(len(chunk), -1, _BLOCK)
             scales = (blocks.abs().amax(dim=2, keepdim=True) / self.largest).clamp_min_(_LEAST_SCALE)
-            scales.masked_fill_(scales.isinf(), torch.nan)
             encoded[..., :_SCALE_BYTES] = scales.view(torch.uint8)
+            # Where the scale is NaN or infinity every code is 0, and 0 times either is NaN.
             encoded[..., _SCALE_BYTES:] = self._to_codes((blocks / scales).nan_to_num_(0.0))
             chunk.sub_(self._decoded(encoded)[:, : chunk.shape[1]]).nan_to_num_(0.0, 0.0, 0.0)
 
