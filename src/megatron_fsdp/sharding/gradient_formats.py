@@ -8,6 +8,7 @@ lose no more than one rounding (F. Seide et al., "1-Bit Stochastic Gradient Desc
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -27,25 +28,23 @@ def row_numel(numel: int, num_ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class GradientFormat:
-    """A rounding of float32 numbers; knows no ranks.
+class GradientFormat(ABC):
+    """What every format is: a rounding of float32 numbers; knows no ranks.
 
     A block is 256 elements: a float32 scale, the block's largest magnitude / `largest`, then a code for each element,
     which is the nearest one, of ties the even one. A block with NaN or infinity in it is all NaN when it is decoded.
 
-    This one, "int8", has whole numbers from -127 to 127; others say what differs.
-
     Attributes:
         name: What users call it.
         largest: The largest code.
-        block_numel: Elements that share a scale.
         block_bytes: Bytes that a block takes.
+        block_numel: Elements that share a scale.
     """
 
-    name: str = "int8"
-    largest: float = 127.0
-    block_numel: int = _BLOCK
+    name: str
+    largest: float
     block_bytes: int = _SCALE_BYTES + _BLOCK
+    block_numel: int = _BLOCK
 
     def bytes_of(self, numel: int) -> int:
         """Return the bytes that a row of `numel` elements takes."""
@@ -96,15 +95,31 @@ class GradientFormat:
         scales = blocks[..., :_SCALE_BYTES].contiguous().view(torch.float32)
         return self._from_codes(blocks[..., _SCALE_BYTES:]).mul_(scales).flatten(1)
 
+    @abstractmethod
+    def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Round float32 (rows, blocks, 256), which may be overwritten, to the bytes of the codes."""
+
+    @abstractmethod
+    def _from_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the float32 numbers that bytes stand for."""
+
+    def _rounded(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Round to whole numbers, in place; division may have left the largest a little above the largest code."""
+        return scaled.round_().clamp_(-self.largest, self.largest)
+
+
+@dataclass(frozen=True)
+class Int8(GradientFormat):
+    """Whole numbers from -127 to 127."""
+
+    name: str = "int8"
+    largest: float = 127.0
+
     def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
         return self._rounded(scaled).to(torch.int8).view(torch.uint8)
 
     def _from_codes(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.view(torch.int8).float()
-
-    def _rounded(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Round to whole numbers, in place; division may have left the largest a little above the largest code."""
-        return scaled.round_().clamp_(-self.largest, self.largest)
 
 
 @dataclass(frozen=True)
@@ -137,5 +152,5 @@ class Int4(GradientFormat):
         return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(2).float().sub_(8.0)
 
 
-GRADIENT_FORMATS: Mapping[str, GradientFormat] = {each.name: each for each in (GradientFormat(), Fp8(), Int4())}
+GRADIENT_FORMATS: Mapping[str, GradientFormat] = {each.name: each for each in (Int8(), Fp8(), Int4())}
 """The gradient formats by name."""
