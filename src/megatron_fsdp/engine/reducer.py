@@ -204,8 +204,8 @@ class CompressedSum:
         self._form, self._axis, self._numel, self._gathers = form, axis, numel, gathers
         length = row_numel(numel, axis.num_ranks)
         with torch.inference_mode(False):
-            self._lost = torch.zeros(axis.num_ranks, length, device=device)  # of the rows that were sent
-            self._lost_of_sum = torch.zeros(int(gathers), length, device=device)
+            self._lost = torch.zeros(axis.num_ranks, length, device=device)  # of each row that was sent
+            self._lost_of_sum = torch.zeros(int(gathers), length, device=device)  # of the one that was gathered
 
     @property
     def error_bytes(self) -> int:
@@ -223,12 +223,14 @@ class CompressedSum:
             A stage whose result is float32: (numel,) where all ranks get the whole sum, else this rank's row.
         """
         form, axis, ranks = self._form, self._axis, self._axis.num_ranks
-        num_bytes = ranks * form.bytes_of(self._lost.shape[1])
-        sent, received = crossing if len(crossing) > 1 else sums.new_empty(2, num_bytes, dtype=torch.uint8)
+        if len(crossing) < 2:
+            num_bytes = ranks * form.bytes_of(self._lost.shape[1])
+            crossing = [sums.new_empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
+        sent, received = crossing
         rows = sent.view(ranks, -1)
 
         def exchange(async_op: bool) -> dist.Work | None:
-            self._lost.view(-1)[: self._numel].add_(sums)
+            self._lost.view(-1)[: self._numel].add_(sums)  # and `encode` leaves what it loses of both
             form.encode(self._lost, rows)
             return axis.exchange(received, sent, async_op)
 
