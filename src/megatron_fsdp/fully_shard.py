@@ -193,7 +193,8 @@ def fully_shard_model(
         average_in_collective: Let the collective average in place of a sum and a factor.
         disable_bucketing: Never cut the parameters outside of units into several buckets.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
-        keep_fp8_transpose_cache: Not supported yet.
+        keep_fp8_transpose_cache: Keep the transposed codes that backward multiplies while weights are gathered, where
+            `mixed_precision_policy` has weight_format="fp8_compute" (docs/precision.md).
         nccl_ub: Take all communication memory here, in one stretch whose blocks lie at the same offsets on every rank,
             keep it, and register it with NCCL; implies `fsdp_double_buffer`, with a buffer of its own for each unit
             that does not fit. Where nothing can be registered (gloo, one rank) a warning says so, and addresses stay

@@ -92,7 +92,8 @@ class MegatronFSDP(nn.Module):
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
             `is_last_microbatch`, call `finish_grad_sync`, or let `optimizer.step` do it.
-        keep_fp8_transpose_cache: Not supported yet.
+        keep_fp8_transpose_cache: Keep the transposed codes that backward multiplies while weights are gathered, where
+            `mixed_precision_policy` has weight_format="fp8_compute" (docs/precision.md).
         nccl_ub: As in `fully_shard_model`; either here or in `ddp_config`.
         fsdp_double_buffer: As in `fully_shard_model`; either here or in `ddp_config`.
         fsdp_db_use_persist_buf_on_alloc_fail: As `fsdp_double_buffer`.

@@ -17,7 +17,6 @@ _Class = TypeVar("_Class")
 NOT_IMPLEMENTED: Mapping[str, str] = {
     "reuse_grad_buf_for_mxfp8_param_ag": "bytes of weight_format='mxfp8' are gathered into the slot of the weights, so "
     "no gradient buffer is needed",
-    "keep_fp8_transpose_cache": "modules compute with decoded weights, so there is no float8 operand to transpose",
 }
 """Switches of every front end, as arguments or as fields of a configuration, that have to stay off; and why."""
 

@@ -293,12 +293,12 @@ class GroupPlan:
     @property
     def gathered_dtype(self) -> torch.dtype:
         """The dtype of the memory of full compute weights."""
-        return torch.uint8 if self.has_guests else self.precision.compute
+        return torch.uint8 if self.stays_encoded else self.precision.compute
 
     @property
     def gathered_numel(self) -> int:
         """Elements of `gathered_dtype` in the full compute weights."""
-        return self.sent_bytes if self.has_guests else self.layout.numel
+        return self.sent_bytes if self.stays_encoded else self.layout.numel
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -306,14 +306,14 @@ class GroupPlan:
         return self.spec.key.weight_format
 
     @property
-    def has_guests(self) -> bool:
+    def stays_encoded(self) -> bool:
         """Whether modules compute with the bytes that are gathered."""
-        return self.weight_format is not None and self.weight_format.is_guest
+        return self.weight_format is not None and self.weight_format.stays_encoded
 
     @property
     def is_encoded(self) -> bool:
         """Whether compute weights are held and gathered as the bytes of a weight format."""
-        return self.weight_format is not None and (self.shards_compute_weights or self.has_guests)
+        return self.weight_format is not None and (self.shards_compute_weights or self.stays_encoded)
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -682,13 +682,14 @@ class Sharding:
         multiple = self.options.numel_multiple if spec.key.requires_grad else 1
         if self.dense.flat is not None:
             multiple = lcm(multiple, self.dense.flat.axis.num_ranks)  # each rank adds up an equal part
-        rows_only = {"max_waste": float(num_shards)} if form is not None and form.is_guest else {}
+        rows_only = {} if form is None or form.cuts_rows else {"max_waste": float(num_shards)}
+        itemsize = 1 if form is not None and form.stays_encoded else spec.key.dtype.itemsize
 
         def plan(shapes: Sequence[Sequence[int]]) -> Layout:
             return plan_layout(
                 shapes,
                 num_shards,
-                alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize), block_numel),
+                alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // itemsize), block_numel),
                 numel_multiple=multiple,
                 **rows_only,
             )
