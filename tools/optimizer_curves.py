@@ -50,7 +50,7 @@ class CurveRun:
     optimizer: str  # of `--optimizer`
     rate: float = RATE
     ranks: int = 1
-    gather: str = ""  # the flag of a weight format
+    gather: str = ""  # the flags of a weight format
     stead: str = ""  # the weight format that stands in for that of the flag, as the trainer has flags for two alone
 
     @property
@@ -85,13 +85,15 @@ class CurveRun:
             "--log-interval": 100,
             "--exit-duration-in-mins": 600,
         }
-        sharded = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params", self.gather]
-        return [*(str(word) for pair in asked.items() for word in pair), *(sharded if self.gather else ())]
+        sharded = "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"
+        gather = (*sharded, *self.gather.split()) if self.gather else ()
+        return [*(str(word) for pair in asked.items() for word in pair), *gather]
 
 
 FORMATS = {
     "fp8": CurveRun("adam", gather="--fp8-param-gather"),
-    **{each: CurveRun("adam", gather="--fp8-param-gather", stead=each) for each in ("fp8_row", "mxfp8")},
+    "fp8_compute": CurveRun("adam", gather="--fp8-param-gather --keep-fp8-transpose-cache"),
+    **{each: CurveRun("adam", gather="--fp8-param-gather", stead=each) for each in ("fp8_row", "fp8_tile", "mxfp8")},
     "nvfp4": CurveRun("adam", gather="--fp4-param-gather"),
 }
 """Runs by their weight format."""

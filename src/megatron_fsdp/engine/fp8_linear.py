@@ -15,8 +15,8 @@ gather if it is kept, else in each backward.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
@@ -27,18 +27,24 @@ from megatron_fsdp.engine.weight_codec import WrappingCodec
 from megatron_fsdp.sharding.placement import Region
 from megatron_fsdp.sharding.weight_formats import Fp8Compute, scale_to
 
+if TYPE_CHECKING:
+    from megatron_fsdp.engine.param_group import ParameterGroup
+
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _MULTIPLE = 16  # of which both dimensions of a right operand have to be on a GPU
 _LEAST_CAPABILITY = (8, 9)
 
 
-@functools.cache
 def multiplies_float8(device: torch.device) -> bool:
     """Return whether a device has float8 products: NVIDIA GPUs from compute capability 8.9 on."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     cuda = torch.get_device_module(device)
     return bool(cuda.is_available()) and cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+def _emulates(device: torch.device, shape: Sequence[int]) -> bool:
+    return not multiplies_float8(device) or any(size % _MULTIPLE for size in shape)
 
 
 def to_float8(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,14 +59,37 @@ def to_float8(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def scaled_product(
-    left: torch.Tensor, left_scale: torch.Tensor, right: torch.Tensor, right_scale: torch.Tensor, dtype: torch.dtype
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    dtype: torch.dtype,
+    emulates: bool = True,
 ) -> torch.Tensor:
     """Multiply float8 codes (m, k) and (n, k), the latter transposed, and their scales; returns (m, n) of `dtype`."""
-    fits = left.numel() and not any(size % _MULTIPLE for size in right.shape)
-    if fits and multiplies_float8(left.device):
+    if not emulates and left.numel():
         return torch._scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=dtype)
     total = left.double() @ right.double().t()
     return total.mul_(left_scale.double() * right_scale.double()).to(dtype)
+
+
+def emulation_note(groups: Iterable[ParameterGroup], device: torch.device) -> str:
+    """Say which weights of groups are multiplied by emulation, and why; empty where none is."""
+    names = [
+        name
+        for group in groups
+        if isinstance(group.plan.weight_format, Fp8Compute)
+        for name, shape in zip(group.names, group.plan.layout.shapes, strict=True)
+        if _emulates(device, shape)
+    ]
+    if not names:
+        return ""
+    sides, device_lack = f"their sides are no multiples of {_MULTIPLE}", f"this {device.type} has no float8 products"
+    lack = sides if multiplies_float8(device) else device_lack
+    return (
+        f"fp8_compute: {len(names)} weights (first: {names[0]}) are multiplied in float64, exactly and slowly, since "
+        f"{lack}; weight_format='fp8' gathers as few bytes, and multiplies in the dtype of the model"
+    )
 
 
 class _Gathered:
@@ -69,7 +98,12 @@ class _Gathered:
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, keeps_transposed: bool) -> None:
         self.codes, self.scale, self.dtype = codes, scale, dtype
         self._keeps_transposed = keeps_transposed
+        self._emulates = _emulates(codes.device, codes.shape)
         self.transposed: torch.Tensor | None = None
+
+    def multiply(self, rows: torch.Tensor, kind: torch.dtype, right: torch.Tensor) -> torch.Tensor:
+        """Round rows (m, k) to a float8 dtype, and multiply them by codes (n, k), transposed."""
+        return scaled_product(*to_float8(rows, kind), right, self.scale, rows.dtype, self._emulates)
 
     def transpose(self) -> torch.Tensor:
         """Return the codes transposed in memory (in_features, out_features)."""
@@ -100,10 +134,13 @@ class Fp8Weight(torch.Tensor):
         """Multiply codes in `F.linear`; see that function."""
         if func is F.linear:
             return _linear(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain
+            return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Compute with decoded weights."""
         if func is torch.ops.aten.detach.default:
             return cls(args[0].held)
@@ -130,19 +167,17 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         needs_input, needs_weight = ctx.needs_input_grad
         ctx.save_for_backward(tensor if needs_weight else None, weight if needs_input else None)
-        ctx.shape, held = tensor.shape, weight.held
-        codes, scale = to_float8(tensor.reshape(-1, tensor.shape[-1]), _E4M3)
-        return scaled_product(codes, scale, held.codes, held.scale, tensor.dtype).view(*tensor.shape[:-1], -1)
+        ctx.shape = tensor.shape
+        output = weight.held.multiply(tensor.reshape(-1, tensor.shape[-1]), _E4M3, weight.held.codes)
+        return output.view(*tensor.shape[:-1], len(weight))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         tensor, weight = ctx.saved_tensors
         rows, tensor_grad = grad.reshape(-1, grad.shape[-1]), None
         if weight is not None:
-            codes, scale = to_float8(rows, _E5M2)
-            held = weight.held
-            tensor_grad = scaled_product(codes, scale, held.transpose(), held.scale, grad.dtype).view(ctx.shape)
+            tensor_grad = weight.held.multiply(rows, _E5M2, weight.held.transpose()).view(ctx.shape)
         return tensor_grad, None if tensor is None else rows.t().mm(tensor.reshape(-1, tensor.shape[-1]))
 
 
