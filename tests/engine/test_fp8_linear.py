@@ -1,6 +1,7 @@
 """Linears that multiply gathered float8 weights: exact arithmetic, the bits of one process, bytes, bad input."""
 
 import re
+import warnings
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -91,6 +92,7 @@ class Job:
     outer_strategy: str = "no_shard"
     recomputes: bool = False
     keeps: bool = False
+    compiles: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -102,6 +104,10 @@ def build(job: Job) -> nn.Module:
     model = CASE.build().to(job.dtype)
     if job.recomputes:
         apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, CASE.unit_classes))
+    if job.compiles:
+        for module in model.modules():
+            if isinstance(module, CASE.unit_classes):
+                module.compile(backend="eager")
     return model
 
 
@@ -153,7 +159,7 @@ Result = tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], dict[str, torc
 
 def reference(job: Job) -> Result:
     """Train in one process, on the parts of the ranks one after another."""
-    model, ranks = build(replace(job, recomputes=False)), job.num_ranks
+    model, ranks = build(replace(job, recomputes=False, compiles=False)), job.num_ranks
     masters = {name: param.detach().float() for name, param in model.named_parameters()}
     linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     for linear in linears.values():
@@ -205,6 +211,8 @@ def wrap(job: Job, weight_format: Any = "fp8_compute", **arguments: Any) -> tupl
 def train(job: Job) -> Result:
     model, optimizer = wrap(job)
     losses, grads = [], []
+    if job.compiles:
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
     for step in range(STEPS):
         for microbatch in range(MICROBATCHES):
             loss = CASE.loss(model, batch(step, microbatch, dist.get_rank(), job.num_ranks))
@@ -224,6 +232,7 @@ JOBS = [
     Job((1,), keeps=True),
     Job((2,)),
     Job((2,), keeps=True, recomputes=True),
+    Job((2,), compiles=True),
     Job((3,), FP32),
     Job((2, 2)),
     Job((2, 2), outer_strategy="optim"),
@@ -237,6 +246,22 @@ def test_training_has_the_bits_of_one_process(run_ranks: RunRanks, job: Job) -> 
         assert own_losses == losses[rank :: job.num_ranks]
         for found, wanted in zip([*own_grads, own_masters], [*grads, masters], strict=True):
             assert [n for n in found if not torch.equal(found[n], wanted[n])] == []
+
+
+def deterministic(num_ranks: int) -> list[torch.Tensor]:
+    """Train on four microbatches a step, whatever the ranks; return the weights."""
+    model, optimizer = wrap(Job((num_ranks,)), deterministic="world")
+    for step in range(STEPS):
+        for first in range(0, 4, num_ranks):
+            CASE.loss(model, batch(step, 0, first + dist.get_rank(), 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor() for param in model.parameters()]
+
+
+def test_deterministic_runs_have_the_same_bits_on_any_ranks(run_ranks: RunRanks) -> None:
+    wanted, *others = (run_ranks(num_ranks, deterministic, num_ranks)[0] for num_ranks in (1, 2, 4))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(wanted, other, strict=True))
 
 
 @on_ranks(2)

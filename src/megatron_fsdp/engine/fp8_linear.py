@@ -16,6 +16,7 @@ gather if it is kept, else in each backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,6 +149,7 @@ class Fp8Weight(torch.Tensor):
         return func(*args, **kwargs)
 
 
+@partial(torch.compiler.disable, reason="a linear that multiplies float8 weights is not compiled")
 def _linear(tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute `F.linear` in float8, where the weight is an `Fp8Weight` and the input a plain tensor."""
     kind = tensor.device.type
@@ -169,7 +171,7 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.save_for_backward(tensor if needs_weight else None, weight if needs_input else None)
         ctx.shape = tensor.shape
         output = weight.held.multiply(tensor.reshape(-1, tensor.shape[-1]), _E4M3, weight.held.codes)
-        return output.view(*tensor.shape[:-1], len(weight))
+        return output.view(*tensor.shape[:-1], output.shape[1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
