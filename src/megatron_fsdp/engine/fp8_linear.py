@@ -15,8 +15,7 @@ gather if it is kept, else in each backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,8 +95,15 @@ def emulation_note(groups: Iterable[ParameterGroup], device: torch.device) -> st
 class _Gathered:
     """What the aliases of one weight share: its codes, and what was derived from them."""
 
-    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, keeps_transposed: bool) -> None:
-        self.codes, self.scale, self.dtype = codes, scale, dtype
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        keeps_transposed: bool,
+        linear: Callable[..., torch.Tensor],
+    ) -> None:
+        self.codes, self.scale, self.dtype, self.linear = codes, scale, dtype, linear
         self._keeps_transposed = keeps_transposed
         self._emulates = _emulates(codes.device, codes.shape)
         self.transposed: torch.Tensor | None = None
@@ -134,7 +140,9 @@ class Fp8Weight(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Multiply codes in `F.linear`; see that function."""
         if func is F.linear:
-            return _linear(*args, **(kwargs or {}))
+            named = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+            if isinstance(named["weight"], cls):
+                return named["weight"].held.linear(**named)
         with torch._C.DisableTorchFunctionSubclass():  # results are plain
             return func(*args, **(kwargs or {}))
 
@@ -149,13 +157,12 @@ class Fp8Weight(torch.Tensor):
         return func(*args, **kwargs)
 
 
-@partial(torch.compiler.disable, reason="a linear that multiplies float8 weights is not compiled")
-def _linear(tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `F.linear` in float8, where the weight is an `Fp8Weight` and the input a plain tensor."""
-    kind = tensor.device.type
+def _linear(input: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
+    """Compute `F.linear`: in float8, where the input is a plain tensor."""
+    tensor, kind = input, input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and isinstance(weight, Fp8Weight)
-    if not plain or (tensor.dtype is not dtype and not torch.is_autocast_enabled(kind)):
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not is_plain or (tensor.dtype is not dtype and not torch.is_autocast_enabled(kind)):
         with torch._C.DisableTorchFunctionSubclass():
             return F.linear(tensor, weight, bias)
     output: torch.Tensor = _Fp8Linear.apply(tensor.to(dtype), weight)  # type: ignore[no-untyped-call]
@@ -192,6 +199,9 @@ class Fp8Codec(WrappingCodec):
         super().__init__(plan.weight_format, plan.layout, plan.device)
         self._dtype, self._keeps_transposed = plan.precision.compute, plan.weight_format.keeps_transposed
         self._scales = torch.ones_like(self.amaxes)
+        # Codes move with each gather, and what is kept of them is a side effect: a compiled graph could hold neither.
+        reason = "a linear that multiplies float8 weights is not compiled"
+        self._linear: Callable[..., torch.Tensor] = torch.compiler.disable(_linear, reason=reason)
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region into uint8 `out`, and note the scales."""
@@ -209,7 +219,8 @@ class Fp8Codec(WrappingCodec):
 
     def wrap(self, index: int, codes: torch.Tensor) -> torch.Tensor:
         """Return the tensor that modules compute with, around codes of tensor `index`."""
-        return Fp8Weight(_Gathered(codes, self._scales[index], self._dtype, self._keeps_transposed))
+        held = _Gathered(codes, self._scales[index], self._dtype, self._keeps_transposed, self._linear)
+        return Fp8Weight(held)
 
     def point(self, index: int, made: Any, codes: torch.Tensor) -> None:
         """Let a tensor that `wrap` made be around other codes."""
