@@ -26,6 +26,7 @@ from megatron_fsdp.engine import fp8_linear
 from megatron_fsdp.engine.fp8_linear import Fp8Weight, scaled_product, to_float8
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.simulate import simulated_model
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
 from tests.support.on_ranks import on_ranks
@@ -42,9 +43,7 @@ CASE = MODEL_CASES["transformer"]
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
-def test_an_emulated_product_is_the_exact_sum_times_both_scales_rounded_once(
-    kind: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_an_emulated_product_is_the_exact_sum_times_both_scales_rounded(kind: torch.dtype, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     left, left_scale = to_float8(torch.randn(3, 40, generator=draw), kind)
     right, right_scale = to_float8(torch.randn(5, 40, generator=draw), E4M3)
@@ -360,10 +359,27 @@ def test_codes_are_sharded_gathered_and_described() -> None:
     )
     for group in groups:
         assert group.plan.gathered_bytes == group.plan.layout.numel == 2 * group.weights.compute.local.nbytes
+        assert not any(weight.held.codes.data_ptr() % 16 for weight in group.full)  # else GPUs cannot multiply them
     assert sent == sum(group.plan.sent_bytes // 2 for group in model.parameter_groups() if group.plan.needs_all_gather)
     told = str(model.describe())
     assert "gather fp8_compute" in told
     assert "note: fp8_compute: 19 weights (first: head.weight) are multiplied in float64" in told
+
+
+def test_a_simulated_rank_takes_the_slots_of_codes() -> None:
+    slots = []
+    for form in ("fp8", "fp8_compute"):
+        policy = MixedPrecisionPolicy(weight_format=form)
+        with simulated_model(
+            lambda: nn.Sequential(*(nn.Linear(32, 64, bias=False) for _ in range(4))),
+            num_ranks=8,
+            fsdp_unit_modules=[nn.Linear],
+            mixed_precision_policy=policy,
+        ) as simulated:
+            for module in simulated.model.module:
+                module(torch.randn(4, 32)).sum().backward()
+            slots.append(simulated.model.describe().memory.slot_bytes)
+    assert slots == [32 * 64 * 4, 32 * 64]
 
 
 # ---- checkpoints, other uses, bad input ------------------------------------------------------------------------------

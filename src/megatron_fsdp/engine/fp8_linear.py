@@ -7,7 +7,7 @@
 
 Input and output gradient are scaled by the largest magnitude of each, on this rank, in each call. A device with float8
 products adds up as it does; others emulate: the sum in float64, where products of e4m3 are added without rounding, then
-times both scales, then rounded to the dtype of the output. The bias is added to that, as a sum of its own.
+times both scales, rounded to the dtype of the output. The bias is added to that, as a sum of its own.
 
 A product wants its right operand transposed in memory, which the codes are for forward. Backward's is made once per
 gather if it is kept, else in each backward.
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _MULTIPLE = 16  # of which both dimensions of a right operand have to be on a GPU
 _LEAST_CAPABILITY = (8, 9)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # inputs of other classes have their own arithmetic
 
 
 def multiplies_float8(device: torch.device) -> bool:
@@ -68,7 +70,7 @@ def scaled_product(
 ) -> torch.Tensor:
     """Multiply float8 codes (m, k) and (n, k), the latter transposed, and their scales; returns (m, n) of `dtype`."""
     if not emulates and left.numel():
-        return torch._scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=dtype)
+        return torch._scaled_mm(left.contiguous(), right.t(), left_scale, right_scale, out_dtype=dtype)
     total = left.double() @ right.double().t()
     return total.mul_(left_scale.double() * right_scale.double()).to(dtype)
 
@@ -161,8 +163,7 @@ def _linear(input: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = 
     """Compute `F.linear`: in float8, where the input is a plain tensor."""
     tensor, kind = input, input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if not is_plain or (tensor.dtype is not dtype and not torch.is_autocast_enabled(kind)):
+    if type(tensor) not in _PLAIN or (tensor.dtype is not dtype and not torch.is_autocast_enabled(kind)):
         with torch._C.DisableTorchFunctionSubclass():
             return F.linear(tensor, weight, bias)
     output: torch.Tensor = _Fp8Linear.apply(tensor.to(dtype), weight)  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
@@ -133,7 +134,7 @@ def _multiplied(module: nn.Module) -> set[str]:
     return {
         name
         for name, param in module.named_parameters()
-        if type(param) is nn.Parameter and all(multiplies(*site) for site in sites[id(param)])
+        if type(param) in (nn.Parameter, FakeTensor) and all(multiplies(*site) for site in sites[id(param)])
     }
 
 
