@@ -281,7 +281,7 @@ def test_float8_products_of_the_device_differ_by_rounding_alone() -> None:
 
 
 @on_ranks(2)
-def test_activations_on_the_host_and_full_copies_change_no_bits() -> None:
+def test_activations_on_the_host_change_no_bits() -> None:
     job = Job()
     away, _ = wrap(job, homes={"activations": "host"})
     here, _ = wrap(job)
