@@ -63,7 +63,7 @@ class CurveRun:
     optimizer: str  # of `--optimizer`
     rate: float = RATE
     ranks: int = 1
-    gather: str = ""  # the flag of a weight format
+    gather: str = ""  # the flags of a weight format
     stead: str = ""  # the weight format that stands in for that of the flag, as the trainer has flags for two alone
     outer: str | None = None  # the gradient format over an outer axis of all ranks; "": none, None: no such axis
 
@@ -105,16 +105,18 @@ class CurveRun:
             "--log-interval": 100,
             "--exit-duration-in-mins": 600,
         }
-        sharded = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params", self.gather]
+        sharded = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
+        sharded += self.gather.split()
         if self.outer is not None:
-            sharded[-1:] = ["--num-distributed-optimizer-instances", str(self.ranks)]
+            sharded += ["--num-distributed-optimizer-instances", str(self.ranks)]
         is_sharded = self.gather or self.outer is not None
         return [*(str(word) for pair in asked.items() for word in pair), *(sharded if is_sharded else ())]
 
 
 FORMATS = {
     "fp8": CurveRun("adam", gather="--fp8-param-gather"),
-    **{each: CurveRun("adam", gather="--fp8-param-gather", stead=each) for each in ("fp8_row", "mxfp8")},
+    "fp8_compute": CurveRun("adam", gather="--fp8-param-gather --keep-fp8-transpose-cache"),
+    **{each: CurveRun("adam", gather="--fp8-param-gather", stead=each) for each in ("fp8_row", "fp8_tile", "mxfp8")},
     "nvfp4": CurveRun("adam", gather="--fp4-param-gather"),
 }
 """Runs by their weight format."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported, same_names
+from megatron_fsdp.config.arguments import explains_arguments, same_names
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.homes import HomesArgument
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
@@ -193,7 +193,8 @@ def fully_shard_model(
         average_in_collective: Let the collective average in place of a sum and a factor.
         disable_bucketing: Never cut the parameters outside of units into several buckets.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
-        keep_fp8_transpose_cache: Not supported yet.
+        keep_fp8_transpose_cache: Keep the transposed codes that backward multiplies while weights are gathered, where
+            `mixed_precision_policy` has weight_format="fp8_compute" (docs/precision.md).
         nccl_ub: Take all communication memory here, in one stretch whose blocks lie at the same offsets on every rank,
             keep it, and register it with NCCL; implies `fsdp_double_buffer`, with a buffer of its own for each unit
             that does not fit. Where nothing can be registered (gloo, one rank) a warning says so, and addresses stay
@@ -241,7 +242,6 @@ def fully_shard_model(
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured (a ValueError).
-        NotSupportedYetError: An argument that this version does not implement is not at its default.
         TypeError: `fsdp_unit_modules` is not a list of classes or import paths.
     """
     arguments = dict(locals())
@@ -250,7 +250,6 @@ def fully_shard_model(
 
     _check_arguments(arguments)
     current = replace_legacy_arguments(arguments)
-    refuse_unsupported(current)
     policy: MixedPrecisionPolicy = current["mixed_precision_policy"]
     config = DistributedDataParallelConfig(
         **same_names(DistributedDataParallelConfig, current),
@@ -445,7 +444,6 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     check_not_wrapped(arguments["module"])
     resolve_strategy(arguments["zero_dp_strategy"])
     resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
-    refuse_unsupported(arguments)
     check_policy(arguments["mixed_precision_policy"])
     if not isinstance(arguments["device_mesh"], DeviceMesh | None):
         raise TypeError(f"device_mesh={arguments['device_mesh']!r} is not a DeviceMesh or None; pass one")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.agreement import all_agree, gather_over, raise_together
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
-from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
+from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options, with_param_gather
 from megatron_fsdp.config.hang_log import checked_timeout, resolve_hang_log
@@ -93,7 +93,8 @@ class MegatronFSDP(nn.Module):
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
             `is_last_microbatch`, call `finish_grad_sync`, or let `optimizer.step` do it.
-        keep_fp8_transpose_cache: Not supported yet.
+        keep_fp8_transpose_cache: Keep the transposed codes that backward multiplies while weights are gathered, where
+            `mixed_precision_policy` has weight_format="fp8_compute" (docs/precision.md).
         nccl_ub: As in `fully_shard_model`; either here or in `ddp_config`.
         fsdp_double_buffer: As in `fully_shard_model`; either here or in `ddp_config`.
         fsdp_db_use_persist_buf_on_alloc_fail: As `fsdp_double_buffer`.
@@ -106,7 +107,7 @@ class MegatronFSDP(nn.Module):
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured.
-        NotSupportedYetError: An argument that this version does not implement is not at its default.
+        NotSupportedYetError: A field of `ddp_config` that this version does not implement is not at its default.
     """
 
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None = None
@@ -145,11 +146,10 @@ class MegatronFSDP(nn.Module):
         homes: HomesArgument = None,
     ) -> None:
         given = dict(locals())
-        refuse_unsupported(given)
         check_policy(mixed_precision_policy)
         config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
         policy = with_param_gather(policy, config)
-        refuse_unsupported(vars(config), CONFIG_DEFAULTS)
+        refuse_unsupported(vars(config))
         config = replace(
             config,
             nccl_ub=nccl_ub or config.nccl_ub,

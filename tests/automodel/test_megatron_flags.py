@@ -13,7 +13,7 @@ from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.automodel import MegatronFSDPConfig, MegatronFSDPManager, create_device_mesh
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError, NotSupportedYetError
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import (
     assert_trained_alike,
@@ -199,11 +199,13 @@ def test_model_on_the_meta_device_gets_the_values_of_a_real_one_under_the_same_s
 
 
 @on_ranks(2)
-def test_flags_without_support_are_refused_by_name() -> None:
+def test_flags_without_effect_are_refused_by_name() -> None:
     messages = []
     with groups_destroyed():
-        with pytest.raises(NotSupportedYetError, match="keep_fp8_transpose_cache") as caught:
+        with pytest.raises(ConfigurationError, match="keep_fp8_transpose_cache") as caught:
             parallel(keep_fp8_transpose_cache=True)
+        model = parallel(keep_fp8_transpose_cache=True, weight_format={"lm_head.*": None, "*": "fp8_compute"})
+        assert "gather fp8_compute" in str(model.describe())
         messages.append(str(caught.value))
         with pytest.warns(UserWarning, match="nccl_ub: .* only NCCL registers memory"):
             parallel(nccl_ub=True)

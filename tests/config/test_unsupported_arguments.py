@@ -4,11 +4,10 @@ There is no process group here, so whatever is refused is refused without a coll
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -25,7 +24,6 @@ from megatron_fsdp import (
 from megatron_fsdp.automodel.config import FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 
-LATER_ARGUMENTS: Mapping[str, Any] = {"keep_fp8_transpose_cache": True}
 LATER_CONFIG_FIELDS: dict[str, Any] = {
     "grad_reduce_in_fp32": True,
     "megatron_fsdp_version": 2,
@@ -34,7 +32,6 @@ LATER_CONFIG_FIELDS: dict[str, Any] = {
     "num_distributed_optimizer_instances": 2,
     "num_buckets": 2,
     "pad_buckets_for_high_nccl_busbw": True,
-    "keep_fp8_transpose_cache": True,
 }
 
 
@@ -48,27 +45,6 @@ def refusal(call: Callable[[], object]) -> str:
         call()
     assert isinstance(caught.value, NotImplementedError)
     return str(caught.value)
-
-
-def test_functions_refuse_arguments_of_later_versions_by_name_in_one_message() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    from_model = refusal(lambda: fully_shard_model(model, **LATER_ARGUMENTS))
-    assert from_model == refusal(lambda: fully_shard(model, optimizer, **LATER_ARGUMENTS))
-    assert from_model == (
-        "not supported yet: keep_fp8_transpose_cache=True (default False); this version accepts the default only, so "
-        "leave it out"
-    )
-    index = FSDPDistributedIndex.__new__(FSDPDistributedIndex)
-    assert from_model == refusal(lambda: MegatronFSDP(nn.Linear(2, 2), index, **LATER_ARGUMENTS))
-
-
-def test_a_legacy_keyword_of_a_later_argument_is_refused_under_its_present_name() -> None:
-    with pytest.warns(FutureWarning, match="keep_fp8_transpose_cache_when_using_custom_fsdp=True is deprecated"):
-        message = refusal(
-            lambda: fully_shard_model(nn.Linear(2, 2), keep_fp8_transpose_cache_when_using_custom_fsdp=True)
-        )
-    assert "keep_fp8_transpose_cache=True (default False)" in message
 
 
 def test_defaults_may_be_written_out() -> None:

@@ -28,13 +28,15 @@ def resolve(num_ranks: int = 4, num_parameters: int = 1_000, disable_bucketing: 
 
 NOT_YET: list[tuple[Fields, str]] = [
     ({"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, "is not supported yet"),
-    ({"keep_fp8_transpose_cache": True}, "keep_fp8_transpose_cache=True is not supported yet"),
     ({"megatron_fsdp_version": 2}, "megatron_fsdp_version=2 is not supported: this package has one engine"),
 ]
 
 
 def test_gathers_in_few_bits_are_weight_formats_of_sharded_weights() -> None:
     assert resolve(**UNITS, fp8_param_gather=True).policy.weight_format == "fp8"
+    kept = resolve(**UNITS, fp8_param_gather=True, keep_fp8_transpose_cache=True)
+    assert kept.policy.weight_format == "fp8_compute"
+    assert any(each.startswith("linears multiply float8 weights") for each in kept.notices)
     assert resolve(**UNITS, fp4_param_gather=True).policy.weight_format == "nvfp4"
     with pytest.raises(ConfigurationError, match="fp4_param_gather=True has no effect without sharded weights"):
         resolve(**SHARDS, fp4_param_gather=True)
@@ -48,6 +50,7 @@ def test_what_is_not_there_yet_is_refused(fields: Fields, message: str) -> None:
 
 
 REFUSED: list[tuple[Fields, str]] = [
+    ({"keep_fp8_transpose_cache": True}, "has no effect without fp8_param_gather=True; set that too, or leave it out"),
     # without effect on buckets
     (
         {"data_parallel_sharding_strategy": "optim"},

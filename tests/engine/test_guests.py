@@ -246,7 +246,7 @@ def test_codes_travel_and_stay_gathered() -> None:
     before = model.traffic()
     model(batch(0)[0])
     sent = model.traffic().since(before)
-    plans = [group.plan for group in model.parameter_groups() if group.plan.has_guests]
+    plans = [group.plan for group in model.parameter_groups() if group.plan.stays_encoded]
     assert [plan.sent_bytes for plan in plans] == [plan.layout.numel for plan in plans]
     assert sent.gather_bytes == sum(group.plan.sent_bytes // 2 for group in model.parameter_groups())
     assert all(plan.gathered_bytes == plan.layout.numel for plan in plans)
@@ -264,10 +264,10 @@ def test_several_tensors_travel_row_by_row_in_the_bytes_that_they_have() -> None
     model(batch(0)[0])
     sent = model.traffic().since(before).gather_bytes
     plans = [group.plan for group in model.parameter_groups()]
-    of_guests = [plan.gathered_bytes for plan in plans if plan.has_guests]
+    of_guests = [plan.gathered_bytes for plan in plans if plan.stays_encoded]
     assert of_guests == [
         plan.layout.numel * (columns + -(-columns // 4)) // columns
-        for plan, columns in zip([plan for plan in plans if plan.has_guests], (6, 10, 7), strict=True)
+        for plan, columns in zip([plan for plan in plans if plan.stays_encoded], (6, 10, 7), strict=True)
     ]
     assert sent == sum(plan.sent_bytes // 2 for plan in plans)
 

@@ -75,15 +75,15 @@ class GroupFootprint:
 
     def weight_bytes(self, numel: int) -> int:
         """Return the bytes of compute weights that are sharded or travel."""
-        if self.weight_format is not None and (self.num_shards > 1 or self.weight_format.is_guest):
+        if self.weight_format is not None and (self.num_shards > 1 or self.weight_format.stays_encoded):
             return encoded_bytes(self.weight_format, numel)
         return numel * self.compute.itemsize
 
     @property
     def gathered(self) -> tuple[int, torch.dtype]:
         """Elements and dtype of the memory that full compute weights take."""
-        is_guest = self.weight_format is not None and self.weight_format.is_guest
-        return (self.weight_bytes(self.numel), torch.uint8) if is_guest else (self.numel, self.compute)
+        stays_encoded = self.weight_format is not None and self.weight_format.stays_encoded
+        return (self.weight_bytes(self.numel), torch.uint8) if stays_encoded else (self.numel, self.compute)
 
 
 def footprint_of(plan: GroupPlan, unit: int) -> GroupFootprint:

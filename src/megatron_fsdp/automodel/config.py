@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.config.homes import resolve_homes
+from megatron_fsdp.config.precision import MixedPrecisionPolicy as EnginePolicy
 from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
 
@@ -170,7 +171,7 @@ class MegatronFSDPConfig(_Config):
         disable_bucketing: Never cut the parameters outside of units into several buckets.
         calculate_per_token_loss: Sum gradients over ranks in place of averaging; the loss must then be divided by the
             tokens of all ranks.
-        keep_fp8_transpose_cache: Not supported.
+        keep_fp8_transpose_cache: With `weight_format="fp8_compute"`: keep what backward needs transposed.
         nccl_ub: Take communication memory once, and register it with NCCL where that is the back end.
         fsdp_double_buffer: Gather into two buffers that are kept.
         activation_checkpointing: True: recompute the MLP (or mixture of experts) of each decoder layer in backward.
@@ -180,6 +181,7 @@ class MegatronFSDPConfig(_Config):
         deterministic: "world": the same bits on any number of data-parallel ranks, as in `fully_shard`; of this package
             only.
         homes: Where each kind of state rests, as in `fully_shard`; of this package only.
+        weight_format: Weight format of sharded weights, as of `MixedPrecisionPolicy`; of this package only.
     """
 
     sequence_parallel: bool = False
@@ -202,6 +204,7 @@ class MegatronFSDPConfig(_Config):
     backend: str = "nccl"
     deterministic: Optional[str] = None  # noqa: UP045
     homes: Any = None
+    weight_format: Any = None
 
     def __post_init__(self, tp_plan: Optional[dict]) -> None:  # type: ignore[type-arg]  # noqa: UP045
         """Check values.
@@ -216,6 +219,7 @@ class MegatronFSDPConfig(_Config):
             )
         self._check()
         resolve_homes(self.homes, resolve_strategy(self.zero_dp_strategy))
+        EnginePolicy(weight_format=self.weight_format)
         units: object = self.megatron_fsdp_unit_modules
         if units is not None and not (
             isinstance(units, list | tuple) and all(isinstance(unit, type | str) and unit for unit in units)

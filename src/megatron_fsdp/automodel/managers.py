@@ -342,6 +342,7 @@ class MegatronFSDPManager:
             main_params_dtype=torch.float32 if config.preserve_fp32_weights else None,
             main_grads_dtype=torch.float32 if config.grad_reduce_in_fp32 else None,
             grad_comm_dtype=None,
+            weight_format=config.weight_format,
         )
         return {
             "device_mesh": self.device_mesh,

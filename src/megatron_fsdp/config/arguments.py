@@ -17,9 +17,8 @@ _Class = TypeVar("_Class")
 NOT_IMPLEMENTED: Mapping[str, str] = {
     "reuse_grad_buf_for_mxfp8_param_ag": "bytes of weight_format='mxfp8' are gathered into the slot of the weights, so "
     "no gradient buffer is needed",
-    "keep_fp8_transpose_cache": "modules compute with decoded weights, so there is no float8 operand to transpose",
 }
-"""Switches of every front end, as arguments or as fields of a configuration, that have to stay off; and why."""
+"""Switches of every front end that have to stay off; and why."""
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
     "grad_reduce_in_fp32": False,
@@ -45,9 +44,9 @@ DECIDED_ELSEWHERE: Mapping[str, str] = {
 """Fields that a foreign configuration (Megatron-Core's) may have at any value: they decide nothing here; and why."""
 
 
-def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-    """Refuse the switches of `NOT_IMPLEMENTED` that are on, and what differs from further defaults."""
-    defaults = {**dict.fromkeys(NOT_IMPLEMENTED, False), **(defaults or {})}
+def refuse_unsupported(given: Mapping[str, Any]) -> None:
+    """Refuse fields of `NOT_IMPLEMENTED` and `CONFIG_DEFAULTS` that are not at their default."""
+    defaults = {**dict.fromkeys(NOT_IMPLEMENTED, False), **CONFIG_DEFAULTS}
     at_fault = [
         f"{name}={given[name]!r} (default {default!r})"
         for name, default in defaults.items()

@@ -60,7 +60,8 @@ class DistributedDataParallelConfig:
         gradient_reduce_div_fusion: Fuse the gradient factor into the reduction.
         suggested_communication_unit_size: Elements to communicate at once: small neighbouring units are merged up to
             it; also bounds prefetching.
-        keep_fp8_transpose_cache: Keep transposed float8 weights.
+        keep_fp8_transpose_cache: With ``fp8_param_gather``: linears multiply the float8 weights themselves (as with
+            ``weight_format="fp8_compute"``), and what backward needs transposed is kept while they are gathered.
         nccl_ub: Register communication buffers with NCCL; sets ``fsdp_double_buffer``.
         fsdp_double_buffer: Keep two fixed communication buffers in place of allocating one per use.
         fsdp_db_use_persist_buf_on_alloc_fail: Give units that fit neither buffer one of their own.

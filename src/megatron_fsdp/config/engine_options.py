@@ -151,6 +151,7 @@ class EngineOptions:
         check_for_large_grads: Check every gradient for unexpectedly large values.
         gradient_accumulation_fusion: Let linears write weight gradients straight into buckets.
         delay_wgrad_compute: Compute weight gradients of linears at the end of backward, and then reduce all units.
+        keep_fp8_transpose_cache: Keep the transposed codes of "fp8_compute" while weights are gathered.
         calculate_per_token_loss: Sum gradients, without a factor.
         init_model_with_meta_device: Initialise parameters on the meta device; "empty": only allocate them.
         find_unused_parameters: Agree at every sync on which parameters were used.
@@ -178,6 +179,7 @@ class EngineOptions:
     check_for_large_grads: bool = False
     gradient_accumulation_fusion: bool = False
     delay_wgrad_compute: bool = False
+    keep_fp8_transpose_cache: bool = False
     calculate_per_token_loss: bool = False
     init_model_with_meta_device: bool | str = False
     find_unused_parameters: bool = False
@@ -216,8 +218,12 @@ class EngineOptions:
 
 
 def with_param_gather(policy: MixedPrecisionPolicy, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
-    """Return the policy with the weight format that `fp8_param_gather` or `fp4_param_gather` means, if it has none."""
-    chosen = "fp8" if config.fp8_param_gather else "nvfp4" if config.fp4_param_gather else None
+    """Return the policy with the weight format that `fp8_param_gather` or `fp4_param_gather` means, if it has none.
+
+    Only where linears multiply float8 weights are there transposed ones to keep, so `keep_fp8_transpose_cache` says so.
+    """
+    float8 = "fp8_compute" if config.keep_fp8_transpose_cache else "fp8"
+    chosen = float8 if config.fp8_param_gather else "nvfp4" if config.fp4_param_gather else None
     return policy if chosen is None or policy.weight_format is not None else replace(policy, weight_format=chosen)
 
 
@@ -241,7 +247,11 @@ def resolve_engine_options(
     checked_deterministic(given["deterministic"])
     either = {
         name: given[name] or getattr(options, name)
-        for name in ("report_nan_in_param_grad", "reduce_scatter_with_fp32_accumulation")
+        for name in (
+            "report_nan_in_param_grad",
+            "reduce_scatter_with_fp32_accumulation",
+            "keep_fp8_transpose_cache",
+        )
     }
     said = {**same_names(EngineOptions, given), **either, "homes": resolve_homes(given["homes"], options.strategy)}
     return replace(options, **said, memory=resolve_memory_options(given, config), verify_ranks_s=verify_ranks_s)

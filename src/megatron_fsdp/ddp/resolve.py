@@ -10,6 +10,7 @@ import torch
 
 from megatron_fsdp.config.arguments import NOT_IMPLEMENTED
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config_checks import idle_settings
 from megatron_fsdp.config.engine_options import default_bucket_numel, with_param_gather
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
@@ -162,6 +163,8 @@ def _check_optimizer_fields(config: DistributedDataParallelConfig, strategy: Sha
                 f"{name}=True has no effect without sharded weights, which alone are gathered in few bits; set "
                 'use_megatron_fsdp=True and data_parallel_sharding_strategy="optim_grads_params", or leave it out'
             )
+    if config.keep_fp8_transpose_cache and not config.fp8_param_gather:
+        raise ConfigurationError(idle_settings(vars(config))["keep_fp8_transpose_cache"])
     if config.align_param_gather and not config.overlap_param_gather:
         raise ConfigurationError(
             "align_param_gather=True has no effect without overlap_param_gather=True, where all weights are gathered "
@@ -249,6 +252,8 @@ def _notices(config: DistributedDataParallelConfig, strategy: ShardingStrategy, 
         yield bucket_notice
     if config.use_megatron_fsdp and config.use_distributed_optimizer:
         yield f"use_distributed_optimizer: implied by data_parallel_sharding_strategy={strategy.name!r}"
+    if config.keep_fp8_transpose_cache:
+        yield "linears multiply float8 weights (weight_format='fp8_compute'): keep_fp8_transpose_cache"
     if config.grad_reduce_in_fp32:
         yield "gradients accumulate and travel in torch.float32: grad_reduce_in_fp32"
     if config.use_megatron_fsdp and strategy >= ShardingStrategy.optim_grads and not config.overlap_grad_reduce:

@@ -21,6 +21,7 @@ from megatron_fsdp.config.homes import Home
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames
+from megatron_fsdp.engine.fp8_linear import emulation_note
 from megatron_fsdp.engine.gradient_agreement import UsageAgreement, match_waiting_sums
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, direct_hook
@@ -704,8 +705,9 @@ class Engine:
     def notices(self) -> tuple[str, ...]:
         """What became of requests that depend on the machine, each in a sentence."""
         graphs = "cuda_graph_mode: memory keeps its addresses, but nothing can be captured, since "
-        buffers = () if self.user_buffers is None else (self.user_buffers.notice,)
-        return (*buffers, graphs + self.capture_lack) if self.capture_lack else buffers
+        buffers = "" if self.user_buffers is None else self.user_buffers.notice
+        lack = self.capture_lack and graphs + self.capture_lack
+        return tuple(filter(None, (buffers, emulation_note(self.groups(), self.device), lack)))
 
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 

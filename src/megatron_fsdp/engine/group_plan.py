@@ -142,12 +142,12 @@ class GroupPlan:
     @property
     def gathered_dtype(self) -> torch.dtype:
         """The dtype of the memory of full compute weights."""
-        return torch.uint8 if self.has_guests else self.precision.compute
+        return torch.uint8 if self.stays_encoded else self.precision.compute
 
     @property
     def gathered_numel(self) -> int:
         """Elements of `gathered_dtype` in the full compute weights."""
-        return self.sent_bytes if self.has_guests else self.layout.numel
+        return self.sent_bytes if self.stays_encoded else self.layout.numel
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -155,14 +155,14 @@ class GroupPlan:
         return self.spec.key.weight_format
 
     @property
-    def has_guests(self) -> bool:
+    def stays_encoded(self) -> bool:
         """Whether modules compute with the bytes that are gathered."""
-        return self.weight_format is not None and self.weight_format.is_guest
+        return self.weight_format is not None and self.weight_format.stays_encoded
 
     @property
     def is_encoded(self) -> bool:
         """Whether compute weights are held and gathered as the bytes of a weight format."""
-        return self.weight_format is not None and (self.shards_compute_weights or self.has_guests)
+        return self.weight_format is not None and (self.shards_compute_weights or self.stays_encoded)
 
     @property
     def sent_dtype(self) -> torch.dtype:

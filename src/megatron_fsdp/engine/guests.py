@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from megatron_fsdp.engine.buffer import piece_view
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.parts import GATHER_METHODS
-from megatron_fsdp.engine.weight_codec import WeightCodec
+from megatron_fsdp.engine.weight_codec import WrappingCodec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region
 from megatron_fsdp.sharding.weight_formats import GuestFormat
@@ -150,7 +150,7 @@ class _Codes:
         return found.unflatten(1, self.shape) if self.shape else found.squeeze(1)
 
 
-class GuestCodec(WeightCodec):
+class GuestCodec(WrappingCodec):
     """Encodes and wraps the tensors of one layout, all of them guests."""
 
     def __init__(self, plan: GroupPlan, guests: Sequence[Guest]) -> None:
@@ -209,9 +209,9 @@ class GuestCodec(WeightCodec):
         for name in other.__tensor_flatten__()[0]:
             setattr(made, name, getattr(other, name))
 
-    def update(self, index: int, made: torch.Tensor, codes: tuple[torch.Tensor, ...]) -> None:
-        """Tell a tensor that `wrap` made that its codes are new."""
-        self._finish[index](codes, self._metadata[index], self._dtype, out=made)
+    def update(self, index: int, made: torch.Tensor, full: torch.Tensor) -> None:
+        """Tell a tensor that `wrap` made that its codes, in gathered bytes `full`, are new."""
+        self._finish[index](self.codes_in(full, index), self._metadata[index], self._dtype, out=made)
 
     def _rows(self, encoded: torch.Tensor, index: int, start: int, stop: int) -> torch.Tensor:
         """Return the bytes of elements `start` to `stop`, whole rows of tensor `index`, as (rows, row bytes)."""

@@ -199,13 +199,14 @@ class Sharding:
         multiple = self.options.numel_multiple if spec.key.requires_grad else 1
         if self.dense.flat is not None:
             multiple = lcm(multiple, self.dense.flat.axis.num_ranks)  # each rank adds up an equal part
-        rows_only = {"max_waste": float(num_shards)} if form is not None and form.is_guest else {}
+        rows_only = {} if form is None or form.cuts_rows else {"max_waste": float(num_shards)}
+        itemsize = 1 if form is not None and form.stays_encoded else spec.key.dtype.itemsize
 
         def plan(shapes: Sequence[Sequence[int]]) -> Layout:
             return plan_layout(
                 shapes,
                 num_shards,
-                alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize), block_numel),
+                alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // itemsize), block_numel),
                 numel_multiple=multiple,
                 **rows_only,
             )

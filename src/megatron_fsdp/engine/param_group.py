@@ -22,6 +22,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, register_with_torch
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view, piece_view
+from megatron_fsdp.engine.fp8_linear import Fp8Codec
 from megatron_fsdp.engine.gradients import (
     DECOUPLED,
     GRAD,
@@ -34,7 +35,7 @@ from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.guests import Guest, GuestCodec
 from megatron_fsdp.engine.homes import StateMemory, allocate, on_device
 from megatron_fsdp.engine.parts import local_part
-from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec
+from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec, WrappingCodec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region, held_region
 
@@ -185,7 +186,7 @@ class WeightBuffers:
             self.codec.measure(main)
 
     def _received(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the end of the memory of full weights, where their bytes arrive; all of it for guests."""
+        """Return the end of the memory of full weights, where their bytes arrive; all of it where they stay."""
         assert self.codec is not None
         return full.view(torch.uint8)[-self.codec.bytes_of(self.compute.layout.numel) :]
 
@@ -237,11 +238,11 @@ class ParameterGroup:
         guests: Sequence[Guest] = (),
     ) -> None:
         self.plan = plan
-        self._guests: GuestCodec | None = None
-        if plan.has_guests:
-            self._guests = GuestCodec(plan, guests)
+        self._wrapping: WrappingCodec | None = None
+        if plan.stays_encoded:
+            self._wrapping = GuestCodec(plan, guests) if guests else Fp8Codec(plan)
         codec = None if plan.weight_format is None else WeightCodec(plan.weight_format, plan.layout, plan.device)
-        self.weights = WeightBuffers(plan, self._guests or codec, memory)
+        self.weights = WeightBuffers(plan, self._wrapping or codec, memory)
         self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
         self.state_memory = self._make_state_memory()
         self.trainable = [plan.requires_grad] * len(originals)
@@ -293,17 +294,23 @@ class ParameterGroup:
     def install(self) -> None:
         """Copy main weights into compute weights."""
         self.weights.install()
-        if self._guests is not None and not self.plan.shards_compute_weights:
+        if self._wrapping is not None and not self.plan.shards_compute_weights:
             self.decode(self.weights.compute.local)
         self.note_installed()
 
     def decode(self, full: torch.Tensor) -> None:
-        """Make gathered bytes what modules compute with: decode them in place, or tell guests that they are new."""
-        if self._guests is None:
+        """Make gathered bytes what modules compute with: decode them in place, or tell what wraps them."""
+        if self._wrapping is None:
             self.weights.decode(full)
             return
         for index, param in enumerate(self.full):
-            self._guests.update(index, param, self._guests.codes_in(full, index))
+            self._wrapping.update(index, param, full)
+
+    def release(self) -> None:
+        """Free what was derived from gathered bytes, which are stale or about to be overwritten."""
+        if self._wrapping is not None:
+            for param in self.full:
+                self._wrapping.release(param)
 
     def check_parameters(self) -> None:
         """Refuse parameters whose memory was replaced after wrapping.
@@ -467,13 +474,13 @@ class ParameterGroup:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):  # evaluation may come first, and training must be able to save the views
             for index in range(len(self.full)):
-                views: Any = self.weights.full_view if self._guests is None else self._guests.codes_in
+                views: Any = self.weights.full_view if self._wrapping is None else self._wrapping.codes_in
                 self._point(index, views(full, index))
 
     def _point(self, index: int, memory: Any) -> None:
         param = self.full[index]
-        if self._guests is not None:
-            self._guests.point(index, param, memory)
+        if self._wrapping is not None:
+            self._wrapping.point(index, param, memory)
         elif isinstance(param, DTensor):
             param._local_tensor = memory
         else:
@@ -492,9 +499,9 @@ class ParameterGroup:
                 self._point(index, self._placeholder_for(index))
 
     def _placeholder_for(self, index: int) -> Any:
-        """Return the placeholder of a parameter, or of a guest's codes: one element, expanded to the right shape."""
-        if self._guests is not None:
-            return self._guests.blank_codes(index)
+        """Return the placeholder of a parameter, or of its codes: one element, expanded to the right shape."""
+        if self._wrapping is not None:
+            return self._wrapping.blank_codes(index)
         if self._placeholder is None:
             self._placeholder = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
         return self._placeholder.expand(self.plan.layout.shapes[index])
@@ -520,7 +527,7 @@ class ParameterGroup:
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
         empty = self._placeholder_for(index)
         part = self.plan.parts[index]
-        empty = empty if self._guests is None else self._guests.wrap(index, empty)
+        empty = empty if self._wrapping is None else self._wrapping.wrap(index, empty)
         param = nn.Parameter(empty if part is None else part.wrap(empty), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         for hook in (original._backward_hooks or {}).values():

@@ -185,6 +185,8 @@ class Unit:
         # Autograd's saved views share the version counters of the full parameters, and notice a change: a backward that
         # nobody announced raises "modified by an inplace operation" where it would read the weights of another unit.
         self._mark(1)
+        for group in self.groups:
+            group.release()
         if not loses_memory:
             return
         self._block = None

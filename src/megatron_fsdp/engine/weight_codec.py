@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
@@ -20,26 +22,42 @@ from megatron_fsdp.engine.parts import is_guest
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
-from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
+from megatron_fsdp.sharding.units import parameter_sites
+from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, Fp8Compute, WeightFormat, encoded_bytes
 
 if TYPE_CHECKING:
     from megatron_fsdp.engine.param_group import ParameterGroup
 
 _CHUNK_NUMEL = 1 << 22  # elements that are decoded at a time, through float32; a multiple of every block
-_DECODED = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_COMPUTE = Fp8Compute()
+_DECODED = WEIGHT_FORMATS["fp8"]  # the format of what is asked to be computed with and cannot be
 
 
 def encoded_parameters(
-    module: nn.Module, policy: MixedPrecisionPolicy, strategy: ShardingStrategy
+    module: nn.Module, policy: MixedPrecisionPolicy, strategy: ShardingStrategy, *, keeps_transposed: bool = False
 ) -> dict[str, WeightFormat]:
     """Return the weight format of each parameter that has one, by name; the module is only read.
 
     Those with two dimensions or more do, but for embeddings and what is tied to one, and as the policy's patterns say.
+    Where these say "fp8_compute", what no plain linear multiplies is decoded as "fp8".
+
+    Args:
+        module: The model.
+        policy: What was asked for.
+        strategy: On the sharding axis.
+        keeps_transposed: Whether "fp8_compute" keeps transposed codes (`keep_fp8_transpose_cache`).
 
     Raises:
-        ConfigurationError: There is a format without sharded weights, or a pattern that takes effect on no parameter.
+        ConfigurationError: There is a format without sharded weights, a pattern that takes effect on no parameter, or
+            nothing that is transposed could be kept.
     """
     patterns, names = policy.weight_formats, [name for name, _ in module.named_parameters()]
+    if keeps_transposed and _COMPUTE.name not in patterns.values():
+        raise ConfigurationError(
+            "keep_fp8_transpose_cache=True has no effect, since no linear multiplies float8 weights; set "
+            f"MixedPrecisionPolicy(weight_format={_COMPUTE.name!r}), or leave it out"
+        )
     if not patterns:
         return {}
     asked = f"weight_format={policy.weight_format!r}"
@@ -55,16 +73,19 @@ def encoded_parameters(
         for param in owner.parameters(recurse=False)
     }
     chosen: dict[str, list[str]] = {pattern: [] for pattern in patterns}  # names whose first match it is
-    found = {}
+    found: dict[str, WeightFormat] = {}
+    multiplied = _multiplied(module)
     for name, param in module.named_parameters():
         pattern = next((each for each in patterns if fnmatchcase(name, each)), None)
         if pattern is None:
             continue
         chosen[pattern].append(name)
-        is_matrix = param.ndim > 1 and param.dtype in _DECODED and id(param) not in looked_up
+        is_matrix = param.ndim > 1 and param.dtype in _DTYPES and id(param) not in looked_up
         form = patterns[pattern]
         if form is not None and is_matrix and not is_guest(param):
             found[name] = WEIGHT_FORMATS[form]
+            if form == _COMPUTE.name:
+                found[name] = replace(_COMPUTE, keeps_transposed=keeps_transposed) if name in multiplied else _DECODED
     _check_patterns(asked, patterns, chosen, names, found)
     return found
 
@@ -74,7 +95,7 @@ def _check_patterns(
     patterns: Mapping[str, str | None],
     chosen: Mapping[str, Sequence[str]],
     names: Sequence[str],
-    found: Collection[str],
+    found: Mapping[str, WeightFormat],
 ) -> None:
     """Refuse a pattern that takes effect on no parameter."""
     for pattern, form in patterns.items():
@@ -94,6 +115,27 @@ def _check_patterns(
                 f"{'and others ' * (len(chosen[pattern]) > 2)}are embeddings or tied to one, have fewer than two "
                 "dimensions, another dtype or a class that gathers in its own way; leave it out"
             )
+        if form == _COMPUTE.name and not any(name in found and found[name].stays_encoded for name in chosen[pattern]):
+            raise ConfigurationError(
+                f"{asked} has {pattern!r}, of whose parameters ({', '.join(chosen[pattern][:2])}"
+                f"{', ...' * (len(chosen[pattern]) > 2)}) none is the weight of a plain torch.nn.Linear, which alone "
+                f"multiplies float8 weights (not a subclass, as with delay_wgrad_compute, nor one that tensor "
+                f"parallelism has cut); give {_DECODED.name!r} there, to gather the same bytes and decode them"
+            )
+
+
+def _multiplied(module: nn.Module) -> set[str]:
+    """Return the names of plain parameters that nothing but plain linears hold, as their weight."""
+
+    def multiplies(owner: nn.Module, attribute: str) -> bool:
+        return type(owner) is nn.Linear and attribute == "weight" and "forward" not in owner.__dict__
+
+    sites = parameter_sites(module)
+    return {
+        name
+        for name, param in module.named_parameters()
+        if type(param) in (nn.Parameter, FakeTensor) and all(multiplies(*site) for site in sites[id(param)])
+    }
 
 
 @dataclass(frozen=True)
@@ -175,6 +217,33 @@ class WeightCodec:
 
     def _amaxes(self, index: int) -> torch.Tensor:
         return self.amaxes[self._ends[index] : self._ends[index + 1]]
+
+
+class WrappingCodec(WeightCodec):
+    """A codec of a format that stays encoded: modules compute with tensors around gathered bytes."""
+
+    @abstractmethod
+    def codes_in(self, full: torch.Tensor, index: int) -> Any:
+        """Return the codes of tensor `index` as views of gathered bytes without their version."""
+
+    @abstractmethod
+    def blank_codes(self, index: int) -> Any:
+        """Return codes without memory, of the shapes of those of tensor `index`."""
+
+    @abstractmethod
+    def wrap(self, index: int, codes: Any) -> torch.Tensor:
+        """Return the tensor that modules compute with, around codes of tensor `index`."""
+
+    @abstractmethod
+    def point(self, index: int, made: Any, codes: Any) -> None:
+        """Let a tensor that `wrap` made be around other codes."""
+
+    @abstractmethod
+    def update(self, index: int, made: Any, full: torch.Tensor) -> None:
+        """Tell a tensor that `wrap` made that its codes, in gathered bytes `full`, are new."""
+
+    def release(self, made: Any) -> None:
+        """Tell a tensor that `wrap` made that its codes are not gathered any more."""
 
 
 class EncodedBuffer(FlatBuffer):

@@ -353,7 +353,9 @@ def _plan_together(
         for name, param in params.items():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
-        formats = encoded_parameters(module, options.policy, options.strategy)
+        formats = encoded_parameters(
+            module, options.policy, options.strategy, keeps_transposed=options.keep_fp8_transpose_cache
+        )
         guests = find_guests(module)
         _check_guests(guests, options, sharding)
         plan = grouping.plan(module, sharding)
@@ -575,7 +577,7 @@ def _build_units(
             group_sites.append([sites.pop(id(param)) for param in params])
             memory = pool.shard(next(number), group.shard_bytes // group.sent_dtype.itemsize, group.sent_dtype)
             owners = [places[0][0] for places in group_sites[-1]]
-            guests = map(guest_of, names, params, owners) if group.has_guests else ()
+            guests = map(guest_of, names, params, owners) if group.stays_encoded else ()
             groups.append(ParameterGroup(group, params, frames, memory, list(filter(None, guests))))
             del params
         unit = Unit(unit_index, spec.name, groups, group_sites, spec.modules)

@@ -32,6 +32,11 @@ def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
     return -(-numel // weight_format.block_numel) * weight_format.block_bytes
 
 
+def scale_to(largest: float, amaxes: torch.Tensor) -> torch.Tensor:
+    """Return what codes up to `largest` are multiplied by to be values up to `amaxes` again, float32."""
+    return (amaxes / largest).clamp_min_(_LEAST_SCALE)
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """What every format is: a rounding of weights, as functions of pieces of flattened tensors; knows no ranks.
@@ -50,9 +55,14 @@ class WeightFormat:
     block_bytes: int = 1
 
     @property
-    def is_guest(self) -> bool:
-        """Whether a tensor class encodes whole rows, and modules compute with the bytes as they are gathered."""
+    def stays_encoded(self) -> bool:
+        """Whether modules compute with the bytes as they are gathered."""
         return False
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether a cut between blocks may lie inside of a row."""
+        return True
 
     def amax_numel(self, shape: tuple[int, ...]) -> int:
         """Return how many magnitudes of a tensor ranks have to agree on: one, that of the tensor."""
@@ -104,9 +114,26 @@ class Fp8(WeightFormat):
         out.copy_(_from_e4m3(encoded).mul_(self._scales(start, out.numel(), shape, amaxes)))
 
     def _scales(self, start: int, numel: int, shape: tuple[int, ...], amaxes: torch.Tensor) -> torch.Tensor:
-        scales = (amaxes / _E4M3_MAX).clamp_min_(_LEAST_SCALE)
+        scales = scale_to(_E4M3_MAX, amaxes)
         places = self._places(start, numel, shape, amaxes.device)
         return scales if places is None else scales[places]
+
+
+@dataclass(frozen=True)
+class Fp8Compute(Fp8):
+    """The bytes of "fp8", which linears multiply as they are gathered (`megatron_fsdp.engine.fp8_linear`).
+
+    Attributes:
+        keeps_transposed: Whether the transposed codes that backward multiplies are kept while weights are gathered.
+    """
+
+    name: str = "fp8_compute"
+    keeps_transposed: bool = False
+
+    @property
+    def stays_encoded(self) -> bool:
+        """Whether modules compute with the bytes as they are gathered."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -207,7 +234,7 @@ class Nvfp4(WeightFormat):
         out.copy_((values[codes.int()] * divisors).view(-1)[: out.numel()])
 
     def _tensor_scale(self, amaxes: torch.Tensor) -> torch.Tensor:
-        return (amaxes / (_E2M1_MAX * _E4M3_MAX)).clamp_min_(_LEAST_SCALE)
+        return scale_to(_E2M1_MAX * _E4M3_MAX, amaxes)
 
 
 @dataclass(frozen=True)
@@ -218,9 +245,14 @@ class GuestFormat(WeightFormat):
     """
 
     @property
-    def is_guest(self) -> bool:
-        """Whether a tensor class encodes whole rows, and modules compute with the bytes as they are gathered."""
+    def stays_encoded(self) -> bool:
+        """Whether modules compute with the bytes as they are gathered."""
         return True
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether a cut between blocks may lie inside of a row: the class encodes whole ones."""
+        return False
 
     def amax_numel(self, shape: tuple[int, ...]) -> int:
         """Return 0: the class agrees on its scales itself."""
@@ -242,6 +274,6 @@ def _from_e4m3(codes: torch.Tensor) -> torch.Tensor:
 
 
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
-    each.name: each for each in (Fp8(), Fp8Row(), Fp8Tile(), Mxfp8(), Nvfp4())
+    each.name: each for each in (Fp8(), Fp8Compute(), Fp8Row(), Fp8Tile(), Mxfp8(), Nvfp4())
 }
 """The weight formats by name."""

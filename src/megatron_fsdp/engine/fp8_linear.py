@@ -1,0 +1,236 @@
+# ruff: noqa: ARG002 (not all codecs need every argument)
+"""Linears that multiply gathered float8 weights themselves, after weight_format="fp8_compute".
+
+    gathered codes, e4m3, one scale ->  forward            input in e4m3            x codes^T   -> output
+                                        backward           output gradient in e5m2  x codes     -> input gradient
+                                        as without format  output gradient^T        x input     -> weight gradient
+
+Input and output gradient are scaled by the largest magnitude of each, on this rank, in each call. A device with float8
+products adds up as it does; others emulate: the sum in float64, where products of e4m3 are added without rounding, then
+times both scales, rounded to the dtype of the output. The bias is added to that, as a sum of its own.
+
+A product wants its right operand transposed in memory, which the codes are for forward. Backward's is made once per
+gather if it is kept, else in each backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.weight_codec import WrappingCodec
+from megatron_fsdp.sharding.placement import Region
+from megatron_fsdp.sharding.weight_formats import Fp8Compute, scale_to
+
+if TYPE_CHECKING:
+    from megatron_fsdp.engine.param_group import ParameterGroup
+
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_MULTIPLE = 16  # of which both dimensions of a right operand have to be on a GPU
+_LEAST_CAPABILITY = (8, 9)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # inputs of other classes have their own arithmetic
+
+
+def multiplies_float8(device: torch.device) -> bool:
+    """Return whether a device has float8 products: NVIDIA GPUs from compute capability 8.9 on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    cuda = torch.get_device_module(device)
+    return bool(cuda.is_available()) and cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+def _emulates(device: torch.device, shape: Sequence[int]) -> bool:
+    return not multiplies_float8(device) or any(size % _MULTIPLE for size in shape)
+
+
+def to_float8(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round values to a float8 dtype with one scale; returns codes and scale, float32 ().
+
+    What is not finite makes all codes or the scale so, and with them every element of a product.
+    """
+    largest = torch.finfo(dtype).max
+    amax = values.abs().amax().float() if values.numel() else values.new_zeros((), dtype=torch.float32)
+    scale = scale_to(largest, amax)
+    return (values.float() / scale).clamp_(-largest, largest).to(dtype), scale
+
+
+def scaled_product(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    dtype: torch.dtype,
+    emulates: bool = True,
+) -> torch.Tensor:
+    """Multiply float8 codes (m, k) and (n, k), the latter transposed, and their scales; returns (m, n) of `dtype`."""
+    if not emulates and left.numel():
+        return torch._scaled_mm(left.contiguous(), right.t(), left_scale, right_scale, out_dtype=dtype)
+    total = left.double() @ right.double().t()
+    return total.mul_(left_scale.double() * right_scale.double()).to(dtype)
+
+
+def emulation_note(groups: Iterable[ParameterGroup], device: torch.device) -> str:
+    """Say which weights of groups are multiplied by emulation, and why; empty where none is."""
+    names = [
+        name
+        for group in groups
+        if isinstance(group.plan.weight_format, Fp8Compute)
+        for name, shape in zip(group.names, group.plan.layout.shapes, strict=True)
+        if _emulates(device, shape)
+    ]
+    if not names:
+        return ""
+    sides, device_lack = f"their sides are no multiples of {_MULTIPLE}", f"this {device.type} has no float8 products"
+    lack = sides if multiplies_float8(device) else device_lack
+    return (
+        f"fp8_compute: {len(names)} weights (first: {names[0]}) are multiplied in float64, exactly and slowly, since "
+        f"{lack}; weight_format='fp8' gathers as few bytes, and multiplies in the dtype of the model"
+    )
+
+
+class _Gathered:
+    """What the aliases of one weight share: its codes, and what was derived from them."""
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        keeps_transposed: bool,
+        linear: Callable[..., torch.Tensor],
+    ) -> None:
+        self.codes, self.scale, self.dtype, self.linear = codes, scale, dtype, linear
+        self._keeps_transposed = keeps_transposed
+        self._emulates = _emulates(codes.device, codes.shape)
+        self.transposed: torch.Tensor | None = None
+
+    def multiply(self, rows: torch.Tensor, kind: torch.dtype, right: torch.Tensor) -> torch.Tensor:
+        """Round rows (m, k) to a float8 dtype, and multiply them by codes (n, k), transposed."""
+        return scaled_product(*to_float8(rows, kind), right, self.scale, rows.dtype, self._emulates)
+
+    def transpose(self) -> torch.Tensor:
+        """Return the codes transposed in memory (in_features, out_features)."""
+        made = self.codes.t().contiguous() if self.transposed is None else self.transposed
+        if self._keeps_transposed:
+            self.transposed = made
+        return made
+
+    def decode(self) -> torch.Tensor:
+        return (self.codes.float() * self.scale).to(self.dtype)
+
+
+class Fp8Weight(torch.Tensor):
+    """The weight of a linear as gathered e4m3 codes; whatever is no `F.linear` computes with a decoded copy."""
+
+    held: _Gathered
+
+    @staticmethod
+    def __new__(cls: type[Fp8Weight], held: _Gathered) -> Fp8Weight:
+        """Make an alias."""
+        codes = held.codes
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=held.dtype, device=codes.device)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Multiply codes in `F.linear`; see that function."""
+        if func is F.linear:
+            named = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+            if isinstance(named["weight"], cls):
+                return named["weight"].held.linear(**named)
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute with decoded weights."""
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held)
+        args, kwargs = tree_map_only(cls, lambda weight: weight.held.decode(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _linear(input: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
+    """Compute `F.linear`: in float8, where the input is a plain tensor."""
+    tensor, kind = input, input.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    if type(tensor) not in _PLAIN or (tensor.dtype is not dtype and not torch.is_autocast_enabled(kind)):
+        with torch._C.DisableTorchFunctionSubclass():
+            return F.linear(tensor, weight, bias)
+    output: torch.Tensor = _Fp8Linear.apply(tensor.to(dtype), weight)  # type: ignore[no-untyped-call]
+    return output if bias is None else output + bias.to(dtype)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """The product of an input (..., in_features) and a weight (out_features, in_features), transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+        needs_input, needs_weight = ctx.needs_input_grad
+        ctx.save_for_backward(tensor if needs_weight else None, weight if needs_input else None)
+        ctx.shape = tensor.shape
+        output = weight.held.multiply(tensor.reshape(-1, tensor.shape[-1]), _E4M3, weight.held.codes)
+        return output.view(*tensor.shape[:-1], output.shape[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        tensor, weight = ctx.saved_tensors
+        rows, tensor_grad = grad.reshape(-1, grad.shape[-1]), None
+        if weight is not None:
+            tensor_grad = weight.held.multiply(rows, _E5M2, weight.held.transpose()).view(ctx.shape)
+        return tensor_grad, None if tensor is None else rows.t().mm(tensor.reshape(-1, tensor.shape[-1]))
+
+
+class Fp8Codec(WrappingCodec):
+    """Encodes the weights of one layout in e4m3, and wraps the gathered codes."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        """Allocate the scales."""
+        assert isinstance(plan.weight_format, Fp8Compute)
+        super().__init__(plan.weight_format, plan.layout, plan.device)
+        self._dtype, self._keeps_transposed = plan.precision.compute, plan.weight_format.keeps_transposed
+        self._scales = torch.ones_like(self.amaxes)
+        # Codes move with each gather, and what is kept of them is a side effect: a compiled graph could hold neither.
+        reason = "a linear that multiplies float8 weights is not compiled"
+        self._linear: Callable[..., torch.Tensor] = torch.compiler.disable(_linear, reason=reason)
+
+    def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
+        """Encode the elements `local` of a region into uint8 `out`, and note the scales."""
+        self._scales.copy_(scale_to(torch.finfo(_E4M3).max, self.amaxes))
+        super().encode(local, region, out)
+
+    def codes_in(self, full: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the codes of tensor `index` as a view of gathered bytes without their version."""
+        start, stop = self._layout.tensor_range(index)
+        return full[start:stop].view(_E4M3).view(self._layout.shapes[index]).data
+
+    def blank_codes(self, index: int) -> torch.Tensor:
+        """Return codes without memory, of the shape of tensor `index`."""
+        return torch.zeros((), dtype=_E4M3, device=self.amaxes.device).expand(self._layout.shapes[index])
+
+    def wrap(self, index: int, codes: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that modules compute with, around codes of tensor `index`."""
+        held = _Gathered(codes, self._scales[index], self._dtype, self._keeps_transposed, self._linear)
+        return Fp8Weight(held)
+
+    def point(self, index: int, made: Any, codes: torch.Tensor) -> None:
+        """Let a tensor that `wrap` made be around other codes."""
+        made.held.codes, made.held.transposed = codes, None
+
+    def update(self, index: int, made: Any, full: torch.Tensor) -> None:
+        """Forget what was derived from codes that are new now."""
+        made.held.transposed = None
+
+    def release(self, made: Any) -> None:
+        """Forget what was derived from codes that are not gathered any more."""
+        made.held.transposed = None

@@ -1,0 +1,481 @@
+"""Linears that multiply gathered float8 weights: exact arithmetic, the bits of one process, bytes, bad input."""
+
+import re
+import warnings
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+from megatron_fsdp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.engine import fp8_linear
+from megatron_fsdp.engine.fp8_linear import Fp8Weight, scaled_product, to_float8
+from megatron_fsdp.engine.weight_codec import encoded_parameters
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.simulate import simulated_model
+from tests.conftest import RunRanks
+from tests.support.models import MODEL_CASES
+from tests.support.on_ranks import on_ranks
+from tests.support.optimizer_twins import hybrid
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP32 = torch.bfloat16, torch.float32
+STEPS, SAMPLES, MICROBATCHES = 3, 12, 2
+CASE = MODEL_CASES["transformer"]
+
+
+# ---- the product -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+def test_an_emulated_product_is_the_exact_sum_times_both_scales_rounded(kind: torch.dtype, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    left, left_scale = to_float8(torch.randn(3, 40, generator=draw), kind)
+    right, right_scale = to_float8(torch.randn(5, 40, generator=draw), E4M3)
+    exact = [
+        float(
+            sum(Fraction(a) * Fraction(b) for a, b in zip(row, column, strict=True))
+            * Fraction(left_scale.item())
+            * Fraction(right_scale.item())
+        )
+        for row in left.double().tolist()
+        for column in right.double().tolist()
+    ]
+    found = scaled_product(left, left_scale, right, right_scale, dtype)
+    assert torch.equal(found, torch.tensor(exact, dtype=torch.float64).to(dtype).view(3, 5))
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+def test_values_are_scaled_by_the_largest_and_rounded_to_the_nearest(kind: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(kind).double()
+    magnitudes = codes[codes.isfinite()].unique()
+    values = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    found, scale = to_float8(values, kind)
+    assert scale == values.abs().max() / torch.finfo(kind).max
+    wanted = (values / scale).double()
+    nearest = magnitudes[(wanted[:, None] - magnitudes).abs().argmin(dim=1)]
+    assert torch.equal(found.double(), nearest)
+    assert torch.equal(to_float8(torch.zeros(4), kind)[0].float(), torch.zeros(4))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows_in_every_element(bad: float) -> None:
+    left, scale = to_float8(torch.tensor([[1.0, bad], [2.0, 3.0]]), E4M3)
+    assert not scaled_product(left, scale, left, scale, FP32).isfinite().any()
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its ranks (outer ones, inner ones), and options."""
+
+    ranks: tuple[int, ...] = (2,)
+    dtype: torch.dtype = BF16
+    outer_strategy: str = "no_shard"
+    recomputes: bool = False
+    keeps: bool = False
+    compiles: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return torch.tensor(self.ranks).prod().item()
+
+
+def build(job: Job) -> nn.Module:
+    torch.manual_seed(0)
+    model = CASE.build().to(job.dtype)
+    if job.recomputes:
+        apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, CASE.unit_classes))
+    if job.compiles:
+        for module in model.modules():
+            if isinstance(module, CASE.unit_classes):
+                module.compile(backend="eager")
+    return model
+
+
+def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Factors are powers of two, so that fused and plain multiply-adds agree, wherever tensors are cut."""
+    return torch.optim.SGD(params, lr=2**-5, momentum=0.5)
+
+
+def batch(step: int, microbatch: int, rank: int, num_ranks: int) -> Any:
+    draw = torch.Generator().manual_seed(MICROBATCHES * step + microbatch)
+    return CASE.make_batch(SAMPLES, draw).part(rank, num_ranks)
+
+
+class _Multiply(torch.autograd.Function):
+    """What one process does in place of a linear: the definition, written down."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, codes, scale)
+        rows, own = float8(x.flatten(0, -2), E4M3)
+        return ((rows @ codes.T) * (own * scale)).to(x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, codes, scale = ctx.saved_tensors
+        rows = grads[0].flatten(0, -2)
+        own_codes, own = float8(rows, E5M2)
+        x_grad = ((own_codes @ codes) * (own * scale)).to(x.dtype).view(x.shape)
+        return x_grad, rows.T.mm(x.flatten(0, -2)), None, None
+
+
+def float8(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scale, float64."""
+    scale = values.abs().max().float() / torch.finfo(kind).max
+    return (values.float() / scale).to(kind).double(), scale.double()
+
+
+class Multiplied(nn.Linear):
+    """A linear of one process; its weight takes the gradient, and its codes are multiplied."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        product = _Multiply.apply(x, self.weight, *self.encoded)
+        return product if self.bias is None else product + self.bias
+
+
+Result = tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""Losses, gradients of each step, main weights at the end."""
+
+
+def reference(job: Job) -> Result:
+    """Train in one process, on the parts of the ranks one after another."""
+    model, ranks = build(replace(job, recomputes=False, compiles=False)), job.num_ranks
+    masters = {name: param.detach().float() for name, param in model.named_parameters()}
+    linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
+    for linear in linears.values():
+        linear.__class__ = Multiplied
+    optimizer = sgd(list(masters.values()))
+    losses, grads = [], []
+    for step in range(STEPS):
+        for name, param in model.named_parameters():
+            param.data = masters[name].to(job.dtype)
+        for name, linear in linears.items():
+            linear.encoded = float8(masters[f"{name}.weight"], E4M3)
+        total = {name: torch.zeros_like(master) for name, master in masters.items()}
+        for microbatch in range(MICROBATCHES):
+            parts = []
+            for rank in range(ranks):
+                loss = CASE.loss(model, batch(step, microbatch, rank, ranks))
+                parts.append([grad.float() for grad in torch.autograd.grad(loss, list(model.parameters()))])
+                losses.append(loss.detach())
+            for name, of_ranks in zip(total, zip(*parts, strict=True), strict=True):
+                total[name] += added(of_ranks, job.ranks[-1])
+        for name, master in masters.items():
+            master.grad = total[name]
+        optimizer.step()
+        grads.append({name: grad.clone() for name, grad in total.items()})
+    return losses, grads, masters
+
+
+def added(of_ranks: tuple[torch.Tensor, ...], inner: int) -> torch.Tensor:
+    """Add up inner ranks in their order, then the sums of outer ones."""
+    sums = [sum(of_ranks[first : first + inner]) for first in range(0, len(of_ranks), inner)]
+    return torch.as_tensor(sum(sums))
+
+
+def wrap(job: Job, weight_format: Any = "fp8_compute", **arguments: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    model = build(job)
+    if len(job.ranks) > 1:
+        arguments |= hybrid(3, job.outer_strategy)
+    return fully_shard(
+        model,
+        sgd(list(model.parameters())),
+        fsdp_unit_modules=list(CASE.unit_classes),
+        mixed_precision_policy=MixedPrecisionPolicy(FP32, FP32, weight_format=weight_format),
+        keep_fp8_transpose_cache=job.keeps,
+        calculate_per_token_loss=True,
+        **arguments,
+    )
+
+
+def train(job: Job) -> Result:
+    model, optimizer = wrap(job)
+    losses, grads = [], []
+    if job.compiles:
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+    for step in range(STEPS):
+        for microbatch in range(MICROBATCHES):
+            loss = CASE.loss(model, batch(step, microbatch, dist.get_rank(), job.num_ranks))
+            loss.backward()
+            losses.append(loss.detach())
+        grads.append({plain(n): p.grad.full_tensor().clone() for n, p in model.module.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, grads, {plain(n): p.full_tensor().clone() for n, p in model.module.named_parameters()}
+
+
+def plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+JOBS = [
+    Job((1,), keeps=True),
+    Job((2,)),
+    Job((2,), keeps=True, recomputes=True),
+    Job((2,), compiles=True),
+    Job((3,), FP32),
+    Job((2, 2)),
+    Job((2, 2), outer_strategy="optim"),
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_training_has_the_bits_of_one_process(run_ranks: RunRanks, job: Job) -> None:
+    losses, grads, masters = reference(job)
+    for rank, (own_losses, own_grads, own_masters) in enumerate(run_ranks(job.num_ranks, train, job)):
+        assert own_losses == losses[rank :: job.num_ranks]
+        for found, wanted in zip([*own_grads, own_masters], [*grads, masters], strict=True):
+            assert [n for n in found if not torch.equal(found[n], wanted[n])] == []
+
+
+def deterministic(num_ranks: int) -> list[torch.Tensor]:
+    """Train on four microbatches a step, whatever the ranks; return the weights."""
+    model, optimizer = wrap(Job((num_ranks,)), deterministic="world")
+    for step in range(STEPS):
+        for first in range(0, 4, num_ranks):
+            CASE.loss(model, batch(step, 0, first + dist.get_rank(), 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor() for param in model.parameters()]
+
+
+def test_deterministic_runs_have_the_same_bits_on_any_ranks(run_ranks: RunRanks) -> None:
+    wanted, *others = (run_ranks(num_ranks, deterministic, num_ranks)[0] for num_ranks in (1, 2, 4))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(wanted, other, strict=True))
+
+
+@on_ranks(2)
+def test_float8_products_of_the_device_differ_by_rounding_alone() -> None:
+    """Where torch multiplies float8 itself, which it does on CPUs, too: slowly, and adding up in float32."""
+    emulated, kinds, product = train(Job()), [], torch._scaled_mm
+
+    def multiply(left: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        kinds.append(left.dtype)
+        return product(left, *others, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "_scaled_mm", multiply)
+        patched.setattr(fp8_linear, "multiplies_float8", lambda _: True)
+        native = train(Job())
+    assert set(kinds) == {E4M3, E5M2}
+    torch.testing.assert_close(native, emulated, rtol=2**-5, atol=2**-6)
+
+
+@on_ranks(2)
+def test_activations_on_the_host_change_no_bits() -> None:
+    job = Job()
+    away, _ = wrap(job, homes={"activations": "host"})
+    here, _ = wrap(job)
+    for model in (away, here):
+        CASE.loss(model, batch(0, 0, dist.get_rank(), 2)).backward()
+    for mine, other in zip(away.parameters(), here.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), other.grad.to_local())
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """Linears that are called twice in a forward, so that backward wants them transposed twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False)
+        self.between: Any = None  # called between the backwards of the calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = self.second(self.first(x)).tanh()
+        if middle.requires_grad:
+            middle.register_hook(lambda _: self.between())
+        return self.second(self.first(middle))
+
+
+def transposed_bytes(keeps: bool) -> list[int]:
+    """Return the bytes of codes transposed in each unit's backward, after it all and after a step; then of codes."""
+    model = nn.Sequential(*(Twice() for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fully_shard(
+        model,
+        optimizer,
+        fsdp_unit_modules=[Twice],
+        mixed_precision_policy=MixedPrecisionPolicy(weight_format="fp8_compute"),
+        keep_fp8_transpose_cache=keeps,
+    )
+    weights = [param for group in model.parameter_groups() for param in group.full]
+    assert all(type(weight) is Fp8Weight for weight in weights)
+
+    def held() -> int:
+        return sum(each.held.transposed.nbytes for each in weights if each.held.transposed is not None)
+
+    found: list[int] = []
+    for module in model.module:
+        module.between = lambda: found.append(held())
+    model(torch.randn(4, 32)).sum().backward()
+    found.append(held())
+    optimizer.step()
+    gathered = sum(group.plan.gathered_bytes for group in model.parameter_groups())
+    return [*found, held(), gathered]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keeps", "in_units"),
+    [(2, True, [2, 4, 4, 4, 4, 0, 8]), (2, False, [0, 0, 0, 0, 0, 0, 8]), (1, True, [2, 4, 6, 8, 8, 0, 0])],
+)
+def test_transposed_codes_are_kept_while_weights_are_gathered(
+    run_ranks: RunRanks, ranks: int, keeps: bool, in_units: list[int]
+) -> None:
+    """Two units are gathered at a time where two ranks shard; what one rank holds is whole all the time."""
+    assert run_ranks(ranks, transposed_bytes, keeps) == [[each * 32 * 48 for each in in_units]] * ranks
+
+
+@on_ranks(2)
+def test_codes_are_sharded_gathered_and_described() -> None:
+    model, _ = wrap(Job())
+    before = model.traffic()
+    CASE.loss(model, batch(0, 0, 0, 1))
+    sent = model.traffic().since(before).gather_bytes
+    groups = [group for group in model.parameter_groups() if group.plan.stays_encoded]
+    assert sum(group.plan.layout.payload_numel for group in groups) == sum(
+        each.weight.numel() for each in build(Job()).modules() if isinstance(each, nn.Linear)
+    )
+    for group in groups:
+        assert group.plan.gathered_bytes == group.plan.layout.numel == 2 * group.weights.compute.local.nbytes
+        assert not any(weight.held.codes.data_ptr() % 16 for weight in group.full)  # else GPUs cannot multiply them
+    assert sent == sum(group.plan.sent_bytes // 2 for group in model.parameter_groups() if group.plan.needs_all_gather)
+    told = str(model.describe())
+    assert "gather fp8_compute" in told
+    assert "note: fp8_compute: 19 weights (first: head.weight) are multiplied in float64" in told
+
+
+def test_a_simulated_rank_takes_the_slots_of_codes() -> None:
+    slots = []
+    for form in ("fp8", "fp8_compute"):
+        policy = MixedPrecisionPolicy(weight_format=form)
+        with simulated_model(
+            lambda: nn.Sequential(*(nn.Linear(32, 64, bias=False) for _ in range(4))),
+            num_ranks=8,
+            fsdp_unit_modules=[nn.Linear],
+            mixed_precision_policy=policy,
+        ) as simulated:
+            for module in simulated.model.module:
+                module(torch.randn(4, 32)).sum().backward()
+            slots.append(simulated.model.describe().memory.slot_bytes)
+    assert slots == [32 * 64 * 4, 32 * 64]
+
+
+# ---- checkpoints, other uses, bad input ------------------------------------------------------------------------------
+
+
+def resumed(folder: Path, other: str | None) -> tuple[list[torch.Tensor], bool]:
+    """Train a step, save, and load into a model of a format; return both models' losses, and whether weights agree."""
+    model, optimizer = wrap(Job())
+    own = batch(0, 0, dist.get_rank(), 2)
+    CASE.loss(model, own).backward()
+    optimizer.step()
+    save_checkpoint(model, optimizer, folder, iteration=1)
+    again, optimizer = wrap(Job(), other)
+    load_checkpoint(again, optimizer, folder)
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    return [CASE.loss(each, own).detach() for each in (model, again)], all(
+        torch.equal(mine.full_tensor(), other.full_tensor()) for mine, other in pairs
+    )
+
+
+@pytest.mark.parametrize("other", ["fp8_compute", "mxfp8", None])
+def test_a_checkpoint_resumes_in_any_format(run_ranks: RunRanks, tmp_path: Path, other: str | None) -> None:
+    for losses, weights_agree in run_ranks(2, resumed, tmp_path, other):
+        assert weights_agree
+        assert torch.equal(*losses) is (other == "fp8_compute")
+
+
+@on_ranks(1)
+def test_whatever_is_no_linear_computes_with_decoded_weights() -> None:
+    model = nn.Linear(16, 32)
+    codes, scale = to_float8(model.weight.detach(), E4M3)
+    decoded = codes.float() * scale
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Any] = []
+    model.register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    model, _ = fully_shard(model, optimizer, mixed_precision_policy=MixedPrecisionPolicy(weight_format="fp8_compute"))
+    x = torch.randn(2, 4, 16)
+    exact = model(x)
+    (weight,) = seen
+    assert torch.equal(weight.square().sum(), decoded.square().sum())
+    assert torch.equal(torch.stack([weight, weight])[1], decoded)
+    torch.testing.assert_close(model(x[0, 0]), exact[0, 0], rtol=0.1, atol=0.1)  # an input has a scale of its own
+    assert model(x[:, :0]).shape == (2, 0, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(x)
+    assert rounded.dtype is BF16
+    torch.testing.assert_close(rounded.float(), exact, rtol=0.1, atol=0.1)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(x.double())
+
+
+class Scaled(nn.Linear):
+    """A linear with a class of its own."""
+
+
+def model_of_kinds() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {"words": nn.Embedding(5, 4), "plain": nn.Linear(4, 4), "own": Scaled(4, 4), "conv": nn.Conv1d(4, 4, 2)}
+    )
+
+
+def test_patterns_choose_what_computes_and_what_is_decoded() -> None:
+    asked = MixedPrecisionPolicy(weight_format={"conv.*": "nvfp4", "*": "fp8_compute"})
+    found = encoded_parameters(model_of_kinds(), asked, ShardingStrategy.optim_grads_params)
+    assert {name: (form.name, form.stays_encoded) for name, form in found.items()} == {
+        "plain.weight": ("fp8_compute", True),
+        "own.weight": ("fp8", False),
+        "conv.weight": ("nvfp4", False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "keeps", "words"),
+    [
+        ({"own.*": "fp8_compute"}, False, "has 'own.*', of whose parameters (own.weight, own.bias) none is the weight"),
+        ("fp8", True, "keep_fp8_transpose_cache=True has no effect, since no linear multiplies float8 weights"),
+        (None, True, "keep_fp8_transpose_cache=True has no effect"),
+    ],
+)
+def test_what_cannot_be_multiplied_is_refused_by_name(asked: Any, keeps: bool, words: str) -> None:
+    policy = MixedPrecisionPolicy(weight_format=asked)
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        encoded_parameters(model_of_kinds(), policy, ShardingStrategy.optim_grads_params, keeps_transposed=keeps)
+
+
+@on_ranks(2)
+def test_fields_of_a_configuration_let_linears_multiply() -> None:
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        fp8_param_gather=True,
+        keep_fp8_transpose_cache=True,
+        grad_reduce_in_fp32=True,
+    )
+    model = DistributedDataParallel(config, build(Job()), fsdp_unit_modules=list(CASE.unit_classes))
+    other, _ = wrap(Job(keeps=True))
+    own = batch(0, 0, dist.get_rank(), 2)
+    assert torch.equal(CASE.loss(model, own), CASE.loss(other, own))
+    assert "gather fp8_compute" in str(model.describe())
