@@ -184,10 +184,8 @@ def test_what_no_version_here_knows_is_warned_of_and_what_is_no_config_refused()
 
 def test_what_cannot_be_honoured_is_refused_in_a_foreign_config_too() -> None:
     index = FSDPDistributedIndex.__new__(FSDPDistributedIndex)
-    with pytest.raises(NotSupportedYetError, match=r"keep_fp8_transpose_cache=True \(default False\)"):
-        MegatronFSDP(
-            nn.Linear(2, 2), index, CoreConfig(nccl_ub=True, fp8_param_gather=True, keep_fp8_transpose_cache=True)
-        )
+    with pytest.raises(NotSupportedYetError, match=r"reuse_grad_buf_for_mxfp8_param_ag=True \(default False\)"):
+        MegatronFSDP(nn.Linear(2, 2), index, CoreConfig(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True))
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
