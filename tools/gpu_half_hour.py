@@ -1,8 +1,8 @@
-"""Check and measure the package on one GPU within forty minutes, in four parts of at most 9, 9, 8 and 9 minutes.
+"""Check and measure the package on one GPU within forty minutes, in four parts of at most 9 minutes each.
 
     python tools/gpu_half_hour.py --part 1 --out DIR     # right: parity, real streams, ranks that share the GPU
     python tools/gpu_half_hour.py --part 2 --out DIR     # fast: layers of an 8B model beside plain torch and FSDP2
-    python tools/gpu_half_hour.py --part 3 --out DIR     # open questions: graphs, fp8 products, registered memory
+    python tools/gpu_half_hour.py --part 3 --out DIR     # open questions: graphs, fp8, registered memory
     python tools/gpu_half_hour.py --part 4 --out DIR     # homes: full training of an 8B model beside resident runs
 
 It needs a checkout and a Python with torch, and neither pip nor network. Every section runs in a process of its own
@@ -40,7 +40,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-PART_S = {1: 540.0, 2: 540.0, 3: 480.0, 4: 540.0}
+PART_S = {1: 540.0, 2: 540.0, 3: 540.0, 4: 540.0}
 LEAST_S = 5.0
 """A section is not started for less."""
 
@@ -657,22 +657,35 @@ def kept_memory(session: Session) -> None:
 
 def compiled(session: Session) -> None:
     """Time layers that torch compiles, sharded under strategy 3, beside the same without."""
-    from megatron_fsdp import fully_shard
-
-    sizes = LLAMA_8B if session.is_gpu else REHEARSAL
     start_alone(session.device)
-    x = torch.randn(1, sizes.tokens[0], sizes.dim, device=session.device, dtype=torch.bfloat16)
     for compiles in (False, True):
-        session.free()
-        model = layers(sizes, session.device, torch.bfloat16)
-        for layer in model.children() if compiles else ():
-            layer.compile()
-        optimizer: Any = torch.optim.AdamW(model.parameters(), fused=session.is_gpu)
-        sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Layer])
-        step = stepping(sharded, optimizer, x)
-        for _ in range(3):
-            step()
-        session.note("compiled" if compiles else "eager", ms=measure(session, step, 5)[0])
+        session.note("compiled" if compiles else "eager", ms=_step_ms(session, None, compiles))
+
+
+def weight_formats(session: Session) -> None:
+    """Time layers whose weights are gathered in weight formats, and in one of which linears multiply them."""
+    start_alone(session.device)
+    for form in (None, "fp8", "mxfp8", "nvfp4", "fp8_compute"):
+        session.note(str(form), ms=_step_ms(session, form))
+
+
+def _step_ms(session: Session, weight_format: str | None, compiles: bool = False) -> float:
+    """Time a step of sharded layers, in milliseconds of the device."""
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    session.free()
+    sizes = LLAMA_8B if session.is_gpu else REHEARSAL
+    x = torch.randn(1, sizes.tokens[0], sizes.dim, device=session.device, dtype=torch.bfloat16)
+    model = layers(sizes, session.device, torch.bfloat16)
+    for layer in model.children() if compiles else ():
+        layer.compile()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=session.is_gpu)
+    policy = MixedPrecisionPolicy(weight_format=weight_format)
+    sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Layer], mixed_precision_policy=policy)
+    step = stepping(sharded, optimizer, x)
+    for _ in range(3):
+        step()
+    return measure(session, step, 5)[0]
 
 
 # ---- part 4: homes ---------------------------------------------------------------------------------------------------
@@ -794,7 +807,8 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section(products, 60),
         Section(registered_memory, 60),
         Section(kept_memory, 60),
-        Section(compiled, 150),
+        Section(compiled, 100),
+        Section(weight_formats, 110),
     ),
     4: (Section(machine, 30), Section(homes, 500)),
 }
