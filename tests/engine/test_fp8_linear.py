@@ -2,8 +2,10 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron_fsdp import (
     DistributedDataParallel,
@@ -289,6 +292,56 @@ def test_activations_on_the_host_change_no_bits() -> None:
         CASE.loss(model, batch(0, 0, dist.get_rank(), 2)).backward()
     for mine, other in zip(away.parameters(), here.parameters(), strict=True):
         assert torch.equal(mine.grad.to_local(), other.grad.to_local())
+
+
+def keep_products(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+    is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SAVING: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "hooks that copy": lambda module, x: saved_with(lambda saved: saved.clone(), module, x),
+    "hooks that round": lambda module, x: saved_with(lambda saved: saved.bfloat16().to(saved.dtype), module, x),
+    "selective checkpointing": lambda module, x: checkpoint(
+        module,
+        x,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, keep_products),
+    ),
+}
+
+
+def saved_with(pack: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        return module(x)
+
+
+class Saving(nn.Module):
+    """A linear, called as `way` of `SAVING` says, or as it is."""
+
+    def __init__(self, way: str | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+        self.call = (lambda module, x: module(x)) if way is None else SAVING[way]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.linear, x)
+
+
+@pytest.mark.parametrize("way", SAVING)
+@on_ranks(2)
+def test_whoever_saves_what_backward_needs_changes_no_bits(way: str) -> None:
+    found = []
+    for each in (None, way):
+        torch.manual_seed(0)
+        model = Saving(each)
+        policy = MixedPrecisionPolicy(weight_format="fp8_compute")
+        sharded, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mixed_precision_policy=policy)
+        x = torch.randn(4, 16).bfloat16().float().requires_grad_()  # nothing is lost where a hook rounds it
+        sharded(x).square().sum().backward()
+        found.append([x.grad, *(param.grad.to_local() for param in sharded.parameters())])
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine, other)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

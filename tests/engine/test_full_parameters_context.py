@@ -78,6 +78,26 @@ def test_the_main_weights_are_shown_or_their_compute_dtype() -> None:
         assert_equal_tensors(values(model.module), {name: value.bfloat16() for name, value in main.items()})
 
 
+@pytest.mark.parametrize("weight_format", ["fp8", "fp8_compute", "fp8_tile", "nvfp4"])
+@on_ranks(2)
+def test_what_compute_uses_is_shown_before_any_forward_and_after_a_change_in_place(weight_format: str) -> None:
+    policy = MixedPrecisionPolicy(weight_format=weight_format)
+    with fixed_seed(0):
+        model = fully_shard_model(nn.Sequential(nn.Linear(8, 40)), mesh(), mixed_precision_policy=policy)
+    for factor in (1, 100):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(factor)
+        main = weights(model)
+        with model.full_parameters_context(compute_dtype=True):
+            shown = values(model.module)
+        for name, value in main.items():
+            assert (shown[name] - value).abs().max() <= value.abs().max() / 6  # e2m1 rounds 5 to 4 or 6
+        model(torch.ones(2, 8))
+        with model.full_parameters_context(compute_dtype=True):
+            assert_equal_tensors(values(model.module), shown)
+
+
 @pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_one_unit_can_be_opened_and_the_model_be_run(strategy: int) -> None:

@@ -71,8 +71,8 @@ def scaled_product(
     """Multiply float8 codes (m, k) and (n, k), the latter transposed, and their scales; returns (m, n) of `dtype`."""
     if not emulates and left.numel():
         return torch._scaled_mm(left.contiguous(), right.t(), left_scale, right_scale, out_dtype=dtype)
-    total = left.double() @ right.double().t()
-    return total.mul_(left_scale.double() * right_scale.double()).to(dtype)
+    total = left.double() @ right.double().t()  # selective checkpointing may keep it, so nothing is done in place
+    return (total * (left_scale.double() * right_scale.double())).to(dtype)
 
 
 def emulation_note(groups: Iterable[ParameterGroup], device: torch.device) -> str:
@@ -176,9 +176,10 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         needs_input, needs_weight = ctx.needs_input_grad
+        # The weight is saved so that autograd notices when its memory is given away; hooks may return a decoded copy.
         ctx.save_for_backward(tensor if needs_weight else None, weight if needs_input else None)
-        ctx.shape = tensor.shape
-        output = weight.held.multiply(tensor.reshape(-1, tensor.shape[-1]), _E4M3, weight.held.codes)
+        ctx.shape, ctx.held = tensor.shape, weight.held
+        output = ctx.held.multiply(tensor.reshape(-1, tensor.shape[-1]), _E4M3, ctx.held.codes)
         return output.view(*tensor.shape[:-1], output.shape[1])
 
     @staticmethod
@@ -187,7 +188,7 @@ class _Fp8Linear(torch.autograd.Function):
         tensor, weight = ctx.saved_tensors
         rows, tensor_grad = grad.reshape(-1, grad.shape[-1]), None
         if weight is not None:
-            tensor_grad = weight.held.multiply(rows, _E5M2, weight.held.transpose()).view(ctx.shape)
+            tensor_grad = ctx.held.multiply(rows, _E5M2, ctx.held.transpose()).view(ctx.shape)
         return tensor_grad, None if tensor is None else rows.t().mm(tensor.reshape(-1, tensor.shape[-1]))
 
 

@@ -80,6 +80,8 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
             different values (nothing is written back then).
     """
     _check(engine, units, writeback, compute_dtype)
+    if compute_dtype:
+        engine.refresh_weights()  # weight formats round by the magnitudes of the weights as they were last installed
     with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
         copies: _Copies = {unit.index: [_copies_of(group, compute_dtype) for group in unit.groups] for unit in units}
     try:
