@@ -212,11 +212,7 @@ class _Relay:
 
 def submit_through(lane: Lane, launch: Launch, then: Lane, finish: Finish) -> Ticket:
     """Queue a collective on a lane, and the local work on its result on another one behind it."""
-
-    def work(_async_op: bool) -> None:
-        finish()
-
-    return _Relay(lane, launch, lambda: then.submit(work))
+    return submit_in_turn(lane, launch, lambda: then.submit(lambda _async_op: finish()))
 
 
 def submit_in_turn(lane: Lane, launch: Launch, go_on: Callable[[], Ticket]) -> Ticket:

@@ -233,6 +233,11 @@ class GroupPlan:
         return self.crossing_bytes if exchanges else 0
 
     @property
+    def exchanges_inner(self) -> bool:
+        """Whether gradients are reduced over the inner ranks by an exchange, which needs scratch."""
+        return self.requires_grad and self.needs_all_gather and self.axis.exchanges_pairwise
+
+    @property
     def bucket_bytes(self) -> int:
         """Bytes of the full gradients in the communication dtype; 0 for a frozen group."""
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0

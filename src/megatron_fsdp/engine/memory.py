@@ -351,7 +351,7 @@ def _block_sizes(
     """
     own = weights.units_in(WeightStorage.OWN)
     needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]
-    scratch = max(needed) if any(map(exchanges_inner, chain.from_iterable(units))) else 0
+    scratch = max(needed) if any(group.exchanges_inner for group in chain.from_iterable(units)) else 0
     crossing = max((crossing_offsets(unit)[1] for unit in units), default=0)
     return {
         Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],
@@ -362,11 +362,6 @@ def _block_sizes(
         Use.SCRATCH: [scratch] * max(1, buckets - 1),
         Use.CROSSING: [crossing] * OUTER_REDUCTIONS,
     }
-
-
-def exchanges_inner(group: GroupPlan) -> bool:
-    """Return whether a group is reduced over the inner ranks by an exchange, which needs scratch."""
-    return group.requires_grad and group.needs_all_gather and group.axis.exchanges_pairwise
 
 
 def crossing_offsets(unit: GroupPlans) -> tuple[tuple[int, ...], int]:

@@ -16,7 +16,7 @@ import torch
 
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.memory import CommunicationPool, exchanges_inner, pack_bytes
+from megatron_fsdp.engine.memory import CommunicationPool, pack_bytes
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
 from megatron_fsdp.plan.machine import Machine
@@ -202,7 +202,7 @@ class _Unit:
         self.index, self.label, self._passing = index, unit.name, passing
         self.group_plans: Sequence[GroupPlan] = unit.groups
         trained = [group for group in unit.groups if group.requires_grad]
-        exchanged = [group for group in trained if exchanges_inner(group)]
+        exchanged = [group for group in trained if group.exchanges_inner]
         crossing = [group for group in trained if group.crossing_bytes]
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
         self._sent_bytes = {axis: [_sent_bytes(group, axis) for group in unit.groups] for axis in (INNER, OUTER)}
