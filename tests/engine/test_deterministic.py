@@ -294,6 +294,18 @@ def test_the_norm_does_not_depend_on_cuts(values: list[float], cuts: list[int]) 
     assert norm.item() == pytest.approx(float(torch.tensor(exact)), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_norm_of_many_blocks_is_that_of_one_sum(dtype: torch.dtype) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    whole = torch.randn(100_001, generator=numbers, dtype=torch.float64)
+    whole = (whole * 10 ** torch.randint(-12, 3, whole.shape, generator=numbers)).to(dtype)
+    norm = exact_norm({(): [whole]}, CPU)
+    for cuts in ([1], [4096, 40_000], list(range(0, 100_000, 777))):
+        assert torch.equal(exact_norm({(): list(whole.tensor_split(cuts))}, CPU), norm)
+    expected = math.sqrt(math.fsum(value * value for value in whole.tolist()))
+    assert norm.item() == pytest.approx(expected, rel=1e-12 if dtype is torch.float64 else 1e-7)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_norm_that_is_not_finite_says_so(bad: float) -> None:
     norm = exact_norm({(): [torch.tensor([1.0, bad])]}, CPU).item()

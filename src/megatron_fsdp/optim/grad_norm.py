@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import has_values
@@ -142,11 +143,12 @@ def _over_ranks(powers: dict[ProcessGroups, torch.Tensor], is_max: bool) -> list
 
 
 # A float sum depends on its order, and where shards end decides the order. A sum of integers does not: squares are
-# cut into two digits of 28 bits below the largest square, and each digit is summed exactly. What lies below the last
-# digit, 2**-56 of the largest square, is cut off.
+# rounded to 2**-50 of a power of four above the largest one, and added as integers. The last 52 bits of the float64
+# 2**52 + n are the integer n, and the others are the same for all of them: added 2**12 times in an int64 they vanish.
 
-_DIGITS, _DIGIT_BITS = 2, 28  # sums of 2**35 digits fit into int64
-_SQUARED_AT_ONCE = 1 << 15  # in float64 a quarter MiB, which stays in the cache and is not mapped anew each time
+_BITS = 50  # of a square
+_ROW = 1 << 12  # squares that are added in one int64
+_LOW_BITS = 31  # sums of rows are added in two parts: up to 2**31 rows fit
 
 
 def exact_norm(pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.device) -> torch.Tensor:
@@ -155,27 +157,39 @@ def exact_norm(pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.de
     if not pieces:
         return largest
     exponent = torch.frexp(largest.nan_to_num(nan=1.0, posinf=1.0)).exponent
-    digits = {groups: torch.zeros(_DIGITS, dtype=torch.int64, device=device) for groups in pieces}
-    for groups, tensors in pieces.items():
-        for tensor in tensors:
-            for block in tensor.detach().reshape(-1).split(_SQUARED_AT_ONCE):
-                digits[groups] += _digits_of_squares(block.to(device), exponent)
-    total = torch.stack(_over_ranks(digits, is_max=False)).sum(0)
-    places = torch.arange(1, _DIGITS + 1, device=device) * -_DIGIT_BITS
-    norm = torch.ldexp(torch.ldexp(total.double(), places).sum().sqrt(), exponent).to(largest.dtype)
+    exponent = exponent.clamp(min=-900)  # else the scale of the smallest float64 would be infinite
+    scale = torch.ldexp(torch.ones((), dtype=torch.float64, device=device), _BITS // 2 - exponent)
+    sums = {groups: _sum_of_squares(tensors, scale) for groups, tensors in pieces.items()}
+    high, low = torch.stack(_over_ranks(sums, is_max=False)).sum(0).double()
+    norm = ((high * 2.0**_LOW_BITS + low).sqrt() / scale).to(largest.dtype)
     return torch.where(largest.isfinite(), norm, largest)
 
 
-def _digits_of_squares(values: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """Sum each digit of the squares of `values` / 2**exponent, which are below 1, in base 2**28; (2,) int64."""
-    scale = torch.ldexp(torch.ones((), dtype=torch.float64, device=values.device), _DIGIT_BITS // 2 - exponent)
-    rest = (values.double() * scale).square_()  # the first digit before the point
-    sums = []
-    for _ in range(_DIGITS):
-        digit = rest.floor()
-        sums.append(digit.sum())  # exact: below 2**43, and float64 has 53 bits
-        rest = rest.sub_(digit).mul_(2.0**_DIGIT_BITS)
-    return torch.stack(sums).to(torch.int64)
+def _sum_of_squares(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+    """Add the rounded squares of all elements times `scale`, each below 2**50; (2,) int64: high and low bits."""
+    rows = [torch.zeros(1, dtype=torch.int64, device=scale.device)]
+    for block in _blocks(tensors, scale.device):
+        whole_rows = F.pad(block, (0, -block.numel() % _ROW)) if block.numel() % _ROW else block
+        squares = whole_rows.to(torch.float64, copy=True).mul_(scale).square_().add_(2.0**52)
+        rows.append(squares.view(torch.int64).view(-1, _ROW).sum(1))
+    sums = torch.cat(rows)
+    return torch.stack([(sums >> _LOW_BITS).sum(), (sums & ((1 << _LOW_BITS) - 1)).sum()])
+
+
+def _blocks(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield all elements in blocks (n,): large tensors are split and small ones joined, so that few kernels run."""
+    limit = 1 << 15 if device.type == "cpu" else 1 << 24  # in float64 a quarter MiB, which stays in a CPU's cache
+    joined: list[torch.Tensor] = []
+    numel = 0
+    for tensor in tensors:
+        for block in tensor.detach().reshape(-1).split(limit):
+            if numel + block.numel() > limit:
+                yield joined[0] if len(joined) == 1 else torch.cat(joined)
+                joined, numel = [], 0
+            joined.append(block.to(device))
+            numel += block.numel()
+    if joined:
+        yield torch.cat(joined)
 
 
 def largest_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
