@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -153,13 +154,14 @@ _LOW_BITS = 31  # sums of rows are added in two parts: up to 2**31 rows fit
 
 def exact_norm(pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.device) -> torch.Tensor:
     """Compute the 2-norm of everything, the same bits however the elements are cut into pieces."""
-    largest = _total_norm(pieces, math.inf, device)
+    runs = {groups: _runs(tensors) for groups, tensors in pieces.items()}
+    largest = _total_norm(runs, math.inf, device)
     if not pieces:
         return largest
     exponent = torch.frexp(largest.nan_to_num(nan=1.0, posinf=1.0)).exponent
     exponent = exponent.clamp(min=-900)  # else the scale of the smallest float64 would be infinite
     scale = torch.ldexp(torch.ones((), dtype=torch.float64, device=device), _BITS // 2 - exponent)
-    sums = {groups: _sum_of_squares(tensors, scale) for groups, tensors in pieces.items()}
+    sums = {groups: _sum_of_squares(tensors, scale) for groups, tensors in runs.items()}
     high, low = torch.stack(_over_ranks(sums, is_max=False)).sum(0).double()
     norm = ((high * 2.0**_LOW_BITS + low).sqrt() / scale).to(largest.dtype)
     return torch.where(largest.isfinite(), norm, largest)
@@ -168,28 +170,26 @@ def exact_norm(pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.de
 def _sum_of_squares(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
     """Add the rounded squares of all elements times `scale`, each below 2**50; (2,) int64: high and low bits."""
     rows = [torch.zeros(1, dtype=torch.int64, device=scale.device)]
-    for block in _blocks(tensors, scale.device):
+    at_once = 1 << 15 if scale.is_cpu else 1 << 24  # in float64 a quarter MiB, which stays in a CPU's cache
+    for block in itertools.chain.from_iterable(tensor.split(at_once) for tensor in tensors):
         whole_rows = F.pad(block, (0, -block.numel() % _ROW)) if block.numel() % _ROW else block
-        squares = whole_rows.to(torch.float64, copy=True).mul_(scale).square_().add_(2.0**52)
+        squares = whole_rows.to(scale.device, torch.float64, copy=True).mul_(scale).square_().add_(2.0**52)
         rows.append(squares.view(torch.int64).view(-1, _ROW).sum(1))
     sums = torch.cat(rows)
     return torch.stack([(sums >> _LOW_BITS).sum(), (sums & ((1 << _LOW_BITS) - 1)).sum()])
 
 
-def _blocks(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield all elements in blocks (n,): large tensors are split and small ones joined, so that few kernels run."""
-    limit = 1 << 15 if device.type == "cpu" else 1 << 24  # in float64 a quarter MiB, which stays in a CPU's cache
-    joined: list[torch.Tensor] = []
-    numel = 0
-    for tensor in tensors:
-        for block in tensor.detach().reshape(-1).split(limit):
-            if numel + block.numel() > limit:
-                yield joined[0] if len(joined) == 1 else torch.cat(joined)
-                joined, numel = [], 0
-            joined.append(block.to(device))
-            numel += block.numel()
-    if joined:
-        yield torch.cat(joined)
+def _runs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Join tensors that lie one behind the other in memory, as the gradients of a group do; views (n,)."""
+    runs: list[tuple[torch.Tensor, int]] = []  # the first tensor of each, and the elements of all
+    for tensor in sorted((each.detach().reshape(-1) for each in tensors), key=torch.Tensor.data_ptr):
+        first, numel = runs[-1] if runs else (tensor, -1)
+        is_next = tensor.data_ptr() == first.data_ptr() + numel * first.itemsize and tensor.dtype is first.dtype
+        if is_next and tensor.untyped_storage()._cdata == first.untyped_storage()._cdata:
+            runs[-1] = first, numel + tensor.numel()
+        elif tensor.numel():
+            runs.append((tensor, tensor.numel()))
+    return [first.as_strided((numel,), (1,)) for first, numel in runs]
 
 
 def largest_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
