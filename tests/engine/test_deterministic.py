@@ -316,6 +316,10 @@ def test_the_norm_of_zeros_is_zero() -> None:
     assert exact_norm({(): [torch.zeros(3), torch.zeros(0)]}, CPU).item() == 0.0
 
 
+def test_the_norm_has_the_dtype_that_ranks_without_elements_know() -> None:
+    assert exact_norm({(): [torch.zeros(0, dtype=torch.float64)]}, CPU).dtype is torch.float64
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 

@@ -171,7 +171,7 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> tor
     """Add the rounded squares of all elements times `scale`, each below 2**50; (2,) int64: high and low bits."""
     rows = [torch.zeros(1, dtype=torch.int64, device=scale.device)]
     at_once = 1 << 15 if scale.is_cpu else 1 << 24  # in float64 a quarter MiB, which stays in a CPU's cache
-    for block in itertools.chain.from_iterable(tensor.split(at_once) for tensor in tensors):
+    for block in itertools.chain.from_iterable(tensor.split(at_once) for tensor in tensors if tensor.numel()):
         whole_rows = F.pad(block, (0, -block.numel() % _ROW)) if block.numel() % _ROW else block
         squares = whole_rows.to(scale.device, torch.float64, copy=True).mul_(scale).square_().add_(2.0**52)
         rows.append(squares.view(torch.int64).view(-1, _ROW).sum(1))
@@ -180,14 +180,17 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> tor
 
 
 def _runs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Join tensors that lie one behind the other in memory, as the gradients of a group do; views (n,)."""
+    """Join tensors that lie one behind the other in memory, as the gradients of a group do; views (n,).
+
+    Empty ones stay, as their dtype decides that of the norm on all ranks; they come first.
+    """
     runs: list[tuple[torch.Tensor, int]] = []  # the first tensor of each, and the elements of all
     for tensor in sorted((each.detach().reshape(-1) for each in tensors), key=torch.Tensor.data_ptr):
         first, numel = runs[-1] if runs else (tensor, -1)
         is_next = tensor.data_ptr() == first.data_ptr() + numel * first.itemsize and tensor.dtype is first.dtype
         if is_next and tensor.untyped_storage()._cdata == first.untyped_storage()._cdata:
             runs[-1] = first, numel + tensor.numel()
-        elif tensor.numel():
+        else:
             runs.append((tensor, tensor.numel()))
     return [first.as_strided((numel,), (1,)) for first, numel in runs]
 
