@@ -29,6 +29,7 @@ from megatron_fsdp.automodel.meshes import (
     set_up_ranks,
 )
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
+from megatron_fsdp.config.arguments import same_names
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
@@ -251,22 +252,6 @@ class FSDP2Manager:
                 _chain_prefetches(units, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
 
-_SAME_NAME = (
-    "zero_dp_strategy",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "average_in_collective",
-    "disable_bucketing",
-    "calculate_per_token_loss",
-    "keep_fp8_transpose_cache",
-    "nccl_ub",
-    "fsdp_double_buffer",
-    "deterministic",
-    "homes",
-)
-"""Fields that `fully_shard_model` takes by the same name."""
-
-
 class MegatronFSDPManager:
     """Makes models parallel as a `MegatronFSDPConfig` says.
 
@@ -344,7 +329,12 @@ class MegatronFSDPManager:
             grad_comm_dtype=None,
             weight_format=config.weight_format,
         )
+        translated = ("grad_reduce_in_fp32", "preserve_fp32_weights", "check_for_nan_in_grad")
+        same = {
+            key: value for key, value in same_names(fully_shard_model, vars(config)).items() if key not in translated
+        }
         return {
+            **same,
             "device_mesh": self.device_mesh,
             "dp_shard_dim": get_megatron_dp_axis(self.device_mesh),
             "tp_dim": "tp",
@@ -352,7 +342,6 @@ class MegatronFSDPManager:
             "init_model_with_meta_device": config.init_fsdp_with_meta_device,
             "mixed_precision_policy": policy,
             "report_nan_in_param_grad": config.check_for_nan_in_grad,
-            **{name: getattr(config, name) for name in _SAME_NAME},
         }
 
 
