@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
+from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -257,7 +258,7 @@ def norm_of_parameters(parts: nn.Module | Pipeline) -> float:
         return torch.tensor(model.parameter_statistics().total.norm)
 
     pp_mesh = parts.pp_mesh if isinstance(parts, Pipeline) else None
-    local = _total_norm(gather_gradients(parts), 2.0, pp_mesh, lambda param: _local(param.detach()), of_model)
+    local = _total_norm(gather_gradients(parts), 2.0, pp_mesh, lambda param: local_part(param.detach()), of_model)
     return float(local)
 
 
@@ -290,7 +291,7 @@ class FoundGradients:
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in (*self.parameters, *self.copies):
             if param.grad is not None:
-                local = _local(param.grad)
+                local = local_part(param.grad)
                 alike.setdefault((local.device, local.dtype), []).append(local)
         for (device, _), tensors in alike.items():
             torch._foreach_mul_(tensors, factor.to(device))
@@ -387,8 +388,4 @@ def _reduced(grad: Tensor) -> Tensor:
         grad = grad.redistribute(
             placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
         )
-    return _local(grad)
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
+    return local_part(grad)
