@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from megatron_fsdp.automodel import AutoModelForCausalLM
-from megatron_fsdp.automodel.auto_model import facts_of, canonical_text
+from megatron_fsdp.automodel.auto_model import canonical_text, facts_of
 from tests.automodel.training import (
     STRATEGIES,
     assert_trained_alike,

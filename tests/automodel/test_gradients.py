@@ -1,7 +1,7 @@
 """Accumulation, losses per token and clipping over any sharding equal one process."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
