@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from megatron_fsdp.automodel import AutoModelForCausalLM
-from megatron_fsdp.automodel.auto_model import canonical_facts, canonical_text
+from megatron_fsdp.automodel.auto_model import canonical_text, facts_of
 from tests.automodel.training import (
     STRATEGIES,
     assert_trained_alike,
@@ -166,7 +166,7 @@ def test_other_values_have_another_text() -> None:
 
 
 def test_fields_of_dataclasses_are_facts_of_their_own() -> None:
-    assert canonical_facts({"config": Config(inner=Inner(names=BACK)), "size": 2}) == {
+    assert facts_of({"config": Config(inner=Inner(names=BACK)), "size": 2}) == {
         "config": "Config",
         "config.rank": "8",
         "config.inner": "Inner",

@@ -21,7 +21,6 @@ from megatron_fsdp.automodel.context_parallel import (
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.test_expert_parallel import Sent
-from tests.automodel.training import reference
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import batch_of, build, label_count
@@ -45,11 +44,6 @@ def test_joining_undoes_cutting(ranks: int, length: int) -> None:
     assert torch.equal(layout.join(parts, 1), whole)
     for rank, part in enumerate(parts):
         assert torch.equal(part, whole[:, layout.positions_of(rank, length // ranks)])
-
-
-def test_balanced_ranks_have_the_same_number_of_pairs_of_tokens() -> None:
-    layout = SequenceLayout(4)
-    assert len({int((layout.positions_of(rank, 8) + 1).sum()) for rank in range(4)}) == 1
 
 
 @pytest.mark.parametrize(("length", "arithmetic"), [(20, "2 * 4 = 8 equal pieces"), (0, "pad them to 8 tokens")])
@@ -328,16 +322,3 @@ def test_models_whose_tokens_meet_elsewhere_are_refused(run_ranks: RunRanks) -> 
         "windows": "has sliding windows, but its attention is not given them",
     }
     assert {name: part for name, part in parts.items() if part not in told[name]} == {}
-
-
-@on_ranks(2)
-def test_a_model_can_be_switched_on_the_meta_device() -> None:
-    mesh = mesh_of((2,), ("cp",))
-    source = build("llama")
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(copy.deepcopy(source.config)).train()
-    enable_context_parallel(model, mesh)
-    model.to_empty(device="cpu")
-    model.load_state_dict(source.state_dict())
-    model.model.rotary_emb = source.model.rotary_emb
-    torch.testing.assert_close(logits_of(model, mesh), reference("llama", steps=1).logits[0], rtol=1e-4, atol=1e-5)

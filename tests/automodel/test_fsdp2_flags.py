@@ -165,7 +165,7 @@ def test_prefetching_gathers_as_many_layers_ahead_as_asked_in_each_direction() -
             assert ahead(model, "forward") == forward, fields
             assert ahead(model, "backward") == backward, fields
             assert gathered_in_forward(model) == [[index, *forward[index]] for index in range(4)], fields
-            assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
+        assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
 
 
 def dtypes(config: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Accumulation, losses per token and clipping over any sharding equal one process."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from megatron_fsdp.automodel import accumulation_context
 from megatron_fsdp.automodel.gradients import (
     clip_grad_norm_,
     count_label_tokens,
-    scale_grads_and_clip_grad_norm,
     scale_per_token_loss,
 )
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
@@ -86,41 +85,25 @@ def weighted_loss(model: nn.Module, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("per_token", [False, True])
 @on_ranks(2)
 def test_every_token_weighs_the_same_on_ranks_with_different_numbers(per_token: bool) -> None:
-    """Ranks have 2 and 6 tokens; gradients are those of the mean over 8, scaled before backward or after."""
+    """Ranks have 2 and 6 tokens; gradients are those of the mean over 8."""
     mesh, inputs = all_ranks(), make_inputs()
     mine = inputs[:2] if dist.get_rank() == 0 else inputs[2:]
     reference = make_model()
     (weighted_loss(reference, inputs) / SAMPLES).backward()
     gradients = gradients_of(reference)
     norm = nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
-    clipped = gradients_of(reference)
     rescale: dict[str, Any] = {"gradients_are_summed": True} if per_token else {"dp_group_size": 2}
-    for before in (True, False):
-        model = shard_by_engine(make_model(), mesh, calculate_per_token_loss=True) if per_token else fsdp2()
-        loss = weighted_loss(model, mine)
-        if before:
-            scale_per_token_loss(loss, SAMPLES, **rescale).backward()
-            assert_equal_tensors(gradients_of(model), gradients, rtol=1e-4, atol=1e-6)
-            found = scale_grads_and_clip_grad_norm([model], MAX_NORM)
-        else:
-            loss.backward()
-            found = scale_grads_and_clip_grad_norm([model], MAX_NORM, num_label_tokens=SAMPLES, **rescale)
-        torch.testing.assert_close(found, norm, rtol=1e-5, atol=0.0)
-        assert_equal_tensors(gradients_of(model), clipped, rtol=1e-4, atol=1e-7)
+    model = shard_by_engine(make_model(), mesh, calculate_per_token_loss=True) if per_token else fsdp2()
+    scale_per_token_loss(weighted_loss(model, mine), SAMPLES, **rescale).backward()
+    assert_equal_tensors(gradients_of(model), gradients, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(clip_grad_norm_([model], MAX_NORM), norm, rtol=1e-5, atol=0.0)
+    assert_equal_tensors(gradients_of(model), gradients_of(reference), rtol=1e-4, atol=1e-7)
 
 
 def test_factors_without_effect_or_meaning_are_refused() -> None:
-    loss, param = torch.ones(()), nn.Parameter(torch.ones(2))
-    refused: list[Callable[[], Any]] = [
-        lambda: scale_per_token_loss(loss, 0, dp_group_size=2),
-        lambda: scale_per_token_loss(loss, 3),
-        lambda: scale_per_token_loss(loss, 3, dp_group_size=2, gradients_are_summed=True),
-        lambda: scale_grads_and_clip_grad_norm([param], 1.0, dp_group_size=2),
-        lambda: scale_grads_and_clip_grad_norm([param], 1.0, gradients_are_summed=True),
-    ]
-    for call in refused:
+    for count, sizes in ((0, {"dp_group_size": 2}), (3, {}), (3, {"dp_group_size": 2, "gradients_are_summed": True})):
         with pytest.raises(ConfigurationError):
-            call()
+            scale_per_token_loss(torch.ones(()), count, **sizes)  # type: ignore[arg-type]
 
 
 def accumulate(model: nn.Module, microbatches: int, rows: int, seed: int, **options: Any) -> tuple[float, list[int]]:
@@ -271,19 +254,18 @@ def plain(params: list[nn.Parameter]) -> list[nn.Parameter]:
 @on_ranks(4)
 def test_tensors_on_several_meshes_are_measured_as_one_vector() -> None:
     for norm_type in NORM_TYPES:
-        for foreach in (None, False):
-            params = params_on_many_meshes()
-            copies = plain(params)
-            expected = nn.utils.clip_grad_norm_(copies, 0.5, norm_type)
-            with OpCounts() as counts:
-                norm = clip_grad_norm_([*params, params[0]], 0.5, norm_type, foreach=foreach)  # one is given twice
-            # Each mesh dimension is crossed once for all parameters: all ranks, ep_shard, ep.
-            assert [name for _, name, _ in counts.sent] == [ALL_REDUCE] * 3
-            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0.0)
-            for param, copy in zip(params, copies, strict=True):
-                if copy.grad is not None:
-                    assert param.grad is not None
-                    torch.testing.assert_close(whole(param.grad), copy.grad, rtol=1e-5, atol=1e-8)
+        params = params_on_many_meshes()
+        copies = plain(params)
+        expected = nn.utils.clip_grad_norm_(copies, 0.5, norm_type)
+        with OpCounts() as counts:
+            norm = clip_grad_norm_([*params, params[0]], 0.5, norm_type)  # one is given twice
+        # Each mesh dimension is crossed once for all parameters: all ranks, ep_shard, ep.
+        assert [name for _, name, _ in counts.sent] == [ALL_REDUCE] * 3
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0.0)
+        for param, copy in zip(params, copies, strict=True):
+            if copy.grad is not None:
+                assert param.grad is not None
+                torch.testing.assert_close(whole(param.grad), copy.grad, rtol=1e-5, atol=1e-8)
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------

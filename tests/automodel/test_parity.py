@@ -150,7 +150,13 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
         for kind in ("qwen3", "gemma3", "qwen3_moe", "llama_gqa", "olmo2")
     },
     "tensors-uneven": (2, tensors("llama", vocab_size=97)),
-    "tensors-uneven-sharded": (4, tensors("llama_tied", 2, ("fsdp2", ENGINE), vocab_size=97)),
+    "tensors-uneven-sharded": (
+        4,
+        [
+            Case("llama_tied", {"tp_size": 2}, name, {"sequence_parallel": splits}, {**TWO_LAYERS, "vocab_size": 97})
+            for name, splits in (("fsdp2", True), (ENGINE, False))
+        ],
+    ),
     **{f"experts-{kind}": (2, [experts(kind)]) for kind in MIXTURES},
     **{f"experts-{kind}-4": (4, [experts(kind, 4), experts(kind, 2)]) for kind in MIXTURES},
     "experts-edges": (2, EDGES_OF_EXPERTS),
@@ -174,9 +180,7 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
         [
             stages("qwen3_moe", microbatch_size=2),
             stages("gemma3"),  # tied
-            stages("llama", "gpipe", 4),
             stages("gemma3", "interleaved1f1b", changes=UNTIED),
-            stages("llama", "loopedbfs"),
         ],
     ),
     "stages-families": (
@@ -248,8 +252,7 @@ def load_train_and_save(case: Case, folder: str) -> None:
     options = {"distributed_config": strategy(case.name, **case.fields), "pipeline_config": case.pipeline}
     with groups_destroyed():
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/in", dtype="float32", **options, **case.sizes)
-        expected = case.expected()
-        assert_trained_alike(train(model), expected)
+        assert_trained_alike(train(model, steps=1), case.expected())
         model.save_pretrained(f"{folder}/out", max_shard_size="20KB")
         again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/out", dtype="float32")
         assert_equal_tensors(dict(again.named_parameters()), parameters_of(model))

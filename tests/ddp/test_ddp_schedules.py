@@ -1,4 +1,4 @@
-"""Megatron's own training schedule, experts, tensor parallelism, torch's DDP, checkpoints across wrappers."""
+"""Megatron's own training schedule, experts, tensor parallelism, checkpoints across wrappers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from tests.conftest import RunRanks
 from tests.parallel.test_expert_parallel import EXPERTS, TOP2
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.models import DENSE, MODEL_CASES, ModelCase
-from tests.support.on_ranks import assert_equal_tensors, engine_of, fixed_seed, on_ranks
-from tests.support.sharded_run import DdpSetting, Run, Scenario, check_jobs, ddp, defer_two_of_three, sgd
+from tests.support.on_ranks import assert_equal_tensors, engine_of, on_ranks
+from tests.support.sharded_run import DdpSetting, Run, Scenario, check_jobs, ddp, defer_two_of_three
 from tests.support.usage_models import READING
 
 SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
@@ -161,46 +161,6 @@ def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks() -> None
     run = Run(Scenario(defer_two_of_three, DENSE), setting)
     found = sum(unit.is_trainable for unit in engine_of(run.sharded).units)
     assert found in (3, 4)
-
-
-# ---- torch's own -----------------------------------------------------------------------------------------------------
-
-
-def beside_torch(name: str, settings: tuple[DdpSetting, ...]) -> None:
-    """Three steps with torch's DDP and with each setting: gradients and weights agree."""
-    case = MODEL_CASES[name]  # type: ignore[index]
-    scenario = Scenario(defer_two_of_three, case, sgd)
-    with fixed_seed(0):
-        theirs = nn.parallel.DistributedDataParallel(case.build(), find_unused_parameters=name == "unused")
-    optimizer = sgd(theirs)
-    runs = [Run(scenario, setting) for setting in settings]
-    for step in range(3):
-        case.loss(theirs, runs[0].batch(step)).backward()
-        for run in runs:
-            case.loss(run.model, run.batch(step)).backward()
-            expected = {name: p.grad for name, p in theirs.module.named_parameters() if p.requires_grad}
-            _assert_close(run.sharded.full_gradients(), expected)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-        optimizer.step()
-        optimizer.zero_grad()
-        for run in runs:
-            _assert_close(run.sharded.full_parameters(), dict(theirs.module.named_parameters()))
-
-
-def _assert_close(found: Any, expected: dict[str, Tensor | None]) -> None:
-    assert {name for name, value in found.items() if value is None} == {n for n, v in expected.items() if v is None}
-    got = {name: value for name, value in found.items() if value is not None}
-    want = {name: value for name, value in expected.items() if value is not None}
-    assert_equal_tensors(got, want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", ["tied", "partly_frozen", "scalars", "unused"])
-def test_torchs_ddp_computes_the_same(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
-    settings = tuple(ddp(connects=number % 2 == 0, **fields) for number, fields in enumerate(SETTINGS))
-    run_ranks(num_ranks, beside_torch, name, settings)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

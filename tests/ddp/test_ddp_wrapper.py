@@ -79,12 +79,7 @@ SHARDS: Fields = {"use_distributed_optimizer": True, "overlap_param_gather": Tru
     ("first", "others"),
     [
         ({"bucket_size": 50}, {"bucket_size": 60}),
-        ({"bucket_size": 60, "overlap_grad_reduce": True}, {"bucket_size": 60}),
         ({"use_distributed_optimizer": True}, {}),
-        ({**SHARDS, "align_param_gather": True}, SHARDS),
-        ({"gradient_reduce_div_fusion": False}, {}),
-        ({"pad_buckets_for_high_nccl_busbw": True}, {}),
-        ({"grad_reduce_in_fp32": True}, {}),
         (SHARDS, {**SHARDS, "num_distributed_optimizer_instances": 2}),
         (SHARDS, {**SHARDS, "fp8_param_gather": True}),
     ],

@@ -169,25 +169,22 @@ def test_bucketing_disabled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "strategy", "outer", "uses_units"),
+    ("fields", "strategy", "outer"),
     [
-        ({}, 0, 0, False),
-        (SHARDS, 1, 0, False),
-        ({**SHARDS, "num_distributed_optimizer_instances": 2}, 1, 0, False),
-        ({"use_megatron_fsdp": True}, 0, 0, True),
-        (UNITS, 3, 0, True),
-        ({"use_megatron_fsdp": True, "data_parallel_sharding_strategy": 2}, 2, 0, True),
-        ({**UNITS, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}, 3, 1, True),
+        ({}, 0, 0),
+        ({**SHARDS, "num_distributed_optimizer_instances": 2}, 1, 0),
+        ({"use_megatron_fsdp": True}, 0, 0),
+        ({"use_megatron_fsdp": True, "data_parallel_sharding_strategy": 2}, 2, 0),
+        ({**UNITS, "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}, 3, 1),
     ],
 )
-def test_the_strategy(fields: Fields, strategy: int, outer: int, uses_units: bool) -> None:
+def test_the_strategy(fields: Fields, strategy: int, outer: int) -> None:
     found = resolve(**fields)
-    assert (found.strategy, found.outer_strategy, found.uses_units) == (strategy, outer, uses_units)
-    assert found.num_instances == fields.get("num_distributed_optimizer_instances", 1)
+    assert (found.strategy, found.outer_strategy) == (strategy, outer)
     assert found.engine_config.data_parallel_sharding_strategy == ShardingStrategy(strategy).name
 
 
-def test_when_weights_are_gathered_and_padding() -> None:
+def test_when_weights_are_gathered() -> None:
     assert resolve(**SHARDS).gather_mode is GatherMode.AT_ONCE
     overlapped = {**SHARDS, "overlap_param_gather": True}
     assert resolve(**overlapped).gather_mode is GatherMode.IN_TURN
@@ -237,9 +234,5 @@ def test_any_configuration_is_resolved_or_refused_and_never_written_to(config: D
         assert len(str(error)) > 30  # noqa: PT017
     else:
         assert found.engine_config is not config
-        assert found.num_instances * (4 // found.num_instances) == 4
         assert found.bucket_numel is None or found.bucket_numel >= 1
-        assert found.uses_units == config.use_megatron_fsdp
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            found.num_instances = 5  # type: ignore[misc]
     assert dataclasses.asdict(config) == before

@@ -30,7 +30,6 @@ from megatron_fsdp.automodel.gradients import (
     clip_grad_norm_,
     connect_optimizer,
     count_label_tokens,
-    scale_grads_and_clip_grad_norm,
     scale_per_token_loss,
 )
 from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
@@ -63,7 +62,6 @@ __all__ = [
     "load_distributed_config",
     "parse_distributed_section",
     "resolve_sizes",
-    "scale_grads_and_clip_grad_norm",
     "scale_per_token_loss",
     "shard_batch",
     "unshard_sequence",

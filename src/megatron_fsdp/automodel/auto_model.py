@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.automodel.adapters import add_adapters, fill_adapters, without_copies
 from megatron_fsdp.automodel.config import (
+    SIZE_NAMES,
     DDPConfig,
     DistributedConfig,
     FSDP2Config,
     MegatronFSDPConfig,
-    ParallelismSizes,
     check_config,
     resolve_sizes,
 )
@@ -34,7 +34,7 @@ from megatron_fsdp.automodel.config_yaml import DistributedSetup
 from megatron_fsdp.automodel.gradients import reshard_units
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
 from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
-from megatron_fsdp.automodel.meshes import MeshContext, set_up_ranks
+from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, set_up_ranks
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline, PipelineConfig, build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.stages import merge_stages
 from megatron_fsdp.checkpoint.hf import load_hf, save_adapter, save_hf
@@ -49,74 +49,59 @@ from megatron_fsdp.plan.models import build_from_config, read_config
 transformers: Any = require("transformers", "megatron_fsdp.automodel")
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """What both constructors take beside the model and its config."""
+_COMPARED = (
+    "distributed_config",
+    *SIZE_NAMES,
+    "device_mesh",
+    "moe_mesh",
+    "pipeline_config",
+    "peft_config",
+    "dtype",
+    "attn_implementation",
+    "strict",
+)
+"""Arguments that have to be the same on every rank; functions among the others cannot be compared."""
 
-    strategy: DistributedConfig | None
-    sizes: ParallelismSizes
-    meshes: tuple[DeviceMesh | None, DeviceMesh | None]
-    distributed_setup: DistributedSetup | None
-    pipeline_config: PipelineConfig | None
-    peft_config: Any
-    dtype: torch.dtype | str | None
-    attn_implementation: str | None
-    prepare_model: Callable[[nn.Module], object] | None
-    device_map: object
-    trust_remote_code: object
-    key_mapping: Any = None
-    strict: bool = True
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> _Arguments:
-        """Pick them from all arguments of a constructor, by name."""
-        sizes = ParallelismSizes(**{size.name: given[size.name] for size in fields(ParallelismSizes)})
-        meshes = given["device_mesh"], given["moe_mesh"]
-        rest = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        return cls(strategy=given["distributed_config"], sizes=sizes, meshes=meshes, **rest)
+def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the default strategy, or what the setup says, in the place of arguments that are left out."""
+    setup: DistributedSetup | None = given["distributed_setup"]
+    if setup is not None:
+        return {**given, **setup.arguments()}
+    strategy = given["distributed_config"]
+    return {**given, "distributed_config": FSDP2Config() if strategy is None else strategy}
 
-    def resolved(self) -> _Arguments:
-        """Put the default strategy, or what the setup says, in its place."""
-        if self.distributed_setup is None:
-            return self if self.strategy is not None else replace(self, strategy=FSDP2Config())
-        sizes, setup = ParallelismSizes(**self.distributed_setup.sizes), self.distributed_setup
-        return replace(self, strategy=setup.config, sizes=sizes, pipeline_config=setup.pipeline_config)
 
-    def check(self) -> None:
-        """Refuse what is said in two ways, what cannot be honoured, and sizes that do not fit."""
-        if self.device_map is not None:
-            raise ConfigurationError(
-                f"device_map={self.device_map!r} puts whole layers on devices, and here every rank holds a part of "
-                "each layer; leave it out, and divide the model by distributed_config and sizes such as tp_size"
-            )
-        if self.trust_remote_code:
-            raise ConfigurationError(
-                f"trust_remote_code={self.trust_remote_code!r}, but code from a model's folder is never run; leave it "
-                "out, and register classes of your own with transformers first (AutoConfig.register, "
-                "AutoModelForCausalLM.register)"
-            )
-        given = [name for name, size in vars(self.sizes).items() if size is not None]
-        others = (self.strategy, self.pipeline_config, *self.meshes)
-        if self.distributed_setup is not None and (given or any(other is not None for other in others)):
-            raise ConfigurationError(
-                "distributed_setup stands in place of distributed_config, sizes, meshes and pipeline_config, and some "
-                "of these are given; leave them out, or pass **distributed_setup.arguments() and change that"
-            )
-        if self.meshes != (None, None) and (given or self.meshes[0] is None):
-            raise ConfigurationError(
-                f"device_mesh and moe_mesh stand in place of sizes, and {', '.join(given) or 'moe_mesh alone'} is "
-                "given; give sizes, or device_mesh with the moe_mesh that belongs to it"
-            )
-        resolved = self.resolved()
-        config = check_config(resolved.strategy)
-        if self.meshes[0] is None:
-            resolve_sizes(config, dist.get_world_size(), **vars(resolved.sizes))
-
-    def facts(self) -> dict[str, Any]:
-        """Return what has to be the same on every rank, but for functions, which cannot be compared."""
-        names = ("pipeline_config", "peft_config", "dtype", "attn_implementation", "strict")
-        rest = {name: getattr(self, name) for name in names}
-        return {"distributed_config": self.strategy, **vars(self.sizes), "device_mesh": self.meshes, **rest}
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse what is said in two ways, what cannot be honoured, and sizes that do not fit."""
+    if given["device_map"] is not None:
+        raise ConfigurationError(
+            f"device_map={given['device_map']!r} puts whole layers on devices, and here every rank holds a part of "
+            "each layer; leave it out, and divide the model by distributed_config and sizes such as tp_size"
+        )
+    if given["trust_remote_code"]:
+        raise ConfigurationError(
+            f"trust_remote_code={given['trust_remote_code']!r}, but code from a model's folder is never run; leave it "
+            "out, and register classes of your own with transformers first (AutoConfig.register, "
+            "AutoModelForCausalLM.register)"
+        )
+    sizes = [name for name in SIZE_NAMES if given[name] is not None]
+    others = ("distributed_config", "pipeline_config", "device_mesh", "moe_mesh")
+    if given["distributed_setup"] is not None and (sizes or any(given[name] is not None for name in others)):
+        raise ConfigurationError(
+            "distributed_setup stands in place of distributed_config, sizes, meshes and pipeline_config, and some "
+            "of these are given; leave them out, or pass **distributed_setup.arguments() and change that"
+        )
+    mesh, moe_mesh = given["device_mesh"], given["moe_mesh"]
+    if (sizes and mesh is not None) or (moe_mesh is not None and mesh is None):
+        raise ConfigurationError(
+            f"device_mesh and moe_mesh stand in place of sizes, and {', '.join(sizes) or 'moe_mesh alone'} is "
+            "given; give sizes, or device_mesh with the moe_mesh that belongs to it"
+        )
+    resolved = _resolved(given)
+    config = check_config(resolved["distributed_config"])
+    if mesh is None:
+        resolve_sizes(config, dist.get_world_size(), **{name: resolved[name] for name in SIZE_NAMES})
 
 
 class _AutoModel:
@@ -194,7 +179,7 @@ class _AutoModel:
             CheckpointError: The files cannot be read or do not fit; names the weights.
             ConfigurationError: Another argument cannot be honoured.
         """
-        given = _Arguments.of(locals())
+        given = locals()
 
         def find() -> tuple[Path, Any]:
             found = _find_folder(pretrained_model_name_or_path)
@@ -237,7 +222,7 @@ class _AutoModel:
             ParallelSizeError: The sizes do not fit the strategy, the ranks or the model.
             ConfigurationError: Another argument cannot be honoured.
         """
-        given = _Arguments.of(locals())
+        given = locals()
 
         def find() -> tuple[None, Any]:
             is_folder = isinstance(config, str | Path)
@@ -246,31 +231,31 @@ class _AutoModel:
         return cls._make(find, given)
 
     @classmethod
-    def _make(cls, find: Callable[[], tuple[Path | None, Any]], given: _Arguments) -> nn.Module | Pipeline:
+    def _make(cls, find: Callable[[], tuple[Path | None, Any]], given: Mapping[str, Any]) -> nn.Module | Pipeline:
         """Agree on the model over the ranks, and build it: on the meta device, parallel, with its weights."""
-        arguments = given.resolved()
-        strategy: Any = arguments.strategy
+        asked = _resolved(given)
+        strategy = asked["distributed_config"]
         set_up_ranks(str(getattr(strategy, "backend", "gloo")))
 
         def check() -> tuple[Path | None, Any]:
-            given.check()
+            _check_arguments(given)
             return find()
 
-        folder, config = together("finding the model", check, facts=canonical_facts(arguments.facts()))
+        compared = facts_of({name: asked[name] for name in _COMPARED if name in asked})
+        folder, config = together("finding the model", check, facts=compared)
         of_config = {f"config.{name}": value for name, value in config.to_diff_dict().items()}
-        together("comparing configs", lambda: None, facts=canonical_facts(of_config))
-        mesh, moe_mesh = arguments.meshes
-        if mesh is None:
-            context = MeshContext.build(strategy, arguments.sizes)
+        together("comparing configs", lambda: None, facts=facts_of(of_config))
+        if asked["device_mesh"] is None:
+            context = build_mesh_context(strategy, **{name: asked[name] for name in SIZE_NAMES})
         else:
-            context = MeshContext.from_meshes(strategy, mesh, moe_mesh)
-        attention = arguments.attn_implementation
+            context = MeshContext.from_meshes(strategy, asked["device_mesh"], asked["moe_mesh"])
+        attention = asked["attn_implementation"]
         more = {} if attention is None else {"attn_implementation": attention}
-        dtype = _resolve_dtype(arguments.dtype, config, folder)
+        dtype = _resolve_dtype(asked["dtype"], config, folder)
         twin = build_from_config(config, dtype, cls._transformers_class, **more)
         if folder is not None:
             adopt_generation_config(twin, folder)
-        return _fill(twin, arguments, context, folder, cls._new_head)
+        return _fill(twin, asked, context, folder, cls._new_head)
 
 
 class AutoModelForCausalLM(_AutoModel):
@@ -293,26 +278,25 @@ class AutoModelForImageTextToText(_AutoModel):
 
 
 def _fill(
-    twin: nn.Module, options: _Arguments, context: MeshContext, folder: Path | None, new_head: bool
+    twin: nn.Module, asked: Mapping[str, Any], context: MeshContext, folder: Path | None, new_head: bool
 ) -> nn.Module | Pipeline:
     """Make the model parallel that `twin` is on the meta device, and give it its weights; uses the twin up."""
-    strategy: Any = options.strategy
-    peft_config = options.peft_config
-    if options.pipeline_config is not None and context.sizes.pp == 1:
+    strategy, peft_config = asked["distributed_config"], asked["peft_config"]
+    if asked["pipeline_config"] is not None and context.sizes.pp == 1:
         raise ConfigurationError("pipeline_config is given and pp_size is 1; leave it out, or give pp_size")
     if peft_config is not None and context.sizes.pp > 1:
         raise ConfigurationError("peft_config cannot be combined with pp_size > 1; use tp_size or dp_size instead")
     refuse_quantised(twin)
     live: nn.Module = copy.deepcopy(twin)
     saved_config = copy.deepcopy(getattr(twin, "config", None))
-    if options.prepare_model is not None:
-        options.prepare_model(live)
+    if asked["prepare_model"] is not None:
+        asked["prepare_model"](live)
     if peft_config is not None:
         live = add_adapters(live, peft_config)
-    model: Any = _parallel(live, strategy, context, options.pipeline_config)
+    model: Any = _parallel(live, strategy, context, asked["pipeline_config"])
     is_pipeline = isinstance(model, Pipeline)
     stages = model.parts if is_pipeline else [model]
-    whole = merge_stages(stages)
+    whole: Any = merge_stages(stages)
     copies = set(model.tied_copies) if is_pipeline else set()
     base_twin = copy.deepcopy(twin) if peft_config is not None else None
     with without_copies(whole, *stages):
@@ -321,16 +305,15 @@ def _fill(
             folder,
             context.device,
             copies,
-            key_mapping=options.key_mapping,
-            strict=options.strict,
+            key_mapping=asked.get("key_mapping"),
+            strict=asked.get("strict", True),
             new_head=new_head,
         )
     if base_twin is not None:
         fill_adapters(whole, base_twin, peft_config, context.device)
     if is_pipeline:
         model.equalize_tied()
-        settable: Any = whole
-        settable._keys_to_ignore_on_save = {*(getattr(whole, "_keys_to_ignore_on_save", None) or ()), *copies}
+        whole._keys_to_ignore_on_save = {*(getattr(whole, "_keys_to_ignore_on_save", None) or ()), *copies}
     if folder is not None and drawn:
         warn_caller(
             f"{folder} lacks {len(drawn)} weights, which were drawn at random: {', '.join(drawn[:8])}; train them"
@@ -432,35 +415,35 @@ def _check(report: LoadReport, folder: Path, twin: nn.Module, strict: bool, new_
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def canonical_facts(given: Mapping[str, Any]) -> dict[str, str]:
+def facts_of(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the text of each value, of a dataclass of each field ("peft_config.r"), so that what differs is named."""
     facts = {}
     for name, value in given.items():
-        if is_dataclass(value) and not isinstance(value, type):
-            facts[name] = type(value).__name__
-            facts |= canonical_facts({f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)})
-        else:
-            facts[name] = canonical_text(value)
+        own = _fields_of(value)
+        facts[name] = canonical_text(value) if own is None else type(value).__name__
+        facts |= facts_of({f"{name}.{key}": each for key, each in (own or {}).items()})
     return facts
 
 
 def canonical_text(value: Any) -> str:
-    """Write a `repr` with sorted elements of sets and keys of mappings, of all fields of dataclasses, at any depth.
-
-    Other objects show their own `repr` without addresses; those that have none are told apart by their class alone.
-    """
-    if is_dataclass(value) and not isinstance(value, type):
-        inner = ", ".join(f"{field.name}={canonical_text(getattr(value, field.name))}" for field in fields(value))
-        return f"{type(value).__name__}({inner})"
+    """Write a `repr` with sorted elements of sets and keys of mappings, at any depth, and without addresses."""
+    if (own := _fields_of(value)) is not None:
+        return f"{type(value).__name__}{canonical_text(own)}"
     if isinstance(value, Mapping):
         items = sorted((canonical_text(key), canonical_text(item)) for key, item in value.items())
         return "{" + ", ".join(f"{key}: {item}" for key, item in items) + "}"
     if isinstance(value, AbstractSet):
         return "{" + ", ".join(sorted(map(canonical_text, value))) + "}"
     if isinstance(value, list | tuple):
-        inner = ", ".join(map(canonical_text, value))
-        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+        return f"{type(value).__name__}({', '.join(map(canonical_text, value))})"
     return _ADDRESS.sub("", repr(value))
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the fields of a dataclass, those too that its `repr` leaves out; None for anything else."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return None
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 # ---- the model on the meta device ------------------------------------------------------------------------------------

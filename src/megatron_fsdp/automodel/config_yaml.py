@@ -15,9 +15,10 @@ Only the objects in a table here are built; no other `_target_` is imported.
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from megatron_fsdp.automodel.config import (
     check_config,
 )
 from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
-from megatron_fsdp.config.precision import DTYPE_NAMES
+from megatron_fsdp.config.precision import dtype_from_name
 from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 
@@ -47,7 +48,7 @@ _CONFIG_MODULES = (
     "megatron_fsdp.automodel.config",
     "nemo_automodel.components.distributed.config",
 )
-_POLICY_TARGETS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
+_OBJECTS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
     "mp_policy": (
         MixedPrecisionPolicy,
         ("torch.distributed.fsdp.MixedPrecisionPolicy", "torch.distributed._composable.fsdp.MixedPrecisionPolicy"),
@@ -56,14 +57,16 @@ _POLICY_TARGETS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
         CPUOffloadPolicy,
         ("torch.distributed.fsdp.CPUOffloadPolicy", "torch.distributed._composable.fsdp.CPUOffloadPolicy"),
     ),
+    "pipeline": (
+        PipelineConfig,
+        (
+            "megatron_fsdp.automodel.PipelineConfig",
+            "megatron_fsdp.automodel.pipeline_parallel.PipelineConfig",
+            "nemo_automodel.components.distributed.pipelining.config.PipelineConfig",
+        ),
+    ),
 }
-"""Field -> what is built for it, and the `_target_`s that may stand there."""
-
-_PIPELINE_TARGETS = (
-    "megatron_fsdp.automodel.PipelineConfig",
-    "megatron_fsdp.automodel.pipeline_parallel.PipelineConfig",
-    "nemo_automodel.components.distributed.pipelining.config.PipelineConfig",
-)
+"""Field -> what is built of a mapping there, and the `_target_`s that may stand in it."""
 
 _IGNORED = ("_recursive_", "_convert_")
 """Words to other loaders, without meaning here."""
@@ -154,22 +157,18 @@ def parse_distributed_section(section: Mapping[str, Any]) -> DistributedSetup:
     values = {name: _plain(value) for name, value in section.items() if name not in _IGNORED}
     kind = _strategy(values.pop("strategy", None), values.pop("_target_", None))
     sizes = {name: size for name in SIZE_NAMES if (size := values.pop(name, None)) is not None}
-    pipeline = _pipeline(values.pop("pipeline", None), sizes)
-    _drop_experts(values.pop("moe", None), sizes)
-    _check_names(kind, values)
-    built = {name: _build(kind, name, value) for name, value in values.items()}
-    return DistributedSetup(kind(**built), sizes, pipeline)
-
-
-def dtype_from_str(name: str | torch.dtype) -> torch.dtype:
-    """Return the dtype of a name: "bfloat16", "torch.bfloat16", "bf16", in any case."""
-    if isinstance(name, torch.dtype):
-        return name
-    short = str(name).strip().lower().removeprefix("torch.")
-    found = DTYPE_NAMES.get(short, getattr(torch, short, None))
-    if not isinstance(found, torch.dtype):
-        raise ConfigurationError(f"{name!r} is not a dtype; write bfloat16, float16 or float32")
-    return found
+    pipeline, experts = values.pop("pipeline", None), values.pop("moe", None)
+    if pipeline is not None and sizes.get("pp_size", 1) == 1:
+        warn_caller("the section pipeline is ignored, since pp_size is 1")
+        pipeline = None
+    if pipeline is not None and not isinstance(pipeline, Mapping):
+        raise ConfigurationError(f"pipeline={pipeline!r}; write a mapping of fields to values")
+    if experts and sizes.get("ep_size", 1) == 1:
+        warn_caller("the section moe is ignored, since ep_size is 1")
+    elif experts:
+        has = ", ".join(map(str, experts)) if isinstance(experts, Mapping) else repr(experts)
+        raise ConfigurationError(f"moe has {has}, and there are no options of experts; leave the section out")
+    return DistributedSetup(_built(kind, values), sizes, None if pipeline is None else _object("pipeline", pipeline))
 
 
 def _plain(value: Any) -> Any:
@@ -194,32 +193,33 @@ def _strategy(name: Any, target: Any) -> type[Any]:
     return STRATEGIES[short]
 
 
-def _pipeline(values: Any, sizes: Mapping[str, int]) -> PipelineConfig | None:
-    if values is None:
-        return None
-    if sizes.get("pp_size", 1) == 1:
-        warn_caller("the section pipeline is ignored, since pp_size is 1")
-        return None
-    if not isinstance(values, Mapping):
-        raise ConfigurationError(f"pipeline={values!r}; write a mapping of fields to values")
-    target = values.get("_target_")
-    if target is not None and target not in _PIPELINE_TARGETS:
+def _object(name: str, values: Mapping[str, Any]) -> Any:
+    """Build what a mapping stands for at a field that takes an object."""
+    kind, targets = _OBJECTS[name]
+    target = values.get("_target_", kind)
+    if target is not kind and target not in targets:
         raise ConfigurationError(
-            f"pipeline has _target_={target!r}; the only one allowed is {_PIPELINE_TARGETS[0]}, and it may be left out"
+            f"{name} has _target_={target!r}; the only one allowed is {targets[0]}, and it may be left out"
         )
-    given = {name: _plain(value) for name, value in values.items() if name not in (*_IGNORED, "_target_")}
-    _check_names(PipelineConfig, given)
-    return PipelineConfig(**{name: _build(PipelineConfig, name, value) for name, value in given.items()})
+    return _built(kind, {key: _plain(value) for key, value in values.items() if key not in (*_IGNORED, "_target_")})
 
 
-def _drop_experts(values: Any, sizes: Mapping[str, int]) -> None:
-    if not values:
-        return
-    if sizes.get("ep_size", 1) == 1:
-        warn_caller("the section moe is ignored, since ep_size is 1")
-        return
-    has = ", ".join(map(str, values)) if isinstance(values, Mapping) else repr(values)
-    raise ConfigurationError(f"moe has {has}, and there are no options of experts; leave the section out")
+def _built(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    _check_names(kind, values)
+    return kind(**{name: _value(kind, name, value) for name, value in values.items()})
+
+
+def _value(kind: type[Any], name: str, value: Any) -> Any:
+    if value is None:
+        return getattr(kind, name, None)  # where a dataclass keeps the default
+    if name in _OBJECTS and isinstance(value, Mapping):
+        return _object(name, value)
+    if name.endswith("_dtype"):
+        return value if isinstance(value, torch.dtype) else dtype_from_name(str(value).strip().lower(), name)
+    if kind in (MixedPrecisionPolicy, CPUOffloadPolicy) and not isinstance(value, bool):
+        # torch does not look, and a string such as "false" would count as true
+        raise ConfigurationError(f"{kind.__name__}.{name}={value!r}; give true or false")
+    return value
 
 
 def _check_names(kind: type[Any], values: Mapping[str, Any]) -> None:
@@ -240,36 +240,4 @@ def _check_names(kind: type[Any], values: Mapping[str, Any]) -> None:
 
 
 def _names(kind: type[Any]) -> list[str]:
-    own = [entry.name for entry in fields(kind)]
-    return [*own, "tp_plan"] if kind is MegatronFSDPConfig else own
-
-
-def _build(kind: type[Any], name: str, value: Any) -> Any:
-    if name in _POLICY_TARGETS and isinstance(value, Mapping):
-        return _policy(name, value, *_POLICY_TARGETS[name])
-    if name == "autocast_dtype" and value is not None:
-        return dtype_from_str(value)
-    if value is None:
-        default = next((entry.default for entry in fields(kind) if entry.name == name), None)
-        return None if default is MISSING else default
-    return value
-
-
-def _policy(name: str, values: Mapping[str, Any], kind: type[Any], targets: tuple[str, ...]) -> Any:
-    """Build one of torch's policies; values whose field is a dtype may be names."""
-    target = values.get("_target_", targets[0])
-    if target is not kind and target not in targets:
-        raise ConfigurationError(f"{name} has _target_={target!r}; the only one allowed is {targets[0]}")
-    given = {key: _plain(value) for key, value in values.items() if key not in (*_IGNORED, "_target_")}
-    _check_names(kind, given)
-    return kind(
-        **{entry.name: _policy_value(name, entry, given[entry.name]) for entry in fields(kind) if entry.name in given}
-    )
-
-
-def _policy_value(policy: str, entry: Field[Any], value: Any) -> Any:
-    if entry.name.endswith("_dtype"):
-        return None if value is None else dtype_from_str(value)
-    if not isinstance(value, bool):  # torch does not look, and a string such as "false" would count as true
-        raise ConfigurationError(f"{policy}.{entry.name}={value!r}; give true or false")
-    return value
+    return list(inspect.signature(kind).parameters)

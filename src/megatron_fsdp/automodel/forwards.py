@@ -19,9 +19,29 @@ from megatron_fsdp.automodel.architecture import find_layers, text_config
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.recompute import keeping_every_second_product
 
-Forward = Callable[..., Any]
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 _MARK = "_models_without_packed_sequences"
+
+
+def _run_inside(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let a module's forward be run by `around(forward, module, *args, **kwargs)`.
+
+    The forward is a function of the module, bound anew by deep copies, so that these use their own weights.
+    """
+    bound: Any = module.forward
+    if isinstance(bound, MethodType) and bound.__self__ is module:
+        forward: Callable[..., Any] = bound.__func__
+    else:
+
+        @functools.wraps(bound)
+        def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return bound(*args, **kwargs)
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(forward, self, *args, **kwargs)
+
+    module.forward = MethodType(run, module)
 
 
 def recompute_in_backward(module: nn.Module, *, is_selective: bool = False) -> None:
@@ -32,16 +52,14 @@ def recompute_in_backward(module: nn.Module, *, is_selective: bool = False) -> N
     Hooks of the module, such as those that gather its weights, run outside: once in forward, and for recomputation
     the weights are gathered by the hooks of backward.
     """
-    forward = _unbound(module)
     options: dict[str, Any] = {"context_fn": keeping_every_second_product} if is_selective else {}
 
-    @functools.wraps(forward)
-    def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def around(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return forward(self, *args, **kwargs)
         return checkpoint(forward, self, *args, use_reentrant=False, **options, **kwargs)
 
-    module.forward = MethodType(recomputed, module)
+    _run_inside(module, around)
 
 
 def compile_forward(module: nn.Module) -> None:
@@ -51,27 +69,12 @@ def compile_forward(module: nn.Module) -> None:
 
 def run_under_autocast(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
     """Run a module's forward under `torch.autocast`."""
-    forward = _unbound(module)
 
-    @functools.wraps(forward)
-    def cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def around(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype):
             return forward(self, *args, **kwargs)
 
-    module.forward = MethodType(cast, module)
-
-
-def _unbound(module: nn.Module) -> Forward:
-    """Return a module's forward as a function of the module: bound again, it lets deep copies use their own weights."""
-    forward: Any = module.forward
-    if isinstance(forward, MethodType) and forward.__self__ is module:
-        return forward.__func__
-
-    @functools.wraps(forward)
-    def called(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    return called
+    _run_inside(module, around)
 
 
 def checkpoint_layers(model: nn.Module, *, is_selective: bool = False) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
+from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -147,16 +148,22 @@ def count_label_tokens(
     return int(total)
 
 
-def per_token_factor(
-    num_label_tokens: int, dp_group_size: int | None = None, gradients_are_summed: bool = False
-) -> float:
-    """Return what to multiply a rank's sum of token losses by, for the gradients of the mean over all tokens.
+def scale_per_token_loss(
+    loss_sum: Tensor, num_label_tokens: int, *, dp_group_size: int | None = None, gradients_are_summed: bool = False
+) -> Tensor:
+    """Return the loss to call backward on, for the gradients of the mean over all tokens.
 
     A strategy that averages gradients over R ranks makes `sum_r(g_r) / R` of the gradients `g_r` of the ranks' losses.
     With the losses `S_r * R / T`, where S_r is the sum over the rank's tokens and T the number of tokens of all ranks
     and microbatches, that is the gradient of `sum_r(S_r) / T`, the mean over all tokens. A mean per rank would instead
-    weigh tokens by how few their rank has. So the factor is R / T (R data-parallel times context-parallel ranks, all
-    replicas included), and 1 / T where gradients are summed, as by `calculate_per_token_loss=True`.
+    weigh tokens by how few their rank has.
+
+    Args:
+        loss_sum: The sum of this rank's token losses; a scalar.
+        num_label_tokens: Labels of all ranks and microbatches of the step, of `count_label_tokens`.
+        dp_group_size: Ranks that gradients are averaged over: data-parallel times context-parallel ones, replicas
+            included.
+        gradients_are_summed: Gradients are summed over ranks, as by `calculate_per_token_loss=True`.
 
     Raises:
         ConfigurationError: No label counts, or the size is missing, below 1 or without effect.
@@ -171,65 +178,13 @@ def per_token_factor(
                 f"dp_group_size={dp_group_size} has no effect where gradients are summed; leave it out, or set "
                 "gradients_are_summed=False"
             )
-        return 1.0 / num_label_tokens
+        return loss_sum / num_label_tokens
     if dp_group_size is None or dp_group_size < 1:
         raise ConfigurationError(
             f"dp_group_size={dp_group_size} is not the number of ranks that gradients are averaged over; give "
             "data-parallel times context-parallel ranks, or gradients_are_summed=True"
         )
-    return dp_group_size / num_label_tokens
-
-
-def scale_per_token_loss(
-    loss_sum: Tensor, num_label_tokens: int, *, dp_group_size: int | None = None, gradients_are_summed: bool = False
-) -> Tensor:
-    """Return the loss to call backward on, from the sum of this rank's token losses; see `per_token_factor`.
-
-    Raises:
-        ConfigurationError: As `per_token_factor`.
-    """
-    return loss_sum * per_token_factor(num_label_tokens, dp_group_size, gradients_are_summed)
-
-
-def scale_grads_and_clip_grad_norm(
-    parts: Parts,
-    max_norm: float | None,
-    *,
-    num_label_tokens: int | None = None,
-    dp_group_size: int | None = None,
-    gradients_are_summed: bool = False,
-    norm_type: float = 2.0,
-    pp_mesh: DeviceMesh | None = None,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """Make gradients of summed losses those of the mean over all tokens, then clip them.
-
-    For loops that call backward on the plain sum of token losses, such as pipelines, which know the number of tokens
-    of a step only when it is over. Losses that were scaled already want `num_label_tokens=None`.
-
-    Without `num_label_tokens` gradients are not scaled; it, `dp_group_size` and `gradients_are_summed` are those of
-    `per_token_factor`. The other arguments are those of `clip_grad_norm_`; `max_norm=None` only measures.
-
-    Returns:
-        The norm after scaling and before clipping, as `clip_grad_norm_`.
-
-    Raises:
-        ConfigurationError: As `clip_grad_norm_` and `per_token_factor`; or sizes are given that have no effect.
-        NonFiniteNormError: As `clip_grad_norm_`; gradients are scaled by then.
-    """
-    if num_label_tokens is not None:
-        factor = per_token_factor(num_label_tokens, dp_group_size, gradients_are_summed)
-        parts = parts if isinstance(parts, Tensor | nn.Module | Pipeline) else list(parts)
-        gather_gradients(parts).scale(factor, foreach)
-    elif dp_group_size is not None or gradients_are_summed:
-        raise ConfigurationError(
-            "dp_group_size and gradients_are_summed have no effect without num_label_tokens; give it, or leave them out"
-        )
-    largest = math.inf if max_norm is None else max_norm
-    return clip_grad_norm_(
-        parts, largest, norm_type, pp_mesh=pp_mesh, error_if_nonfinite=error_if_nonfinite, foreach=foreach
-    )
+    return loss_sum * (dp_group_size / num_label_tokens)
 
 
 # ---- clipping --------------------------------------------------------------------------------------------------------
@@ -242,7 +197,6 @@ def clip_grad_norm_(
     *,
     pp_mesh: DeviceMesh | None = None,
     error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`; as torch's function on one process.
 
@@ -259,7 +213,6 @@ def clip_grad_norm_(
         pp_mesh: One dimension, the pipeline ranks, each of which has other parameters; None: that of a `Pipeline`, else
             no pipeline.
         error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
-        foreach: False: scale gradients one by one; None or True: many at a time, which is faster.
 
     Returns:
         The norm before clipping, a scalar of float32 (float64 where a gradient is), plain and the same on every rank.
@@ -294,7 +247,7 @@ def clip_grad_norm_(
             "them and continue, or pass error_if_nonfinite=False"
         )
     if math.isfinite(max_norm):
-        found.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach)
+        found.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
@@ -305,7 +258,7 @@ def norm_of_parameters(parts: nn.Module | Pipeline) -> float:
         return torch.tensor(model.parameter_statistics().total.norm)
 
     pp_mesh = parts.pp_mesh if isinstance(parts, Pipeline) else None
-    local = _total_norm(gather_gradients(parts), 2.0, pp_mesh, lambda param: _local(param.detach()), of_model)
+    local = _total_norm(gather_gradients(parts), 2.0, pp_mesh, lambda param: local_part(param.detach()), of_model)
     return float(local)
 
 
@@ -331,22 +284,17 @@ class FoundGradients:
     parameters: tuple[Tensor, ...]  # the others, each once
     copies: tuple[Tensor, ...] = ()  # of parameters that another rank has: scaled, and not counted again
 
-    def scale(self, factor: Tensor | float, foreach: bool | None = None) -> None:
+    def scale(self, factor: Tensor) -> None:
         """Multiply all gradients, in place, by a factor that is the same on every rank."""
         for model in self.models:
             model.scale_gradients(float(factor))
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in (*self.parameters, *self.copies):
             if param.grad is not None:
-                local = _local(param.grad)
+                local = local_part(param.grad)
                 alike.setdefault((local.device, local.dtype), []).append(local)
         for (device, _), tensors in alike.items():
-            here = factor.to(device) if isinstance(factor, Tensor) else factor
-            if foreach is False:
-                for tensor in tensors:
-                    tensor.mul_(here)
-            else:
-                torch._foreach_mul_(tensors, here)
+            torch._foreach_mul_(tensors, factor.to(device))
 
 
 def gather_gradients(parts: Parts) -> FoundGradients:
@@ -440,8 +388,4 @@ def _reduced(grad: Tensor) -> Tensor:
         grad = grad.redistribute(
             placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
         )
-    return _local(grad)
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
+    return local_part(grad)

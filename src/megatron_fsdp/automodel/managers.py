@@ -29,6 +29,7 @@ from megatron_fsdp.automodel.meshes import (
     set_up_ranks,
 )
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
+from megatron_fsdp.config.arguments import same_names
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
@@ -130,7 +131,22 @@ def _chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_
             unit.set_modules_to_backward_prefetch(behind)
 
 
-_OF_TENSORS = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
+def _divide(model: nn.Module, config: FSDP2Config | MegatronFSDPConfig, mesh: DeviceMesh) -> None:
+    """Divide tensors and sequences over ranks, where there are several on an axis."""
+    options = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
+    chosen = [name for name in options if getattr(config, name, None)]
+    if mesh["tp"].size() > 1:
+        plan = config.tp_plan if isinstance(config, FSDP2Config) else None
+        parallelize_tensors(model, mesh["tp"], plan=plan, sequence_parallel=config.sequence_parallel)
+        if "enable_async_tensor_parallel" in chosen:
+            enable_async_tensor_parallel(mesh["tp"])
+    elif chosen:
+        warn_caller(
+            f"{' and '.join(chosen)} of {type(config).__name__}: no effect with tp_size=1; give tp_size, or leave it "
+            "out"
+        )
+    if mesh["cp"].size() > 1:
+        enable_context_parallel(model, mesh["cp"])
 
 
 class FSDP2Manager:
@@ -184,9 +200,7 @@ class FSDP2Manager:
         if config.patch_is_packed_sequence:
             forwards.assume_no_packed_sequences(model)
         experts = parallelize_experts(model, self.moe_mesh["ep"]) if self.moe_mesh is not None else []
-        self._divide_tensors(model)
-        if mesh["cp"].size() > 1:
-            enable_context_parallel(model, mesh["cp"])
+        _divide(model, config, mesh)
         if config.activation_checkpointing:
             forwards.checkpoint_layers(model, is_selective=config.activation_checkpointing == "selective")
         self.maybe_compile(model)
@@ -202,19 +216,6 @@ class FSDP2Manager:
         if self.config.enable_compile or asynchronous:
             for layer in find_layers(model).modules():
                 forwards.compile_forward(layer)
-
-    def _divide_tensors(self, model: nn.Module) -> None:
-        config, mesh = self.config, self.device_mesh["tp"]
-        if mesh.size() == 1:
-            idle = [name for name in _OF_TENSORS if getattr(config, name)]
-            if idle:
-                warn_caller(
-                    f"{' and '.join(idle)} of FSDP2Config: no effect with tp_size=1; give tp_size, or leave it out"
-                )
-            return
-        parallelize_tensors(model, mesh, plan=config.tp_plan, sequence_parallel=config.sequence_parallel)
-        if config.enable_async_tensor_parallel:
-            enable_async_tensor_parallel(mesh)
 
     def _shard(self, model: nn.Module, experts: list[str]) -> None:
         config = self.config
@@ -249,22 +250,6 @@ class FSDP2Manager:
         if config.enable_fsdp2_prefetch:
             for units in lists:
                 _chain_prefetches(units, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
-
-
-_SAME_NAME = (
-    "zero_dp_strategy",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "average_in_collective",
-    "disable_bucketing",
-    "calculate_per_token_loss",
-    "keep_fp8_transpose_cache",
-    "nccl_ub",
-    "fsdp_double_buffer",
-    "deterministic",
-    "homes",
-)
-"""Fields that `fully_shard_model` takes by the same name."""
 
 
 class MegatronFSDPManager:
@@ -306,24 +291,17 @@ class MegatronFSDPManager:
         mesh = self.device_mesh
         _refuse_parallel_model(model)
         find_layers(model)
-        if mesh["tp"].size() > 1:
-            if optimizer is not None:
-                raise ConfigurationError(
-                    "an optimizer cannot be given with tp_size > 1, which replaces its parameters; build it on the "
-                    "returned model's parameters and call fully_shard_optimizer"
-                )
-            parallelize_tensors(model, mesh["tp"], sequence_parallel=self.config.sequence_parallel)
-        elif self.config.sequence_parallel:
-            warn_caller(
-                "sequence_parallel of MegatronFSDPConfig: no effect with tp_size=1; give tp_size, or leave it out"
+        if mesh["tp"].size() > 1 and optimizer is not None:
+            raise ConfigurationError(
+                "an optimizer cannot be given with tp_size > 1, which replaces its parameters; build it on the "
+                "returned model's parameters and call fully_shard_optimizer"
             )
-        if mesh["cp"].size() > 1:
-            if self.config.deterministic is not None:
-                raise ConfigurationError(
-                    f'deterministic="{self.config.deterministic}" cannot hold with cp_size={mesh["cp"].size()}: '
-                    "context parallelism cuts the sums over a sequence; leave cp_size out"
-                )
-            enable_context_parallel(model, mesh["cp"])
+        if mesh["cp"].size() > 1 and self.config.deterministic is not None:
+            raise ConfigurationError(
+                f'deterministic="{self.config.deterministic}" cannot hold with cp_size={mesh["cp"].size()}: '
+                "context parallelism cuts the sums over a sequence; leave cp_size out"
+            )
+        _divide(model, self.config, mesh)
         if self.config.activation_checkpointing is True:
             forwards.checkpoint_mlps(model)
         elif self.config.activation_checkpointing:
@@ -344,7 +322,12 @@ class MegatronFSDPManager:
             grad_comm_dtype=None,
             weight_format=config.weight_format,
         )
+        translated = ("grad_reduce_in_fp32", "preserve_fp32_weights", "check_for_nan_in_grad")
+        same = {
+            key: value for key, value in same_names(fully_shard_model, vars(config)).items() if key not in translated
+        }
         return {
+            **same,
             "device_mesh": self.device_mesh,
             "dp_shard_dim": get_megatron_dp_axis(self.device_mesh),
             "tp_dim": "tp",
@@ -352,7 +335,6 @@ class MegatronFSDPManager:
             "init_model_with_meta_device": config.init_fsdp_with_meta_device,
             "mixed_precision_policy": policy,
             "report_nan_in_param_grad": config.check_for_nan_in_grad,
-            **{name: getattr(config, name) for name in _SAME_NAME},
         }
 
 

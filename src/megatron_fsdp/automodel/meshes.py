@@ -230,23 +230,18 @@ def _meshes(
 ) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     if isinstance(config, DDPConfig):
         return None, None
-    if not isinstance(config, FSDP2Config):
-        shape: tuple[int, ...] = (sizes.dp, sizes.cp, sizes.tp)
-        return _mesh_with_flattened(device_type, shape, MEGATRON_AXES), None
-    shape = (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
-    mesh = _mesh_with_flattened(device_type, shape, FSDP2_AXES)
+    shape: tuple[int, ...] = (sizes.dp, sizes.cp, sizes.tp)
+    axes: tuple[str, ...] = MEGATRON_AXES
+    if isinstance(config, FSDP2Config):
+        shape, axes = (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp), FSDP2_AXES
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
+    _add_flattened(mesh)
     if sizes.ep == 1:
         return mesh, None
     experts = init_device_mesh(
         device_type, (sizes.pp, sizes.ep_shard, sizes.ep), mesh_dim_names=("pp_of_experts", *EXPERT_AXES)
     )
     return mesh, experts[EXPERT_AXES]
-
-
-def _mesh_with_flattened(device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
-    _add_flattened(mesh)
-    return mesh
 
 
 def _add_flattened(mesh: DeviceMesh) -> None:

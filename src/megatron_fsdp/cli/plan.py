@@ -365,12 +365,13 @@ def _check_job(job: Job, path: Path) -> None:
 def _setup_of_job(job: Job) -> Setup:
     sizes, chosen = job.sizes, job.options.optimizer
     resolved = resolve_ddp(job.ddp, sizes.data * sizes.context, 1)
-    if sizes.data % resolved.num_instances:
+    instances = job.ddp.num_distributed_optimizer_instances
+    if sizes.data % instances:
         raise ConfigurationError(
-            f"{resolved.num_instances} instances of the optimizer do not divide the {sizes.data} data-parallel ranks "
+            f"{instances} instances of the optimizer do not divide the {sizes.data} data-parallel ranks "
             "that are left: give a divisor"
         )
-    instances, defers = resolved.num_instances, resolved.strategy <= ShardingStrategy.optim  # as the trainer's engine
+    defers = resolved.strategy <= ShardingStrategy.optim  # as the trainer's engine
     arguments = inspect.signature(MegatronFSDP.__init__).parameters  # whose defaults the trainer leaves alone
     unsaid = {name: each.default for name, each in arguments.items()}
     return Setup(

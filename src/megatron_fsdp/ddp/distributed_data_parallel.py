@@ -149,9 +149,10 @@ class DistributedDataParallel(MegatronFSDP):
                 mesh, dim, tp_dim=tp_dim or tensor_parallel_dim(module, mesh), expt_device_mesh=expt_device_mesh
             )
         resolved = _resolve_together(config, module, index, disable_bucketing)
-        if resolved.num_instances > 1:
-            index = _cut_into_instances(index, resolved.num_instances, resolved.outer_strategy)
-        if resolved.uses_units:
+        instances = resolved.config.num_distributed_optimizer_instances
+        if instances > 1:
+            index = _cut_into_instances(index, instances, resolved.outer_strategy)
+        if resolved.config.use_megatron_fsdp:
             super().__init__(
                 module,
                 index,
@@ -175,16 +176,16 @@ class DistributedDataParallel(MegatronFSDP):
                     "buckets are made by size; set that or leave it out"
                 )
             verify_ranks_s = resolve_verify_ranks(verify_ranks)
-            overlaps = resolved.config.overlap_grad_reduce
+            asked = resolved.config
             options = engine_options_of(resolved.engine_config, resolved.policy)
             options = replace(
                 options,
                 homes=resolve_homes(homes, options.strategy),
                 # Ranks that are compared wait for one another, so reductions start where they all do: at the end.
-                overlap_grad_reduce=overlaps and not verify_ranks_s,
+                overlap_grad_reduce=asked.overlap_grad_reduce and not verify_ranks_s,
                 numel_multiple=resolved.numel_multiple,
                 # Where nothing overlaps, buckets travel at points that all ranks share.
-                own_groups=overlaps or resolved.config.overlap_param_gather,
+                own_groups=asked.overlap_grad_reduce or asked.overlap_param_gather,
                 calculate_per_token_loss=calculate_per_token_loss,
                 init_model_with_meta_device=init_model_with_meta_device,
                 verify_ranks_s=verify_ranks_s,

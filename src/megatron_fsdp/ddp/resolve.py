@@ -10,7 +10,6 @@ import torch
 
 from megatron_fsdp.config.arguments import NOT_IMPLEMENTED
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.ddp_config_checks import idle_settings
 from megatron_fsdp.config.engine_options import default_bucket_numel, with_param_gather
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
@@ -40,17 +39,17 @@ _BUCKETS_ONLY = (
 )
 """Fields without effect on units."""
 
+_SET_OR_NOT = "set that or leave it out"
+
 
 @dataclass(frozen=True)
 class ResolvedDDP:
     """The resolved configuration of `DistributedDataParallel`.
 
     Attributes:
-        config: The caller's configuration, a copy.
-        uses_units: Use the fully sharded engine with modules as units; else buckets.
+        config: The caller's configuration, a checked copy.
         strategy: On the sharding axis.
         outer_strategy: On the axis over the instances of the distributed optimizer.
-        num_instances: Into how many parts the data-parallel ranks are cut, each with a whole optimizer.
         policy: Dtypes.
         bucket_numel: Elements that close a bucket; None: one bucket per kind (or, with units, the engine's default).
         numel_multiple: Pad buckets to a multiple of this many elements.
@@ -60,10 +59,8 @@ class ResolvedDDP:
     """
 
     config: DistributedDataParallelConfig
-    uses_units: bool
     strategy: ShardingStrategy
     outer_strategy: ShardingStrategy
-    num_instances: int
     policy: MixedPrecisionPolicy
     bucket_numel: int | None
     numel_multiple: int
@@ -78,25 +75,25 @@ def resolve_ddp(
     """Check and resolve a configuration for a number of ranks; the caller's object is only read."""
     config = config.checked_copy()
     _refuse_not_yet(config)
-    uses_units = config.use_megatron_fsdp
-    _refuse_without_effect(config, uses_units)
     strategy = _strategy(config)
-    _check_optimizer_fields(config, strategy, num_ranks)
+    _refuse_without_effect(config, strategy)
+    instances = config.num_distributed_optimizer_instances
+    if num_ranks % instances:
+        raise ConfigurationError(
+            f"num_distributed_optimizer_instances={instances} does not divide the {num_ranks} data-parallel ranks; "
+            f"give one of {', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
+        )
     bucket_numel, bucket_notice = _bucket_numel(config, num_ranks, num_parameters, disable_bucketing)
     policy = with_param_gather(_policy(config), config)
     gather_mode = GatherMode.TOGETHER if config.align_param_gather else GatherMode.IN_TURN
-    if not config.overlap_param_gather:
-        gather_mode = GatherMode.AT_ONCE
     return ResolvedDDP(
         config=config,
-        uses_units=uses_units,
         strategy=strategy,
         outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
-        num_instances=config.num_distributed_optimizer_instances,
         policy=policy,
         bucket_numel=bucket_numel,
         numel_multiple=HIGH_BANDWIDTH_MULTIPLE if config.pad_buckets_for_high_nccl_busbw else 1,
-        gather_mode=gather_mode,
+        gather_mode=gather_mode if config.overlap_param_gather else GatherMode.AT_ONCE,
         engine_config=_engine_config(config, strategy, policy),
         notices=tuple(_notices(config, strategy, bucket_notice)),
     )
@@ -113,19 +110,6 @@ def _refuse_not_yet(config: DistributedDataParallelConfig) -> None:
         )
 
 
-def _refuse_without_effect(config: DistributedDataParallelConfig, uses_units: bool) -> None:
-    names, where = (_BUCKETS_ONLY, "with") if uses_units else (_UNITS_ONLY, "without")
-    defaults = {field.name: field.default for field in fields(config)}
-    for name in names:
-        value = getattr(config, name)
-        is_implied = name == "fsdp_double_buffer" and config.nccl_ub
-        if value != defaults[name] and not is_implied:
-            advice = "leave it out" if uses_units else "set use_megatron_fsdp=True or leave it out"
-            if name == "data_parallel_sharding_strategy" and value == "optim":
-                advice = "set use_distributed_optimizer=True, which shards the optimizer, or use_megatron_fsdp=True"
-            raise ConfigurationError(f"{name}={value!r} has no effect {where} use_megatron_fsdp=True; {advice}")
-
-
 def _strategy(config: DistributedDataParallelConfig) -> ShardingStrategy:
     if not config.use_megatron_fsdp:
         return ShardingStrategy.optim if config.use_distributed_optimizer else ShardingStrategy.no_shard
@@ -138,59 +122,49 @@ def _strategy(config: DistributedDataParallelConfig) -> ShardingStrategy:
     return strategy
 
 
-def _check_optimizer_fields(config: DistributedDataParallelConfig, strategy: ShardingStrategy, num_ranks: int) -> None:
-    shards = strategy >= ShardingStrategy.optim
-    how = "use_distributed_optimizer=True" if not config.use_megatron_fsdp else "a sharding strategy"
-    needing = {
-        "overlap_param_gather": (config.overlap_param_gather, "every rank holds and updates whole weights"),
-        "reduce_scatter_with_fp32_accumulation": (
-            config.reduce_scatter_with_fp32_accumulation,
-            "gradients are all-reduced",
-        ),
-        "num_distributed_optimizer_instances": (
-            config.num_distributed_optimizer_instances > 1 and not config.use_megatron_fsdp,
-            "no optimizer is sharded",
-        ),
+def _refuse_without_effect(config: DistributedDataParallelConfig, strategy: ShardingStrategy) -> None:
+    """Refuse fields that are not at their default and do nothing beside the others."""
+    units, shards = config.use_megatron_fsdp, strategy >= ShardingStrategy.optim
+    gathers_shards = strategy is ShardingStrategy.optim_grads_params
+    how = "without a sharding strategy" if units else "without use_distributed_optimizer=True"
+    few_bits = (
+        "without sharded weights, which alone are gathered in few bits; set use_megatron_fsdp=True and "
+        'data_parallel_sharding_strategy="optim_grads_params", or leave it out'
+    )
+    if units:
+        by_engine = dict.fromkeys(_BUCKETS_ONLY, "with use_megatron_fsdp=True; leave it out")
+    else:
+        without = "without use_megatron_fsdp=True; set "
+        by_engine = dict.fromkeys(_UNITS_ONLY, without + "use_megatron_fsdp=True or leave it out")
+        if config.data_parallel_sharding_strategy == ShardingStrategy.optim.name:
+            instead = without + "use_distributed_optimizer=True, which shards the optimizer, or use_megatron_fsdp=True"
+            by_engine["data_parallel_sharding_strategy"] = instead
+        if config.nccl_ub:
+            del by_engine["fsdp_double_buffer"]  # implied
+    beside_others = {
+        "overlap_param_gather": not shards
+        and f"{how}, since every rank holds and updates whole weights; {_SET_OR_NOT}",
+        "reduce_scatter_with_fp32_accumulation": not shards
+        and f"{how}, since gradients are all-reduced; {_SET_OR_NOT}",
+        "num_distributed_optimizer_instances": not (shards or units)
+        and f"{how}, since no optimizer is sharded; {_SET_OR_NOT}",
+        "fp8_param_gather": not gathers_shards and few_bits,
+        "fp4_param_gather": not gathers_shards and few_bits,
+        "keep_fp8_transpose_cache": not config.fp8_param_gather
+        and "without fp8_param_gather=True; set that too, or leave it out",
+        "align_param_gather": not config.overlap_param_gather
+        and "without overlap_param_gather=True, where all weights are gathered before the forward; set both or neither",
+        "gradient_reduce_div_fusion": config.average_in_collective
+        and "with average_in_collective=True, where the collective divides; give only one of them",
+        "fsdp_all_gather_in_start_param_sync": not shards
+        and 'with data_parallel_sharding_strategy="no_shard", where nothing is gathered; leave it out',
+        "outer_dp_sharding_strategy": config.num_distributed_optimizer_instances == 1
+        and "with num_distributed_optimizer_instances=1, where there is no outer axis; give 2 or more, or leave it out",
     }
-    for name, (is_set, reason) in needing.items():
-        if is_set and not shards:
-            raise ConfigurationError(
-                f"{name}={getattr(config, name)} has no effect without {how}, since {reason}; set that or leave it out"
-            )
-    for name in ("fp8_param_gather", "fp4_param_gather"):
-        if getattr(config, name) and strategy is not ShardingStrategy.optim_grads_params:
-            raise ConfigurationError(
-                f"{name}=True has no effect without sharded weights, which alone are gathered in few bits; set "
-                'use_megatron_fsdp=True and data_parallel_sharding_strategy="optim_grads_params", or leave it out'
-            )
-    if config.keep_fp8_transpose_cache and not config.fp8_param_gather:
-        raise ConfigurationError(idle_settings(vars(config))["keep_fp8_transpose_cache"])
-    if config.align_param_gather and not config.overlap_param_gather:
-        raise ConfigurationError(
-            "align_param_gather=True has no effect without overlap_param_gather=True, where all weights are gathered "
-            "before the forward; set both or neither"
-        )
-    if config.average_in_collective and not config.gradient_reduce_div_fusion:
-        raise ConfigurationError(
-            "gradient_reduce_div_fusion=False has no effect with average_in_collective=True, where the collective "
-            "divides; give only one of them"
-        )
-    if not config.fsdp_all_gather_in_start_param_sync and strategy is ShardingStrategy.no_shard:
-        raise ConfigurationError(
-            'fsdp_all_gather_in_start_param_sync=False has no effect with data_parallel_sharding_strategy="no_shard", '
-            "where nothing is gathered; leave it out"
-        )
-    instances = config.num_distributed_optimizer_instances
-    if num_ranks % instances:
-        raise ConfigurationError(
-            f"num_distributed_optimizer_instances={instances} does not divide the {num_ranks} data-parallel ranks; "
-            f"give one of {', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
-        )
-    if config.outer_dp_sharding_strategy != "no_shard" and instances == 1:
-        raise ConfigurationError(
-            f"outer_dp_sharding_strategy={config.outer_dp_sharding_strategy!r} has no effect with "
-            "num_distributed_optimizer_instances=1, where there is no outer axis; give 2 or more, or leave it out"
-        )
+    defaults = {field.name: field.default for field in fields(config)}
+    for name, reason in (*by_engine.items(), *beside_others.items()):
+        if reason and getattr(config, name) != defaults[name]:
+            raise ConfigurationError(f"{name}={getattr(config, name)!r} has no effect {reason}")
 
 
 def _bucket_numel(

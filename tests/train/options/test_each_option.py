@@ -198,7 +198,9 @@ FIELD_CASES: dict[str, Case] = {
         "--use-distributed-optimizer", lambda job: resolved(job).strategy, ShardingStrategy.optim, BUCKETS
     ),
     "num_distributed_optimizer_instances": Case(
-        "--num-distributed-optimizer-instances 2", lambda job: resolved(job).num_instances, 2
+        "--num-distributed-optimizer-instances 2",
+        lambda job: resolved(job).config.num_distributed_optimizer_instances,
+        2,
     ),
     "bucket_size": Case("--ddp-bucket-size 100", lambda job: resolved(job).bucket_numel, 100, BUCKETS),
     "num_buckets": Case("--ddp-num-buckets 4", lambda job: resolved(job).bucket_numel, 250, BUCKETS),

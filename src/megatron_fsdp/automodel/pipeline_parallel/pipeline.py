@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from megatron_fsdp.automodel.pipeline_parallel.stages import (
 from megatron_fsdp.checkpoint.naming import PipelinePlace, own_name
 from megatron_fsdp.comm.agreement import all_agree, gather_objects
 from megatron_fsdp.comm.fingerprint import fingerprint
+from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -69,7 +70,7 @@ class Pipeline:
         self._parts, self._device = parts, device
         self._group = pp_mesh.get_group()
         self._kind = schedules.schedule_named(config.pp_schedule)
-        self._loss = MicrobatchLoss(config.loss_fn)
+        self._factor: Tensor | float | None = None  # of the losses of the step under way; None: there are none
         self._shape: tuple[int, ...] | None = None
         self._tied_end = self._find_tied_end()
         if parts.tied is not None:
@@ -118,19 +119,17 @@ class Pipeline:
         Raises:
             ConfigurationError: Inputs do not fit, or differ between the ranks of the pipeline.
         """
-        inputs, target = self._take_labelled(input_ids, labels, per_token, ("step", num_label_tokens, dp_size))
+        inputs = self._take_labelled(input_ids, labels, per_token, ("step", num_label_tokens, dp_size))
         rows = input_ids.shape[0]
         if self.config.pp_batch_size not in (1, rows):
             raise ConfigurationError(
                 f"a step was given {rows} rows but pp_batch_size={self.config.pp_batch_size}; give that many, or set "
                 "pp_batch_size=1 to allow any number"
             )
-        self._loss.factor = self._factor(target, num_label_tokens, dp_size)
-        losses: list[Tensor] = []
-        self._prepare(inputs)
         if self._tied_end is not None:
             self._tied_end.before_step()
-        self.schedule.step(*self._root(inputs), target=target, losses=losses, return_outputs=False, **inputs.per_token)
+        losses: list[Tensor] = []
+        self._run("step", inputs, losses, return_outputs=False)
         if self.finish_gradients is not None:
             self.finish_gradients()
         if self._tied_end is not None:
@@ -147,10 +146,10 @@ class Pipeline:
         **per_token: Any,
     ) -> Tensor:
         """Return the loss of `step` without gradients; arguments, result and errors are those of `step`."""
-        inputs, target = self._take_labelled(input_ids, labels, per_token, ("eval_step", num_label_tokens, dp_size))
-        self._loss.factor = self._factor(target, num_label_tokens, dp_size)
+        inputs = self._take_labelled(input_ids, labels, per_token, ("eval_step", num_label_tokens, dp_size))
         losses: list[Tensor] = []
-        self._evaluate(inputs, target, losses, return_outputs=False)
+        with torch.no_grad():
+            self._run("eval", inputs, losses, return_outputs=False)
         return self._total(losses)
 
     def forward(self, input_ids: Tensor, **per_token: Any) -> Tensor | None:
@@ -169,8 +168,10 @@ class Pipeline:
         inputs = self._take(input_ids, None, per_token, ("forward",))
         if inputs.labels is not None:
             raise ConfigurationError("forward gives logits and takes no labels; use eval_step for the loss")
-        self._loss.factor = None
-        logits = self._evaluate(inputs, torch.full_like(input_ids, IGNORED_LABEL), [], return_outputs=True)
+        self._factor = None
+        ignored = replace(inputs, labels=torch.full_like(input_ids, IGNORED_LABEL))
+        with torch.no_grad():
+            logits: Tensor | None = self._run("eval", ignored, [], return_outputs=True)
         return logits if self.has_last_stage else None
 
     @property
@@ -231,16 +232,19 @@ class Pipeline:
         return inputs
 
     def _take_labelled(
-        self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[Any, ...]
-    ) -> tuple[StepInputs, Tensor]:
+        self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[str, int | None, int]
+    ) -> StepInputs:
+        """Check the inputs of a step, and set the factor of its losses; `call`: its name, label tokens and ranks."""
         inputs = self._take(input_ids, labels, per_token, call)
+        name, *counts = call
         if inputs.labels is None:
             raise ConfigurationError(
-                f"{call[0]} needs labels or shift_labels on every rank of the pipeline; without them, see forward"
+                f"{name} needs labels or shift_labels on every rank of the pipeline; without them, see forward"
             )
-        return inputs, inputs.labels
+        self._factor = self._factor_of(inputs.labels, *counts)
+        return inputs
 
-    def _factor(self, labels: Tensor, num_label_tokens: int | None, dp_size: int) -> Tensor | float:
+    def _factor_of(self, labels: Tensor, num_label_tokens: int | None, dp_size: int) -> Tensor | float:
         if self.config.scale_grads_in_schedule:
             if num_label_tokens is not None or dp_size != 1:
                 raise ConfigurationError(
@@ -280,6 +284,17 @@ class Pipeline:
         )
         self._shape = (rows, sequence)
 
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the share of a microbatch in the loss of the step; the schedule calls it.
+
+        With the factor dp_size / (label tokens of all data-parallel ranks) the gradients of a step, averaged over the
+        data-parallel ranks, are those of the mean over all label tokens, however unevenly these lie over microbatches
+        and ranks. A mean of means would be another number.
+        """
+        if self._factor is None:
+            return torch.zeros((), device=logits.device)
+        return (self.config.loss_fn or cross_entropy_sum)(logits, labels) * self._factor
+
     def _tell_parts_where_they_lie(self) -> None:
         """Let checkpoints know that each part is one of several, and what the others have."""
         own = {
@@ -306,15 +321,12 @@ class Pipeline:
     def _last_rank(self) -> int:
         return (self.num_stages - 1) % self.pp_mesh.size()
 
-    def _root(self, inputs: StepInputs) -> tuple[Tensor, ...]:
-        return (inputs.input_ids,) if self.has_first_stage else ()
-
-    @torch.no_grad()
-    def _evaluate(self, inputs: StepInputs, labels: Tensor, losses: list[Tensor], *, return_outputs: bool) -> Any:
+    def _run(self, call: str, inputs: StepInputs, losses: list[Tensor], *, return_outputs: bool) -> Any:
+        """Run `step` or `eval` of the schedule."""
         self._prepare(inputs)
-        return self.schedule.eval(
-            *self._root(inputs), target=labels, losses=losses, return_outputs=return_outputs, **inputs.per_token
-        )
+        root = (inputs.input_ids,) if self.has_first_stage else ()
+        run = getattr(self.schedule, call)
+        return run(*root, target=inputs.labels, losses=losses, return_outputs=return_outputs, **inputs.per_token)
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         """Send the loss of the step to all ranks: only that of the last stage has it before."""
@@ -452,26 +464,6 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-class MicrobatchLoss:
-    """What a schedule calls for the loss of a microbatch: a function of logits and labels, times a factor of the step.
-
-    With the factor dp_size / (label tokens of all data-parallel ranks) the gradients of a step, averaged over the
-    data-parallel ranks, are those of the mean over all label tokens, however unevenly these lie over microbatches and
-    ranks. A mean of means would be another number.
-    """
-
-    def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor] | None) -> None:
-        self._loss_fn = loss_fn or cross_entropy_sum
-        self.factor: Tensor | float | None = None
-        """Of the step under way; None: no labels were given, the loss is zero."""
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the share of a microbatch in the loss of the step, a scalar."""
-        if self.factor is None:
-            return torch.zeros((), device=logits.device)
-        return self._loss_fn(logits, labels) * self.factor
-
-
 @dataclass
 class TiedEnd:
     """One copy of a tied matrix whose ends are in different stages: the input embeddings in the first, or the head.
@@ -490,7 +482,7 @@ class TiedEnd:
     @torch.no_grad()
     def equalize(self) -> None:
         """Give the head the values of the input embeddings; both ranks call it. Nothing on the meta device."""
-        local = _local(self._param())
+        local = local_part(self._param())
         if local.is_meta or not local.numel():
             return
         if self.is_source:
@@ -513,7 +505,7 @@ class TiedEnd:
             return
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        own = _local(param.grad)
+        own = local_part(param.grad)
         if own.numel():
             other = torch.empty_like(own)
             ops = [
@@ -540,13 +532,9 @@ def check_ends(end: TiedEnd | None, group: dist.ProcessGroup) -> None:
     if end is not None:
         param = end.part.get_parameter(end.name)
         placements = repr(param.placements) if isinstance(param, DTensor) else ""
-        own = (tuple(param.shape), tuple(_local(param).shape), str(param.dtype), placements)
+        own = (tuple(param.shape), tuple(local_part(param).shape), str(param.dtype), placements)
     if len({found for found in gather_objects(own, group) if found is not None}) > 1:
         raise ConfigurationError(
             "the input embeddings and the head are tied, but their stages cut or cast them differently; give both "
             "the same tensor-parallel style, sharding and dtype, or set tie_word_embeddings=False"
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

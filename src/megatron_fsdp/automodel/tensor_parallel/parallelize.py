@@ -87,8 +87,7 @@ def parallelize_tensors(
             "ranks, such as mesh['tp']"
         )
     base = _inside_of_peft(model)
-    chosen = plans.choose_plan(base, plan)
-    matched = plans.match_plan(base, chosen)
+    matched = plans.match_plan(base, plan)
     ties = plans.Ties.of(base)
     styles = ties.adapt(base, matched.modules)
     plans.check_heads(base, styles, tp_mesh.size())
@@ -101,7 +100,7 @@ def parallelize_tensors(
     ties.restore(base)
     _restore_attributes(model, attributes)
     model.register_forward_pre_hook(_FirstForward(tp_mesh), with_kwargs=True)
-    if chosen.is_given:
+    if plan is not None:
         _count_own_heads(base, styles, tp_mesh.size())
     if region is not None:
         split_tokens(base, region, tp_mesh)

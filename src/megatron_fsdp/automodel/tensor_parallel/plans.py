@@ -51,32 +51,6 @@ STYLE_NAMES = LINEAR | EMBEDDING | NOT_DIVIDED | {*_OTHER, "moe_tp_experts"}
 _PLAIN = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep"})
 
 
-@dataclass(frozen=True)
-class ChosenPlan:
-    """A plan and where it is from."""
-
-    entries: Plan  # style by name of a module or parameter; signs of fnmatch stand for a part of it, or within one
-    source: str  # for people
-    is_given: bool  # the user gave it, so every entry must match
-
-
-def choose_plan(model: nn.Module, plan: Plan | str | None) -> ChosenPlan:
-    """Return the plan that was given, else that of transformers for the model."""
-    if isinstance(plan, str):
-        found = import_by_path(plan, "tp_plan")
-        found = found() if callable(found) else found
-        return ChosenPlan(_checked(found, f"tp_plan={plan!r} leads to"), f"import path {plan}", True)
-    if plan is not None:
-        return ChosenPlan(_checked(plan, "tp_plan is"), "given", True)
-    own = getattr(model, "_tp_plan", None) or getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    if not own:
-        raise ConfigurationError(
-            f"transformers has no tensor-parallel plan for {type(model).__name__} ({model_type(model) or 'no type'}); "
-            "give tp_plan, a dict from names of modules to styles or its import path, or use tp_size=1"
-        )
-    return ChosenPlan(_checked(own, "transformers' plan is"), f"transformers, {model_type(model)}", False)
-
-
 def _checked(plan: object, where: str) -> Plan:
     if not isinstance(plan, Mapping) or not plan or not all(isinstance(key, str) for key in plan):
         raise ConfigurationError(
@@ -96,38 +70,60 @@ def _checked(plan: object, where: str) -> Plan:
 
 @dataclass(frozen=True)
 class MatchedPlan:
-    """A plan by the names of this model."""
+    """A plan by the names of one model."""
 
     modules: dict[str, ParallelStyle | str]  # style by name of the module, in order of the model
     parameters: dict[str, str]  # style by name of the parameter, where a plan names parameters
 
 
-def match_plan(model: nn.Module, plan: ChosenPlan) -> MatchedPlan:
-    """Find what the entries of a plan name; an entry without `*` goes before one with it."""
+def match_plan(model: nn.Module, given: Plan | str | None) -> MatchedPlan:
+    """Find what the entries of a plan name: of the one that is given, else of that of transformers for the model.
+
+    Signs of fnmatch in the entries stand for a part of a name, or within one; an entry without `*` goes before one with
+    it. Entries of a plan that is given must each name something.
+    """
+    plan, source = _find_plan(model, given)
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     chosen: dict[str, str] = {}
-    for key in plan.entries:
+    for key in plan:
         named = [name for name in (*modules, *parameters) if _names(key, name)]
-        if not named and plan.is_given and not any(_names(key, name) for name in _empty_places(model)):
+        if not named and given is not None and not any(_names(key, name) for name in _empty_places(model)):
             raise ConfigurationError(_names_nothing(key, modules))
         for name in named:
             chosen[name] = _more_special(name, key, chosen.get(name), plan)
     if not chosen:
         raise ConfigurationError(
-            f"the tensor-parallel plan ({plan.source}) names nothing in this model, whose modules are called like "
+            f"the tensor-parallel plan ({source}) names nothing in this model, whose modules are called like "
             f"{', '.join(modules[-3:])}; write the keys as such names"
         )
     for name in parameters:
-        if name in chosen and not isinstance(plan.entries[chosen[name]], str):
+        if name in chosen and not isinstance(plan[chosen[name]], str):
             raise ConfigurationError(
                 f"the tensor-parallel plan gives the parameter {name} a style of torch; name its module, or give the "
                 "name of a style"
             )
     return MatchedPlan(
-        {name: plan.entries[chosen[name]] for name in modules if name in chosen},
-        {name: str(plan.entries[chosen[name]]) for name in parameters if name in chosen},
+        {name: plan[chosen[name]] for name in modules if name in chosen},
+        {name: str(plan[chosen[name]]) for name in parameters if name in chosen},
     )
+
+
+def _find_plan(model: nn.Module, given: Plan | str | None) -> tuple[Plan, str]:
+    """Return a plan, and where it is from."""
+    if isinstance(given, str):
+        found = import_by_path(given, "tp_plan")
+        found = found() if callable(found) else found
+        return _checked(found, f"tp_plan={given!r} leads to"), f"import path {given}"
+    if given is not None:
+        return _checked(given, "tp_plan is"), "given"
+    own = getattr(model, "_tp_plan", None) or getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if not own:
+        raise ConfigurationError(
+            f"transformers has no tensor-parallel plan for {type(model).__name__} ({model_type(model) or 'no type'}); "
+            "give tp_plan, a dict from names of modules to styles or its import path, or use tp_size=1"
+        )
+    return _checked(own, "transformers' plan is"), f"transformers, {model_type(model)}"
 
 
 def _names(key: str, name: str) -> bool:
@@ -136,8 +132,8 @@ def _names(key: str, name: str) -> bool:
     return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
 
 
-def _more_special(name: str, key: str, other: str | None, plan: ChosenPlan) -> str:
-    if other is None or plan.entries[other] == plan.entries[key]:
+def _more_special(name: str, key: str, other: str | None, plan: Plan) -> str:
+    if other is None or plan[other] == plan[key]:
         return key
     if key.count("*") == other.count("*"):
         raise ConfigurationError(
