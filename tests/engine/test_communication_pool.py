@@ -77,17 +77,14 @@ def train(
 
 
 CASES: dict[str, tuple[int, torch.dtype, dict[str, Any], dict[str, int]]] = {
-    **{f"zero-{strategy}": (2, torch.float32, {"zero_dp_strategy": strategy}, {}) for strategy in range(4)},
-    **{
-        f"accumulated-{strategy}": (2, torch.float32, {"zero_dp_strategy": strategy}, {"more": 2})
-        for strategy in range(4)
-    },
+    "zero-1": (2, torch.float32, {"zero_dp_strategy": 1}, {}),
+    "accumulated-0": (2, torch.float32, {"zero_dp_strategy": 0}, {"more": 2}),
+    "accumulated-3": (2, torch.float32, {}, {"more": 2}),
     "deferred": (2, torch.float32, {}, {"deferred": 2}),
     "mixed": (2, torch.bfloat16, {"mixed_precision_policy": MIXED}, {}),
     "max pool": (2, torch.float32, {"maxpool_double_buffer": True}, {}),
     "late": (2, torch.float32, {"zero_dp_strategy": 1, "overlap_grad_reduce": False}, {}),
-    "hsdp": (4, torch.float32, {"dp_outer_dim": "outer"}, {}),
-    "hfsdp": (4, torch.float32, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": "optim"}, {"more": 1}),
+    "hsdp": (4, torch.float32, {"dp_outer_dim": "outer"}, {"more": 1}),
     "hfsdp mixed": (
         4,
         torch.bfloat16,
@@ -170,7 +167,7 @@ def test_every_step_is_the_same_operations_on_the_same_registered_addresses(name
     same_on_ranks([(name, places) for name, _, places in traces[1]])
 
 
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_results_are_those_of_memory_that_comes_and_goes(strategy: int) -> None:
     found = []

@@ -68,7 +68,7 @@ def weights_of(model: MegatronFSDP) -> list[torch.Tensor]:
 
 
 CASES: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
-    **{f"zero-{strategy}": (2, torch.float32, {"zero_dp_strategy": strategy}) for strategy in range(4)},
+    **{f"zero-{strategy}": (2, torch.float32, {"zero_dp_strategy": strategy}) for strategy in (0, 3)},
     "mixed": (2, torch.bfloat16, {"mixed_precision_policy": FP32_SUMS}),
     "decoupled": (2, torch.bfloat16, {"use_decoupled_grad": True}),
     "hfsdp": (4, torch.float32, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": "optim"}),
@@ -98,7 +98,7 @@ def test_steps_write_the_same_gradients_and_send_from_the_same_addresses(name: s
     same_on_ranks([(name, places) for name, _, places in traces[1]])
 
 
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_results_are_those_without_the_mode(strategy: int) -> None:
     found = []
@@ -110,7 +110,7 @@ def test_results_are_those_without_the_mode(strategy: int) -> None:
 
 
 CHANGED_UNSEEN = [
-    *(pytest.param(2, {"zero_dp_strategy": strategy}, id=f"zero-{strategy}") for strategy in (1, 2, 3)),
+    pytest.param(2, {"zero_dp_strategy": 1}, id="zero-1"),
     pytest.param(4, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": "optim"}, id="hfsdp"),
 ]
 

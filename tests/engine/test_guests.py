@@ -222,7 +222,7 @@ def trained(ranks: tuple[int, ...], kind: type[Int8Gather]) -> tuple[list[torch.
 
 
 @pytest.mark.parametrize("kind", [Int8Gather, BlockGather])
-@pytest.mark.parametrize("ranks", [(1,), (2,), (3,), (2, 2)])
+@pytest.mark.parametrize("ranks", [(3,), (2, 2)])
 def test_training_equals_one_process_that_rounds(
     run_ranks: RunRanks, ranks: tuple[int, ...], kind: type[Int8Gather]
 ) -> None:
@@ -338,7 +338,7 @@ def torchao_trained() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return own_losses(model, optimizer), [param.full_tensor() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [3])
 def test_float8_weights_of_torchao_train_as_in_one_process(run_ranks: RunRanks, ranks: int) -> None:
     """One process computes on the parts of the ranks one by one: inputs have a scale for each part."""
     pytest.importorskip("torchao")

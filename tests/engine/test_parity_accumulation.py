@@ -9,7 +9,7 @@ from torch import nn
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.sharded_run import STRATEGIES as ALL
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, defer_two_of_three, each_half, sgd
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, each_half, sgd
 
 MANUAL = tuple(Setting(strategy, auto_sync=False) for strategy in range(4))
 
@@ -29,21 +29,11 @@ def _check(
 # ---- deferring -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["1", "2"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_no_sync_defers_to_the_next_backward(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, defer_two_of_three, model="transformer", num_ranks=num_ranks)
-
-
 def defer_on_top_of_visible_gradients(run: Run) -> None:
     run.loss(0).backward()
     with run.no_sync():
         run.loss(1).backward()
     run.train(2)
-
-
-def test_deferred_sums_add_to_visible_gradients(run_ranks: RunRanks) -> None:
-    _check(run_ranks, defer_on_top_of_visible_gradients)
 
 
 def defer_forwards_only_half_way(run: Run) -> None:
@@ -72,12 +62,6 @@ def say_which_is_last(run: Run) -> None:
         run.step()
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_last_microbatch_synchronises(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, say_which_is_last, num_ranks=num_ranks)
-
-
 def finish_by_hand(run: Run) -> None:
     for step in range(2):
         for microbatch in range(2):
@@ -85,10 +69,6 @@ def finish_by_hand(run: Run) -> None:
         if run.sharded is not None:
             run.sharded.finish_grad_sync()
         run.step()
-
-
-def test_finish_grad_sync_shows_the_sum(run_ranks: RunRanks) -> None:
-    _check(run_ranks, finish_by_hand, MANUAL)
 
 
 # ---- clearing ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_fsdp.engine.schedule import Action, Operation, ScheduleConfig, Scheduler
 from megatron_fsdp.errors import ScheduleError
 from tests.conftest import RunRanks
 from tests.support.models import ModelCase
@@ -36,8 +35,8 @@ SHARDED = (Setting(3), Setting(2))
 ORDERED = vector_case(Ordered)
 
 
-def _check(run_ranks: RunRanks, script: Callable[[Run], None], case: ModelCase = ORDERED, num_ranks: int = 2) -> None:
-    check_strategies(run_ranks, num_ranks, Scenario(script, case), SHARDED)
+def _check(run_ranks: RunRanks, script: Callable[[Run], None], case: ModelCase = ORDERED) -> None:
+    check_strategies(run_ranks, 2, Scenario(script, case), SHARDED)
 
 
 # ---- who is used, and when -----------------------------------------------------------------------------------------
@@ -47,39 +46,12 @@ def build_twice_used() -> Ordered:
     return Ordered((0, 1, 0, 2, 1, 1, 3, 0))
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_unit_used_several_times_in_a_forward(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, three_steps, vector_case(build_twice_used), num_ranks)
+def test_unit_used_several_times_in_a_forward(run_ranks: RunRanks) -> None:
+    _check(run_ranks, three_steps, vector_case(build_twice_used))
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_unit_called_from_inside_another(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, three_steps, vector_case(Nested), num_ranks)
-
-
-def test_helper_in_backward_does_not_evict_its_caller() -> None:
-    """A caller's backward goes on after its helper's; the first pass records what there is to prefetch."""
-    root, helper, callers = 0, 1, (2, 3, 4)
-    scheduler = Scheduler(ScheduleConfig(trainable=(True,) * 5))
-    for _ in range(2):
-        epochs = {}
-        scheduler.forward_begins(root)
-        for caller in callers:
-            scheduler.forward_begins(caller)
-            scheduler.forward_begins(helper)
-            epochs[helper] = scheduler.forward_ends(helper, needs_backward=True)
-            epochs[caller] = scheduler.forward_ends(caller, needs_backward=True)
-        epochs[root] = scheduler.forward_ends(root, needs_backward=True)
-        scheduler.backward_begins(root, epochs[root])
-        for caller in reversed(callers):
-            scheduler.backward_begins(caller, epochs[caller])
-            operations = scheduler.backward_begins(helper, epochs[helper])
-            assert Operation(Action.RELEASE, caller) not in operations
-            scheduler.gradients_ready(caller)
-        scheduler.backward_ends()
-        scheduler.weights_changed()
+def test_unit_called_from_inside_another(run_ranks: RunRanks) -> None:
+    _check(run_ranks, three_steps, vector_case(Nested))
 
 
 def change_order(run: Run) -> None:
@@ -88,10 +60,8 @@ def change_order(run: Run) -> None:
         run.train(step)
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_order_of_units_that_changes_between_steps(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, change_order, num_ranks=num_ranks)
+def test_order_of_units_that_changes_between_steps(run_ranks: RunRanks) -> None:
+    _check(run_ranks, change_order)
 
 
 def skip_from_the_start(run: Run) -> None:
@@ -119,14 +89,6 @@ def sum_two_forwards(run: Run) -> None:
         run.step()
 
 
-def two_forwards_two_backwards(run: Run) -> None:
-    for step in range(2):
-        losses = [run.loss(2 * step), run.loss(2 * step + 1)]
-        for loss in losses:
-            loss.backward()
-        run.step()
-
-
 def two_forwards_two_backwards_reversed(run: Run) -> None:
     for step in range(2):
         losses = [run.loss(2 * step), run.loss(2 * step + 1)]
@@ -145,7 +107,7 @@ def deferred_second_backward(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [sum_two_forwards, two_forwards_two_backwards, two_forwards_two_backwards_reversed, deferred_second_backward],
+    [sum_two_forwards, two_forwards_two_backwards_reversed, deferred_second_backward],
 )
 def test_two_forwards_before_backward(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
     _check(run_ranks, script, vector_case(build_twice_used))
@@ -198,16 +160,12 @@ def test_gradients_flow_below_the_model(run_ranks: RunRanks) -> None:
 # ---- outputs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_keyword_arguments_and_nested_outputs(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, three_steps, vector_case(Unpacking), num_ranks)
+def test_keyword_arguments_and_nested_outputs(run_ranks: RunRanks) -> None:
+    _check(run_ranks, three_steps, vector_case(Unpacking))
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_outputs_that_are_changed_in_place(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, three_steps, vector_case(InPlace), num_ranks)
+def test_outputs_that_are_changed_in_place(run_ranks: RunRanks) -> None:
+    _check(run_ranks, three_steps, vector_case(InPlace))
 
 
 def _build_frozen_hiding() -> HidesResults:
@@ -262,11 +220,9 @@ def branch_by_rank(run: Run) -> None:
         run.step()
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_parameter_used_on_one_rank_only_has_the_mean(run_ranks: RunRanks, num_ranks: int) -> None:
+def test_parameter_used_on_one_rank_only_has_the_mean(run_ranks: RunRanks) -> None:
     settings = tuple(Setting(strategy) for strategy in range(4))
-    check_strategies(run_ranks, num_ranks, Scenario(branch_by_rank, vector_case(Branches)), settings)
+    check_strategies(run_ranks, 3, Scenario(branch_by_rank, vector_case(Branches)), settings)
 
 
 def branch_nowhere_at_first(run: Run) -> None:

@@ -167,10 +167,7 @@ def train(job: Job) -> Result:
 
 JOBS = [
     *(Job(name, inner=2) for name in DECODED),
-    *(pytest.param(Job(name, BF16, inner=3), marks=pytest.mark.full) for name in DECODED),
-    Job("fp8", inner=1),
-    Job("fp8", inner=4),
-    Job("fp8", outer=2),
+    Job("fp8", BF16, inner=3),
     Job("fp8", BF16, outer=2, outer_strategy=1),
     Job("fp8", main=None),
     Job("fp8", others={"head.weight": None, "blocks.0.attention.q.weight": "nvfp4"}),
@@ -207,7 +204,7 @@ def shards_of(job: Job) -> dict[str, torch.Tensor]:
 def test_compute_sees_the_same_bits_on_any_ranks(run_ranks: RunRanks, name: str) -> None:
     model = build(Job(name))
     whole = {key: rounded(format_of(model, key, Job(name)), param, FP32) for key, param in model.named_parameters()}
-    for job in (Job(name, inner=1), Job(name, inner=3), Job(name, inner=2, outer=2, outer_strategy=1)):
+    for job in (Job(name, inner=3), Job(name, inner=2, outer=2, outer_strategy=1)):
         for seen in run_ranks(job.ranks, shards_of, job):
             assert seen
             for key, value in seen.items():
@@ -226,9 +223,8 @@ def poisoned(weight: float) -> list[str]:
     return [str(caught.value)]
 
 
-@pytest.mark.parametrize("weight", [torch.nan, -torch.inf])
-def test_a_weight_that_is_not_finite_is_refused_on_all_ranks(run_ranks: RunRanks, weight: float) -> None:
-    said = run_ranks(2, poisoned, weight)
+def test_a_weight_that_is_not_finite_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
+    said = run_ranks(2, poisoned, -torch.inf)
     assert said[0] == said[1]
     assert said[0][0].startswith(
         "blocks.1.attention.q.weight has an element that is NaN or infinite, which weight_format='fp8'"
@@ -273,7 +269,6 @@ def test_a_policy_refuses_impossible_formats(fields: dict[str, Any], error: type
     ("asked", "words"),
     [
         ({"words.*": "fp8", "*": "fp8"}, "has 'words.*', which concerns no parameter: words.weight are embeddings"),
-        ({"*.bias": "fp8", "*": "fp8"}, "has '*.bias', which concerns no parameter: middle.bias, head.bias are"),
         ({"*": "fp8", "head.*": None}, "has 'head.*', which has no effect, since an earlier pattern matches"),
         ({"*": "fp8", "haed.*": None}, "has 'haed.*', which matches none of the 5 parameters"),
         ({"head.*": None, "w*": "fp8"}, "has 'w*', which concerns no parameter: words.weight are embeddings"),
@@ -317,9 +312,8 @@ def resumed(folder: Path, other: str) -> tuple[torch.Tensor, dict[str, torch.Ten
     return CASE.loss(again, own).detach(), *weights
 
 
-@pytest.mark.parametrize("other", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.full)])
-def test_a_checkpoint_resumes_in_another_format(run_ranks: RunRanks, tmp_path: Path, other: str) -> None:
-    plain = build(Job("fp8"))
+def test_a_checkpoint_resumes_in_another_format(run_ranks: RunRanks, tmp_path: Path) -> None:
+    plain, other = build(Job("fp8")), "nvfp4"
     for rank, (loss, saved, loaded) in enumerate(run_ranks(2, resumed, tmp_path, other)):
         computed = {n: rounded(format_of(plain, n, Job(other)), weight, FP32) for n, weight in saved.items()}
         assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())

@@ -21,9 +21,9 @@ from megatron_fsdp.optim.muon import check_muon, newton_schulz_flops
 from megatron_fsdp.optim.whole_exchange import assign_owners, balanced_owners, waves_of
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
-from tests.support.arrangements import Arrangement, divide_tensors, tensor_parallel
+from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.counting import LiveBytes
-from tests.support.experts import FLAT, Experts, ListedExperts, Sizes, build_with_experts, experts_of
+from tests.support.experts import FLAT, Experts, Sizes, build_with_experts, experts_of
 from tests.support.models import Block, build_dense
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 from tests.support.optimizer_twins import Make, Matrices, Twins, drawn, flat, hybrid, matrices, three_steps
@@ -70,11 +70,6 @@ def test_the_matrices_of_llama_8b_are_shared_evenly(ranks: int) -> None:
     assert max(loads) <= 1.05 * sum(loads) / ranks
 
 
-def test_flops_of_newton_schulz_are_counted_on_the_shorter_side() -> None:
-    assert newton_schulz_flops((2, 3), 1) == newton_schulz_flops((3, 2), 1) == 2 * 3 * 4 * 2 + 2 * 8
-    assert newton_schulz_flops((4, 4), 5) == 5 * (4 * 64 + 2 * 64)
-
-
 def test_no_owner_gets_more_than_the_limit_in_one_wave() -> None:
     assert waves_of([0, 1, 0, 0, 1], [6, 6, 4, 1, 20], 10) == ((0, 1, 2), (3, 4))
     assert waves_of([0, 0], [50, 60], 10) == ((0,), (1,))
@@ -111,38 +106,6 @@ def test_every_strategy_steps_as_one_process(variant: str, strategy: int) -> Non
 @on_ranks(4)
 def test_hybrid_sharding_steps_as_one_process(outer: str, strategy: int) -> None:
     three_steps(matrices(), VARIANTS["defaults"], hybrid(strategy, outer), without=2)
-
-
-def matrices_of_a_transformer(build: Callable[[], nn.Module], arrangement: Arrangement, strategy: int) -> list[str]:
-    model = build()
-    arrangement.place(model)
-    for param in model.parameters():
-        param.requires_grad_(param.dim() == 2)
-
-    def make(params: Sequence[Any]) -> torch.optim.Optimizer:
-        return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.1)
-
-    sharding = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [Block]}
-    twins = Twins(model, make, {**arrangement.arguments(), **sharding})
-    for step in range(2):
-        twins.step(step)
-    return twins.differing()
-
-
-@pytest.mark.full(short=["3-arrangement0"])
-@pytest.mark.parametrize("arrangement", [tensor_parallel(divide_tensors), tensor_parallel(divide_tensors, 2)])
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_tensor_parallel_matrices_step_as_one_process(
-    run_ranks: RunRanks, strategy: int, arrangement: Arrangement
-) -> None:
-    assert run_ranks(4, matrices_of_a_transformer, build_dense, arrangement, strategy) == [[]] * 4
-
-
-@pytest.mark.full(short=["sizes1"])
-@pytest.mark.parametrize("sizes", [FLAT, (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))])
-def test_matrices_of_experts_step_as_one_process(run_ranks: RunRanks, sizes: Sizes) -> None:
-    build = partial(build_with_experts, kind=ListedExperts)
-    assert run_ranks(4, matrices_of_a_transformer, build, experts_of(sizes), 3) == [[]] * 4
 
 
 @pytest.mark.parametrize(("limit", "waves"), [(1, 4), (1 << 20, 1)])
@@ -433,7 +396,7 @@ def test_the_matrices_of_a_stack_are_shared_out_over_ranks() -> None:
     assert iterated == [torch.Size((4, 3))] * 2
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), 4, (9, 0), (10, -1), 0, (4.5, 4.5), ()])
+@pytest.mark.parametrize("sizes", [(4, 4), (9, 0), (4.5, 4.5), ()])
 def test_split_sizes_that_do_not_fit_are_refused(sizes: Any) -> None:
     optimizer = torch.optim.Muon([{"params": [nn.Parameter(torch.ones(9, 2))], "split_sizes": sizes}])
     with pytest.raises(ConfigurationError, match=r"shape \(9, 2\); give the rows of each piece, which add up to 9, or"):
@@ -472,10 +435,6 @@ def batch(step: int) -> Tensor:
     return torch.randn(12, 6, generator=torch.Generator().manual_seed(50 + step))
 
 
-def one_optimizer(params: Sequence[Any]) -> list[torch.optim.Optimizer]:
-    return [ChainedOptimizer(*two_optimizers(params))]
-
-
 def train_alone(steps: int, clips: bool = True) -> list[dict[str, Tensor]]:
     model, found = net(), []
     optimizers = two_optimizers(list(model.parameters()))
@@ -495,12 +454,11 @@ def close(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return all(torch.allclose(left[name], right[name], atol=2e-3, rtol=0) for name in right)
 
 
-@pytest.mark.parametrize("make", [two_optimizers, one_optimizer])
 @on_ranks(3)
-def test_muon_and_adamw_train_as_in_one_process(make: Callable[..., list[torch.optim.Optimizer]]) -> None:
+def test_muon_and_adamw_train_as_in_one_process() -> None:
     expected = train_alone(3)
     model = fully_shard_model(net(), mesh(), fsdp_unit_modules=[nn.Linear])
-    optimizers = [fully_shard_optimizer(made) for made in make(list(model.parameters()))]
+    optimizers = [fully_shard_optimizer(made) for made in two_optimizers(list(model.parameters()))]
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
     for step in range(3):
         model(batch(step).chunk(ranks)[rank]).square().mean().backward()
@@ -512,17 +470,16 @@ def test_muon_and_adamw_train_as_in_one_process(make: Callable[..., list[torch.o
     assert all(close(weights, want) for weights, want in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("strategy", [0, 2, 3])
 @on_ranks(3)
-def test_accumulation_a_scaler_and_recomputation_change_nothing(strategy: int) -> None:
+def test_accumulation_a_scaler_and_recomputation_change_nothing() -> None:
     """A chain that was built before the model was sharded; the second step overflows on one rank and is skipped."""
     expected = train_alone(3, clips=False)
     recomputed = net()
     for layer in recomputed.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    (chain,) = one_optimizer(list(recomputed.parameters()))
+    chain = ChainedOptimizer(*two_optimizers(list(recomputed.parameters())))
     model, optimizer = fully_shard(
-        recomputed, chain, device_mesh=mesh(), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy
+        recomputed, chain, device_mesh=mesh(), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=2
     )
     ranks, rank, scaler = dist.get_world_size(), dist.get_rank(), torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in (0, None, 1, 2):
@@ -556,9 +513,7 @@ def go_on(folder: Path, strategy: int) -> list[str]:
 
 
 @pytest.mark.full(short=["4-3-2-1"])
-@pytest.mark.parametrize(
-    ("before", "saved", "after", "loaded"), [(4, 3, 2, 1), (2, 1, 3, 3), (1, 0, 4, 3), (3, 3, 1, 3)]
-)
+@pytest.mark.parametrize(("before", "saved", "after", "loaded"), [(4, 3, 2, 1), (1, 0, 4, 3)])
 def test_training_goes_on_with_other_ranks(
     run_ranks: RunRanks, tmp_path: Path, before: int, saved: int, after: int, loaded: int
 ) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim._muon import _zeropower_via_newtonschulz
 
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer, steps_whole_tensors
 from megatron_fsdp.checkpoint import save_checkpoint
@@ -54,31 +53,9 @@ class Factored(torch.optim.Optimizer):
                 param.add_(update, alpha=-group["lr"])
 
 
-@steps_whole_tensors
-class Mixed(torch.optim.Optimizer):
-    """Muon for groups that ask for it, and momentum with a norm of the whole gradient for the others."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "use_muon": False})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                buffer = self.state[param].setdefault("buffer", torch.zeros_like(param))
-                buffer.lerp_(param.grad, 0.1)
-                update = buffer / buffer.norm()
-                if group["use_muon"]:
-                    update = _zeropower_via_newtonschulz(buffer.clone(), (3.4445, -4.775, 2.0315), 5, 1e-7)
-                param.add_(update, alpha=-group["lr"])
-
-
 VARIANTS: dict[str, Make] = {
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1, weight_decay=0.01),
     "adafactor foreach": lambda params: torch.optim.Adafactor(params, lr=0.1, foreach=True),
-    "mixed": lambda params: Mixed([{"params": params[:3], "use_muon": True}, {"params": params[3:]}]),
     "own": lambda params: Factored([{"params": params[:2], "lr": 0.2}, {"params": params[2:]}]),
 }
 
@@ -131,7 +108,7 @@ def go_on(variant: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.full(short=["own-3-2"])
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (1, 3), (4, 1)])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
 @pytest.mark.parametrize("variant", ["own", "adafactor"])
 def test_training_goes_on_with_another_number_of_ranks(
     run_ranks: RunRanks, tmp_path: Path, variant: str, before: int, after: int
@@ -165,11 +142,8 @@ def failures(ranks: tuple[int, ...]) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.full(short=["ranks0"])
-@pytest.mark.parametrize("ranks", [(1,), (0, 2)])
-def test_a_step_that_fails_on_an_owner_fails_on_all_ranks_and_changes_nothing(
-    run_ranks: RunRanks, ranks: tuple[int, ...]
-) -> None:
+def test_a_step_that_fails_on_an_owner_fails_on_all_ranks_and_changes_nothing(run_ranks: RunRanks) -> None:
+    ranks = (0, 2)
     told = run_ranks(3, failures, ranks)
     assert told[0] == told[1] == told[2]
     (failed, closure) = told[0]

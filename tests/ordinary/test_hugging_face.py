@@ -146,8 +146,8 @@ def _wrap(build: Callable[[], nn.Module], unit: int, strategy: int, **options: A
     return plain, model
 
 
-@pytest.mark.full(short=["llama-3", "gpt2, tied-3"])
-@pytest.mark.parametrize(("name", "strategy"), [("llama", 3), ("gpt2, tied", 3), ("llama", 1)])
+@pytest.mark.full(short=["gpt2, tied-3"])
+@pytest.mark.parametrize(("name", "strategy"), [("llama", 1), ("gpt2, tied", 3)])
 @on_ranks(2)
 def test_generation_gives_the_same_tokens(name: str, strategy: int) -> None:
     """Greedy, with a cache, before and after a training step; each rank has prompts of its own."""
