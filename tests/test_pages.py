@@ -255,8 +255,3 @@ def test_the_other_distribution_of_the_same_import_name_is_warned_of_once(
         "print(sum('beside mfsdp' in str(each.message) for each in caught))\n"
     )
     assert run(tmp_path, 0, "twice.py").split() == [str(times)]
-
-
-def test_no_page_holds_what_a_merge_left() -> None:
-    for path in (*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md"):
-        assert not re.search(r"^(<{7}|>{7}) ", path.read_text(), re.MULTILINE), path

@@ -213,22 +213,3 @@ def test_a_model_without_units_trains_whatever_its_shapes(kind: type[nn.Module],
     found = weights(model)
     scale = max(weight.abs().max().item() for weight in weights(alone).values())
     assert largest_difference(found, weights(alone)) <= 2 * TOLERANCE * max(1.0, scale)
-
-
-@on_ranks(2)
-def test_reading_a_state_dict_between_forwards_changes_nothing() -> None:
-    """A state dict that is only read, between two forwards and their backwards, changes nothing."""
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer])
-    alone = build()
-    for each in (model, alone):
-        losses = []
-        for inputs, targets in batches(2):
-            if each is model:
-                inputs, targets = own_part(inputs), own_part(targets)
-            losses.append(nn.functional.mse_loss(each(inputs), targets))
-            each.state_dict()
-        for loss in losses:
-            loss.backward()
-    expected = {name: param.grad for name, param in alone.named_parameters() if param.grad is not None}
-    found = {name: grad for name, grad in model.full_gradients().items() if grad is not None}
-    assert largest_difference(found, expected) <= 2 * TOLERANCE

@@ -1,19 +1,16 @@
 """The worker pool gives values, errors and stacks back, and outlives whatever a test does to it."""
 
 import os
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.conftest import RunRanks
-from tests.support.settling import settled
 from tests.support.worker_pool import WorkerError, WorkerPool
 
 
@@ -69,23 +66,6 @@ def _random_value_then_spoil_the_state() -> float:
 
 def _state() -> tuple[torch.dtype, bool, str | None, str | None]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), os.getenv("LEFT_BEHIND"), os.getenv("LOCAL_RANK")
-
-
-def _print_pids_then_hang() -> None:
-    """Run by a child interpreter that is then killed."""
-    pool = WorkerPool(2)
-    print(*pool.run(_worker_pid), flush=True)
-    pool.run(_sleep_for_long)
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether the process runs; one that ended but was not reaped yet (state Z in /proc) does not."""
-    try:
-        os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat")
-        return not (status.exists() and ") Z " in status.read_text())
-    except OSError:
-        return False
 
 
 def _cuda_all_reduce() -> tuple[str, float]:
@@ -146,19 +126,6 @@ def test_workers_are_replaced_when_too_many_process_groups_live(pool: WorkerPool
     before = pool.run(_worker_pid)
     pool.run(_make_groups, 60)
     assert set(pool.run(_worker_pid)).isdisjoint(before)
-
-
-@pytest.mark.full
-def test_workers_end_when_their_parent_is_killed() -> None:
-    program = f"from {__name__} import _print_pids_then_hang as run; run()"
-    root = Path(__file__).parents[1]
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=root)
-    with parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        parent.kill()
-    assert len(pids) == 2
-    assert settled(lambda: [pid for pid in pids if _is_alive(pid)], lambda alive: not alive) == []
 
 
 @pytest.mark.gpu

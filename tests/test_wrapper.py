@@ -189,17 +189,6 @@ def test_gradients_are_zeroed_visible_or_not(strategy: int) -> None:
     assert largest_difference(gradients(model), summed_gradients([0])) <= TOLERANCE
 
 
-@on_ranks(2)
-def test_scaling_reaches_gradients_of_another_dtype() -> None:
-    """float64 main gradients beside float32 weights: `.grad` is a copy; it and what is behind it must be scaled."""
-    model = wrap(3, mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float64))
-    run_batch(model, 0)
-    model.scale_gradients(2.0)
-    run_batch(model, 0)
-    tripled = {name: grad * 3 for name, grad in summed_gradients([0]).items()}
-    assert largest_difference(gradients(model), tripled) <= 3 * TOLERANCE
-
-
 # ---- when gradients are synced ---------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,6 @@ def measure_all() -> dict[tuple[WeightAllocator, int], Reading]:
     cases: dict[tuple[WeightAllocator, int], dict[str, Any]] = {(each, 2): CHOICES[each] for each in CHOICES}
     for allocator in (WeightAllocator.SLOTS, WeightAllocator.RESIZE):
         cases[allocator, 3] = {**CHOICES[allocator], "max_gathered_units": 3}
-        cases[allocator, 1] = {**CHOICES[allocator], "max_gathered_units": 1}
     return {case: _measure(options) for case, options in cases.items()}
 
 
@@ -145,7 +144,7 @@ def readings(run_ranks: RunRanks) -> dict[tuple[WeightAllocator, int], Reading]:
 Readings = dict[tuple[WeightAllocator, int], Reading]
 CASES = [
     *((allocator, 2) for allocator in CHOICES),
-    *((allocator, units) for allocator in (WeightAllocator.SLOTS, WeightAllocator.RESIZE) for units in (1, 3)),
+    *((allocator, units) for allocator in (WeightAllocator.SLOTS, WeightAllocator.RESIZE) for units in (3,)),
 ]
 
 
@@ -164,10 +163,8 @@ ROOT, FLOOR, WIDE, MIDDLE = (4 * numel for numel in (2 * 256, 32 * 32, 32 * 64, 
 def test_gathered_bytes_are_those_worked_out_by_hand(readings: Readings) -> None:
     gathered = {case: borrowed(readings[case], *case).gathered for case in CASES}
     assert gathered == {
-        (WeightAllocator.SLOTS, 1): ROOT + WIDE,
         (WeightAllocator.SLOTS, 2): ROOT + WIDE + MIDDLE,
         (WeightAllocator.SLOTS, 3): ROOT + WIDE + MIDDLE + FLOOR,
-        (WeightAllocator.RESIZE, 1): ROOT + WIDE,
         (WeightAllocator.RESIZE, 2): ROOT + WIDE + MIDDLE,
         (WeightAllocator.RESIZE, 3): ROOT + WIDE + MIDDLE + FLOOR,
         (WeightAllocator.DOUBLE_BUFFER, 2): ROOT + 2 * FLOOR + WIDE + MIDDLE,
@@ -244,13 +241,8 @@ def train_and_evaluate(run: Run) -> None:
 
 SETTINGS = [
     *(Setting(3, options=tuple(options.items())) for options in CHOICES.values()),
-    *(
-        Setting(3, options=(("weight_allocator", name), ("max_gathered_units", units)))
-        for name in ("slots", "resize")
-        for units in (1, 3)
-    ),
-    Setting(3, options=(("forward_prefetch_units", 3), ("backward_prefetch_units", 0))),
-    Setting(3, options=(("weight_allocator", "resize"), ("backward_prefetch_units", 2))),
+    Setting(3, options=(("max_gathered_units", 1),)),
+    Setting(3, options=(("weight_allocator", "resize"), ("max_gathered_units", 3), ("backward_prefetch_units", 2))),
 ]
 
 
@@ -263,10 +255,8 @@ class Uneven(Ordered):
         self.layers[1].down = torch.nn.Linear(15, 6)  # type: ignore[union-attr]
 
 
-@pytest.mark.full(short=["settings0"])
-@pytest.mark.parametrize("settings", [SETTINGS[:6], SETTINGS[6:]])
-def test_every_allocator_and_limit_equals_one_process(run_ranks: RunRanks, settings: list[Setting]) -> None:
-    check_strategies(run_ranks, 2, Scenario(train_and_evaluate, vector_case(Uneven)), settings)
+def test_every_allocator_and_limit_equals_one_process(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 2, Scenario(train_and_evaluate, vector_case(Uneven)), SETTINGS)
 
 
 @pytest.mark.full(short=["pairs"])
@@ -311,14 +301,6 @@ def test_two_models_in_one_process_share_no_memory() -> None:
         )
         assert len(first) == len(second) > 0
         assert not first & second
-
-
-@on_ranks(1)
-def test_a_single_rank_gathers_nothing_under_any_allocator() -> None:
-    for options in CHOICES.values():
-        model = wrapped_tower(**options)
-        tower_loss(model, X).backward()
-        assert model.memory().gathered_bytes == 0
 
 
 @on_ranks(2)

@@ -20,6 +20,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.grad_norm import exact_norm
 from megatron_fsdp.optim.optimizer import check_rounding
 from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid_arguments
 from tests.support.models import MODEL_CASES, Batch, ModelName
 from tests.support.on_ranks import on_ranks
 
@@ -106,11 +107,7 @@ def plain_steps(job: Job) -> list[Step]:
 
 
 def wrapped(job: Job) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    module, places = job.build(), dict[str, Any]()
-    if job.mesh is not None:
-        mesh = init_device_mesh("cpu", job.mesh, mesh_dim_names=("outer", "inner"))
-        group = mesh._flatten("both").get_group()
-        places = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer", "hybrid_fsdp_group": group}
+    module, places = job.build(), {} if job.mesh is None else hybrid_arguments(*job.mesh)
     return fully_shard(
         module,
         torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=True),

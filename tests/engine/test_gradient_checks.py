@@ -25,10 +25,9 @@ from megatron_fsdp import (
 from megatron_fsdp.engine.gradient_checks import LargeGradientCheck
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
-from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.counting import OpCounts
 from tests.support.experts import FLAT, build_with_experts, experts_of
-from tests.support.models import Block, build_dense, make_token_batch, token_loss
+from tests.support.models import Block, make_token_batch, token_loss
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 
 CPU = torch.device("cpu")
@@ -291,14 +290,12 @@ def test_a_parameter_that_one_rank_uses_is_judged_by_its_own_backwards() -> None
     assert re.search(r"extra.weight \(root\) on rank \[1\] has \S+, and had at most \S+ in 10 backwards", message)
 
 
-@pytest.mark.full(short=["experts"])
-@pytest.mark.parametrize("kind", ["tensors", "experts"])
 @on_ranks(4)
-def test_divided_tensors_and_experts_of_one_rank_stop_all(kind: str) -> None:
-    """A spike on rank 2 of 4: in its part of a divided layer, or in an expert that half of the ranks hold."""
-    arrangement = tensor_parallel(divide_tensors) if kind == "tensors" else experts_of(FLAT)
+def test_experts_of_one_rank_stop_all() -> None:
+    """A spike on rank 2 of 4, in an expert that half of the ranks hold."""
+    arrangement = experts_of(FLAT)
     with fixed_seed(0):
-        net = (build_dense if kind == "tensors" else build_with_experts)()
+        net = build_with_experts()
     arrangement.place(net)
     model = wrap_checked(net, 3, **arrangement.arguments())
     block = next(module for module in net.modules() if isinstance(module, Block))
@@ -306,11 +303,9 @@ def test_divided_tensors_and_experts_of_one_rank_stop_all(kind: str) -> None:
     for _ in range(HISTORY):
         token_loss(model, batch).backward()
         model.zero_grad()
-    source = block.get_submodule("attention.q" if kind == "tensors" else "mlp.experts")
-    with spoilt(source, SPIKE, 2), pytest.raises(LargeGradientError) as caught:
+    with spoilt(block.get_submodule("mlp.experts"), SPIKE, 2), pytest.raises(LargeGradientError) as caught:
         token_loss(model, batch).backward()
-    name = "attention.q.weight" if kind == "tensors" else "mlp.experts.down"
-    assert f"blocks.0.{name} (blocks.0) on rank [2] has" in same_on_ranks(str(caught.value))
+    assert "blocks.0.mlp.experts.down (blocks.0) on rank [2] has" in same_on_ranks(str(caught.value))
 
 
 @on_ranks(2)

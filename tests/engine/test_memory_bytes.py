@@ -34,7 +34,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 STRATEGIES = list(ShardingStrategy)
 POLICIES = {
     "fp32": (FP32, MixedPrecisionPolicy()),
-    "bf16": (BF16, MixedPrecisionPolicy()),
     "bf16 on the wire": (BF16, MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)),
 }
 

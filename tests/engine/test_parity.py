@@ -183,14 +183,3 @@ def test_a_wrong_mean_is_noticed(run_ranks: RunRanks) -> None:
     (outcomes,) = zip(*run_ranks(2, run_sharded, [(scenario, Setting(3))]), strict=True)
     with pytest.raises(AssertionError, match=r"note 0 \(gradients\)"):
         assert_parity(outcomes, reference(scenario), FP32)
-
-
-def _differ_by_rank(run: Run) -> None:
-    run.note("rank", {"rank": torch.tensor(float(run.ranks_here[0]))})
-
-
-def test_ranks_that_differ_are_noticed(run_ranks: RunRanks) -> None:
-    scenario = Scenario(_differ_by_rank, MODEL_CASES["odd_shapes"])
-    (outcomes,) = zip(*run_ranks(2, run_sharded, [(scenario, Setting(0))]), strict=True)
-    with pytest.raises(AssertionError, match="rank 1 holds other values"):
-        assert_parity(outcomes, reference(scenario), FP32)

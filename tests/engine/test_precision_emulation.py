@@ -279,11 +279,6 @@ def test_every_cast_and_sum_is_in_the_dtype_it_is_promised_in(run_ranks: RunRank
     check(run_ranks, 2, [replace(job, mode=mode) for job in covering_jobs()])
 
 
-@pytest.mark.full
-def test_sums_of_four_ranks_are_taken_in_rank_order(run_ranks: RunRanks) -> None:
-    check(run_ranks, 4, [replace(job, mode="each", steps=1) for job in covering_jobs() if job.strategy > 0])
-
-
 @pytest.mark.full(short=[str(MixedPrecisionPolicy(FP64, BF16, FP16))])
 @pytest.mark.parametrize(
     "policy",

@@ -152,13 +152,3 @@ def test_all_ranks_get_the_weights_of_rank_zero_and_one_warning() -> None:
     # `gain` is all ones under every seed: 6 parameters and the buffer differ
     said = "7 parameters or buffers differed between ranks at wrap time (first: layers.0."
     assert str(warning.message).startswith(said)
-
-
-@on_ranks(2)
-def test_a_norm_that_each_rank_filled_otherwise_is_found() -> None:
-    """An exclusive or of an even number of equal elements is 0 whatever they are."""
-    norm = nn.LayerNorm(4)
-    nn.init.constant_(norm.weight, float(dist.get_rank() + 1))
-    with pytest.warns(UserWarning, match="differed between ranks .*weight"):
-        model = fully_shard_model(norm)
-    assert model.full_parameters()["weight"].tolist() == [1.0] * 4

@@ -142,12 +142,6 @@ def plain_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
-def penalised_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """A penalty on parameters, each rank on its shards; its gradient does not come through any unit."""
-    local = [param.to_local() if isinstance(param, DTensor) else param for param in model.parameters()]
-    return F.mse_loss(model(x), y) + 0.1 * sum((piece**2).sum() for piece in local)
-
-
 def globally_penalised_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The same by reductions over the ranks: every rank adds the whole penalty, as one process does."""
     return F.mse_loss(model(x), y) + 0.1 * sum((param**2).sum() for param in model.parameters())
@@ -175,7 +169,6 @@ class Case:
 
 CASES = {
     "recurrent": Case(Recurrent, (nn.LSTM,)),
-    "penalty": Case(Layers, (nn.Linear,), penalised_loss),
     "global penalty": Case(Layers, (nn.Linear,), globally_penalised_loss),
     "numbers times data": Case(Layers, (nn.Linear,), loss_times_numbers),
     "returned view": Case(UsesReturned, (ReturnsWeight,)),

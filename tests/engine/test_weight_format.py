@@ -27,6 +27,7 @@ from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid_arguments
 from tests.support.models import MODEL_CASES, Batch, make_token_batch
 from tests.support.on_ranks import on_ranks
 
@@ -128,25 +129,14 @@ class _Called(nn.Module):
 
 
 def wrap(job: Job, **arguments: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    names = ("outer", "inner") if job.outer > 1 else ("inner",)
-    mesh = init_device_mesh("cpu", (job.outer, job.inner) if job.outer > 1 else (job.inner,), mesh_dim_names=names)
     if job.outer > 1:
-        both = mesh[names]._flatten("both")
-        arguments |= {
-            "dp_outer_dim": "outer",
-            "hybrid_fsdp_group": both.get_group(),
-            "outer_dp_sharding_strategy": job.outer_strategy,
-        }
+        arguments |= {**hybrid_arguments(job.outer, job.inner), "outer_dp_sharding_strategy": job.outer_strategy}
     model = build(job)
     return fully_shard(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        device_mesh=mesh,
-        dp_shard_dim="inner",
-        zero_dp_strategy=3,
         fsdp_unit_modules=list(CASE.unit_classes),
         mixed_precision_policy=job.policy,
-        sync_model_each_microbatch=True,
         **arguments,
     )
 
@@ -282,10 +272,6 @@ def test_a_pattern_that_takes_no_effect_is_refused_by_name(asked: dict[str, str 
     kept = MixedPrecisionPolicy(weight_format={"words.*": None, "head.*": "nvfp4", "*": "fp8"})
     found = {name: each.name for name, each in encoded_parameters(model, kept, strategy).items()}
     assert found == {"middle.weight": "fp8", "head.weight": "nvfp4"}
-
-
-def test_the_names_are_those_of_the_codecs() -> None:
-    assert tuple(WEIGHT_FORMATS) == WEIGHT_FORMAT_NAMES
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from megatron_fsdp.optim.adamw8bit import dynamic_map, scales_in_blocks, scales_
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
 from tests.conftest import RunRanks
 from tests.support.api_net import message_of
-from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.optimizer_twins import Twins, drawn, flat, hybrid, three_steps
+from tests.support.on_ranks import fixed_seed
+from tests.support.optimizer_twins import drawn, flat
 
 SHAPES = ((40, 33), (7, 512), (1000,), (3, 20, 17), (5,))
 
@@ -38,30 +37,8 @@ def blocks(dtype: torch.dtype = torch.float32) -> nn.Module:
         return Blocks(dtype)
 
 
-def make(params: Sequence[Any]) -> AdamW8bit:
+def eight_bits(params: Sequence[Any]) -> AdamW8bit:
     return AdamW8bit([{"params": params[:3], "lr": 0.1}, {"params": params[3:], "weight_decay": 0.3}], lr=0.02)
-
-
-def twins_of(steps: int, arguments: dict[str, Any] | None = None) -> Twins:
-    twins = Twins(blocks(), make, arguments or flat(3))
-    for step in range(steps):
-        twins.step(step)
-    return twins
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", range(4))
-@on_ranks()
-def test_every_strategy_steps_as_one_process(strategy: int) -> None:
-    three_steps(blocks(), make, flat(strategy), without=1)
-
-
-@pytest.mark.full(short=["optim"])
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-@on_ranks(4)
-def test_hybrid_sharding_steps_as_one_process(outer: str) -> None:
-    three_steps(blocks(), make, hybrid(3, outer), without=1)
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
@@ -113,34 +90,6 @@ def test_state_is_2_bytes_and_a_32nd_for_each_element() -> None:
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def save(folder: Path) -> None:
-    twins_of(2).save(folder)
-
-
-def go_on(folder: Path, is_fresh: bool) -> list[str]:
-    """Load what two steps have made into an optimizer, make the third and compare with three steps in one process."""
-    begun = 0 if is_fresh else 1
-    return [each for kind in ("ours", "torch") for each in twins_of(begun).goes_on(twins_of(2), folder / kind)]
-
-
-@pytest.mark.full(short=["True-3-2"])
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3)])
-@pytest.mark.parametrize("is_fresh", [True, False])
-def test_training_goes_on_with_another_number_of_ranks(
-    run_ranks: RunRanks, tmp_path: Path, is_fresh: bool, before: int, after: int
-) -> None:
-    run_ranks(before, save, tmp_path)
-    assert run_ranks(after, go_on, tmp_path, is_fresh) == [[]] * after
-
-
-@on_ranks(3)
-def test_shards_take_state_of_one_process() -> None:
-    twins, fresh = twins_of(2), twins_of(0)
-    fresh.model.load_state_dict(twins.model.state_dict())
-    fresh.optimizer.load_state_dict(twins.reference.state_dict())
-    assert fresh.goes_on(twins) == []
 
 
 def test_a_bf16_parameter_keeps_codes_and_scales_when_state_is_loaded() -> None:

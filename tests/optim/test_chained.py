@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from torch import nn
 
 from megatron_fsdp import AdamW8bit, ChainedOptimizer, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
-from tests.conftest import RunRanks
 from tests.support.api_net import message_of
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
-from tests.support.optimizer_twins import Make, Matrices, Twins, drawn, flat, hybrid, three_steps
+from tests.support.optimizer_twins import Matrices, Twins, drawn, flat
 
 
 class Mixed(Matrices):
@@ -45,23 +43,6 @@ def chain_of_sgd(params: Sequence[Any]) -> ChainedOptimizer:
         torch.optim.Adagrad(params[3:5], lr=0.1),
         torch.optim.SGD(params[5:], lr=0.1),
     )
-
-
-CHAINS: dict[str, Make] = {"muon": chain, "sgd": chain_of_sgd}
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("strategy", [0, 1, 3])
-@pytest.mark.parametrize("kind", CHAINS)
-@on_ranks()
-def test_every_strategy_steps_as_one_process(kind: str, strategy: int) -> None:
-    three_steps(mixed(), CHAINS[kind], flat(strategy), without=2)
-
-
-@on_ranks(4)
-def test_hybrid_sharding_steps_as_one_process() -> None:
-    three_steps(mixed(), chain, hybrid(3, "optim"), without=2)
 
 
 def test_a_chain_steps_as_its_optimizers_one_after_another() -> None:
@@ -192,34 +173,6 @@ def test_one_cycle_moves_the_momentum_of_all_members_where_they_share_its_name()
         torch.optim.lr_scheduler.OneCycleLR(several, max_lr=0.2, total_steps=10)
     schedule = torch.optim.lr_scheduler.OneCycleLR(several, max_lr=0.2, total_steps=10, cycle_momentum=False)
     assert [group["lr"] for group in several.param_groups] == schedule.get_last_lr() == pytest.approx([0.008] * 2)
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def twins_of(kind: str, steps: int) -> Twins:
-    twins = Twins(mixed(), CHAINS[kind], flat(3))
-    for step in range(steps):
-        twins.step(step)
-    return twins
-
-
-def save(kind: str, folder: Path) -> None:
-    twins_of(kind, 2).save(folder)
-
-
-def go_on(kind: str, folder: Path) -> list[str]:
-    return [each for form in ("ours", "torch") for each in twins_of(kind, 0).goes_on(twins_of(kind, 2), folder / form)]
-
-
-@pytest.mark.full(short=["muon-3-2", "sgd-2-1"])
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1)])
-@pytest.mark.parametrize("kind", CHAINS)
-def test_training_goes_on_with_another_number_of_ranks(
-    run_ranks: RunRanks, tmp_path: Path, kind: str, before: int, after: int
-) -> None:
-    run_ranks(before, save, kind, tmp_path)
-    assert run_ranks(after, go_on, kind, tmp_path) == [[]] * after
 
 
 # ---- through the public functions ------------------------------------------------------------------------------------

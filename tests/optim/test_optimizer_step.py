@@ -1,6 +1,5 @@
 """The hooks around `optimizer.step` and `zero_grad`: keywords, closures, schedulers, and being connected once."""
 
-import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -210,26 +209,6 @@ def test_learning_rate_schedulers_work_without_a_warning(strategy: int, schedule
 
 
 @on_ranks(2)
-def test_connecting_twice_changes_nothing() -> None:
-    strategy = 3
-    model, reference = build(), build()
-    built, expected = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (model, reference))
-    wrapped, optimizer = fully_shard(model, built, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
-    hooks = (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
-    zero_grad = optimizer.zero_grad
-    again = fully_shard_optimizer(optimizer)
-    found = {
-        "same": again is optimizer,
-        "hooks": hooks == (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)),
-        "zero_grad": optimizer.zero_grad is zero_grad,
-    }
-    train(wrapped, optimizer, 3)
-    train(reference, expected, 3)
-    found = {**found, "close": largest_difference(whole_weights(wrapped), whole_weights(reference)) <= TOLERANCE}
-    assert found == {"same": True, "hooks": True, "zero_grad": True, "close": True}
-
-
-@on_ranks(2)
 def test_an_optimizer_whose_model_is_gone_says_so() -> None:
     model = wrap(3)
     optimizer = connected_sgd(model)
@@ -246,14 +225,3 @@ def test_an_optimizer_whose_model_is_gone_says_so() -> None:
     for kind, message in found:
         assert kind == "ConfigurationError"
         assert "has been deleted; build a new optimizer for a new model" in message
-
-
-@on_ranks(2)
-def test_the_optimizer_stays_what_it_is() -> None:
-    plain = torch.optim.SGD(build().parameters(), lr=0.1)
-    model = wrap(3)
-    optimizer = connected_sgd(model)
-    options = copy.deepcopy(optimizer.state_dict()["param_groups"])
-    is_sgd, options = isinstance(optimizer, torch.optim.SGD), sorted(options[0])
-    assert is_sgd
-    assert options == sorted(plain.state_dict()["param_groups"][0])

@@ -1,7 +1,6 @@
 """Optimizers that need whole tensors, stepped by owners: what one process computes, bit for bit, state included."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer, steps_whole_tensors
-from megatron_fsdp.checkpoint import save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.experts import FLAT, ListedExperts, build_with_experts, experts_of
 from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
-from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps
+from tests.support.optimizer_twins import Twins, flat, matrices
 
 
 @steps_whole_tensors
@@ -51,70 +49,6 @@ class Factored(torch.optim.Optimizer):
                 left, right = (factor + torch.eye(len(factor)) for factor in state["factors"])
                 update = torch.linalg.solve(left, state["mean"]) @ torch.linalg.inv(right)
                 param.add_(update, alpha=-group["lr"])
-
-
-VARIANTS: dict[str, Make] = {
-    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1, weight_decay=0.01),
-    "adafactor foreach": lambda params: torch.optim.Adafactor(params, lr=0.1, foreach=True),
-    "own": lambda params: Factored([{"params": params[:2], "lr": 0.2}, {"params": params[2:]}]),
-}
-
-
-def assert_steps(variant: str, arguments: dict[str, Any]) -> None:
-    twins = three_steps(matrices(), VARIANTS[variant], arguments, without=2)
-    options, wanted = (
-        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        for optimizer in (twins.optimizer, twins.reference)
-    )
-    assert options == wanted
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", range(1, 4))
-@pytest.mark.parametrize("variant", VARIANTS)
-@on_ranks()
-def test_every_strategy_steps_as_one_process(variant: str, strategy: int) -> None:
-    assert_steps(variant, flat(strategy))
-
-
-@pytest.mark.full(short=["own-optim"])
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-@pytest.mark.parametrize("variant", ["own", "adafactor"])
-@on_ranks(4)
-def test_hybrid_sharding_steps_as_one_process(variant: str, outer: str) -> None:
-    assert_steps(variant, hybrid(3, outer))
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def twins_of(variant: str, steps: int) -> Twins:
-    twins = Twins(matrices(), VARIANTS[variant], flat(3))
-    for step in range(steps):
-        twins.step(step)
-    return twins
-
-
-def save_after_two_steps(variant: str, folder: Path) -> None:
-    twins = twins_of(variant, 2)
-    save_checkpoint(twins.model, twins.optimizer, folder, iteration=2)
-
-
-def go_on(variant: str, folder: Path) -> list[str]:
-    twins, fresh = twins_of(variant, 2), twins_of(variant, 0)
-    assert fresh.optimizer.state_dict()["state"] == {}  # no step, no factors
-    return fresh.goes_on(twins, folder)
-
-
-@pytest.mark.full(short=["own-3-2"])
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
-@pytest.mark.parametrize("variant", ["own", "adafactor"])
-def test_training_goes_on_with_another_number_of_ranks(
-    run_ranks: RunRanks, tmp_path: Path, variant: str, before: int, after: int
-) -> None:
-    run_ranks(before, save_after_two_steps, variant, tmp_path / "saved")
-    assert run_ranks(after, go_on, variant, tmp_path / "saved") == [[]] * after
 
 
 # ---- refusals and failures -------------------------------------------------------------------------------------------
@@ -243,13 +177,3 @@ def test_only_classes_of_optimizers_can_be_declared() -> None:
             steps_whole_tensors(given)  # type: ignore[type-var]
     with pytest.raises(ConfigurationError, match="steps sharded matrices as it is"):
         steps_whole_tensors(torch.optim.Muon)
-
-
-@on_ranks(2)
-def test_a_scheduler_may_be_built_on_a_connected_optimizer() -> None:
-    model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear])
-    optimizer = fully_shard_optimizer(torch.optim.Adafactor(model.parameters(), lr=0.1))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    optimizer.step()
-    scheduler.step()
-    assert float(optimizer.param_groups[0]["lr"]) == 0.05

@@ -124,12 +124,3 @@ def test_values_that_are_not_finite_are_counted_and_left_out(strategy: int) -> N
     assert_statistics(found, weights)
     assert found.total.nan_count > 0
     assert found.total.inf_count > 0
-
-
-@on_ranks(2)
-def test_without_gradients_there_is_nothing_to_describe() -> None:
-    found = wrap("odd_shapes", 3).gradient_statistics()
-    assert found.tensors == {}
-    assert found.total.numel == 0
-    assert math.isnan(found.total.mean)
-    assert found.total.norm == 0.0

@@ -247,23 +247,6 @@ def test_a_tie_inside_one_unit_and_a_unit_of_two_names_stay_there() -> None:
     assert plan.aliases == (("second.weight", "first.weight"),)
 
 
-def test_names_with_a_common_beginning_are_not_confused() -> None:
-    plan = find_units(Branches(Leaf(), Leaf(), first1=nn.Linear(1, 1)), [Leaf])
-    assert owned(plan) == {
-        "": ["first1.weight", "first1.bias"],
-        "first": ["first.weight"],
-        "second": ["second.weight"],
-    }
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model = Model(2, tied=True)
-    before = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    find_units(model, None)
-    assert {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)} == before
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
 # ---- groups of parameters --------------------------------------------------------------------------------------------
 
 BF16, FP32 = torch.bfloat16, torch.float32
