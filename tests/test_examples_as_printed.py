@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import fully_shard
 from tests.support.api_net import Layer, Net, build, largest_difference, train, weights
 from tests.support.on_ranks import on_ranks
 
@@ -54,16 +54,6 @@ def test_the_basic_example_trains_as_one_process() -> None:
         fsdp_unit_modules=[YourTransformerBlock],
     )
 
-    train(model, optimizer, 3)
-    assert largest_difference(weights(model), reference_weights(3)) <= TOLERANCE
-
-
-@on_ranks(2)
-def test_the_two_functions_one_after_the_other_do_the_same() -> None:
-    """Here all ranks are context-parallel ones, which share the flattened dimension."""
-    device_mesh = device_mesh_of(1, dist.get_world_size(), 1)
-    model = fully_shard_model(build(), device_mesh, "dp_shard_cp", fsdp_unit_modules=[YourTransformerBlock])
-    optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
     train(model, optimizer, 3)
     assert largest_difference(weights(model), reference_weights(3)) <= TOLERANCE
 

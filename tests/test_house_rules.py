@@ -138,21 +138,6 @@ def test_no_file_names_a_path_of_one_machine() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    ("module", "layer"),
-    [
-        ("megatron_fsdp", "front"),
-        ("megatron_fsdp.__init__", "front"),
-        ("megatron_fsdp.fully_shard", "published"),
-        ("megatron_fsdp.errors", "base"),
-        ("megatron_fsdp.optional_packages", "base"),
-        ("megatron_fsdp.engine.executor", "engine"),
-    ],
-)
-def test_layers_are_read_from_module_names(module: str, layer: str) -> None:
-    assert layer_of(module) == layer
-
-
 def test_import_rule_sees_upward_imports_and_spares_type_checking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.engine.gradients import MainGradient
-from megatron_fsdp.sharding.layout import plan_layout
-from megatron_fsdp.sharding.placement import Region
 from tests.support.on_ranks import engine_of, local_of, on_ranks
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
@@ -151,21 +148,3 @@ def test_sums_that_are_not_shown_yet_are_not_given_back() -> None:
         found.append([values(param.grad) for param in model.parameters()])
     assert between == gradient_bytes(model) > 0
     assert found[0] == found[1]
-
-
-def test_released_memory_comes_back_in_one_storage_unless_somebody_holds_a_part() -> None:
-    layout = plan_layout([(2, 3), (4,)], num_shards=1)
-    memory = MainGradient(layout, Region(0, layout.numel), torch.float32, torch.device("cpu"))
-    assert memory.held_bytes == 0  # before the first use
-    memory.release()
-    memory.piece(0).fill_(1.0)
-    assert memory.held_bytes == memory.num_bytes > 0
-    storage = memory.local.untyped_storage()._cdata
-    memory.release()
-    assert memory.local.untyped_storage()._cdata == storage
-    mine = memory.piece(1)
-    mine.fill_(3.0)
-    memory.release()
-    assert memory.held_bytes == 0
-    memory.local.fill_(5.0)
-    assert mine.tolist() == [3.0] * 4

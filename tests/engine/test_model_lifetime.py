@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ScheduleError
@@ -89,17 +88,6 @@ def test_parameters_refer_to_their_model_weakly_and_the_inner_module_misses_it()
             param._megatron_fsdp_model.data_parallel_sharding_strategy  # noqa: B018
     with pytest.raises(ScheduleError, match="the MegatronFSDP object that owned its parameters has been deleted; keep"):
         inner(torch.ones(2, 5))
-
-
-@on_ranks(2)
-def test_a_refused_model_is_left_as_it_was() -> None:
-    model = build()
-    before = [id(param) for param in model.parameters()]
-    with pytest.raises(ValueError, match="Conv2d"):
-        fully_shard_model(model, mesh(), fsdp_unit_modules=[nn.Conv2d])
-    assert [id(param) for param in model.parameters()] == before
-    hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks or m._state_dict_hooks]
-    assert hooks == []
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

@@ -288,20 +288,13 @@ def test_an_optimizer_that_would_train_nothing_says_so() -> None:
     before = list(module.parameters())
     with pytest.raises(ConfigurationError) as refused:
         fully_shard(module, KeepsCopies(module.parameters()), mesh(), fsdp_unit_modules=[Layer])
-    intact = all(found is param for found, param in zip(module.parameters(), before, strict=True))
-    forgotten = str(raised.value)
-    with_copies = str(refused.value)
-    assert forgotten == (
-        f"AdamW holds {name} in its param_groups as it was before the model was sharded, where no gradient comes, "
-        "so its steps train nothing; hand model and optimizer to fully_shard together, or build the optimizer on "
-        "model.parameters() after fully_shard_model"
+    assert all(found is param for found, param in zip(module.parameters(), before, strict=True))
+    assert str(raised.value).startswith(
+        f"AdamW holds {name} in its param_groups as it was before the model was sharded"
     )
-    assert with_copies == (
-        f"KeepsCopies keeps {name} in its attribute mine, where sharding cannot replace it, so its steps would "
-        "train nothing; shard the model by fully_shard_model, build the optimizer on its parameters, and hand it "
-        "to fully_shard_optimizer"
+    assert str(refused.value).startswith(
+        f"KeepsCopies keeps {name} in its attribute mine, where sharding cannot replace"
     )
-    assert intact
 
 
 def wrap_module(module: nn.Module) -> MegatronFSDP:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import fully_shard_model
+from megatron_fsdp.errors import NonFiniteNormError
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName, ScalarBlock
 from tests.support.on_ranks import fixed_seed, on_ranks
@@ -102,10 +103,6 @@ def test_scaling_reaches_visible_and_deferred_gradients(run_ranks: RunRanks) -> 
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(strategy: int) -> None:
-    message = (
-        "the total norm of order 2.0 of the gradients is inf, so they cannot be clipped; clear them and go on, or pass "
-        "error_if_nonfinite=False to scale by it all the same"
-    )
     with fixed_seed(0):
         model = MODEL_CASES["scalars"].build()
     sharded = fully_shard_model(model, zero_dp_strategy=strategy, fsdp_unit_modules=[ScalarBlock])
@@ -116,15 +113,11 @@ def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(strategy: int) ->
     assert isinstance(grad, DTensor)
     grad.to_local().fill_(math.inf)
     before = sharded.full_gradients()
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(
+        NonFiniteNormError, match=r"^the total norm of order 2.0 of the gradients is inf, so they cannot"
+    ):
         sharded.clip_grad_norm_(SMALL, error_if_nonfinite=True)
     after = sharded.full_gradients()
-    same = all(torch.equal(before[name], grad) for name, grad in after.items() if grad is not None)  # type: ignore[arg-type]
-    clipped = sharded.clip_grad_norm_(SMALL)
-    assert [good > 0.0, str(raised.value), type(raised.value).__name__, same, clipped.item()] == [
-        True,
-        message,
-        "NonFiniteNormError",
-        True,
-        math.inf,
-    ]
+    assert all(torch.equal(before[name], grad) for name, grad in after.items() if grad is not None)  # type: ignore[arg-type]
+    assert good > 0.0
+    assert sharded.clip_grad_norm_(SMALL).item() == math.inf

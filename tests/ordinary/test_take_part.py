@@ -24,20 +24,8 @@ def train_experts(run: Run) -> None:
     run.train(0, 1, 2)
 
 
-def accumulate_experts(run: Run) -> None:
-    let_take_part(run.model)
-    for step in range(2):
-        with run.no_sync():
-            run.loss(2 * step).backward()
-        run.train(2 * step + 1)
-
-
 def test_experts_without_samples_on_some_ranks_train_as_one_process(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 3, Scenario(train_experts, EXPERTS), ALL[::3])
-
-
-def test_experts_without_samples_accumulate_as_one_process(run_ranks: RunRanks) -> None:
-    check_strategies(run_ranks, 3, Scenario(accumulate_experts, EXPERTS), ALL[1::2])
 
 
 def defer_everything_then_sync(run: Run) -> None:
