@@ -291,25 +291,15 @@ def refusals() -> tuple[dict[str, Message | None], bool]:
     return found, all(bool(value.isfinite().all()) for value in model.full_parameters().values())
 
 
-@pytest.fixture(scope="module")
-def by_rank(run_ranks: RunRanks) -> list[tuple[dict[str, Message | None], bool]]:
-    return run_ranks(2, refusals)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_is_refused_with_the_same_clear_message_on_every_rank(
-    name: str, by_rank: list[tuple[dict[str, Message | None], bool]]
-) -> None:
-    first, second = (found[name] for found, _ in by_rank)
-    assert first is not None, "was accepted"
-    assert first == second
-    assert first[0] == ("TypeError" if name in TYPE_ERRORS else "ConfigurationError"), first
-    assert [part for part in CASES[name][1:] if part not in first[1]] == [], first[1]
-    assert "\n" not in first[1]
-
-
-def test_a_good_model_trains_after_every_refusal(by_rank: list[tuple[dict[str, Message | None], bool]]) -> None:
-    assert [trained for _, trained in by_rank] == [True, True]
+def test_all_is_refused_in_one_clear_sentence_on_every_rank_and_a_good_model_trains_after(run_ranks: RunRanks) -> None:
+    (found, trained), other = run_ranks(2, refusals)
+    assert other == (found, True)
+    assert trained
+    for name, (_, *parts) in CASES.items():
+        kind, message = found[name] or ("", "was accepted")
+        assert kind == ("TypeError" if name in TYPE_ERRORS else "ConfigurationError"), (name, message)
+        assert [part for part in parts if part not in message] == [], (name, message)
+        assert "\n" not in message, name
     assert issubclass(ConfigurationError, ValueError)
 
 

@@ -131,7 +131,7 @@ def load(strategy: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 @pytest.mark.full(short=["saved0-loaded0"])
-@pytest.mark.parametrize(("saved", "loaded"), [((2, 3), (3, 3)), ((3, 2), (2, 0)), ((2, 0), (4, 3))])
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 3), (3, 3)), ((3, 2), (2, 0))])
 def test_it_is_saved_by_one_layout_and_loaded_by_another(
     run_ranks: RunRanks, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
 ) -> None:

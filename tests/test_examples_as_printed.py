@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import fully_shard
 from tests.support.api_net import Layer, Net, build, largest_difference, train, weights
 from tests.support.on_ranks import on_ranks
 
@@ -54,16 +54,6 @@ def test_the_basic_example_trains_as_one_process() -> None:
         fsdp_unit_modules=[YourTransformerBlock],
     )
 
-    train(model, optimizer, 3)
-    assert largest_difference(weights(model), reference_weights(3)) <= TOLERANCE
-
-
-@on_ranks(2)
-def test_the_two_functions_one_after_the_other_do_the_same() -> None:
-    """Here all ranks are context-parallel ones, which share the flattened dimension."""
-    device_mesh = device_mesh_of(1, dist.get_world_size(), 1)
-    model = fully_shard_model(build(), device_mesh, "dp_shard_cp", fsdp_unit_modules=[YourTransformerBlock])
-    optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
     train(model, optimizer, 3)
     assert largest_difference(weights(model), reference_weights(3)) <= TOLERANCE
 
@@ -145,50 +135,3 @@ def test_the_advanced_example_trains_saves_and_loads_and_warns_once_of_old_keywo
         "preserve_fp32_weights=True is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
         "main_params_dtype=torch.float32); write that instead."
     )
-
-
-@on_ranks(2)
-def test_old_keywords_take_effect() -> None:
-    fp32, bf16 = torch.float32, torch.bfloat16
-    warned = [("FutureWarning", Path(__file__).name)]
-    found: list[Any] = []
-    for keyword in (
-        {"grad_reduce_in_fp32": True},
-        {"preserve_fp32_weights": False},
-        {"check_for_nan_in_grad": True},
-        {"keep_fp8_transpose_cache_when_using_custom_fsdp": False},
-    ):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model = fully_shard_model(build().bfloat16(), fsdp_unit_modules=[Layer], **keyword)  # type: ignore[arg-type]
-        policy = model.mp_policy
-        found.append(
-            (
-                [policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype],
-                model.report_nan_in_param_grad,
-                [(warning.category.__name__, Path(warning.filename).name) for warning in caught],
-                next(model.parameters()).dtype,
-            )
-        )
-    assert found == [
-        ([fp32, fp32, fp32], False, warned, fp32),
-        ([None, None, None], False, warned, bf16),
-        ([fp32, None, None], True, warned, fp32),
-        ([fp32, None, None], False, warned, fp32),
-    ]
-
-
-@on_ranks(2)
-def test_without_a_mesh_all_ranks_shard_on_the_device_present() -> None:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    model = fully_shard_model(build(), fsdp_unit_modules=["tests.support.api_net.Layer"])
-    mesh = model.get_distributed_index().get_root_mesh()
-    assert mesh is not None
-    optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
-    train(model, optimizer, 3)
-    size = mesh.size()
-    found_type = mesh.device_type
-    names = mesh.mesh_dim_names
-    difference = largest_difference(weights(model), reference_weights(3))
-    assert (size, found_type, names) == (2, device_type, ("fsdp",))
-    assert difference <= TOLERANCE

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.source_tree import (
-    ROOT,
     SOURCE,
-    functions,
     module_name,
     own_files,
     parse,
@@ -91,22 +89,6 @@ def forbidden_imports(path: Path) -> list[str]:
     ]
 
 
-def unannotated(path: Path) -> list[str]:
-    """The parameters and returns of a file that lack a type."""
-    found = []
-    for function in functions(path):
-        spec = function.args
-        named = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]
-        missing = [arg.arg for arg in named if arg.annotation is None and arg.arg not in ("self", "cls")]
-        missing += ["return"] if function.returns is None else []
-        found += [f"{short_name(path)}:{function.lineno} {function.name}: {name}" for name in missing]
-    return found
-
-
-def test_everything_in_src_is_annotated() -> None:
-    assert [text for path in python_files("src") for text in unannotated(path)] == []
-
-
 def test_only_the_device_files_name_cuda() -> None:
     naming = {short_name(path) for path in python_files("src") if "torch.cuda" in path.read_text(encoding="utf-8")}
     assert naming - DEVICE_FILES == set()
@@ -156,21 +138,6 @@ def test_no_file_names_a_path_of_one_machine() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    ("module", "layer"),
-    [
-        ("megatron_fsdp", "front"),
-        ("megatron_fsdp.__init__", "front"),
-        ("megatron_fsdp.fully_shard", "published"),
-        ("megatron_fsdp.errors", "base"),
-        ("megatron_fsdp.optional_packages", "base"),
-        ("megatron_fsdp.engine.executor", "engine"),
-    ],
-)
-def test_layers_are_read_from_module_names(module: str, layer: str) -> None:
-    assert layer_of(module) == layer
-
-
 def test_import_rule_sees_upward_imports_and_spares_type_checking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,9 +163,3 @@ def test_import_rule_sees_upward_imports_and_spares_type_checking(
         "megatron_fsdp/comm/low.py:3 (comm) imports megatron_fsdp.engine.executor (engine)",
         "megatron_fsdp/comm/low.py:8 (comm) imports megatron_fsdp.fully_shard (published)",
     ]
-    assert unannotated(low) == ["megatron_fsdp/comm/low.py:7 late: return"]
-
-
-def test_root_is_this_project() -> None:
-    assert (ROOT / "pyproject.toml").exists()
-    assert len(own_files()) > 10

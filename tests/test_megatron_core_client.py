@@ -119,7 +119,7 @@ def half_of_the_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tenso
     return nn.functional.mse_loss(model(inputs), targets) / 2
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @on_ranks(2)
 def test_the_adapter_trains_as_one_process(strategy: str) -> None:
     reference = build()
@@ -135,7 +135,6 @@ def test_the_adapter_trains_as_one_process(strategy: str) -> None:
     ("policy", "asks_for_fp32", "expected"),
     [
         (MixedPrecisionPolicy(), True, torch.float32),
-        (MixedPrecisionPolicy(), False, torch.bfloat16),
         (MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16), True, torch.bfloat16),
     ],
 )
@@ -250,7 +249,7 @@ def test_names_of_meshes_and_tensor_parallelism() -> None:
     }
 
 
-@pytest.mark.parametrize("tensor_dim", [None, 0, 1])
+@pytest.mark.parametrize("tensor_dim", [None, 0])
 @on_ranks(4)
 def test_shards_are_described_as_dtensors(tensor_dim: int | None) -> None:
     """Shards of uneven length, one of them empty, on 2 data-parallel x 2 tensor-parallel ranks."""

@@ -1,20 +1,17 @@
 """The worker pool gives values, errors and stacks back, and outlives whatever a test does to it."""
 
 import os
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.conftest import RunRanks
-from tests.support.settling import settled
-from tests.support.worker_pool import WorkerError, WorkerPool, preloaded_modules
+from tests.support.worker_pool import WorkerError, WorkerPool
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +31,6 @@ def _raise_on_rank(rank: int) -> str:
     if dist.get_rank() == rank:
         raise ValueError(f"no luck on rank {rank}")
     return "fine"
-
-
-def _raise_on_rank_one_while_rank_zero_waits() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("left the others alone")
-    dist.barrier()
 
 
 def _hang_on_rank_one() -> None:
@@ -75,23 +66,6 @@ def _random_value_then_spoil_the_state() -> float:
 
 def _state() -> tuple[torch.dtype, bool, str | None, str | None]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), os.getenv("LEFT_BEHIND"), os.getenv("LOCAL_RANK")
-
-
-def _print_pids_then_hang() -> None:
-    """Run by a child interpreter that is then killed."""
-    pool = WorkerPool(2)
-    print(*pool.run(_worker_pid), flush=True)
-    pool.run(_sleep_for_long)
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether the process runs; one that ended but was not reaped yet (state Z in /proc) does not."""
-    try:
-        os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat")
-        return not (status.exists() and ") Z " in status.read_text())
-    except OSError:
-        return False
 
 
 def _cuda_all_reduce() -> tuple[str, float]:
@@ -132,18 +106,6 @@ def test_a_failing_or_dying_rank_is_named_and_the_workers_are_replaced(pool: Wor
 
 
 @pytest.mark.full
-def test_failure_while_another_rank_waits_ends_after_the_grace(pool: WorkerPool) -> None:
-    assert pool.run(_all_reduced_rank_sum) == [3.0, 3.0]  # so that neither rank is still starting
-    with pytest.raises(WorkerError) as caught:
-        pool.run(_raise_on_rank_one_while_rank_zero_waits, timeout_s=300.0)
-    assert list(caught.value.by_rank) == [0, 1]
-    assert "ValueError: left the others alone" in caught.value.by_rank[1]
-    assert "in _raise_on_rank_one_while_rank_zero_waits" in caught.value.by_rank[0]
-    assert "in barrier" in caught.value.by_rank[0]
-    assert pool.run(_all_reduced_rank_sum) == [3.0, 3.0]
-
-
-@pytest.mark.full
 def test_hang_is_killed_and_its_stack_is_shown(pool: WorkerPool) -> None:
     hung_pids = pool.run(_worker_pid)
     with pytest.raises(WorkerError) as caught:
@@ -152,14 +114,6 @@ def test_hang_is_killed_and_its_stack_is_shown(pool: WorkerPool) -> None:
     assert "in _sleep_for_long" in caught.value.by_rank[1]
     assert pool.process_ids() == []
     assert set(pool.run(_worker_pid)).isdisjoint(hung_pids)
-
-
-def test_named_warning_is_ignored_in_a_worker() -> None:
-    lenient = WorkerPool(1, warning_filters=("error", "ignore:care.*:UserWarning"))
-    try:
-        assert lenient.run(_warn) == [None]
-    finally:
-        lenient.stop()
 
 
 def test_a_call_starts_from_a_known_state(pool: WorkerPool) -> None:
@@ -172,44 +126,6 @@ def test_workers_are_replaced_when_too_many_process_groups_live(pool: WorkerPool
     before = pool.run(_worker_pid)
     pool.run(_make_groups, 60)
     assert set(pool.run(_worker_pid)).isdisjoint(before)
-
-
-def test_libraries_that_some_tests_use_are_preloaded_once_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "peft", raising=False)
-    assert "peft" not in preloaded_modules()
-    monkeypatch.setitem(sys.modules, "peft", sys)
-    assert "peft" in preloaded_modules()
-
-
-def test_function_that_cannot_be_pickled_is_refused_before_any_rank_runs(pool: WorkerPool) -> None:
-    before = pool.run(_worker_pid)
-    with pytest.raises((AttributeError, TypeError), match=r"pickle|local object"):
-        pool.run(lambda: None)
-    assert pool.run(_worker_pid) == before
-
-
-def test_workers_are_replaced_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.worker_pool.MAX_CALLS", 3)
-    pool = WorkerPool(1)
-    try:
-        pids = [pool.run(_worker_pid)[0] for _ in range(4)]
-    finally:
-        pool.stop()
-    assert len(set(pids[:3])) == 1
-    assert pids[3] != pids[0]
-
-
-@pytest.mark.full
-def test_workers_end_when_their_parent_is_killed() -> None:
-    program = f"from {__name__} import _print_pids_then_hang as run; run()"
-    root = Path(__file__).parents[1]
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=root)
-    with parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        parent.kill()
-    assert len(pids) == 2
-    assert settled(lambda: [pid for pid in pids if _is_alive(pid)], lambda alive: not alive) == []
 
 
 @pytest.mark.gpu

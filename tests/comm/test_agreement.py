@@ -38,14 +38,12 @@ def fitting() -> int:
 @pytest.mark.parametrize(
     ("sizes", "collectives"),
     [
-        (lambda: [0, 0], 1),
-        (lambda: [3, 700], 1),
+        (lambda: [0, 700], 1),
         (lambda: [fitting(), fitting()], 1),
         (lambda: [fitting() + 1, 0], 2),
-        (lambda: [1, 5000], 2),
         (lambda: [70_000, 5000], 2),
     ],
-    ids=["empty", "small", "just", "one-more", "second-large", "both-large"],
+    ids=["small", "just", "one-more", "both-large"],
 )
 def test_objects_of_all_sizes_arrive(run_ranks: RunRanks, sizes: Callable[[], list[int]], collectives: int) -> None:
     for lengths, right, calls in run_ranks(2, exchanged, sizes()):

@@ -1,6 +1,7 @@
 """Fingerprints tell tensors apart that differ in any bit or in order."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -12,13 +13,12 @@ from tests.support.on_ranks import on_ranks
 Fingerprint = Callable[[torch.Tensor], torch.Tensor]
 both_kinds = pytest.mark.parametrize("kind", [fingerprint, mixed_words], ids=["memory", "operations"])
 """That of the CPU, and that of other devices."""
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64]
 
 
 @both_kinds
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_constants_differ(dtype: torch.dtype, kind: Fingerprint) -> None:
-    for numel in (1, 2, 496, 1 << 14, (1 << 16) + 3):
+def test_constants_differ(kind: Fingerprint) -> None:
+    for dtype, numel in product(DTYPES, (1, 2, 496, 1 << 14, (1 << 16) + 3)):
         ones, zeros = torch.ones(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
         assert kind(ones).item() != kind(zeros).item()
         assert kind(ones).item() == kind(ones.clone()).item()

@@ -46,28 +46,6 @@ def test_a_launch_runs_at_once_and_its_finish_when_waited_for() -> None:
     assert recorder.log == ["a starts", "a done", "a summed"]
 
 
-def test_tickets_finish_in_the_order_of_waiting() -> None:
-    recorder = Recorder()
-    tickets = [
-        recorder.lane.submit(partial(recorder.launch, "a"), lambda: recorder.note("a summed")),
-        recorder.lane.submit(partial(recorder.launch, "b"), lambda: recorder.note("b summed")),
-    ]
-    for ticket in tickets:
-        ticket.wait()
-    assert recorder.log == ["a starts", "b starts", "a done", "a summed", "b done", "b summed"]
-
-
-def test_a_submission_may_lack_a_collective_or_a_finish() -> None:
-    recorder = Recorder()
-    ticket = recorder.lane.submit(lambda _: None, lambda: recorder.note("summed"))
-    assert recorder.log == []
-    ticket.wait()
-    assert recorder.log == ["summed"]
-    recorder = Recorder()
-    recorder.lane.submit(partial(recorder.launch, "a")).wait()
-    assert recorder.log == ["a starts", "a done"]
-
-
 def test_a_finish_that_waits_on_its_own_ticket_runs_once() -> None:
     recorder = Recorder()
     tickets = []

@@ -15,6 +15,7 @@ from tests.engine import test_parity_accumulation as accumulation
 from tests.engine import test_parity_recomputation as recomputation
 from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
+from tests.engine import test_recovery_everywhere as everywhere
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.sharded_run import (
     DdpSetting,
@@ -86,22 +87,14 @@ def _check_in(settings: Settings, run_ranks: RunRanks, script: Script, case: Mod
 
 @each_shift
 def test_deferring_clearing_and_scaling(run_ranks: RunRanks, shift: int) -> None:
+    clears = [accumulation.zero_optimizer, accumulation.zero_model]
     scripts = (
         defer_two_of_three,
         accumulation.defer_on_top_of_visible_gradients,
         accumulation.defer_forwards_only_half_way,
         accumulation.say_which_is_last,
-        accumulation.finish_by_hand,
-        accumulation.zero_optimizer,
-        accumulation.zero_model,
-        accumulation.zero_optimizer_in_place,
-        accumulation.zero_model_in_place,
-        accumulation.none_by_hand,
-        accumulation.clear_by_optimizer,
-        accumulation.clear_by_model,
-        accumulation.clear_by_hand,
-        accumulation.clear_deferred_by_optimizer,
-        accumulation.clear_deferred_by_model,
+        *(partial(accumulation.clear_and_go_on, clear=clear) for clear in (*clears, accumulation.none_by_hand)),
+        *(partial(accumulation.clear_deferred, clear=clear) for clear in clears),
         accumulation.clear_before_any_sync,
         accumulation.scale_between_microbatches,
         accumulation.replace_between_microbatches,
@@ -115,7 +108,6 @@ def test_orders_of_forwards_and_backwards(run_ranks: RunRanks, shift: int) -> No
     twice_used = vector_case(usage.build_twice_used)
     scripts = (
         usage.sum_two_forwards,
-        usage.two_forwards_two_backwards,
         usage.two_forwards_two_backwards_reversed,
         usage.deferred_second_backward,
         usage.forward_only_then_train,
@@ -335,7 +327,6 @@ MORE = ((1, 1), (2, 1), (1, 3), (0, 2), (4, 4))
 def test_recomputed_calls_of_a_number_that_depends_on_data(run_ranks: RunRanks, settings: Settings) -> None:
     for reentrant, times in ((False, MORE), (True, FEWER)):
         script = partial(repeat, times)
-        script.__name__ = "repeat"  # type: ignore[attr-defined]
         _check_in(settings, run_ranks, script, vector_case(partial(Repeated, reentrant)))
 
 
@@ -345,13 +336,11 @@ def test_recomputed_calls_of_a_number_that_depends_on_data(run_ranks: RunRanks, 
 @each_shift
 def test_training_goes_on_after_exceptions(run_ranks: RunRanks, shift: int) -> None:
     scripts = (
-        recovery.fail_in_forward,
-        recovery.fail_in_the_first_forward,
         recovery.fail_in_forward_between_microbatches,
-        recovery.fail_in_backward,
         recovery.fail_in_backward_between_microbatches,
-        recovery.fail_in_the_first_backward,
         recovery.fail_in_a_deferred_backward,
+        everywhere.fail_at_once,
+        everywhere.fail_in_the_middle,
     )
     _check(run_ranks, [(script, FAILING) for script in scripts], shift)
 

@@ -43,7 +43,6 @@ CHOICES: dict[WeightAllocator, dict[str, Any]] = {
     ),
     WeightAllocator.MAX_POOL: {"maxpool_double_buffer": True},
 }
-each_allocator = pytest.mark.parametrize("allocator", list(CHOICES), ids=lambda allocator: allocator.name.lower())
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ def measure_all() -> dict[tuple[WeightAllocator, int], Reading]:
     cases: dict[tuple[WeightAllocator, int], dict[str, Any]] = {(each, 2): CHOICES[each] for each in CHOICES}
     for allocator in (WeightAllocator.SLOTS, WeightAllocator.RESIZE):
         cases[allocator, 3] = {**CHOICES[allocator], "max_gathered_units": 3}
-        cases[allocator, 1] = {**CHOICES[allocator], "max_gathered_units": 1}
     return {case: _measure(options) for case, options in cases.items()}
 
 
@@ -146,11 +144,8 @@ def readings(run_ranks: RunRanks) -> dict[tuple[WeightAllocator, int], Reading]:
 Readings = dict[tuple[WeightAllocator, int], Reading]
 CASES = [
     *((allocator, 2) for allocator in CHOICES),
-    *((allocator, units) for allocator in (WeightAllocator.SLOTS, WeightAllocator.RESIZE) for units in (1, 3)),
+    *((allocator, units) for allocator in (WeightAllocator.SLOTS, WeightAllocator.RESIZE) for units in (3,)),
 ]
-each_case = pytest.mark.parametrize(
-    ("allocator", "units"), CASES, ids=lambda value: value.name.lower() if isinstance(value, WeightAllocator) else None
-)
 
 
 def borrowed(reading: Reading, allocator: WeightAllocator, units: int) -> TransientBytes:
@@ -168,10 +163,8 @@ ROOT, FLOOR, WIDE, MIDDLE = (4 * numel for numel in (2 * 256, 32 * 32, 32 * 64, 
 def test_gathered_bytes_are_those_worked_out_by_hand(readings: Readings) -> None:
     gathered = {case: borrowed(readings[case], *case).gathered for case in CASES}
     assert gathered == {
-        (WeightAllocator.SLOTS, 1): ROOT + WIDE,
         (WeightAllocator.SLOTS, 2): ROOT + WIDE + MIDDLE,
         (WeightAllocator.SLOTS, 3): ROOT + WIDE + MIDDLE + FLOOR,
-        (WeightAllocator.RESIZE, 1): ROOT + WIDE,
         (WeightAllocator.RESIZE, 2): ROOT + WIDE + MIDDLE,
         (WeightAllocator.RESIZE, 3): ROOT + WIDE + MIDDLE + FLOOR,
         (WeightAllocator.DOUBLE_BUFFER, 2): ROOT + 2 * FLOOR + WIDE + MIDDLE,
@@ -180,7 +173,9 @@ def test_gathered_bytes_are_those_worked_out_by_hand(readings: Readings) -> None
     }
 
 
-@each_case
+@pytest.mark.parametrize(
+    ("allocator", "units"), CASES, ids=lambda value: value.name.lower() if isinstance(value, WeightAllocator) else None
+)
 def test_bytes_and_traffic_are_those_of_the_formulas(
     readings: Readings, allocator: WeightAllocator, units: int
 ) -> None:
@@ -204,24 +199,18 @@ def test_bytes_and_traffic_are_those_of_the_formulas(
     assert reading.traffic == [step_traffic(reading.groups, ZERO3, count, units, allocator) for count in (1, 3)]
 
 
-def test_resized_storages_are_seen_at_their_peak(readings: Readings) -> None:
-    """The tracker of the peak does see the bytes that the engine does not hold between steps."""
-    slots, resize = (readings[each, 2].peak_bytes for each in (WeightAllocator.SLOTS, WeightAllocator.RESIZE))
-    assert resize - slots >= ROOT + FLOOR
-
-
-@each_allocator
-def test_buffers_are_taken_when_wrapping_or_when_used(readings: Readings, allocator: WeightAllocator) -> None:
-    reading = readings[allocator, 2]
+def test_buffers_are_taken_when_wrapping_or_when_used(readings: Readings) -> None:
     at_wrap = {
         WeightAllocator.DOUBLE_BUFFER: ROOT + 2 * FLOOR,
         WeightAllocator.PERSISTENT_DOUBLE_BUFFER: ROOT + 2 * FLOOR + WIDE + MIDDLE,
         WeightAllocator.MAX_POOL: ROOT + 2 * WIDE,
-    }.get(allocator, 0)
-    assert reading.gathered_bytes[0] == at_wrap
-    persistent = persistent_bytes(reading.groups, ZERO3, optimizer_states_per_param=0)
-    weights = persistent.total - persistent.main_grad  # nothing has been gathered or reduced yet
-    assert reading.wrapped_bytes == weights + at_wrap + GROUPS * 4
+    }
+    for allocator in CHOICES:
+        reading, taken = readings[allocator, 2], at_wrap.get(allocator, 0)
+        assert reading.gathered_bytes[0] == taken
+        persistent = persistent_bytes(reading.groups, ZERO3, optimizer_states_per_param=0)
+        weights = persistent.total - persistent.main_grad  # nothing has been gathered or reduced yet
+        assert reading.wrapped_bytes == weights + taken + GROUPS * 4
 
 
 def test_memory_is_given_back_when_the_backward_is_over(readings: Readings) -> None:
@@ -252,13 +241,8 @@ def train_and_evaluate(run: Run) -> None:
 
 SETTINGS = [
     *(Setting(3, options=tuple(options.items())) for options in CHOICES.values()),
-    *(
-        Setting(3, options=(("weight_allocator", name), ("max_gathered_units", units)))
-        for name in ("slots", "resize")
-        for units in (1, 3)
-    ),
-    Setting(3, options=(("forward_prefetch_units", 3), ("backward_prefetch_units", 0))),
-    Setting(3, options=(("weight_allocator", "resize"), ("backward_prefetch_units", 2))),
+    Setting(3, options=(("max_gathered_units", 1),)),
+    Setting(3, options=(("weight_allocator", "resize"), ("max_gathered_units", 3), ("backward_prefetch_units", 2))),
 ]
 
 
@@ -271,24 +255,15 @@ class Uneven(Ordered):
         self.layers[1].down = torch.nn.Linear(15, 6)  # type: ignore[union-attr]
 
 
-@pytest.mark.full(short=["2-settings0"])
-@pytest.mark.parametrize("settings", [SETTINGS[:6], SETTINGS[6:]])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_every_allocator_and_limit_equals_one_process(
-    run_ranks: RunRanks, num_ranks: int, settings: list[Setting]
-) -> None:
-    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, vector_case(Uneven)), settings)
+def test_every_allocator_and_limit_equals_one_process(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 2, Scenario(train_and_evaluate, vector_case(Uneven)), SETTINGS)
 
 
 @pytest.mark.full(short=["pairs"])
 @pytest.mark.parametrize(
     "build",
-    [
-        partial(Recomputed, "units", reentrant=False),
-        partial(Recomputed, "pairs", reentrant=True),
-        partial(Ordered, (0, 1, 0, 2, 3, 1)),
-    ],
-    ids=["units", "pairs", "reused"],
+    [partial(Recomputed, "pairs", reentrant=True), partial(Ordered, (0, 1, 0, 2, 3, 1))],
+    ids=["pairs", "reused"],
 )
 def test_recomputed_and_reused_units_equal_one_process_in_storages_that_come_and_go(
     run_ranks: RunRanks, build: Callable[[], torch.nn.Module]
@@ -314,26 +289,18 @@ def wrapped_tower(**options: Any) -> MegatronFSDP:
 X = torch.ones(2, FEATURES)
 
 
-@each_allocator
 @on_ranks(2)
-def test_two_models_in_one_process_share_no_memory(allocator: WeightAllocator) -> None:
+def test_two_models_in_one_process_share_no_memory() -> None:
     """Both in the middle of a forward pass."""
-    models = [wrapped_tower(**CHOICES[allocator]) for _ in range(2)]
-    for model in models:
-        tower_loss(model, X)
-    first, second = (
-        {param.untyped_storage().data_ptr() for param in model.raw_param.values()} - {0} for model in models
-    )
-    assert len(first) == len(second) > 0
-    assert not first & second
-
-
-@on_ranks(1)
-def test_a_single_rank_gathers_nothing_under_any_allocator() -> None:
     for options in CHOICES.values():
-        model = wrapped_tower(**options)
-        tower_loss(model, X).backward()
-        assert model.memory().gathered_bytes == 0
+        models = [wrapped_tower(**options) for _ in range(2)]
+        for model in models:
+            tower_loss(model, X)
+        first, second = (
+            {param.untyped_storage().data_ptr() for param in model.raw_param.values()} - {0} for model in models
+        )
+        assert len(first) == len(second) > 0
+        assert not first & second
 
 
 @on_ranks(2)
@@ -348,10 +315,10 @@ def test_released_weights_can_neither_be_read_nor_differentiated() -> None:
     assert (tuple(weight.shape), weight.sum().item()) == ((32, FEATURES), 0.0)
 
 
-@pytest.mark.parametrize("name", ["fsdp_double_buffer", "maxpool_double_buffer", "enable_fine_grained_param_gather"])
 @on_ranks(2)
-def test_models_without_units_are_refused_alike_on_all_ranks(name: str) -> None:
+def test_models_without_units_are_refused_alike_on_all_ranks() -> None:
     said = "=True has no effect on a model without units besides the root; name the classes of its units"
-    with pytest.raises(ConfigurationError, match=said) as raised:
-        fully_shard_model(torch.nn.Linear(4, 4), fsdp_unit_modules=[], **{name: True})
-    same_on_ranks(str(raised.value))
+    for name in ("fsdp_double_buffer", "maxpool_double_buffer", "enable_fine_grained_param_gather"):
+        with pytest.raises(ConfigurationError, match=said) as raised:
+            fully_shard_model(torch.nn.Linear(4, 4), fsdp_unit_modules=[], **{name: True})
+        same_on_ranks(str(raised.value))

@@ -7,12 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.engine.buffer import FlatBuffer, full_view, padding_ranges, piece_view
+from megatron_fsdp.engine.buffer import FlatBuffer, full_view, padding_ranges
 from megatron_fsdp.sharding.layout import Layout, plan_layout
 from megatron_fsdp.sharding.placement import Region
 
 CPU = torch.device("cpu")
-SHAPES = [(5, 3), (7,), (2, 2, 3), (), (0, 4), (1,)]
 shape_lists = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
@@ -67,48 +66,6 @@ def test_padding_is_what_no_tensor_covers(shapes: list[tuple[int, ...]], num_ran
         assert start < stop
         covered[start:stop].add_(1)
     assert covered.tolist() == [1.0] * layout.numel
-
-
-def test_a_new_buffer_is_zero_in_its_own_dtype() -> None:
-    layout = plan_layout(SHAPES, 3)
-    buffer = shard_buffer(layout, 0, torch.bfloat16)
-    assert buffer.local.dtype == torch.bfloat16
-    assert not buffer.local.any()
-
-
-def test_views_share_the_memory_of_the_buffer() -> None:
-    layout = plan_layout([(4, 3), (2, 3)], 2)
-    full = whole_buffer(layout)
-    full.piece(1).fill_(7.0)
-    start, stop = layout.tensor_range(1)
-    assert full.local[start:stop].tolist() == [7.0] * 6
-    assert full.piece(0).shape == (4, 3)
-
-
-def test_a_shard_holds_whole_rows() -> None:
-    layout = plan_layout([(4, 3)], 2)
-    tensor = torch.arange(12.0).view(4, 3)
-    for rank in range(2):
-        shard = shard_buffer(layout, rank)
-        shard.store(0, tensor)
-        assert torch.equal(shard.piece(0), tensor[2 * rank : 2 * rank + 2])
-
-
-def test_a_rank_that_owns_nothing_of_a_tensor_has_an_empty_piece() -> None:
-    layout = plan_layout([(1, 4), (3, 4)], 2)
-    owners = [rank for rank in range(2) if layout.local_range(0, rank)[0] < layout.local_range(0, rank)[1]]
-    assert len(owners) == 1
-    empty = piece_view(layout, shard_region(layout, 1 - owners[0]), torch.zeros(layout.shard_numel), 0)
-    assert empty.numel() == 0
-    assert empty.shape[1:] == (4,)
-
-
-def test_storing_casts_and_leaves_other_tensors_alone() -> None:
-    layout = plan_layout([(2, 2), (3,)], 1)
-    buffer = whole_buffer(layout, torch.bfloat16)
-    buffer.store(0, torch.full((2, 2), 1.00390625))  # halfway between two bf16 values: rounds to even
-    assert buffer.piece(0).tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    assert buffer.piece(1).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
@@ -20,7 +19,8 @@ from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.engine.memory import Block, CommunicationPool
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.memory_plan import PlannedBlock, PoolPlan, Use, plan_pool
+from megatron_fsdp.sharding.memory_plan import Use, plan_pool
+from tests.support.arrangements import hybrid_arguments
 from tests.support.counting import LiveBytes, held_bytes
 from tests.support.on_ranks import engine_of, on_ranks, same_on_ranks
 from tests.support.settling import settled
@@ -77,21 +77,18 @@ def train(
 
 
 CASES: dict[str, tuple[int, torch.dtype, dict[str, Any], dict[str, int]]] = {
-    **{f"zero-{strategy}": (2, torch.float32, {"zero_dp_strategy": strategy}, {}) for strategy in range(4)},
-    **{
-        f"accumulated-{strategy}": (2, torch.float32, {"zero_dp_strategy": strategy}, {"more": 2})
-        for strategy in range(4)
-    },
+    "zero-1": (2, torch.float32, {"zero_dp_strategy": 1}, {}),
+    "accumulated-0": (2, torch.float32, {"zero_dp_strategy": 0}, {"more": 2}),
+    "accumulated-3": (2, torch.float32, {}, {"more": 2}),
     "deferred": (2, torch.float32, {}, {"deferred": 2}),
     "mixed": (2, torch.bfloat16, {"mixed_precision_policy": MIXED}, {}),
     "max pool": (2, torch.float32, {"maxpool_double_buffer": True}, {}),
     "late": (2, torch.float32, {"zero_dp_strategy": 1, "overlap_grad_reduce": False}, {}),
-    "hsdp": (4, torch.float32, {"dp_outer_dim": "outer"}, {}),
-    "hfsdp": (4, torch.float32, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": "optim"}, {"more": 1}),
+    "hsdp": (4, torch.float32, {}, {"more": 1}),
     "hfsdp mixed": (
         4,
         torch.bfloat16,
-        {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": "optim", "mixed_precision_policy": MIXED},
+        {"outer_dp_sharding_strategy": "optim", "mixed_precision_policy": MIXED},
         {},
     ),
 }
@@ -150,15 +147,8 @@ def case(name: str) -> Any:
 @on_ranks()
 def test_every_step_is_the_same_operations_on_the_same_registered_addresses(name: str, num_ranks: int) -> None:
     _, dtype, given, steps = CASES[name]
-    if "dp_outer_dim" in given:
-        group = dist.group.WORLD
-        mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("outer", "shard"))
-        given = {
-            **given,
-            "device_mesh": mesh,
-            "dp_shard_dim": "shard",
-            "hybrid_fsdp_group": group,
-        }
+    if num_ranks == 4:
+        given = {**hybrid_arguments(2, 2), **given}
     model, optimizer = wrap(dtype, **given)
     traces = []
     for seed in range(4):
@@ -170,7 +160,7 @@ def test_every_step_is_the_same_operations_on_the_same_registered_addresses(name
     same_on_ranks([(name, places) for name, _, places in traces[1]])
 
 
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_results_are_those_of_memory_that_comes_and_goes(strategy: int) -> None:
     found = []
@@ -202,33 +192,6 @@ def test_the_peak_is_held_from_the_start(strategy: int) -> None:
         train(model, optimizer, 1)
     assert live.now_bytes < live.peak_bytes
     assert held_bytes() - before < wrapped + 2048
-
-
-def test_blocks_lie_one_after_another_at_multiples_of_512_bytes() -> None:
-    plan = plan_pool({Use.SLOT: [100, 600], Use.SHARD: [0, 513], Use.BUCKET: []})
-    assert plan == PoolPlan(
-        (
-            PlannedBlock(Use.SHARD, 1, 0, 513),
-            PlannedBlock(Use.SLOT, 0, 1024, 100),
-            PlannedBlock(Use.SLOT, 1, 1536, 600),
-        ),
-        1536 + 1024,
-    )
-
-
-def test_kept_blocks_stay_and_know_their_own_memory() -> None:
-    pool = CommunicationPool(CPU, plan_pool({Use.SLOT: [64, 64]}))
-    first, second = (pool.make(Use.SLOT, number, 64) for number in range(2))
-    view = first.view(0, 16, torch.float32).fill_(2.0)
-    address, version = view.data_ptr(), view._version
-    first.empty()
-    first.hold(32)
-    second.view(0, 16, torch.float32).fill_(3.0)
-    assert first.held_bytes == 64
-    assert (view.data_ptr(), view._version) == (address, version)
-    assert view.tolist() == [2.0] * 16
-    assert first.holds(view)
-    assert not second.holds(view)
 
 
 def test_what_is_larger_than_planned_gets_memory_of_its_own() -> None:

@@ -317,82 +317,33 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(short=["averaged-HSDP-int8", "deferred-HFSDP-int4", "each step-2x1 HFSDP-fp8"])
-@pytest.mark.parametrize("form", GRADIENT_FORMAT_NAMES)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("way", WAYS)
+CASES = [
+    (way, mesh, GRADIENT_FORMAT_NAMES[(row + column) % 3])
+    for row, way in enumerate(WAYS)
+    for column, mesh in enumerate(MESHES)
+    if (3 * row + column) % 4 < 2
+]
+"""Every way on half of the meshes, and every mesh in half of the ways."""
+
+
+@pytest.mark.full(short=["each step-HSDP-int8", "deferred-HFSDP-int4", "averaged-2x1 HFSDP-int8", "each step-3x1-fp8"])
+@pytest.mark.parametrize(("way", "mesh", "form"), CASES)
 def test_every_rank_gets_the_bits_of_the_definition(run_ranks: RunRanks, form: str, mesh: str, way: str) -> None:
     check(run_ranks, Job(form, **MESHES[mesh], **WAYS[way]))
 
 
-@pytest.mark.parametrize("form", GRADIENT_FORMAT_NAMES)
-def test_without_the_option_the_same_numbers_arrive_in_full(run_ranks: RunRanks, form: str) -> None:
-    """So that the oracle is known to differ by what is rounded alone; e4m3 and 4 bits err by 1/16 and 1/14."""
+def test_without_the_option_the_same_numbers_arrive_in_full(run_ranks: RunRanks) -> None:
+    """So that the oracle is known to differ by what is rounded alone."""
     job = Job(None, microbatches=(1,))
     (places, *_) = run_ranks(job.ranks, places_of, job)
     exact = run_ranks(job.ranks, arrived, job)
     assert_as_expected(exact, job, places)
-    few = run_ranks(job.ranks, arrived, replace(job, form=form))
+    few = run_ranks(job.ranks, arrived, replace(job, form="int8"))
     for name, grad in exact[0][0].items():
         assert grad is not None
         assert few[0][0][name] is not None
         if grad.numel() > 1:
             assert not torch.equal(few[0][0][name], grad), name
-
-
-# ---- feedback --------------------------------------------------------------------------------------------------------
-
-STEPS = 24
-
-
-def the_same(name: str, shape: tuple[int, ...], _index: int, rank: int) -> Tensor:
-    """The same numbers in every step, so that rounding alone would lose the same in every step."""
-    return drawn(name, shape, 0, rank).clamp(-1, 1)
-
-
-def arrived_together(job: Job, remembers: bool) -> dict[str, Tensor]:
-    """The sum of what arrived in all steps."""
-    model, total = wrap(job), {}
-    for index in range(STEPS):
-        backward(model, job, index)
-        for name, grad in model.full_gradients().items():
-            assert grad is not None
-            total[name] = total.get(name, torch.zeros(())).double() + grad
-        model.zero_grad()
-        if not remembers:
-            for _, gradients in engine_of(model).groups_with_gradients():
-                assert gradients.reducer.compressed is not None
-                gradients.reducer.compressed._lost.zero_()
-                gradients.reducer.compressed._lost_of_sum.zero_()
-    return total
-
-
-def worst(job: Job, total: Mapping[str, Tensor]) -> float:
-    """The largest error of the sums over all steps, in roundings of the largest number of a step."""
-    found = 0.0
-    for name, arrived_sum in total.items():
-        if not arrived_sum.numel():
-            continue
-        grads = [job.given(name, tuple(arrived_sum.shape), 0, rank) for rank in range(job.ranks)]
-        true = torch.stack([grad.double() for grad in grads if grad is not None])
-        inner = true.view(job.outer, job.inner, *arrived_sum.shape).sum(1)
-        steps = {"int8": 0.5 / 127, "fp8": 1 / 16, "int4": 0.5 / 7}  # one rounding over the largest magnitude
-        rounding = steps[job.form or ""] * (inner.abs().max() * job.outer + inner.sum(0).abs().max()) / job.ranks
-        found = max(found, float((arrived_sum - STEPS * true.mean(0)).abs().max() / rounding))
-    return found
-
-
-@pytest.mark.full(short=["0-int8", "1-int4"])
-@pytest.mark.parametrize("form", GRADIENT_FORMAT_NAMES)
-@pytest.mark.parametrize("outer_strategy", [0, 1])
-def test_what_is_lost_in_all_steps_together_is_one_rounding(
-    run_ranks: RunRanks, outer_strategy: int, form: str
-) -> None:
-    """Of each sender, and of the sum; of numbers that are larger by what is carried along, a seventh at most."""
-    job = Job(form, outer_strategy=outer_strategy, given=the_same)
-    assert worst(job, run_ranks(job.ranks, arrived_together, job, True)[0]) <= 8 / 7
-    without = worst(job, run_ranks(job.ranks, arrived_together, job, False)[0])
-    assert without > 8 / 7, "the bound has to fail where what was lost is forgotten"
 
 
 # ---- what models do --------------------------------------------------------------------------------------------------
@@ -475,26 +426,6 @@ def fail(_grad: Tensor) -> None:
     raise BrokenError
 
 
-@on_ranks(4)
-def test_frozen_parameters_are_left_out_and_come_back() -> None:
-    """One of a group, in the second step: what its group had lost of it is not sent twice."""
-    job = Job()
-    model, places = wrap(job), places_of(job)
-    param = dict(model.named_parameters())["module.second.values.0"]
-
-    def as_frozen(name: str, shape: tuple[int, ...], index: int, rank: int) -> Tensor | None:
-        return None if (name, index) == ("second.values.0", 1) else drawn(name, shape, index, rank)
-
-    for index, wanted in enumerate(expected(replace(job, given=as_frozen), places)):
-        param.requires_grad_(index != 1)
-        backward(model, job, index)
-        found = model.full_gradients()
-        assert (found["second.values.0"] is None) is (index == 1)
-        for name, grad in found.items():
-            assert grad is None or torch.equal(grad, wanted[name]), (index, name)
-        model.zero_grad()
-
-
 def add_up_many(run: Run) -> None:
     run.backward(*[0] * 20)
     run.note_gradients()
@@ -562,7 +493,7 @@ def test_bytes_are_those_of_the_formula(run_ranks: RunRanks, outer_strategy: int
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", ["int2", "INT8", "mxfp8", 8])
+@pytest.mark.parametrize("given", ["int2", 8])
 def test_formats_that_do_not_exist_are_refused(given: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=f"outer_grad_comm_format={given!r} does not exist; give one of int8, "
@@ -570,29 +501,25 @@ def test_formats_that_do_not_exist_are_refused(given: Any) -> None:
         MixedPrecisionPolicy(outer_grad_comm_format=given)
 
 
-REFUSALS: Mapping[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "flat": (lambda: {"device_mesh": mesh_of((4,), ("dp",)), "dp_shard_dim": "dp"}, "needs an outer axis of two ranks"),
-    "one outer rank": (partial(hybrid_arguments, 1, 4), "needs an outer axis of two ranks or more; pass dp_outer_dim"),
-    "tensor parallel": (
-        partial(tensor_arguments, 2),
-        "would round a parameter that tensor-parallel ranks hold whole differently",
-    ),
-    "deterministic": (
+REFUSALS: Sequence[tuple[Callable[[], dict[str, Any]], str]] = (
+    (lambda: {"device_mesh": mesh_of((4,), ("dp",)), "dp_shard_dim": "dp"}, "needs an outer axis of two ranks"),
+    (partial(hybrid_arguments, 1, 4), "needs an outer axis of two ranks or more; pass dp_outer_dim"),
+    (partial(tensor_arguments, 2), "would round a parameter that tensor-parallel ranks hold whole differently"),
+    (
         lambda: {**hybrid_arguments(2, 2), "deterministic": "world", "calculate_per_token_loss": True},
         'rounds sums of ranks, and deterministic="world" allows none',
     ),
-}
+)
 
 
-@pytest.mark.parametrize("where", REFUSALS)
 @on_ranks(4)
-def test_where_it_cannot_take_effect_every_rank_says_so(where: str) -> None:
-    arguments, told = REFUSALS[where]
+def test_where_it_cannot_take_effect_every_rank_says_so() -> None:
     policy = MixedPrecisionPolicy(outer_grad_comm_format="int8")
-    with pytest.raises(
-        ConfigurationError, match=rf"^outer_grad_comm_format='int8' {told}.* leave outer_grad_comm_format"
-    ):
-        fully_shard_model(Parts(), fsdp_unit_modules=[Part], mixed_precision_policy=policy, **arguments())
+    for arguments, told in REFUSALS:
+        with pytest.raises(
+            ConfigurationError, match=rf"^outer_grad_comm_format='int8' {told}.* leave outer_grad_comm_format"
+        ):
+            fully_shard_model(Parts(), fsdp_unit_modules=[Part], mixed_precision_policy=policy, **arguments())
 
 
 @on_ranks(2)

@@ -110,8 +110,6 @@ UNITS = ["", "tokens", "blocks.0", "blocks.1", "blocks.2", "head"]
 
 CASES = {
     "plain": ends_case(Shape()),
-    "twice": ends_case(Shape(twice=True)),
-    "recomputed": ends_case(Shape(recomputes=True)),
     "frozen": ends_case(Shape(frozen=True)),
     "twice-recomputed": ends_case(Shape(twice=True, recomputes=True)),
 }
@@ -138,7 +136,7 @@ def train(run: Run) -> None:
 
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ends_found_automatically_equal_one_process(run_ranks: RunRanks, num_ranks: int, name: str) -> None:
     tolerance = ONE_RANK if num_ranks == 1 else FP32
     settings = SETTINGS if num_ranks < 3 else SETTINGS[:1]
@@ -213,11 +211,6 @@ def test_a_rank_without_data_gathers_a_container_of_an_embedding_as_others_do(ru
     run_ranks(2, take_part_beside_a_container)
 
 
-def _penalise(module: nn.Module, _args: object, output: Tensor) -> Tensor:
-    assert isinstance(module, nn.Embedding)
-    return output * module.weight.square().mean()
-
-
 def count_gathers(kind: str) -> tuple[int, bool]:
     """Gathers of a steady step, and whether the embedding's gradient is that of one process."""
     case = CASES["plain"]
@@ -226,8 +219,6 @@ def count_gathers(kind: str) -> tuple[int, bool]:
     for each in (model, twin):
         if kind == "subclass":
             each.tokens.__class__ = Penalised
-        elif kind == "hook":
-            each.tokens.register_forward_hook(_penalise)
     sharded, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.0), zero_dp_strategy=3)
     batch = case.make_batch(2, torch.Generator().manual_seed(0))
     for _ in range(3):
@@ -242,7 +233,7 @@ def count_gathers(kind: str) -> tuple[int, bool]:
     return sent.gathers, torch.allclose(found, twin.tokens.weight.grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("kind", "gathers"), [("plain", 8), ("subclass", 9), ("hook", 9)])
+@pytest.mark.parametrize(("kind", "gathers"), [("plain", 8), ("subclass", 9)])
 def test_an_embedding_is_gathered_for_backward_only_where_that_reads_it(
     run_ranks: RunRanks, kind: str, gathers: int
 ) -> None:
@@ -255,10 +246,6 @@ def test_an_embedding_is_gathered_for_backward_only_where_that_reads_it(
 
 def _linear(model: EndsDecoder, _tokens: Tensor, x: Tensor) -> Tensor:
     return F.linear(x, model.head.weight)
-
-
-def _matmul(model: EndsDecoder, _tokens: Tensor, x: Tensor) -> Tensor:
-    return x @ model.head.weight.T
 
 
 def _recomputed(model: EndsDecoder, _tokens: Tensor, x: Tensor) -> Tensor:
@@ -274,17 +261,11 @@ def _one_row(model: EndsDecoder, tokens: Tensor, x: Tensor) -> Tensor:
     return model.head(x + F.embedding(tokens[:1, :1], model.tokens.weight).sum())
 
 
-def _scaled(model: EndsDecoder, _tokens: Tensor, x: Tensor) -> Tensor:
-    return model.head(x) * model.head.bias
-
-
 READERS: dict[str, tuple[Read, str]] = {
     "linear": (_linear, "head.weight"),
-    "matmul": (_matmul, "head.weight"),
     "recomputed": (_recomputed, "head.weight"),
     "embedding": (_embedding, "tokens.weight"),
     "one row": (_one_row, "tokens.weight"),
-    "scaled": (_scaled, "head.bias"),
 }
 
 
@@ -312,7 +293,7 @@ def fully_shard_plain(case: ModelCase, strategy: int) -> nn.Module:
 
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_weight_that_is_read_where_its_unit_does_not_run_is_refused_by_name(
     run_ranks: RunRanks, num_ranks: int, reader: str
 ) -> None:
@@ -373,6 +354,6 @@ def _gradients_on_one_process(num_ranks: int) -> dict[str, Tensor]:
 
 def test_the_remedy_of_the_message_works(run_ranks: RunRanks) -> None:
     options = (("fsdp_unit_modules", [Block]),)
-    for read in (_linear, _embedding, _recomputed):
+    for read in (_linear, _embedding):
         scenario = Scenario(three_steps, ends_case(Shape(read=read)))
         check_strategies(run_ranks, 2, scenario, (Setting(3, options=options), Setting(1, options=options)))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +16,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron_fsdp import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
     MegatronFSDP,
     MixedPrecisionPolicy,
     fully_shard,
 )
-from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine import fp8_linear
 from megatron_fsdp.engine.fp8_linear import Fp8Weight, scaled_product, to_float8
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.simulate import simulated_model
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
 from tests.support.on_ranks import on_ranks
@@ -232,11 +227,9 @@ def plain(name: str) -> str:
 
 JOBS = [
     Job((1,), keeps=True),
-    Job((2,)),
     Job((2,), keeps=True, recomputes=True),
-    Job((2,), compiles=True),
+    pytest.param(Job((2,), compiles=True), marks=pytest.mark.full),
     Job((3,), FP32),
-    Job((2, 2)),
     Job((2, 2), outer_strategy="optim"),
 ]
 
@@ -262,8 +255,8 @@ def deterministic(num_ranks: int) -> list[torch.Tensor]:
 
 
 def test_deterministic_runs_have_the_same_bits_on_any_ranks(run_ranks: RunRanks) -> None:
-    wanted, *others = (run_ranks(num_ranks, deterministic, num_ranks)[0] for num_ranks in (1, 2, 4))
-    assert all(torch.equal(a, b) for other in others for a, b in zip(wanted, other, strict=True))
+    wanted, other = (run_ranks(num_ranks, deterministic, num_ranks)[0] for num_ranks in (1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, other, strict=True))
 
 
 @on_ranks(2)
@@ -283,24 +276,12 @@ def test_float8_products_of_the_device_differ_by_rounding_alone() -> None:
     torch.testing.assert_close(native, emulated, rtol=2**-5, atol=2**-6)
 
 
-@on_ranks(2)
-def test_activations_on_the_host_change_no_bits() -> None:
-    job = Job()
-    away, _ = wrap(job, homes={"activations": "host"})
-    here, _ = wrap(job)
-    for model in (away, here):
-        CASE.loss(model, batch(0, 0, dist.get_rank(), 2)).backward()
-    for mine, other in zip(away.parameters(), here.parameters(), strict=True):
-        assert torch.equal(mine.grad.to_local(), other.grad.to_local())
-
-
 def keep_products(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
     is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 SAVING: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
-    "hooks that copy": lambda module, x: saved_with(lambda saved: saved.clone(), module, x),
     "hooks that round": lambda module, x: saved_with(lambda saved: saved.bfloat16().to(saved.dtype), module, x),
     "selective checkpointing": lambda module, x: checkpoint(
         module,
@@ -328,11 +309,10 @@ class Saving(nn.Module):
         return self.call(self.linear, x)
 
 
-@pytest.mark.parametrize("way", SAVING)
 @on_ranks(2)
-def test_whoever_saves_what_backward_needs_changes_no_bits(way: str) -> None:
+def test_whoever_saves_what_backward_needs_changes_no_bits() -> None:
     found = []
-    for each in (None, way):
+    for each in (None, *SAVING):
         torch.manual_seed(0)
         model = Saving(each)
         policy = MixedPrecisionPolicy(weight_format="fp8_compute")
@@ -340,8 +320,8 @@ def test_whoever_saves_what_backward_needs_changes_no_bits(way: str) -> None:
         x = torch.randn(4, 16).bfloat16().float().requires_grad_()  # nothing is lost where a hook rounds it
         sharded(x).square().sum().backward()
         found.append([x.grad, *(param.grad.to_local() for param in sharded.parameters())])
-    for mine, other in zip(*found, strict=True):
-        assert torch.equal(mine, other)
+    for mine, *others in zip(*found, strict=True):
+        assert all(torch.equal(mine, other) for other in others)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -419,45 +399,7 @@ def test_codes_are_sharded_gathered_and_described() -> None:
     assert "note: fp8_compute: 19 weights (first: head.weight) are multiplied in float64" in told
 
 
-def test_a_simulated_rank_takes_the_slots_of_codes() -> None:
-    slots = []
-    for form in ("fp8", "fp8_compute"):
-        policy = MixedPrecisionPolicy(weight_format=form)
-        with simulated_model(
-            lambda: nn.Sequential(*(nn.Linear(32, 64, bias=False) for _ in range(4))),
-            num_ranks=8,
-            fsdp_unit_modules=[nn.Linear],
-            mixed_precision_policy=policy,
-        ) as simulated:
-            for module in simulated.model.module:
-                module(torch.randn(4, 32)).sum().backward()
-            slots.append(simulated.model.describe().memory.slot_bytes)
-    assert slots == [32 * 64 * 4, 32 * 64]
-
-
 # ---- checkpoints, other uses, bad input ------------------------------------------------------------------------------
-
-
-def resumed(folder: Path, other: str | None) -> tuple[list[torch.Tensor], bool]:
-    """Train a step, save, and load into a model of a format; return both models' losses, and whether weights agree."""
-    model, optimizer = wrap(Job())
-    own = batch(0, 0, dist.get_rank(), 2)
-    CASE.loss(model, own).backward()
-    optimizer.step()
-    save_checkpoint(model, optimizer, folder, iteration=1)
-    again, optimizer = wrap(Job(), other)
-    load_checkpoint(again, optimizer, folder)
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
-    return [CASE.loss(each, own).detach() for each in (model, again)], all(
-        torch.equal(mine.full_tensor(), other.full_tensor()) for mine, other in pairs
-    )
-
-
-@pytest.mark.parametrize("other", ["fp8_compute", "mxfp8", None])
-def test_a_checkpoint_resumes_in_any_format(run_ranks: RunRanks, tmp_path: Path, other: str | None) -> None:
-    for losses, weights_agree in run_ranks(2, resumed, tmp_path, other):
-        assert weights_agree
-        assert torch.equal(*losses) is (other == "fp8_compute")
 
 
 @on_ranks(1)
@@ -516,19 +458,3 @@ def test_what_cannot_be_multiplied_is_refused_by_name(asked: Any, keeps: bool, w
     policy = MixedPrecisionPolicy(weight_format=asked)
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         encoded_parameters(model_of_kinds(), policy, ShardingStrategy.optim_grads_params, keeps_transposed=keeps)
-
-
-@on_ranks(2)
-def test_fields_of_a_configuration_let_linears_multiply() -> None:
-    config = DistributedDataParallelConfig(
-        use_megatron_fsdp=True,
-        data_parallel_sharding_strategy="optim_grads_params",
-        fp8_param_gather=True,
-        keep_fp8_transpose_cache=True,
-        grad_reduce_in_fp32=True,
-    )
-    model = DistributedDataParallel(config, build(Job()), fsdp_unit_modules=list(CASE.unit_classes))
-    other, _ = wrap(Job(keeps=True))
-    own = batch(0, 0, dist.get_rank(), 2)
-    assert torch.equal(CASE.loss(model, own), CASE.loss(other, own))
-    assert "gather fp8_compute" in str(model.describe())

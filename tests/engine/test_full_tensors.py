@@ -13,7 +13,6 @@ from tests.support.counting import LiveBytes, OpCounts
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 
-STRATEGIES = [0, 1, 2, 3]
 SIZES_BYTES = [1, 800, 2**28]
 """From one tensor at a time to whole groups."""
 
@@ -50,11 +49,8 @@ def shown(model: MegatronFSDP) -> dict[str, Tensor]:
     ("name", "strategy"),
     [
         ("odd_shapes", 0),
-        ("scalars", 1),
-        ("unused", 2),
-        ("partly_frozen", 2),
-        ("odd_shapes", 3),
         ("scalars", 3),
+        ("unused", 2),
         ("tied", 3),
     ],
 )
@@ -85,7 +81,7 @@ def test_tensors_are_those_of_the_model_whatever_the_bucket(name: ModelName, str
             assert_equal_tensors(dict(tensors), expected)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(3)
 def test_gradients_are_those_that_the_parameters_show(strategy: int) -> None:
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float32)

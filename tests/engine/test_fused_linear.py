@@ -414,13 +414,8 @@ MATRICES = ModelCase(Matrices, _matrices, _squares, (Usual,))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_training_equals_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     check_strategies(run_ranks, num_ranks, Scenario(steps_of_all_kinds, MATRICES), _settings(0, 1, 2, 3))
-
-
-@pytest.mark.full(short=["True"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_equals_one_process(run_ranks: RunRanks, reentrant: bool) -> None:
-    case = vector_case(partial(Recomputed, "pairs", reentrant))
-    check_strategies(run_ranks, 2, Scenario(steps_of_all_kinds, case), _settings(2, 3))
+    recomputed = vector_case(partial(Recomputed, "pairs", True))
+    check_strategies(run_ranks, num_ranks, Scenario(steps_of_all_kinds, recomputed), _settings(2, 3))
 
 
 BUCKETS: list[DdpSetting] = [

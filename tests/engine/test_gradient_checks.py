@@ -25,10 +25,9 @@ from megatron_fsdp import (
 from megatron_fsdp.engine.gradient_checks import LargeGradientCheck
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
-from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.counting import OpCounts
 from tests.support.experts import FLAT, build_with_experts, experts_of
-from tests.support.models import Block, build_dense, make_token_batch, token_loss
+from tests.support.models import Block, make_token_batch, token_loss
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 
 CPU = torch.device("cpu")
@@ -89,20 +88,6 @@ def test_only_what_was_not_large_is_remembered(sequence: list[tuple[float, float
                 before[name].append(value)
 
 
-def test_several_gradients_of_one_backward_count_by_their_largest_and_a_broken_off_one_is_forgotten() -> None:
-    check = make()
-    for _ in range(3):
-        record(check, a=1.0)
-    check.begin()
-    check.record("a", torch.tensor(1e9))
-    check.begin()
-    for value in (1.0, 300.0, 2.0):
-        check.record("a", torch.tensor(value, dtype=torch.bfloat16))
-    check.record("b", torch.zeros(0, 4))
-    with pytest.raises(LargeGradientError, match=r"a \(bucket 2\) on rank \[0\] has 300, and had at most 1 in 3"):
-        check.conclude()
-
-
 def test_the_host_waits_for_the_device_once_when_backward_ends() -> None:
     check = make()
     with OpCounts() as looking:
@@ -116,19 +101,7 @@ def test_the_host_waits_for_the_device_once_when_backward_ends() -> None:
     assert concluding.ops["_local_scalar_dense"] + concluding.ops["is_nonzero"] == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_every_dtype_of_gradients_is_measured(dtype: torch.dtype) -> None:
-    check = make(history=1)
-    for value in (1.0, 256.0):
-        check.begin()
-        check.record("a", torch.tensor([[0.5, -value]], dtype=dtype))
-        if value == 1.0:
-            check.conclude()
-    with pytest.raises(LargeGradientError, match="has 256, and had at most 1 in 1"):
-        check.conclude()
-
-
-@pytest.mark.parametrize(("factor", "history"), [(1.0, 3), (math.nan, 3), (100.0, 0)])
+@pytest.mark.parametrize(("factor", "history"), [(1.0, 3), (100.0, 0)])
 def test_a_factor_or_history_without_sense_is_refused(factor: float, history: int) -> None:
     with pytest.raises(ConfigurationError, match=f"factor={factor} and history={history}; factor has to be above 1"):
         make(factor, history)
@@ -238,7 +211,7 @@ def same_value(tensor: Tensor, of_rank: int) -> float:
     return value.item()
 
 
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_the_switches_turn_it_on_and_change_no_good_gradient(strategy: int) -> None:
     net = build()
@@ -263,7 +236,7 @@ def test_the_switches_turn_it_on_and_change_no_good_gradient(strategy: int) -> N
             assert "layers.1.linear.bias (layers.1) on rank [0]" in raised(model)
 
 
-@pytest.mark.parametrize(("strategy", "bf16_grads"), [(0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(("strategy", "bf16_grads"), [(1, True), (2, False)])
 @on_ranks(3)
 def test_deferred_microbatches_frozen_parameters_and_several_ranks_are_reported(
     strategy: int, bf16_grads: bool
@@ -291,26 +264,6 @@ def test_deferred_microbatches_frozen_parameters_and_several_ranks_are_reported(
     )  # bfloat16 keeps 8 bits of values of about 2
 
 
-@on_ranks(3)
-def test_large_deferred_microbatches_several_ranks_and_nan_at_the_same_time() -> None:
-    net = build()
-    model = wrap_checked(net, 2)
-    with model.no_sync():
-        for number in range(HISTORY):
-            raised(model, number)
-        with spoilt(net.layers[0].linear, SPIKE, 2):
-            deferred = raised(model, HISTORY)
-    assert deferred.startswith("LargeGradientError: the gradients of 2 parameters")
-    assert "layers.0.linear.weight (layers.0) on rank [2] has" in deferred
-    with spoilt(net.head, SPIKE, 0, 2):
-        assert "head.weight (root) on rank [0, 2] has" in raised(model, HISTORY)
-    with spoilt(net.layers[0], NAN, 0), spoilt(net.layers[1], SPIKE, 1):
-        both = raised(model, HISTORY)
-    assert both.startswith("NonFiniteGradientError: ")
-    assert "layers.0.linear.bias (layers.0) on rank [0]" in both
-    assert raised(model, HISTORY) == ""
-
-
 class OneSided(nn.Module):
     """A parameter in the root that only the last rank uses."""
 
@@ -324,12 +277,11 @@ class OneSided(nn.Module):
         return self.extra(x) if dist.get_rank() == dist.get_world_size() - 1 else x
 
 
-@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
-def test_a_parameter_that_one_rank_uses_is_judged_by_its_own_backwards(strategy: int) -> None:
+def test_a_parameter_that_one_rank_uses_is_judged_by_its_own_backwards() -> None:
     with fixed_seed(0):
         net = OneSided()
-    model = wrap_checked(net, strategy)
+    model = wrap_checked(net, 3)
     for _ in range(HISTORY):
         model(torch.ones(2, 5)).square().mean().backward()
     with spoilt(net.extra, SPIKE, 1), pytest.raises(LargeGradientError) as caught:
@@ -338,14 +290,12 @@ def test_a_parameter_that_one_rank_uses_is_judged_by_its_own_backwards(strategy:
     assert re.search(r"extra.weight \(root\) on rank \[1\] has \S+, and had at most \S+ in 10 backwards", message)
 
 
-@pytest.mark.full(short=["experts"])
-@pytest.mark.parametrize("kind", ["tensors", "experts"])
 @on_ranks(4)
-def test_divided_tensors_and_experts_of_one_rank_stop_all(kind: str) -> None:
-    """A spike on rank 2 of 4: in its part of a divided layer, or in an expert that half of the ranks hold."""
-    arrangement = tensor_parallel(divide_tensors) if kind == "tensors" else experts_of(FLAT)
+def test_experts_of_one_rank_stop_all() -> None:
+    """A spike on rank 2 of 4, in an expert that half of the ranks hold."""
+    arrangement = experts_of(FLAT)
     with fixed_seed(0):
-        net = (build_dense if kind == "tensors" else build_with_experts)()
+        net = build_with_experts()
     arrangement.place(net)
     model = wrap_checked(net, 3, **arrangement.arguments())
     block = next(module for module in net.modules() if isinstance(module, Block))
@@ -353,16 +303,13 @@ def test_divided_tensors_and_experts_of_one_rank_stop_all(kind: str) -> None:
     for _ in range(HISTORY):
         token_loss(model, batch).backward()
         model.zero_grad()
-    source = block.get_submodule("attention.q" if kind == "tensors" else "mlp.experts")
-    with spoilt(source, SPIKE, 2), pytest.raises(LargeGradientError) as caught:
+    with spoilt(block.get_submodule("mlp.experts"), SPIKE, 2), pytest.raises(LargeGradientError) as caught:
         token_loss(model, batch).backward()
-    name = "attention.q.weight" if kind == "tensors" else "mlp.experts.down"
-    assert f"blocks.0.{name} (blocks.0) on rank [2] has" in same_on_ranks(str(caught.value))
+    assert "blocks.0.mlp.experts.down (blocks.0) on rank [2] has" in same_on_ranks(str(caught.value))
 
 
-@pytest.mark.parametrize("factor", [SPIKE, NAN])
 @on_ranks(2)
-def test_what_a_failed_backward_saw_is_dropped_by_reset(factor: float) -> None:
+def test_what_a_failed_backward_saw_is_dropped_by_reset() -> None:
     net = build()
     model = wrap_checked(net, 3)
     for number in range(HISTORY):
@@ -372,7 +319,7 @@ def test_what_a_failed_backward_saw_is_dropped_by_reset(factor: float) -> None:
         output.register_hook(lambda _grad: 1 / 0)
 
     handle = net.layers[0].register_forward_hook(fail)
-    with spoilt(net.layers[1].linear, factor, 1), pytest.raises(ZeroDivisionError):
+    with spoilt(net.layers[1].linear, SPIKE, 1), pytest.raises(ZeroDivisionError):
         raised(model, HISTORY)
     handle.remove()
     model.reset()
@@ -446,9 +393,3 @@ def test_sums_of_earlier_backwards_are_reported_by_the_backward_that_reduces_the
     assert "1.weight (bucket 2) on rank [1] (global" in two.step(large, large, 0.0)
     assert math.isinf(two.gradient)  # the gradients are what they are, for those who go on
     assert two.step(1.0) == ""
-
-
-@on_ranks(2)
-def test_what_fits_its_dtype_raises_nothing() -> None:
-    two = TwoWeights(torch.float32, by_hand=True)
-    assert (two.step(6e4, 6e4), two.gradient) == ("", 1.2e5)

@@ -15,8 +15,6 @@ from tests.support.models import MODEL_CASES
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 
-each_strategy = pytest.mark.parametrize("strategy", range(4))
-
 
 def wrap(strategy: int = 3, model: nn.Module | None = None, **arguments: Any) -> MegatronFSDP:
     model = build() if model is None else model
@@ -37,9 +35,7 @@ def difference(model: MegatronFSDP, wanted: dict[str, Tensor]) -> float:
 # ---- when they run ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("decoupled", [False, True])
-@each_strategy
+@pytest.mark.parametrize(("strategy", "decoupled"), [(0, False), (3, True)])
 @on_ranks(3)
 def test_hooks_on_sharded_parameters_run_once_per_sync_in_order(strategy: int, decoupled: bool) -> None:
     model = wrap(strategy, use_decoupled_grad=decoupled)
@@ -211,7 +207,7 @@ def test_a_hook_that_returns_something_else_is_refused_by_name() -> None:
 # ---- registered before sharding --------------------------------------------------------------------------------------
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_post_accumulate_hooks_from_before_sharding_see_the_reduced_gradient(strategy: int) -> None:
     model = build()
@@ -229,11 +225,10 @@ def test_post_accumulate_hooks_from_before_sharding_see_the_reduced_gradient(str
     assert difference(wrapped, {name: grad * 0.5 for name, grad in whole_gradients(0).items()}) <= 1e-6
 
 
-@each_strategy
 @on_ranks(2)
-def test_a_step_without_a_backward_after_clearing_changes_nothing(strategy: int) -> None:
+def test_a_step_without_a_backward_after_clearing_changes_nothing() -> None:
     """Clearing by hand between two syncs that bring nothing new must not bring gradients back."""
-    model = wrap(strategy, sync_model_each_microbatch=False)
+    model = wrap(2, sync_model_each_microbatch=False)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     backward(model, next(batches(1)))
     optimizer.step()

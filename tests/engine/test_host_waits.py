@@ -69,18 +69,16 @@ def steps(strategy: int, device: str, always: bool) -> list[list[str]]:
 AGREES = f"{usage.__name__}: tolist"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("strategy", [0, 3])
+@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, 3), (2, 0), (2, 3)])
 def test_a_steady_step_reads_nothing_back(run_ranks: RunRanks, num_ranks: int, strategy: int) -> None:
     for first, *_, before_last, last in run_ranks(num_ranks, steps, strategy, "cpu", False):
         assert (AGREES in first) is (num_ranks > 1)
         assert before_last == last == []
 
 
-@pytest.mark.parametrize(("num_ranks", "times"), [(1, 0), (2, 1)])
-def test_ranks_that_always_ask_read_once_in_each_step(run_ranks: RunRanks, num_ranks: int, times: int) -> None:
-    for found in run_ranks(num_ranks, steps, 3, "cpu", True):
-        assert found[-1] == [AGREES] * times
+def test_ranks_that_always_ask_read_once_in_each_step(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, steps, 3, "cpu", True):
+        assert found[-1] == [AGREES]
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ScheduleError
@@ -53,9 +52,7 @@ def references(model: MegatronFSDP) -> dict[str, weakref.ref[Any]]:
     return {name: weakref.ref(thing) for name, thing in things.items()}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "keeps_optimizer"), [(0, False), (1, False), (2, False), (3, False), (0, True), (3, True)]
-)
+@pytest.mark.parametrize(("strategy", "keeps_optimizer"), [(0, False), (1, False), (3, True)])
 @on_ranks(2)
 def test_deleting_frees_everything_at_once_but_the_parameters_of_a_kept_optimizer(
     strategy: int, keeps_optimizer: bool
@@ -91,37 +88,6 @@ def test_parameters_refer_to_their_model_weakly_and_the_inner_module_misses_it()
             param._megatron_fsdp_model.data_parallel_sharding_strategy  # noqa: B018
     with pytest.raises(ScheduleError, match="the MegatronFSDP object that owned its parameters has been deleted; keep"):
         inner(torch.ones(2, 5))
-
-
-@on_ranks(2)
-def test_a_refused_model_is_left_as_it_was() -> None:
-    model = build()
-    before = [id(param) for param in model.parameters()]
-    with pytest.raises(ValueError, match="Conv2d"):
-        fully_shard_model(model, mesh(), fsdp_unit_modules=[nn.Conv2d])
-    assert [id(param) for param in model.parameters()] == before
-    hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks or m._state_dict_hooks]
-    assert hooks == []
-
-
-def live_tensors() -> int:
-    return sum(
-        issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()
-    )  # proxies may have lost their object
-
-
-@on_ranks(2)
-def test_models_one_after_another_leave_nothing_behind() -> None:
-    counts: list[int] = []
-    for _ in range(4):
-        model = wrap()
-        train(model, fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)), 1)
-        del model
-        gc.collect()
-        most = counts[-1] if len(counts) > 1 else None
-        counts.append(settled(live_tensors, lambda found, most=most: most is None or found <= most))
-    # What earlier tests left in the worker may go meanwhile; nothing may come.
-    assert counts[1:] == sorted(counts[1:], reverse=True)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """A recorded order foretells what the last pass needed, for as long as the pass keeps to it."""
 
-import pytest
-
 from megatron_fsdp.engine.schedule import RecordedOrder, StepLength
 
 # A whole pass each, then the units noted in the next pass, and at which depth which units are foretold.
@@ -22,21 +20,20 @@ FORETOLD: dict[str, tuple[list[list[int]], list[int], int, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORETOLD)
-def test_a_repeated_pass_foretells_the_next_units(name: str) -> None:
-    passes, noted, depth, expected = FORETOLD[name]
-    order = RecordedOrder()
-    for units in passes:
+def test_a_repeated_pass_foretells_the_next_units() -> None:
+    for name, (passes, noted, depth, expected) in FORETOLD.items():
+        order = RecordedOrder()
+        for units in passes:
+            order.begin()
+            for unit in units:
+                order.note(unit)
+            order.end()
         order.begin()
-        for unit in units:
+        order.note(5)
+        order.begin()  # a pass that is broken off leaves the recorded order
+        for unit in noted:
             order.note(unit)
-        order.end()
-    order.begin()
-    order.note(5)
-    order.begin()  # a pass that is broken off leaves the recorded order
-    for unit in noted:
-        order.note(unit)
-    assert order.upcoming(depth) == expected
+        assert order.upcoming(depth) == expected, name
 
 
 def lasts(length: StepLength, *steps: int) -> list[list[bool]]:

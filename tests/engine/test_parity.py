@@ -40,17 +40,6 @@ BF16 = Tolerance(rtol=2**-5, atol=2**-6)
 _EPS = 1e-3
 
 
-def test_the_zoo_holds_the_hard_cases_it_promises() -> None:
-    models = {name: case.build() for name, case in MODEL_CASES.items()}
-    assert models["tied"].get_parameter("head.weight") is models["tied"].get_parameter("tokens.weight")
-    frozen = {name for name, p in models["partly_frozen"].named_parameters() if not p.requires_grad}
-    assert {"tokens.weight", "blocks.0.mlp.up.bias", "blocks.1.attention.out.weight"} <= frozen
-    assert "blocks.1.mlp.up.weight" not in frozen
-    assert {tuple(p.shape) for p in models["scalars"].parameters()} >= {(), (1,)}
-    assert {p.dtype for p in models["bf16_fp32_norm"].parameters()} == {torch.bfloat16, torch.float32}
-    assert {p.dtype for p in models["fp32_fp64_norm"].parameters()} == {torch.float32, torch.float64}
-
-
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Two parameter groups, with and without decay, of different rates."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -154,22 +143,18 @@ def _fp64_token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 FP64_TRANSFORMER = ModelCase(_build_fp64_transformer, make_token_batch, _fp64_token_loss, (Block,))
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_float64_agrees_to_twelve_digits(run_ranks: RunRanks, num_ranks: int) -> None:
+def test_float64_agrees_to_twelve_digits(run_ranks: RunRanks) -> None:
     scenario = Scenario(three_microbatches, FP64_TRANSFORMER, adamw)
     jobs = [(scenario, Setting(strategy, _OWN_DTYPES)) for strategy in STRATEGIES]
-    for outcomes in zip(*run_ranks(num_ranks, run_sharded, jobs), strict=True):
+    for outcomes in zip(*run_ranks(2, run_sharded, jobs), strict=True):
         assert_parity(outcomes, reference(scenario), _FP64)
 
 
-@pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_averaging_in_the_collective_gives_the_same_mean(run_ranks: RunRanks, num_ranks: int) -> None:
+def test_averaging_in_the_collective_gives_the_same_mean(run_ranks: RunRanks) -> None:
     scenario = Scenario(three_microbatches, MODEL_CASES["odd_shapes"])
     jobs = [(scenario, Setting(strategy, average_in_collective=True)) for strategy in STRATEGIES]
-    for outcomes in zip(*run_ranks(num_ranks, run_sharded, jobs), strict=True):
-        assert_parity(outcomes, reference(scenario), ONE_RANK if num_ranks == 1 else FP32)
+    for outcomes in zip(*run_ranks(3, run_sharded, jobs), strict=True):
+        assert_parity(outcomes, reference(scenario), FP32)
 
 
 # ---- the comparison itself can fail --------------------------------------------------------------------------------
@@ -186,15 +171,4 @@ def test_a_wrong_mean_is_noticed(run_ranks: RunRanks) -> None:
     scenario = Scenario(_forget_one_rank, MODEL_CASES["odd_shapes"])
     (outcomes,) = zip(*run_ranks(2, run_sharded, [(scenario, Setting(3))]), strict=True)
     with pytest.raises(AssertionError, match=r"note 0 \(gradients\)"):
-        assert_parity(outcomes, reference(scenario), FP32)
-
-
-def _differ_by_rank(run: Run) -> None:
-    run.note("rank", {"rank": torch.tensor(float(run.ranks_here[0]))})
-
-
-def test_ranks_that_differ_are_noticed(run_ranks: RunRanks) -> None:
-    scenario = Scenario(_differ_by_rank, MODEL_CASES["odd_shapes"])
-    (outcomes,) = zip(*run_ranks(2, run_sharded, [(scenario, Setting(0))]), strict=True)
-    with pytest.raises(AssertionError, match="rank 1 holds other values"):
         assert_parity(outcomes, reference(scenario), FP32)

@@ -1,38 +1,23 @@
 """Accumulation over microbatches: every way to defer, to clear and to scale equals one process."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, ModelName
+from tests.support.models import MODEL_CASES
 from tests.support.sharded_run import STRATEGIES as ALL
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, defer_two_of_three, each_half, sgd
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, defer_two_of_three
 
 MANUAL = tuple(Setting(strategy, auto_sync=False) for strategy in range(4))
+UNUSED, ODD = MODEL_CASES["unused"], MODEL_CASES["odd_shapes"]
 
 Clear = Callable[[Run], None]
 
-
-def _check(
-    run_ranks: RunRanks,
-    script: Callable[[Run], None],
-    settings: tuple[Setting, ...] = ALL,
-    model: ModelName = "unused",
-    num_ranks: int = 2,
-) -> None:
-    check_strategies(run_ranks, num_ranks, Scenario(script, MODEL_CASES[model], sgd), settings)
-
-
-# ---- deferring -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full(short=["1", "2"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_no_sync_defers_to_the_next_backward(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, defer_two_of_three, model="transformer", num_ranks=num_ranks)
+# ---- scripts ---------------------------------------------------------------------------------------------------------
 
 
 def defer_on_top_of_visible_gradients(run: Run) -> None:
@@ -40,10 +25,6 @@ def defer_on_top_of_visible_gradients(run: Run) -> None:
     with run.no_sync():
         run.loss(1).backward()
     run.train(2)
-
-
-def test_deferred_sums_add_to_visible_gradients(run_ranks: RunRanks) -> None:
-    _check(run_ranks, defer_on_top_of_visible_gradients)
 
 
 def defer_forwards_only_half_way(run: Run) -> None:
@@ -57,10 +38,6 @@ def defer_forwards_only_half_way(run: Run) -> None:
     run.train(2)
 
 
-def test_it_is_the_backward_that_no_sync_defers(run_ranks: RunRanks) -> None:
-    _check(run_ranks, defer_forwards_only_half_way)
-
-
 def say_which_is_last(run: Run) -> None:
     if run.sharded is not None:
         run.sharded.set_model_auto_sync(False)
@@ -70,28 +47,6 @@ def say_which_is_last(run: Run) -> None:
                 run.sharded.is_last_microbatch = microbatch == 2
             run.loss(10 * step + microbatch).backward()
         run.step()
-
-
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_last_microbatch_synchronises(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, say_which_is_last, num_ranks=num_ranks)
-
-
-def finish_by_hand(run: Run) -> None:
-    for step in range(2):
-        for microbatch in range(2):
-            run.loss(10 * step + microbatch).backward()
-        if run.sharded is not None:
-            run.sharded.finish_grad_sync()
-        run.step()
-
-
-def test_finish_grad_sync_shows_the_sum(run_ranks: RunRanks) -> None:
-    _check(run_ranks, finish_by_hand, MANUAL)
-
-
-# ---- clearing ------------------------------------------------------------------------------------------------------
 
 
 def zero_optimizer(run: Run) -> None:
@@ -115,7 +70,7 @@ def none_by_hand(run: Run) -> None:
         param.grad = None
 
 
-def _clear_and_go_on(run: Run, clear: Clear) -> None:
+def clear_and_go_on(run: Run, clear: Clear) -> None:
     run.loss(0).backward()
     clear(run)
     run.note_gradients("cleared")
@@ -127,34 +82,7 @@ def _clear_and_go_on(run: Run, clear: Clear) -> None:
     run.train(3)
 
 
-def clear_by_optimizer(run: Run) -> None:
-    _clear_and_go_on(run, zero_optimizer)
-
-
-def clear_by_model(run: Run) -> None:
-    _clear_and_go_on(run, zero_model)
-
-
-def clear_by_optimizer_in_place(run: Run) -> None:
-    _clear_and_go_on(run, zero_optimizer_in_place)
-
-
-def clear_by_model_in_place(run: Run) -> None:
-    _clear_and_go_on(run, zero_model_in_place)
-
-
-def clear_by_hand(run: Run) -> None:
-    _clear_and_go_on(run, none_by_hand)
-
-
-@each_half(ALL, clear_by_optimizer, clear_by_model, clear_by_optimizer_in_place, clear_by_model_in_place, clear_by_hand)
-def test_every_way_to_clear_gradients_clears_them(
-    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
-) -> None:
-    _check(run_ranks, script, settings)
-
-
-def _clear_deferred(run: Run, clear: Clear) -> None:
+def clear_deferred(run: Run, clear: Clear) -> None:
     with run.no_sync():
         run.loss(0).backward()
         clear(run)
@@ -167,23 +95,7 @@ def _clear_deferred(run: Run, clear: Clear) -> None:
     run.train(4)
 
 
-def clear_deferred_by_optimizer(run: Run) -> None:
-    _clear_deferred(run, zero_optimizer)
-
-
-def clear_deferred_by_model(run: Run) -> None:
-    _clear_deferred(run, zero_model)
-
-
-def clear_deferred_by_optimizer_in_place(run: Run) -> None:
-    _clear_deferred(run, zero_optimizer_in_place)
-
-
-@each_half(ALL, clear_deferred_by_optimizer, clear_deferred_by_model, clear_deferred_by_optimizer_in_place)
-def test_clearing_forgets_what_was_deferred(
-    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
-) -> None:
-    _check(run_ranks, script, settings, model="odd_shapes")
+clear_deferred_by_optimizer = partial(clear_deferred, clear=zero_optimizer)
 
 
 def clear_before_any_sync(run: Run) -> None:
@@ -198,21 +110,10 @@ def clear_before_any_sync(run: Run) -> None:
     run.note_parameters()
 
 
-def test_clearing_forgets_what_was_reduced_but_not_shown(run_ranks: RunRanks) -> None:
-    _check(run_ranks, clear_before_any_sync, MANUAL)
-
-
 def clear_one_parameter(run: Run) -> None:
     run.loss(0).backward()
     run.parameters()["0.used.weight"].grad = None
     run.train(1)
-
-
-def test_clearing_one_gradient_leaves_its_neighbours(run_ranks: RunRanks) -> None:
-    _check(run_ranks, clear_one_parameter)
-
-
-# ---- changing ------------------------------------------------------------------------------------------------------
 
 
 def scale_between_microbatches(run: Run) -> None:
@@ -242,13 +143,6 @@ def scale_below_deferred_sums(run: Run) -> None:
     run.train(2)
 
 
-@each_half(ALL, scale_between_microbatches, replace_between_microbatches, scale_below_deferred_sums)
-def test_what_the_user_does_to_gradients_counts(
-    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
-) -> None:
-    _check(run_ranks, script, settings)
-
-
 def scale_all(run: Run) -> None:
     """`scale_gradients` reaches visible and deferred gradients alike."""
     run.loss(0).backward()
@@ -258,8 +152,44 @@ def scale_all(run: Run) -> None:
     run.train(2)
 
 
-def test_scale_gradients_reaches_deferred_sums(run_ranks: RunRanks) -> None:
-    _check(run_ranks, scale_all)
+# ---- one optimizer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        defer_forwards_only_half_way,
+        clear_one_parameter,
+        scale_between_microbatches,
+        replace_between_microbatches,
+        scale_below_deferred_sums,
+        scale_all,
+    ],
+)
+def test_what_is_deferred_cleared_and_scaled_equals_one_process(
+    run_ranks: RunRanks, script: Callable[[Run], None]
+) -> None:
+    check_strategies(run_ranks, 2, Scenario(script, UNUSED), ALL)
+
+
+def test_one_rank_defers_as_one_process(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 1, Scenario(defer_two_of_three, MODEL_CASES["transformer"]), ALL)
+
+
+@pytest.mark.parametrize(
+    "clear", [zero_optimizer, zero_model, zero_optimizer_in_place, zero_model_in_place, none_by_hand]
+)
+def test_every_way_to_clear_gradients_clears_them(run_ranks: RunRanks, clear: Clear) -> None:
+    check_strategies(run_ranks, 2, Scenario(partial(clear_and_go_on, clear=clear), UNUSED), ALL[::3])
+
+
+@pytest.mark.parametrize("clear", [zero_optimizer, zero_model, zero_optimizer_in_place])
+def test_clearing_forgets_what_was_deferred(run_ranks: RunRanks, clear: Clear) -> None:
+    check_strategies(run_ranks, 2, Scenario(partial(clear_deferred, clear=clear), ODD), ALL[::3])
+
+
+def test_clearing_forgets_what_was_reduced_but_not_shown(run_ranks: RunRanks) -> None:
+    check_strategies(run_ranks, 2, Scenario(clear_before_any_sync, UNUSED), MANUAL)
 
 
 # ---- two optimizers ------------------------------------------------------------------------------------------------
@@ -271,13 +201,13 @@ def first_block(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def _all_but_thefirst_block(model: nn.Module) -> torch.optim.Optimizer:
+def all_but_the_first_block(model: nn.Module) -> torch.optim.Optimizer:
     others = [p for name, p in model.named_parameters() if name.removeprefix("module.")[0] != "0"]
     return torch.optim.SGD(others, lr=0.05, momentum=0.9)
 
 
 def train_with_two_optimizers(run: Run) -> None:
-    second = run.add_optimizer(_all_but_thefirst_block)
+    second = run.add_optimizer(all_but_the_first_block)
     run.loss(0).backward()
     run.optimizer.zero_grad()
     run.note_gradients("first zeroed")
@@ -292,7 +222,7 @@ def train_with_two_optimizers(run: Run) -> None:
 
 
 def defer_with_two_optimizers(run: Run) -> None:
-    second = run.add_optimizer(_all_but_thefirst_block)
+    second = run.add_optimizer(all_but_the_first_block)
     with run.no_sync():
         run.loss(0).backward()
         second.zero_grad()
@@ -310,4 +240,4 @@ def test_zeroing_one_optimizer_leaves_the_gradients_of_the_other(
     run_ranks: RunRanks, script: Callable[[Run], None]
 ) -> None:
     settings = tuple(Setting(strategy, one_call=False) for strategy in range(4))
-    check_strategies(run_ranks, 2, Scenario(script, MODEL_CASES["odd_shapes"], first_block), settings)
+    check_strategies(run_ranks, 2, Scenario(script, ODD, first_block), settings)

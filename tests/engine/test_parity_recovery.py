@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.models import ModelCase
 from tests.support.sharded_run import STRATEGIES as ALL
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, each_half
 from tests.support.usage_models import FailingModel, Ordered, PlannedError, failing_at, vector_case
@@ -73,10 +73,6 @@ def test_evaluation_at_any_time_leaves_training_alone(
     run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
 ) -> None:
     _check(run_ranks, script, ORDERED, settings)
-
-
-def test_evaluation_of_a_tied_model_leaves_training_alone(run_ranks: RunRanks) -> None:
-    _check(run_ranks, infer_first, MODEL_CASES["tied"])
 
 
 # ---- weights changed by hand ---------------------------------------------------------------------------------------
@@ -145,29 +141,10 @@ def _break(run: Run, index: int, position: int, where: str) -> None:
         run.case.loss(run.model, run.batch(index)).backward()
 
 
-def fail_in_forward(run: Run) -> None:
-    run.train(0)
-    for position in (0, 1, 2):
-        _break(run, 1, position, "forward")
-        run.train(2 + position)
-
-
-def fail_in_the_first_forward(run: Run) -> None:
-    _break(run, 1, 2, "forward")
-    run.train(0, 1)
-
-
 def fail_in_forward_between_microbatches(run: Run) -> None:
     run.loss(0).backward()
     _break(run, 1, 1, "forward")
     run.train(2)
-
-
-@each_half(ALL, fail_in_forward, fail_in_the_first_forward, fail_in_forward_between_microbatches)
-def test_training_goes_on_after_an_exception_in_forward(
-    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
-) -> None:
-    _check(run_ranks, script, FAILING, settings)
 
 
 def _break_backward(run: Run, index: int, position: int) -> None:
@@ -175,18 +152,6 @@ def _break_backward(run: Run, index: int, position: int) -> None:
     if run.sharded is not None:
         run.sharded.reset()
     run.optimizer.zero_grad()
-
-
-def fail_in_backward(run: Run) -> None:
-    run.train(0)
-    for position in (2, 1, 0):
-        _break_backward(run, 1, position)
-        run.train(2 + position)
-
-
-def fail_in_the_first_backward(run: Run) -> None:
-    _break_backward(run, 1, 2)
-    run.train(0, 1)
 
 
 def fail_in_backward_between_microbatches(run: Run) -> None:
@@ -208,12 +173,11 @@ def fail_in_a_deferred_backward(run: Run) -> None:
 
 @each_half(
     ALL,
-    fail_in_backward,
-    fail_in_the_first_backward,
+    fail_in_forward_between_microbatches,
     fail_in_backward_between_microbatches,
     fail_in_a_deferred_backward,
 )
-def test_training_goes_on_after_an_exception_in_backward(
+def test_training_goes_on_after_an_exception(
     run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
 ) -> None:
     _check(run_ranks, script, FAILING, settings)

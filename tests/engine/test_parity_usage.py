@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_fsdp.engine.schedule import Action, Operation, ScheduleConfig, Scheduler
 from megatron_fsdp.errors import ScheduleError
 from tests.conftest import RunRanks
 from tests.support.models import ModelCase
@@ -36,10 +35,6 @@ SHARDED = (Setting(3), Setting(2))
 ORDERED = vector_case(Ordered)
 
 
-def _check(run_ranks: RunRanks, script: Callable[[Run], None], case: ModelCase = ORDERED, num_ranks: int = 2) -> None:
-    check_strategies(run_ranks, num_ranks, Scenario(script, case), SHARDED)
-
-
 # ---- who is used, and when -----------------------------------------------------------------------------------------
 
 
@@ -47,51 +42,10 @@ def build_twice_used() -> Ordered:
     return Ordered((0, 1, 0, 2, 1, 1, 3, 0))
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_unit_used_several_times_in_a_forward(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, three_steps, vector_case(build_twice_used), num_ranks)
-
-
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_unit_called_from_inside_another(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, three_steps, vector_case(Nested), num_ranks)
-
-
-def test_helper_in_backward_does_not_evict_its_caller() -> None:
-    """A caller's backward goes on after its helper's; the first pass records what there is to prefetch."""
-    root, helper, callers = 0, 1, (2, 3, 4)
-    scheduler = Scheduler(ScheduleConfig(trainable=(True,) * 5))
-    for _ in range(2):
-        epochs = {}
-        scheduler.forward_begins(root)
-        for caller in callers:
-            scheduler.forward_begins(caller)
-            scheduler.forward_begins(helper)
-            epochs[helper] = scheduler.forward_ends(helper, needs_backward=True)
-            epochs[caller] = scheduler.forward_ends(caller, needs_backward=True)
-        epochs[root] = scheduler.forward_ends(root, needs_backward=True)
-        scheduler.backward_begins(root, epochs[root])
-        for caller in reversed(callers):
-            scheduler.backward_begins(caller, epochs[caller])
-            operations = scheduler.backward_begins(helper, epochs[helper])
-            assert Operation(Action.RELEASE, caller) not in operations
-            scheduler.gradients_ready(caller)
-        scheduler.backward_ends()
-        scheduler.weights_changed()
-
-
 def change_order(run: Run) -> None:
     for step, order in enumerate([(0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 0, 1, 3), (0, 1, 2, 3), (3, 2, 1, 0)]):
         run.module.order = order  # type: ignore[assignment]
         run.train(step)
-
-
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_order_of_units_that_changes_between_steps(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, change_order, num_ranks=num_ranks)
 
 
 def skip_from_the_start(run: Run) -> None:
@@ -106,24 +60,12 @@ def skip_from_the_start(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
-def test_units_that_are_left_out_of_some_steps(run_ranks: RunRanks) -> None:
-    _check(run_ranks, skip_from_the_start)
-
-
 # ---- forwards and backwards that do not alternate ------------------------------------------------------------------
 
 
 def sum_two_forwards(run: Run) -> None:
     for step in range(2):
         (run.loss(2 * step) + run.loss(2 * step + 1)).backward()
-        run.step()
-
-
-def two_forwards_two_backwards(run: Run) -> None:
-    for step in range(2):
-        losses = [run.loss(2 * step), run.loss(2 * step + 1)]
-        for loss in losses:
-            loss.backward()
         run.step()
 
 
@@ -143,14 +85,6 @@ def deferred_second_backward(run: Run) -> None:
     run.step()
 
 
-@pytest.mark.parametrize(
-    "script",
-    [sum_two_forwards, two_forwards_two_backwards, two_forwards_two_backwards_reversed, deferred_second_backward],
-)
-def test_two_forwards_before_backward(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
-    _check(run_ranks, script, vector_case(build_twice_used))
-
-
 def forward_only_then_train(run: Run) -> None:
     run.loss(5)
     run.train(0)
@@ -160,11 +94,6 @@ def forward_only_then_train(run: Run) -> None:
     run.train(1)
 
 
-def test_forward_without_backward_then_a_step(run_ranks: RunRanks) -> None:
-    _check(run_ranks, forward_only_then_train)
-    _check(run_ranks, forward_only_then_train, vector_case(Nested))
-
-
 def backward_twice(run: Run) -> None:
     for step in range(2):
         loss = run.loss(step)
@@ -172,11 +101,6 @@ def backward_twice(run: Run) -> None:
         run.note_gradients("once")
         loss.backward()
         run.step()
-
-
-def test_backward_twice_through_a_retained_graph(run_ranks: RunRanks) -> None:
-    _check(run_ranks, backward_twice)
-    _check(run_ranks, backward_twice, vector_case(build_twice_used))
 
 
 def gradient_of_the_input(run: Run) -> None:
@@ -191,23 +115,33 @@ def gradient_of_the_input(run: Run) -> None:
         run.step()
 
 
-def test_gradients_flow_below_the_model(run_ranks: RunRanks) -> None:
-    _check(run_ranks, gradient_of_the_input)
+TWICE, NESTED = vector_case(build_twice_used), vector_case(Nested)
+CASES: tuple[tuple[Callable[[Run], None], ModelCase], ...] = (
+    (three_steps, TWICE),
+    (three_steps, NESTED),
+    (three_steps, vector_case(Unpacking)),
+    (three_steps, vector_case(InPlace)),
+    (change_order, ORDERED),
+    (skip_from_the_start, ORDERED),
+    (sum_two_forwards, TWICE),
+    (two_forwards_two_backwards_reversed, TWICE),
+    (deferred_second_backward, TWICE),
+    (forward_only_then_train, NESTED),
+    (backward_twice, TWICE),
+    (gradient_of_the_input, ORDERED),
+)
 
 
-# ---- outputs -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("script", "case"), CASES, ids=[f"{script.__name__}-{case.build.__name__}" for script, case in CASES]
+)
+def test_units_used_in_any_way_equal_one_process(
+    run_ranks: RunRanks, script: Callable[[Run], None], case: ModelCase
+) -> None:
+    check_strategies(run_ranks, 2, Scenario(script, case), SHARDED)
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_keyword_arguments_and_nested_outputs(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, three_steps, vector_case(Unpacking), num_ranks)
-
-
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_outputs_that_are_changed_in_place(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, three_steps, vector_case(InPlace), num_ranks)
+# ---- outputs that hide something -------------------------------------------------------------------------------------
 
 
 def _build_frozen_hiding() -> HidesResults:
@@ -262,11 +196,9 @@ def branch_by_rank(run: Run) -> None:
         run.step()
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_parameter_used_on_one_rank_only_has_the_mean(run_ranks: RunRanks, num_ranks: int) -> None:
+def test_parameter_used_on_one_rank_only_has_the_mean(run_ranks: RunRanks) -> None:
     settings = tuple(Setting(strategy) for strategy in range(4))
-    check_strategies(run_ranks, num_ranks, Scenario(branch_by_rank, vector_case(Branches)), settings)
+    check_strategies(run_ranks, 3, Scenario(branch_by_rank, vector_case(Branches)), settings)
 
 
 def branch_nowhere_at_first(run: Run) -> None:

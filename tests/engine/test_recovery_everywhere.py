@@ -71,10 +71,6 @@ def fail_everywhere(run: Run, positions: tuple[int, ...]) -> None:
             run.train(*range(1 + 3 * number, 4 + 3 * number) if number % 4 == 3 else (1 + 3 * number,))
 
 
-def fail_in_the_last_unit(run: Run) -> None:
-    fail_everywhere(run, (LAYERS - 1,))
-
-
 def fail_in_the_middle(run: Run) -> None:
     fail_everywhere(run, (1,))
 
@@ -108,7 +104,6 @@ def fail_in_the_second_microbatch(run: Run) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        fail_in_the_last_unit,
         fail_in_the_middle,
         fail_in_the_first_unit,
         fail_at_once,
@@ -166,7 +161,7 @@ def _backward(model: nn.Module, number: int) -> None:
 
 
 @pytest.mark.full(cover=1)
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize("strategy", [1, 3])
 @pytest.mark.parametrize("mode", ["no_sync", "auto"])
 @on_ranks(2)
 def test_sums_of_earlier_microbatches_survive_a_failed_forward(strategy: int, mode: str) -> None:

@@ -7,7 +7,6 @@ from the scheduler, which units compute at the moment.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -289,10 +288,3 @@ def test_units_that_call_units_break_no_promise_either(program: Program) -> None
     # An outer and an inner unit are in use together, which takes one slot more where only one was asked for.
     most = max(program.config.slots, 2 if program.nests else 1)
     assert machine.slots_seen <= set(range(most))
-
-
-@pytest.mark.full
-@given(programs())
-def test_two_schedulers_answer_the_same(program: Program) -> None:
-    first, second = Theatre(program).perform(), Theatre(program).perform()
-    assert first.log == second.log

@@ -33,8 +33,6 @@ from tests.engine import test_parity_recomputation as recomputation
 from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
 from tests.engine import test_recovery_everywhere as everywhere
-from tests.fuzzing.case import draw_case
-from tests.fuzzing.run import Ranks, play_sharded
 from tests.support.arrangements import hybrid
 from tests.support.models import MODEL_CASES, Batch, ModelCase
 from tests.support.on_ranks import engine_of
@@ -168,20 +166,15 @@ def saved(in_background: bool, run: Run) -> None:
         shutil.rmtree(folder[0])
 
 
-Script = Callable[[Run], None]
 BF16, FP32 = tower_case(), tower_case(torch.float32)
 ODD, ORDERED, FRAGILE = MODEL_CASES["odd_shapes"], vector_case(Ordered), recovery.FAILING
 SCRIPTS: Mapping[str, Scenario] = {
     "plain": Scenario(recomputation.train_and_accumulate, BF16),
     "observed": Scenario(observed, BF16),
     "four backwards": Scenario(four_backwards, BF16),
-    "four backwards in float32": Scenario(four_backwards, FP32),
     "gradients replaced": Scenario(replaced, BF16),
-    "gradients replaced in float32": Scenario(replaced, FP32),
     "penalised": Scenario(penalised, BF16),
-    "penalised in float32": Scenario(penalised, FP32),
     "penalised last": Scenario(penalised_last, BF16),
-    "penalised last in float32": Scenario(penalised_last, FP32),
     "penalised inside": Scenario(three_steps, vector_case(Penalised)),
     "deferred": Scenario(defer_two_of_three, MODEL_CASES["unused"]),
     "deferred on visible gradients": Scenario(accumulation.defer_on_top_of_visible_gradients, BF16),
@@ -273,25 +266,21 @@ def script_on_streams(script: str, setting: str) -> tuple[list[str], bool]:
 
 
 SHORT = {
-    ("gradients replaced", "flat"),
     ("penalised last", "hybrid"),
-    ("saved in the background", "fully hybrid, whole inside"),
+    ("saved in the background", "flat"),
     ("recomputed reentrantly", "double buffer"),
     ("two optimizers", "wide gradients"),
-    ("four backwards", "ddp"),
     ("backward fails", "ddp in turn"),
-    ("clipped by the model", "ddp together"),
     ("four backwards", "deterministic"),
     ("four backwards", "compressed"),
-    ("clipped by the model", "deterministic"),
 }
-# Every script in three or four settings, every setting with six to nine scripts: the whole product takes 16 minutes.
+# Every script in two settings, every setting with three or four scripts: the whole product takes 16 minutes.
 # A deterministic model refuses some of them, such as those that defer.
 CASES = [
     (script, setting)
     for row, script in enumerate(SCRIPTS)
     for column, setting in enumerate(SETTINGS)
-    if (script, setting) in SHORT or ((3 * row + column) % 5 == 0 and setting != "deterministic")
+    if (script, setting) in SHORT or ((3 * row + column) % 10 == 0 and setting != "deterministic")
 ]
 
 
@@ -299,24 +288,6 @@ CASES = [
 @pytest.mark.parametrize(("script", "setting"), CASES)
 def test_a_script_is_ordered_and_gives_the_bits_of_the_host(run_ranks: RunRanks, script: str, setting: str) -> None:
     assert run_ranks(SETTINGS[setting][0], script_on_streams, script, setting) == [([], True)] * SETTINGS[setting][0]
-
-
-# ---- random configurations -------------------------------------------------------------------------------------------
-
-
-def play_seed(seed: int) -> list[Tensor | None]:
-    return [value for _, values in play_sharded(Ranks(draw_case(seed))).entries for value in values.values()]
-
-
-def seed_on_streams(seed: int) -> tuple[list[str], bool]:
-    return on_streams(partial(play_seed, seed))
-
-
-@pytest.mark.full(short=["46"])
-@pytest.mark.parametrize("seed", range(48))
-def test_a_random_case_is_ordered_and_gives_the_bits_of_the_host(run_ranks: RunRanks, seed: int) -> None:
-    ranks = draw_case(seed).mesh.num_ranks
-    assert run_ranks(ranks, seed_on_streams, seed) == [([], True)] * ranks
 
 
 # ---- each wait is needed ---------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from contextlib import suppress
 
-import pytest
-
 from megatron_fsdp.engine.schedule import Reach, SyncMode
 
 # auto_sync, is_last_microbatch, defer_all -> syncs, reduces with whole pending gradients, ... with sharded ones
@@ -19,15 +17,13 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("auto_sync", "last", "defer_all", "syncs", "reduces_whole", "reduces_shards"), TABLE)
-def test_switches_decide_when_gradients_are_reduced(
-    auto_sync: bool, last: bool | None, defer_all: bool, syncs: bool, reduces_whole: bool, reduces_shards: bool
-) -> None:
-    mode = SyncMode(auto_sync, last, defer_all)
-    assert mode.syncs is syncs
-    assert (mode.reach(accumulates_shards=False) is not Reach.NOWHERE) is reduces_whole
-    assert (mode.reach(accumulates_shards=True) is not Reach.NOWHERE) is reduces_shards
-    assert (mode.reach(accumulates_shards=True) is Reach.EVERYWHERE) is syncs
+def test_switches_decide_when_gradients_are_reduced() -> None:
+    for auto_sync, last, defer_all, syncs, reduces_whole, reduces_shards in TABLE:
+        mode = SyncMode(auto_sync, last, defer_all)
+        assert mode.syncs is syncs
+        assert (mode.reach(accumulates_shards=False) is not Reach.NOWHERE) is reduces_whole
+        assert (mode.reach(accumulates_shards=True) is not Reach.NOWHERE) is reduces_shards
+        assert (mode.reach(accumulates_shards=True) is Reach.EVERYWHERE) is syncs
 
 
 def test_changes_last_for_a_block_and_what_is_not_named_stays() -> None:

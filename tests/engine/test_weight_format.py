@@ -27,6 +27,7 @@ from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid_arguments
 from tests.support.models import MODEL_CASES, Batch, make_token_batch
 from tests.support.on_ranks import on_ranks
 
@@ -128,25 +129,14 @@ class _Called(nn.Module):
 
 
 def wrap(job: Job, **arguments: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    names = ("outer", "inner") if job.outer > 1 else ("inner",)
-    mesh = init_device_mesh("cpu", (job.outer, job.inner) if job.outer > 1 else (job.inner,), mesh_dim_names=names)
     if job.outer > 1:
-        both = mesh[names]._flatten("both")
-        arguments |= {
-            "dp_outer_dim": "outer",
-            "hybrid_fsdp_group": both.get_group(),
-            "outer_dp_sharding_strategy": job.outer_strategy,
-        }
+        arguments |= {**hybrid_arguments(job.outer, job.inner), "outer_dp_sharding_strategy": job.outer_strategy}
     model = build(job)
     return fully_shard(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        device_mesh=mesh,
-        dp_shard_dim="inner",
-        zero_dp_strategy=3,
         fsdp_unit_modules=list(CASE.unit_classes),
         mixed_precision_policy=job.policy,
-        sync_model_each_microbatch=True,
         **arguments,
     )
 
@@ -167,10 +157,7 @@ def train(job: Job) -> Result:
 
 JOBS = [
     *(Job(name, inner=2) for name in DECODED),
-    *(pytest.param(Job(name, BF16, inner=3), marks=pytest.mark.full) for name in DECODED),
-    Job("fp8", inner=1),
-    Job("fp8", inner=4),
-    Job("fp8", outer=2),
+    Job("fp8", BF16, inner=3),
     Job("fp8", BF16, outer=2, outer_strategy=1),
     Job("fp8", main=None),
     Job("fp8", others={"head.weight": None, "blocks.0.attention.q.weight": "nvfp4"}),
@@ -207,7 +194,7 @@ def shards_of(job: Job) -> dict[str, torch.Tensor]:
 def test_compute_sees_the_same_bits_on_any_ranks(run_ranks: RunRanks, name: str) -> None:
     model = build(Job(name))
     whole = {key: rounded(format_of(model, key, Job(name)), param, FP32) for key, param in model.named_parameters()}
-    for job in (Job(name, inner=1), Job(name, inner=3), Job(name, inner=2, outer=2, outer_strategy=1)):
+    for job in (Job(name, inner=3), Job(name, inner=2, outer=2, outer_strategy=1)):
         for seen in run_ranks(job.ranks, shards_of, job):
             assert seen
             for key, value in seen.items():
@@ -226,9 +213,8 @@ def poisoned(weight: float) -> list[str]:
     return [str(caught.value)]
 
 
-@pytest.mark.parametrize("weight", [torch.nan, -torch.inf])
-def test_a_weight_that_is_not_finite_is_refused_on_all_ranks(run_ranks: RunRanks, weight: float) -> None:
-    said = run_ranks(2, poisoned, weight)
+def test_a_weight_that_is_not_finite_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
+    said = run_ranks(2, poisoned, -torch.inf)
     assert said[0] == said[1]
     assert said[0][0].startswith(
         "blocks.1.attention.q.weight has an element that is NaN or infinite, which weight_format='fp8'"
@@ -273,7 +259,6 @@ def test_a_policy_refuses_impossible_formats(fields: dict[str, Any], error: type
     ("asked", "words"),
     [
         ({"words.*": "fp8", "*": "fp8"}, "has 'words.*', which concerns no parameter: words.weight are embeddings"),
-        ({"*.bias": "fp8", "*": "fp8"}, "has '*.bias', which concerns no parameter: middle.bias, head.bias are"),
         ({"*": "fp8", "head.*": None}, "has 'head.*', which has no effect, since an earlier pattern matches"),
         ({"*": "fp8", "haed.*": None}, "has 'haed.*', which matches none of the 5 parameters"),
         ({"head.*": None, "w*": "fp8"}, "has 'w*', which concerns no parameter: words.weight are embeddings"),
@@ -287,10 +272,6 @@ def test_a_pattern_that_takes_no_effect_is_refused_by_name(asked: dict[str, str 
     kept = MixedPrecisionPolicy(weight_format={"words.*": None, "head.*": "nvfp4", "*": "fp8"})
     found = {name: each.name for name, each in encoded_parameters(model, kept, strategy).items()}
     assert found == {"middle.weight": "fp8", "head.weight": "nvfp4"}
-
-
-def test_the_names_are_those_of_the_codecs() -> None:
-    assert tuple(WEIGHT_FORMATS) == WEIGHT_FORMAT_NAMES
 
 
 @on_ranks(2)
@@ -317,9 +298,8 @@ def resumed(folder: Path, other: str) -> tuple[torch.Tensor, dict[str, torch.Ten
     return CASE.loss(again, own).detach(), *weights
 
 
-@pytest.mark.parametrize("other", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.full)])
-def test_a_checkpoint_resumes_in_another_format(run_ranks: RunRanks, tmp_path: Path, other: str) -> None:
-    plain = build(Job("fp8"))
+def test_a_checkpoint_resumes_in_another_format(run_ranks: RunRanks, tmp_path: Path) -> None:
+    plain, other = build(Job("fp8")), "nvfp4"
     for rank, (loss, saved, loaded) in enumerate(run_ranks(2, resumed, tmp_path, other)):
         computed = {n: rounded(format_of(plain, n, Job(other)), weight, FP32) for n, weight in saved.items()}
         assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())

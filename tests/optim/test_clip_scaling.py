@@ -29,7 +29,7 @@ def scaled_by(relative_limit: float, poison: float) -> tuple[list[float], bool]:
     return factors, multiply.called
 
 
-@pytest.mark.parametrize(("relative_limit", "factor"), [(2.0, 1.0), (0.5, 0.5), (0.999, 0.999)])
+@pytest.mark.parametrize(("relative_limit", "factor"), [(2.0, 1.0), (0.999, 0.999)])
 def test_gradients_are_scaled_where_their_norm_is_too_large(
     relative_limit: float, factor: float, run_ranks: RunRanks
 ) -> None:

@@ -159,10 +159,7 @@ def compare_paths(build_model: Callable[[], nn.Module], strategy: int) -> dict[s
 
 
 @pytest.mark.full(short=["3-2-build"])
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "build_model"),
-    [(2, 0, odd), (2, 1, bf16), (3, 2, build), (4, 3, odd), (2, 3, bf16)],
-)
+@pytest.mark.parametrize(("ranks", "strategy", "build_model"), [(3, 2, build), (4, 3, odd), (2, 3, bf16)])
 def test_a_local_step_is_that_of_dtensors(
     ranks: int, strategy: int, build_model: Callable[[], nn.Module], run_ranks: RunRanks
 ) -> None:
@@ -173,13 +170,10 @@ def test_a_local_step_is_that_of_dtensors(
         assert sum(each["empty"] for each in found), "some rank should own nothing of some parameter"
 
 
-@pytest.mark.full(short=["2-2e-05"])
-@pytest.mark.parametrize(("num_ranks", "tolerance"), [(1, 1e-6), (2, 2e-5)])
-@on_ranks()
-def test_a_local_step_is_that_of_one_process(tolerance: float) -> None:
-    strategy = 3
+@on_ranks(2)
+def test_a_local_step_is_that_of_one_process() -> None:
     found = {}
-    model = wrap(build, strategy)
+    model = wrap(build, 3)
     start = [param.detach().clone() for param in model.parameters()]
     for name, make in VARIANTS.items():
         train_and_look(model, start, make, False, [])
@@ -192,7 +186,7 @@ def test_a_local_step_is_that_of_one_process(tolerance: float) -> None:
             optimizer.step()
             schedule.step()
         found[name] = largest_difference(weights(model), weights(reference))
-    assert {name: error for name, error in found.items() if not error <= tolerance} == {}
+    assert {name: error for name, error in found.items() if not error <= 2e-5} == {}
 
 
 # ---- who sees what ---------------------------------------------------------------------------------------------------
@@ -311,9 +305,7 @@ def test_nothing_is_kept_between_steps() -> None:
 # ---- writes, and loss scaling ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strategy", [0, 1, 3])
+@pytest.mark.parametrize(("strategy", "dtype"), [(1, torch.float32), (3, torch.bfloat16)])
 @on_ranks(2)
 def test_writes_of_a_local_step_are_noticed_at_the_next_forward(strategy: int, dtype: torch.dtype) -> None:
     outputs = []
@@ -331,13 +323,12 @@ def test_writes_of_a_local_step_are_noticed_at_the_next_forward(strategy: int, d
     assert difference == 0.0
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw fused"])
 @on_ranks(2)
-def test_loss_scaling_skips_the_step_on_all_ranks(name: str) -> None:
+def test_loss_scaling_skips_the_step_on_all_ranks() -> None:
     runs, scales, steps = [], [], []
     for on_dtensors in (False, True):
         model = wrap(build, 2)
-        optimizer = connect(model, VARIANTS[name], on_dtensors)
+        optimizer = connect(model, VARIANTS["adamw fused"], on_dtensors)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         for number, (inputs, _) in enumerate(batches(4)):
             optimizer.zero_grad()
@@ -357,10 +348,6 @@ def test_loss_scaling_skips_the_step_on_all_ranks(name: str) -> None:
 # ---- what users do between steps -------------------------------------------------------------------------------------
 
 
-def nothing(_optimizer: Any) -> None:
-    """The usual case."""
-
-
 def leave_one_out(optimizer: Any) -> None:
     optimizer.param_groups[0]["params"][4].grad = None
 
@@ -376,10 +363,6 @@ def replace_one_moment(optimizer: Any) -> None:
 
 def forget_one_state(optimizer: Any) -> None:
     del optimizer.state[optimizer.param_groups[0]["params"][3]]
-
-
-def load_what_was_saved(optimizer: Any) -> None:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def replace_one_gradient(optimizer: Any) -> None:
@@ -417,11 +400,6 @@ def move_state_of_one(optimizer: Any) -> None:
     optimizer.state[param] = {key: copy.deepcopy(value) for key, value in optimizer.state[param].items()}
 
 
-def state_of_its_own(optimizer: Any) -> None:
-    """Things in the state that belong to no parameter, as state dicts allow."""
-    optimizer.state["seen"] = {"count": 1}
-
-
 def leave_the_last_group(optimizer: Any) -> None:
     """A group of its own for some parameters, which leaves them again; their state stays."""
     params = optimizer.param_groups[0]["params"]
@@ -430,18 +408,15 @@ def leave_the_last_group(optimizer: Any) -> None:
 
 
 DEEDS = (
-    nothing,
     leave_one_out,
     set_back_one_number,
     replace_one_moment,
     forget_one_state,
-    load_what_was_saved,
     replace_one_gradient,
     two_groups,
     load_from_a_file,
     exchange_groups,
     move_state_of_one,
-    state_of_its_own,
     leave_the_last_group,
 )
 
@@ -487,7 +462,7 @@ def _end(model: nn.Module, optimizer: Any) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
-@pytest.mark.parametrize(("variant", "build_model"), [("adamw", tight), ("adam foreach", odd), ("adamw fused", odd)])
+@pytest.mark.parametrize(("variant", "build_model"), [("adamw", tight), ("adamw fused", odd)])
 def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
     variant: str, build_model: Callable[[], nn.Module], deed: Callable[[Any], None], run_ranks: RunRanks
 ) -> None:
@@ -518,26 +493,6 @@ def test_state_is_in_the_order_of_parameters_on_every_rank() -> None:
 
 
 # ---- hooks, failures and what cannot be shown ------------------------------------------------------------------------
-
-
-@on_ranks(3)
-def test_hooks_from_before_connecting_find_state_in_order_and_every_step_counted() -> None:
-    model = wrap(odd, 3)
-    optimizer: Any = VARIANTS["adamw"]([param for param in model.parameters() if param.requires_grad])
-    numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
-    seen: list[tuple[list[int], set[float]]] = []
-
-    def look(own: Any, _args: Any, _kwargs: Any) -> None:
-        seen.append(([numbers[param] for param in own.state], {state["step"].item() for state in own.state.values()}))
-
-    optimizer.register_step_post_hook(look)
-    fully_shard_optimizer(optimizer)
-    for batch in batches(2):
-        optimizer.zero_grad()
-        backward(model, batch)
-        optimizer.step()
-    assert [order for order, _ in seen] == [[0, 2, 3, 4, 5, 6]] * 2  # number 1 is never used
-    assert [steps for _, steps in seen] == [{1.0}, {2.0}]
 
 
 def make_other_gradients(model: nn.Module, _optimizer: Any = None) -> None:
@@ -587,12 +542,10 @@ def own_values(_model: nn.Module, optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("trouble", "at"),
     [
-        (fail_then_replace, 0),
         (fail_then_replace, 2),
         (one_group_on_dtensors, 0),
         (listed_twice, 0),
         (own_values, 1),
-        (make_other_gradients, 2),
     ],
 )
 @on_ranks(2)

@@ -37,8 +37,6 @@ from tests.support.on_ranks import on_ranks
 TOLERANCE = 2e-6
 """For float32 weights after a few steps: ranks add up gradients in another order than one process does."""
 
-STRATEGIES = [0, 1, 2, 3]
-
 
 def wrap(strategy: int, seed: int = 0) -> MegatronFSDP:
     return fully_shard_model(build(seed), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
@@ -73,8 +71,6 @@ class Lion(torch.optim.Optimizer):
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
-    "adamw_for_loop": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, foreach=False),
-    "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, foreach=True),
     "adam_fused": lambda params: torch.optim.Adam(params, lr=1e-2, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-2),
@@ -107,8 +103,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-@pytest.mark.full(short=["0", "3"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_groups_keep_order_and_options_and_parameters_in_none_stay_alone(strategy: int) -> None:
     model, reference = build(), build()
@@ -155,7 +150,7 @@ def state_shapes(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.state)
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("adamw", 3), ("adam_fused", 2), ("sgd", 1), ("lion", 3), ("adamw", 0)])
+@pytest.mark.parametrize(("name", "strategy"), [("adam_fused", 2), ("sgd", 1), ("lion", 3), ("adamw", 0)])
 @on_ranks(2)
 def test_state_that_exists_is_sharded_and_training_goes_on(name: str, strategy: int) -> None:
     model, reference = build(), build()
@@ -176,47 +171,6 @@ def test_state_that_exists_is_sharded_and_training_goes_on(name: str, strategy: 
     assert found["steps"] == (({2.0}, {2.0}) if name.startswith("adam") else (set(), set()))
     assert found["sharded"]
     assert found["difference"] <= TOLERANCE
-
-
-@pytest.mark.full(short=["0", "3"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
-def test_sharding_makes_no_fake_step(strategy: int) -> None:
-    model, reference = build(), build()
-    optimizer, expected = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](reference.parameters())
-    wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
-    at_first = len(optimizer.state)
-    train(wrapped, optimizer, 1)
-    train(reference, expected, 1)
-    counters = sorted({float(state["step"]) for state in optimizer.state.values()})
-    states_at_first = at_first
-    difference = largest_difference(weights(wrapped), weights(reference))
-    assert (states_at_first, counters) == (0, [1.0])
-    assert difference <= 1e-6
-
-
-@pytest.mark.parametrize("strategy", [0, 3])
-@on_ranks(2)
-def test_optimizer_state_dict_round_trip_repeats_training(strategy: int) -> None:
-    model = wrap(strategy)
-    optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](model.parameters()))
-    train(model, optimizer, 2)
-    at_save = weights(model)
-    saved_model = {name: value.clone() for name, value in model.state_dict().items()}
-    saved: dict[str, Any] = torch.optim.Optimizer.state_dict(optimizer)
-    saved["state"] = {
-        index: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-        for index, state in saved["state"].items()
-    }
-    train(model, optimizer, 2, first=2)
-    end = weights(model)
-    model.load_state_dict(saved_model)
-    optimizer.load_state_dict(saved)
-    train(model, optimizer, 2, first=2)
-    repeated = largest_difference(weights(model), end)
-    moved = largest_difference(at_save, end)
-    assert repeated == 0.0
-    assert moved > 1e-3
 
 
 # ---- kinds of optimizers ---------------------------------------------------------------------------------------------
@@ -240,29 +194,15 @@ def train_kinds(strategy: int, connect: bool) -> dict[str, float]:
     return found
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("connect", [True, False], ids=["connected", "never_connected"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "connect"), [(0, False), (1, True), (3, False)])
 def test_optimizers_train_as_on_one_process(strategy: int, connect: bool, run_ranks: RunRanks) -> None:
     for found in run_ranks(2, train_kinds, strategy, connect):
         assert {name: error for name, error in found.items() if not error <= 5 * TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("name", ["lion", "adamw"])
-@on_ranks(3)
-def test_parameters_smaller_than_the_ranks_train_too(name: str) -> None:
-    """On three ranks some hold no row of `gain` or of a bias."""
-    model, reference = wrap(3), build()
-    train(model, fully_shard_optimizer(OPTIMIZERS[name](model.parameters())), 3)
-    train(reference, OPTIMIZERS[name](reference.parameters()), 3)
-    assert largest_difference(weights(model), weights(reference)) <= TOLERANCE
-
-
-@pytest.mark.full(short=["0", "3"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_an_optimizer_may_be_built_after_a_forward(strategy: int) -> None:
-    model, reference = wrap(strategy), build()
+def test_an_optimizer_may_be_built_after_a_forward() -> None:
+    model, reference = wrap(3), build()
     model.eval()
     with torch.no_grad():
         model(torch.ones(2, 5))
@@ -277,25 +217,6 @@ def test_an_optimizer_may_be_built_after_a_forward(strategy: int) -> None:
     difference = largest_difference(weights(model), weights(reference))
     assert distributed
     assert difference <= TOLERANCE
-
-
-@pytest.mark.parametrize("strategy", [1, 3])
-@on_ranks(2)
-def test_two_optimizers_may_share_a_model(strategy: int) -> None:
-    """One for the head, one for the rest, as alternating trainings do."""
-    runs = []
-    for model in (wrap(strategy), build()):
-        head = [p for name, p in model.named_parameters() if "head" in name]
-        rest = [p for name, p in model.named_parameters() if "head" not in name]
-        optimizers = [torch.optim.AdamW(head, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
-        if isinstance(model, MegatronFSDP):
-            optimizers = [fully_shard_optimizer(optimizer) for optimizer in optimizers]
-        for number, batch in enumerate(batches(4)):
-            model.zero_grad()
-            backward(model, batch)
-            optimizers[number % 2].step()
-        runs.append(weights(model))
-    assert largest_difference(*runs) <= TOLERANCE
 
 
 def test_one_rank_trains_bit_for_bit_as_without_sharding(run_ranks: RunRanks) -> None:
@@ -352,13 +273,12 @@ class KeepsCopies(torch.optim.SGD):
         self.mine = [param for group in self.param_groups for param in group["params"]]
 
 
-@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
-def test_an_optimizer_that_would_train_nothing_says_so(strategy: int) -> None:
+def test_an_optimizer_that_would_train_nothing_says_so() -> None:
     name = next(iter(dict(build().named_parameters())))
     module = build()
     forgotten = torch.optim.AdamW(module.parameters())
-    model = fully_shard_model(module, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    model = fully_shard_model(module, mesh(), fsdp_unit_modules=[Layer])
     backward(model, next(batches(1)))
     with pytest.raises(ConfigurationError) as raised:
         forgotten.step()
@@ -368,20 +288,13 @@ def test_an_optimizer_that_would_train_nothing_says_so(strategy: int) -> None:
     before = list(module.parameters())
     with pytest.raises(ConfigurationError) as refused:
         fully_shard(module, KeepsCopies(module.parameters()), mesh(), fsdp_unit_modules=[Layer])
-    intact = all(found is param for found, param in zip(module.parameters(), before, strict=True))
-    forgotten = str(raised.value)
-    with_copies = str(refused.value)
-    assert forgotten == (
-        f"AdamW holds {name} in its param_groups as it was before the model was sharded, where no gradient comes, "
-        "so its steps train nothing; hand model and optimizer to fully_shard together, or build the optimizer on "
-        "model.parameters() after fully_shard_model"
+    assert all(found is param for found, param in zip(module.parameters(), before, strict=True))
+    assert str(raised.value).startswith(
+        f"AdamW holds {name} in its param_groups as it was before the model was sharded"
     )
-    assert with_copies == (
-        f"KeepsCopies keeps {name} in its attribute mine, where sharding cannot replace it, so its steps would "
-        "train nothing; shard the model by fully_shard_model, build the optimizer on its parameters, and hand it "
-        "to fully_shard_optimizer"
+    assert str(refused.value).startswith(
+        f"KeepsCopies keeps {name} in its attribute mine, where sharding cannot replace"
     )
-    assert intact
 
 
 def wrap_module(module: nn.Module) -> MegatronFSDP:
@@ -421,7 +334,7 @@ def clip(params: list[nn.Parameter]) -> float:
     return float(nn.utils.clip_grad_norm_(params, 0.1))
 
 
-@pytest.mark.parametrize(("strategies", "defers"), [((3, 3), False), ((3, 0), False), ((1, 3), True)])
+@pytest.mark.parametrize(("strategies", "defers"), [((3, 0), False), ((1, 3), True)])
 @on_ranks(2)
 def test_one_optimizer_trains_two_models(strategies: tuple[int, int], defers: bool) -> None:
     references = (build(0), build(1))

@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import fully_shard_model
+from megatron_fsdp.errors import NonFiniteNormError
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName, ScalarBlock
 from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.sharded_run import ONE_RANK, Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 
 SMALL = 0.05
 """A norm that every gradient exceeds."""
@@ -47,7 +48,7 @@ def _check(run_ranks: RunRanks, num_ranks: int, clip: Clip, models: tuple[ModelN
         check_strategies(run_ranks, num_ranks, Scenario(clip, MODEL_CASES[model]), settings)
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(short=["False-2.0", "True-3.5"])
 @pytest.mark.parametrize(("by_model", "norm_type"), WAYS)
 def test_clipping_equals_one_process(run_ranks: RunRanks, by_model: bool, norm_type: float) -> None:
     _check(run_ranks, 2, Clip(norm_type, by_model), ("transformer", "unused"))
@@ -80,11 +81,6 @@ def test_backward_adds_to_clipped_gradients(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 2, scenario, [Setting(strategy) for strategy in range(4)])
 
 
-def test_clipping_on_one_rank_is_exact(run_ranks: RunRanks) -> None:
-    scenario = Scenario(Clip(2.0, by_model=False), MODEL_CASES["odd_shapes"])
-    check_strategies(run_ranks, 1, scenario, [Setting(0), Setting(3)], ONE_RANK)
-
-
 def scale_and_clip(run: Run) -> None:
     """A factor on gradients that are visible, and on a sum whose reduction is deferred."""
     for index, factor in enumerate((4.0, 0.5)):
@@ -99,20 +95,14 @@ def scale_and_clip(run: Run) -> None:
         run.step()
 
 
-@pytest.mark.full(short=["unused"])
-@pytest.mark.parametrize("case", ["odd_shapes", "unused"])
-def test_scaling_reaches_visible_and_deferred_gradients(run_ranks: RunRanks, case: ModelName) -> None:
-    scenario = Scenario(scale_and_clip, MODEL_CASES[case])
+def test_scaling_reaches_visible_and_deferred_gradients(run_ranks: RunRanks) -> None:
+    scenario = Scenario(scale_and_clip, MODEL_CASES["unused"])
     check_strategies(run_ranks, 3, scenario, [Setting(strategy) for strategy in range(4)])
 
 
-@pytest.mark.parametrize("strategy", [0, 1, 3])
+@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(strategy: int) -> None:
-    message = (
-        "the total norm of order 2.0 of the gradients is inf, so they cannot be clipped; clear them and go on, or pass "
-        "error_if_nonfinite=False to scale by it all the same"
-    )
     with fixed_seed(0):
         model = MODEL_CASES["scalars"].build()
     sharded = fully_shard_model(model, zero_dp_strategy=strategy, fsdp_unit_modules=[ScalarBlock])
@@ -123,15 +113,11 @@ def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(strategy: int) ->
     assert isinstance(grad, DTensor)
     grad.to_local().fill_(math.inf)
     before = sharded.full_gradients()
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(
+        NonFiniteNormError, match=r"^the total norm of order 2.0 of the gradients is inf, so they cannot"
+    ):
         sharded.clip_grad_norm_(SMALL, error_if_nonfinite=True)
     after = sharded.full_gradients()
-    same = all(torch.equal(before[name], grad) for name, grad in after.items() if grad is not None)  # type: ignore[arg-type]
-    clipped = sharded.clip_grad_norm_(SMALL)
-    assert [good > 0.0, str(raised.value), type(raised.value).__name__, same, clipped.item()] == [
-        True,
-        message,
-        "NonFiniteNormError",
-        True,
-        math.inf,
-    ]
+    assert all(torch.equal(before[name], grad) for name, grad in after.items() if grad is not None)  # type: ignore[arg-type]
+    assert good > 0.0
+    assert sharded.clip_grad_norm_(SMALL).item() == math.inf

@@ -150,10 +150,9 @@ def test_unsharded_weights_step_alike_on_all_ranks(search: str) -> None:
     )
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
 @on_ranks(4)
-def test_hybrid_sharding_averages_losses_over_all_ranks(outer: str) -> None:
-    sharded, alone = Sharded("wolfe", hybrid(3, outer)), Alone("wolfe")
+def test_hybrid_sharding_averages_losses_over_all_ranks() -> None:
+    sharded, alone = Sharded("wolfe", hybrid(3, "optim")), Alone("wolfe")
     for step in range(2):
         assert torch.allclose(sharded.step(step), alone.step(step, 4), rtol=0, atol=1e-5)
     for value, wanted in zip(sharded.model.full_parameters().values(), alone.params, strict=True):
@@ -184,7 +183,7 @@ def go_on(folder: Path, before: int, strategy: int) -> list[str]:
 
 
 @pytest.mark.full(short=["2-3-1"])
-@pytest.mark.parametrize(("before", "after", "strategy"), [(2, 3, 1), (3, 1, 3), (1, 2, 3)])
+@pytest.mark.parametrize(("before", "after", "strategy"), [(2, 3, 1), (1, 2, 3)])
 def test_training_goes_on_with_another_number_of_ranks(
     run_ranks: RunRanks, tmp_path: Path, before: int, after: int, strategy: int
 ) -> None:

@@ -26,7 +26,7 @@ class Outer(nn.Module):
 X = torch.linspace(-1, 1, 20).view(4, 5)
 
 
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_inner_modules_compute_and_train_on_their_own(strategy: int) -> None:
     torch.manual_seed(0)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
-from megatron_fsdp.errors import ScheduleError
 from tests.conftest import RunRanks
 from tests.support.models import Batch, ModelCase
 from tests.support.on_ranks import fixed_seed, on_ranks
@@ -146,8 +145,8 @@ def _wrap(build: Callable[[], nn.Module], unit: int, strategy: int, **options: A
     return plain, model
 
 
-@pytest.mark.full(short=["llama-3", "gpt2, tied-3"])
-@pytest.mark.parametrize(("name", "strategy"), [("llama", 3), ("gpt2, tied", 3), ("llama", 1)])
+@pytest.mark.full(short=["gpt2, tied-3"])
+@pytest.mark.parametrize(("name", "strategy"), [("llama", 1), ("gpt2, tied", 3)])
 @on_ranks(2)
 def test_generation_gives_the_same_tokens(name: str, strategy: int) -> None:
     """Greedy, with a cache, before and after a training step; each rank has prompts of its own."""
@@ -163,28 +162,6 @@ def test_generation_gives_the_same_tokens(name: str, strategy: int) -> None:
     for found, wanted in pairs:
         assert found.shape == (2, 12)
         assert torch.equal(found, wanted)
-
-
-def _generate_and_train(model: MegatronFSDP, count: int) -> None:
-    prompt = torch.full((1, 3), 5)
-    settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "synced_gpus": False}
-    with torch.no_grad():
-        model.module.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
-    loss_of(model, make_batch(2, torch.Generator().manual_seed(5))).backward()
-
-
-def generate_until_done() -> str:
-    """Rank 1 is done earlier, and goes on to train, as `synced_gpus=False` lets it."""
-    _, model = _wrap(build_llama, 0, 3, verify_ranks=300.0)
-    with pytest.raises(ScheduleError) as raised:
-        _generate_and_train(model, 4 - 2 * dist.get_rank())
-    return str(raised.value)
-
-
-def test_a_rank_that_stops_generating_earlier_is_found(run_ranks: RunRanks) -> None:
-    (message,) = set(run_ranks(2, generate_until_done))
-    assert "rank 0 gathers model.layers." in message
-    assert "rank 1" in message
 
 
 @on_ranks(2)

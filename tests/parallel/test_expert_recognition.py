@@ -53,7 +53,7 @@ def build_experts(is_marked: bool = False, **options: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("name", "is_marked"), [("experts", False), ("experts", True), ("specialists", True)])
+@pytest.mark.parametrize(("name", "is_marked"), [("experts", False), ("specialists", True)])
 @on_ranks(4)
 def test_experts_are_sharded_over_the_ranks_that_share_them(name: str, is_marked: bool) -> None:
     """Everything else, routers included, is sharded over all ranks."""

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from tests.support.arrangements import hybrid_arguments
 from tests.support.on_ranks import on_ranks
 
 POLICIES = {"shared": MixedPrecisionPolicy(main_params_dtype=None), "copied": MixedPrecisionPolicy(torch.float64)}
@@ -44,14 +44,11 @@ def shard(strategy: int, policy: MixedPrecisionPolicy) -> tuple[MegatronFSDP, to
     return fully_shard(
         model,
         torch.optim.SGD(model.parameters(), lr=0.5),
-        device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard")),
-        dp_shard_dim="shard",
-        dp_outer_dim="outer",
-        hybrid_fsdp_group=dist.group.WORLD,
         fsdp_unit_modules=[Layer],
         zero_dp_strategy=strategy,
         outer_dp_sharding_strategy=1,
         mixed_precision_policy=policy,
+        **hybrid_arguments(2, 2),
     )
 
 
@@ -84,7 +81,7 @@ def test_nothing_writes_into_weights_between_a_step_and_the_next_forward() -> No
     model, optimizer = shard(3, MixedPrecisionPolicy())
 
     def count() -> int:
-        return model.traffic_by_axis()["outer"].gathers
+        return model.traffic_by_axis()["dp_outer"].gathers
 
     model(batch(0, dist.get_rank())).square().mean().backward()
     seen = [count()]

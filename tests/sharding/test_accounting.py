@@ -54,24 +54,6 @@ def test_mixed_precision_memory_shrinks_strategy_by_strategy(
     assert persistent_bytes(MODEL, OPTIM, deferred=True).total == 4 * P + 14 * P // N
 
 
-def test_what_else_a_rank_holds() -> None:
-    for strategy in ShardingStrategy:
-        assert persistent_bytes([plain(0, 400)], strategy).main_weight == 0
-    assert persistent_bytes([plain(0, 400)], OPTIM_GRADS_PARAMS) == PersistentBytes(400, 0, 400, 800)
-    assert persistent_bytes([mixed(1, 400, trained=False)], OPTIM_GRADS_PARAMS) == PersistentBytes(200, 0, 0, 0)
-    assert persistent_bytes([mixed(1, 400, trained=False)], NO_SHARD) == PersistentBytes(800, 0, 0, 0)
-    sizes = [persistent_bytes([mixed(0, 400)], OPTIM, states).optimizer for states in (0, 1, 2)]
-    assert sizes == [0, 400, 800]
-
-
-def test_deferring_reductions_takes_a_whole_gradient_per_trainable_group() -> None:
-    groups = [mixed(0, 400), mixed(1, 400, trained=False)]
-    for strategy in ShardingStrategy:
-        now = persistent_bytes(groups, strategy, deferred=False)
-        later = persistent_bytes(groups, strategy, deferred=True)
-        assert later == replace(now, main_grad=now.main_grad + 800)
-
-
 ROOT_BLOCK, LARGEST_BLOCK = 1664, 2432  # 2 * 800 and 2 * 1200 bytes, rounded up to multiples of 128
 
 
@@ -92,13 +74,6 @@ def test_one_rank_gathers_nothing_and_exchanges_nothing() -> None:
     assert passing_bytes(alone, OPTIM_GRADS_PARAMS) == PassingBytes(local_sum=0, cast_grads=4 * 192)
 
 
-def test_buckets_and_slots_of_few_units() -> None:
-    groups = [mixed(0, 64), mixed(1, 128)]
-    assert transient_bytes(groups, OPTIM_GRADS_PARAMS, slots=5, buckets=5) == TransientBytes(128 + 256, 128 + 256, 0)
-    groups = [mixed(0, 64), *(mixed(unit, 128) for unit in range(1, 6))]
-    assert transient_bytes(groups, OPTIM, buckets=5).buckets == 128 + 5 * 256
-
-
 def test_groups_of_one_unit_start_at_multiples_of_128_bytes_and_frozen_ones_need_no_bucket() -> None:
     groups = [mixed(1, 64), plain(1, 64), mixed(1, 640, trained=False)]
     assert transient_bytes(groups, OPTIM_GRADS_PARAMS) == TransientBytes(128 + 256 + 1280, 128 + 256, 0)
@@ -113,12 +88,6 @@ def test_an_exchange_receives_into_one_more_of_the_largest_bucket() -> None:
     assert exchange_scratch_bytes([mixed(0, 640, trained=False)], OPTIM) == 0
 
 
-def test_sums_are_taken_in_float32_and_cast_gradients_are_in_the_main_dtype() -> None:
-    assert passing_bytes(MODEL, OPTIM) == PassingBytes(local_sum=4 * 1200 // N, cast_grads=4 * P // N)
-    assert passing_bytes(MODEL, NO_SHARD) == PassingBytes(local_sum=0, cast_grads=4 * P)
-    assert passing_bytes([plain(0, 400)], OPTIM) == PassingBytes(local_sum=0, cast_grads=0)
-
-
 def test_a_group_that_is_held_whole_costs_what_it_costs_unsharded() -> None:
     whole = replace(mixed(0, 3), is_whole=True)
     for strategy in ShardingStrategy:
@@ -126,12 +95,6 @@ def test_a_group_that_is_held_whole_costs_what_it_costs_unsharded() -> None:
         assert step_traffic([whole], strategy) == Traffic(0, 1, 0, 2 * (6 - 1))
         assert transient_bytes([whole], strategy) == TransientBytes(0, 128, 0)
         assert exchange_scratch_bytes([whole], strategy) == 0
-
-
-def test_no_groups_cost_nothing() -> None:
-    assert persistent_bytes([], OPTIM_GRADS_PARAMS).total == 0
-    assert transient_bytes([], OPTIM_GRADS_PARAMS).total == 0
-    assert step_traffic([], OPTIM_GRADS_PARAMS) == Traffic(0, 0, 0, 0)
 
 
 def test_plain_data_parallelism_sends_two_p_and_a_sharded_optimizer_no_more() -> None:
@@ -154,22 +117,6 @@ def test_full_sharding_gathers_again_in_backward_what_did_not_stay() -> None:
     assert both.gathers - first.gathers == 2
     assert both.gather_bytes - first.gather_bytes == 2 * (800 + 1200) * 3 // 4
     assert both.reductions == 2 * first.reductions == 8
-
-
-def test_traffic_of_groups() -> None:
-    groups = [mixed(0, 400), mixed(1, 400), plain(1, 400)]
-    assert step_traffic(groups, OPTIM_GRADS_PARAMS) == Traffic(3, 3, 300 * (2 + 2 + 4), 300 * (2 + 2 + 4))
-    groups = [mixed(0, 400), mixed(1, 400, trained=False)]
-    assert step_traffic(groups, OPTIM_GRADS) == Traffic(1, 1, 600, 600)
-    assert step_traffic(groups, OPTIM_GRADS_PARAMS) == Traffic(2, 1, 1200, 600)
-    wide = GroupFootprint(0, 400, 4, BF16, FP32, FP32, FP32, True)
-    assert step_traffic([wide], OPTIM_GRADS) == Traffic(1, 1, 600, 1200)
-
-
-def test_a_buffer_that_is_never_cut_need_not_divide() -> None:
-    odd = mixed(0, 401)
-    assert persistent_bytes([odd], NO_SHARD).main_grad == 802
-    assert step_traffic([odd], NO_SHARD) == Traffic(0, 1, 0, 2 * (802 - 200))
 
 
 # ---- allocators, and more buckets ----------------------------------------------------------------------------------
@@ -205,12 +152,3 @@ EVERY_BLOCK = 2 * (ROOT_BLOCK + LARGEST_BLOCK)
 def test_every_bucket_but_the_one_that_fills_may_be_exchanged() -> None:
     found = [exchange_scratch_bytes(MODEL, OPTIM, buckets) for buckets in (1, 2, 3, 5, 9)]
     assert found == [LARGEST_BLOCK, LARGEST_BLOCK, 2 * LARGEST_BLOCK, EVERY_BLOCK, EVERY_BLOCK]
-
-
-def test_buckets_are_as_long_as_units_that_follow_one_another() -> None:
-    groups = [mixed(0, 64), mixed(1, 640), mixed(2, 64), mixed(3, 640), mixed(4, 128)]
-    root, large, small, last = 128, 1280, 128, 256
-    assert transient_bytes(groups, OPTIM, buckets=1).buckets == root + large
-    assert transient_bytes(groups, OPTIM, buckets=2).buckets == root + large + last
-    assert transient_bytes(groups, OPTIM, buckets=3).buckets == root + large + small + large
-    assert exchange_scratch_bytes(groups, OPTIM, buckets=3) == large + last

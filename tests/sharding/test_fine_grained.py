@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -10,11 +9,10 @@ from megatron_fsdp import DistributedDataParallelConfig, FSDPDistributedIndex, M
 from megatron_fsdp.sharding.units import find_units, refine_units
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
-from tests.support.models import MODEL_CASES
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
-from tests.support.usage_models import Layer, Ordered, Recomputed, vector_case
+from tests.support.usage_models import Layer, Ordered, vector_case
 
 
 class Gate(nn.Module):
@@ -134,7 +132,6 @@ FINE = ("enable_fine_grained_param_gather", True)
 SETTINGS = [
     Setting(3, options=(FINE,)),
     Setting(3, options=(FINE, ("weight_allocator", "resize"))),
-    Setting(2, options=(FINE,)),
     Setting(1, options=(FINE,)),
 ]
 
@@ -143,22 +140,10 @@ def blocks() -> nn.Module:
     return Blocks()
 
 
-def recomputing() -> nn.Module:
-    return Recomputed("units", reentrant=False)
-
-
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_fine_grained_gathers_equal_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
+def test_fine_grained_gathers_equal_one_process(run_ranks: RunRanks) -> None:
     case = vector_case(blocks)
     case = type(case)(case.build, case.make_batch, case.loss, (Block,))
-    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, case), SETTINGS)
-
-
-@pytest.mark.full
-def test_fine_grained_gathers_of_a_transformer_and_of_recomputed_units_equal_one_process(run_ranks: RunRanks) -> None:
-    for case in (MODEL_CASES["transformer"], vector_case(recomputing)):
-        check_strategies(run_ranks, 2, Scenario(train_and_evaluate, case), SETTINGS[:2])
+    check_strategies(run_ranks, 2, Scenario(train_and_evaluate, case), SETTINGS)
 
 
 def gathered_bytes(options: dict[str, Any]) -> int:

@@ -68,12 +68,6 @@ def test_an_end_has_a_quarter_of_the_parameters_of_the_largest_block() -> None:
     assert large_ends(model, blocks) == {}
 
 
-def test_where_there_are_no_blocks_nothing_is_added() -> None:
-    model = nn.Sequential(nn.Embedding(100, 4), nn.Linear(4, 100))
-    assert large_ends(model, {}) == {}
-    assert (find_units(model, None).source, len(find_units(model, None).units)) == ("none found", 1)
-
-
 def test_units_stand_in_module_order_with_the_root_first() -> None:
     model = Decoder(tokens=Scaled(8, FEATURES), norm=nn.LayerNorm(FEATURES))
     model.head = nn.Linear(FEATURES, 8)

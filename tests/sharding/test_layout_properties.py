@@ -4,7 +4,6 @@ import itertools
 import math
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -81,11 +80,6 @@ def test_padding_stays_within_the_bound_on_many_ranks(
 
 
 @given(problems())
-def test_the_same_input_gives_the_same_layout(problem: Problem) -> None:
-    assert plan_layout(**problem) == plan_layout(**problem)
-
-
-@given(problems())
 def test_local_shapes_hold_exactly_the_local_elements(problem: Problem) -> None:
     layout = plan_layout(**problem)
     for index, shape in enumerate(layout.shapes):
@@ -153,21 +147,7 @@ def test_no_waste_allowed_gives_the_smallest_multiple(problem: Problem, numel_mu
     assert layout.numel >= plan_layout(**tight).numel
 
 
-@given(problems(), st.data())
-def test_a_multiple_that_shards_are_anyway_changes_nothing(problem: Problem, data: st.DataObject) -> None:
-    common = problem["num_shards"] * problem["alignment_numel"]
-    divisors = [number for number in range(1, common + 1) if common % number == 0]
-    assert plan_layout(**problem, numel_multiple=data.draw(st.sampled_from(divisors))) == plan_layout(**problem)
-
-
 BLOCK = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)] + [(4096,)] * 2
-
-
-@pytest.mark.parametrize(("num_shards", "common"), [(1, 2**16), (3, 3 * 2**16), (7, 7 * 2**16), (8, 2**16)])
-def test_a_real_layer_is_at_most_one_multiple_or_a_percent_longer(num_shards: int, common: int) -> None:
-    layout = plan_layout(BLOCK, num_shards, alignment_numel=8, numel_multiple=NCCL_MULTIPLE)
-    assert layout.numel % NCCL_MULTIPLE == 0
-    assert layout.padding_numel < max(common, 0.01 * layout.payload_numel)
 
 
 def whole_rows(layout: Layout) -> list[int]:
@@ -197,9 +177,3 @@ def test_a_multiple_may_cost_whole_rows_in_place_of_elements() -> None:
     assert plan_layout([(100, 10)], 3, max_waste=0.02).numel == 1020
     layout = plan_layout([(100, 10)], 3, max_waste=0.02, numel_multiple=1005)
     assert (layout.numel, whole_rows(layout)) == (1005, [])
-
-
-def test_empty_groups_and_one_element() -> None:
-    layout = plan_layout([(1,)], 8, alignment_numel=4, numel_multiple=NCCL_MULTIPLE)
-    assert (layout.numel, layout.shard_numel) == (2**16, 2**13)
-    assert plan_layout([(0, 3)], 3, alignment_numel=8, numel_multiple=NCCL_MULTIPLE).numel == 0

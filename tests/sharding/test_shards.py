@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.layout import plan_layout
 from megatron_fsdp.sharding.shards import (
-    Box,
     BufferCut,
     ListedCut,
     MeshUse,
@@ -190,14 +189,3 @@ def test_boxes_cover_the_range_once_and_in_order(case: tuple[tuple[int, ...], in
         assert region.numel() == box.numel
         covered += region.flatten().tolist()
     assert covered == list(range(start, stop))
-
-
-def test_head_body_and_tail_of_a_matrix_and_intersections() -> None:
-    assert boxes_of_range((5, 3), 2, 13) == (Box((0, 2), (1, 1)), Box((1, 0), (3, 3)), Box((4, 0), (1, 1)))
-    assert boxes_of_range((5, 3), 3, 12) == (Box((1, 0), (3, 3)),)
-    assert boxes_of_range((5, 3), 6, 6) == ()
-    assert boxes_of_range((), 0, 1) == (Box((), ()),)
-    assert boxes_of_range((0, 3), 0, 0) == ()
-    assert Box((0, 2), (4, 3)).meet(Box((3, 0), (5, 3))) == Box((3, 2), (1, 1))
-    assert Box((0,), (4,)).meet(Box((4,), (1,))) is None
-    assert Box((), ()).meet(Box((), ())) == Box((), ())

@@ -108,13 +108,12 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("kind", weights())
-def test_values_are_those_of_the_definition(name: str, kind: str) -> None:
-    weight = weights()[kind]
-    found = rounded(WEIGHT_FORMATS[name], weight)
-    assert found.reshape(-1).tolist() == expected(name, weight)
-    half = rounded(WEIGHT_FORMATS[name], weight.bfloat16())
-    assert torch.equal(half, torch.tensor(expected(name, weight.bfloat16())).bfloat16().view(weight.shape))
+def test_values_are_those_of_the_definition(name: str) -> None:
+    for kind, weight in weights().items():
+        found = rounded(WEIGHT_FORMATS[name], weight)
+        assert found.reshape(-1).tolist() == expected(name, weight), kind
+        half = rounded(WEIGHT_FORMATS[name], weight.bfloat16())
+        assert torch.equal(half, torch.tensor(expected(name, weight.bfloat16())).bfloat16().view(weight.shape)), kind
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -136,36 +135,27 @@ def test_cut_shards_encode_to_cut_bytes(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_shows_in_the_magnitudes(name: str, bad: float) -> None:
-    piece = torch.ones(64)
-    piece[40] = bad
-    assert WEIGHT_FORMATS[name].amaxes(piece, 0, (8, 8)).isinf().any()
+def test_what_is_not_finite_shows_in_the_magnitudes(name: str) -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        piece = torch.ones(64)
+        piece[40] = bad
+        assert WEIGHT_FORMATS[name].amaxes(piece, 0, (8, 8)).isinf().any()
 
 
 BLOCKS = {  # hidden, key-value width, feed-forward width
     "Llama-3 8B": (4096, 1024, 14336),
-    "Llama-3 70B": (8192, 1024, 28672),
-    "Llama-3 405B": (16384, 1024, 53248),
-    "Llama-2 7B": (4096, 4096, 11008),
     "Qwen2.5 7B": (3584, 512, 18944),
-    "Qwen2.5 72B": (8192, 1024, 29568),
-    "Mistral 7B": (4096, 1024, 14336),
-    "Gemma-2 27B": (4608, 2048, 36864),
     "Phi-3 medium": (5120, 1280, 17920),
-    "DeepSeek-V3 dense": (7168, 1536, 18432),
 }
 RATIOS = {"fp8": 0.5, "fp8_compute": 0.5, "fp8_row": 0.5, "fp8_tile": 0.5, "mxfp8": 33 / 64, "nvfp4": 9 / 32}
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("model", BLOCKS)
-def test_bytes_of_real_blocks(name: str, model: str) -> None:
-    hidden, narrow, wide = BLOCKS[model]
-    shapes = [(hidden, hidden), (narrow, hidden), (narrow, hidden), (hidden, hidden)]
-    shapes += [(wide, hidden), (wide, hidden), (hidden, wide)]
+def test_bytes_of_real_blocks(name: str) -> None:
     form = WEIGHT_FORMATS[name]
-    for ranks in (8, 64, 1024):
+    for (hidden, narrow, wide), ranks in itertools.product(BLOCKS.values(), (8, 64, 1024)):
+        shapes = [(hidden, hidden), (narrow, hidden), (narrow, hidden), (hidden, hidden)]
+        shapes += [(wide, hidden), (wide, hidden), (hidden, wide)]
         layout = plan_layout(shapes, ranks, alignment_numel=math.lcm(8, form.block_numel))
         in_bf16 = 2 * sum(math.prod(shape) for shape in shapes)
         ratio = encoded_bytes(form, layout.numel) / in_bf16

@@ -49,8 +49,6 @@ def test_each_allocator_has_a_place_for_every_unit(
         (WeightAllocator.SLOTS, 1, 1000 + 200),
         (WeightAllocator.SLOTS, 2, 1000 + 80 + 200),
         (WeightAllocator.SLOTS, 9, 1000 + 560),  # not more slots than units
-        (WeightAllocator.RESIZE, 1, 1000 + 200),
-        (WeightAllocator.RESIZE, 2, 1000 + 80 + 200),
         (WeightAllocator.RESIZE, 3, 1000 + 200 + 80 + 120),
         (WeightAllocator.RESIZE, 9, 1000 + 560),
         (WeightAllocator.DOUBLE_BUFFER, 2, 1000 + 2 * 80 + 200),

@@ -289,7 +289,7 @@ def check_jobs(run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job], toleran
         try:
             assert_parity(outcomes, reference(scenario, num_ranks), tolerance)
         except AssertionError as error:
-            where = f"{num_ranks} ranks, {scenario.script.__name__}, {scenario.case.build}, {setting}"
+            where = f"{num_ranks} ranks, {scenario.script}, {scenario.case.build}, {setting}"
             raise AssertionError(f"{where}: {error}") from None
 
 
@@ -301,7 +301,7 @@ def run_sharded(jobs: Sequence[Job]) -> list[Outcome]:
         try:
             scenario.script(run)
         except Exception as error:
-            error.add_note(f"in {scenario.script.__name__} with {setting}")
+            error.add_note(f"in {scenario.script} with {setting}")
             raise
         outcomes.append(outcome_of(run))
     return outcomes

@@ -44,13 +44,6 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function and method of a file, nested ones included."""
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
 def module_name(path: Path) -> str:
     """The dotted name of a file below src, `__init__` included: `megatron_fsdp.buffer.__init__`."""
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts)

@@ -14,10 +14,6 @@ def test_names_come_with_their_arguments() -> None:
     assert "megatron_fsdp.fully_shard.MegatronFSDP.clip_grad_norm_" in names
 
 
-def test_commands_come_with_their_options() -> None:
-    assert public_surface.commands("hang") == ["mfsdp hang", "mfsdp hang --after", "mfsdp hang --json"]
-
-
 def test_what_is_gone_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,108 @@
+"""Optimizers that do not step element by element: the bits of one process, on other ranks after a checkpoint, too."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import RunRanks
+from tests.optim.test_adamw8bit import blocks, eight_bits
+from tests.optim.test_chained import chain, chain_of_sgd, mixed
+from tests.optim.test_owned_step import Factored
+from tests.support.on_ranks import on_ranks
+from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
+    "adafactor": (matrices, lambda params: torch.optim.Adafactor(params, lr=0.1, weight_decay=0.01)),
+    "adafactor foreach": (matrices, lambda params: torch.optim.Adafactor(params, lr=0.1, foreach=True)),
+    "own": (matrices, lambda params: Factored([{"params": params[:2], "lr": 0.2}, {"params": params[2:]}])),
+    "muon": (matrices, lambda params: torch.optim.Muon(params, lr=0.1)),
+    "muon with options": (
+        matrices,
+        lambda params: torch.optim.Muon(
+            params, lr=torch.tensor(0.1), weight_decay=0.0, momentum=0.3, nesterov=False, adjust_lr_fn="match_rms_adamw"
+        ),
+    ),
+    "muon in groups": (
+        matrices,
+        lambda params: torch.optim.Muon(
+            [{"params": params[:2], "lr": 0.2}, {"params": params[2:], "ns_steps": 3}], lr=0.1
+        ),
+    ),
+    "8 bit": (blocks, eight_bits),
+    "chain": (mixed, chain),
+    "chain of SGD": (mixed, chain_of_sgd),
+}
+
+
+def check_three_steps(kind: str, arguments: dict[str, Any]) -> None:
+    build, make = KINDS[kind]
+    twins = three_steps(build(), make, arguments, without=2)
+    options, wanted = (
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for optimizer in (twins.optimizer, twins.reference)
+    )
+    assert options == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "num_ranks"),
+    [
+        ("adafactor", 3, 2),
+        ("adafactor foreach", 2, 3),
+        ("own", 1, 1),
+        ("own", 3, 4),
+        ("muon", 0, 2),
+        ("muon", 2, 4),
+        ("muon with options", 3, 3),
+        ("muon in groups", 1, 2),
+        ("8 bit", 0, 2),
+        ("8 bit", 1, 4),
+        ("8 bit", 3, 3),
+        ("chain", 0, 2),
+        ("chain", 3, 3),
+        ("chain of SGD", 1, 2),
+    ],
+)
+@on_ranks()
+def test_every_strategy_steps_as_one_process(kind: str, strategy: int) -> None:
+    check_three_steps(kind, flat(strategy))
+
+
+@pytest.mark.full(short=["own-optim", "8 bit-optim"])
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@pytest.mark.parametrize("kind", ["own", "muon", "8 bit", "chain"])
+@on_ranks(4)
+def test_hybrid_sharding_steps_as_one_process(kind: str, outer: str) -> None:
+    check_three_steps(kind, hybrid(3, outer))
+
+
+def after(kind: str, steps: int) -> Twins:
+    build, make = KINDS[kind]
+    twins = Twins(build(), make, flat(3))
+    for step in range(steps):
+        twins.step(step)
+    return twins
+
+
+def save(kind: str, folder: Path) -> None:
+    after(kind, 2).save(folder)
+
+
+def go_on(kind: str, folder: Path) -> list[str]:
+    """Load what two steps have made into a new optimizer, make the third and compare with three in one process."""
+    forms = ["ours"] if kind == "own" else ["ours", "torch"]  # torch has nothing to load into before a step of "own"
+    return [each for form in forms for each in after(kind, 0).goes_on(after(kind, 2), folder / form)]
+
+
+@pytest.mark.full(short=["own-3-2", "chain-3-2", "chain of SGD-2-1"])
+@pytest.mark.parametrize(("before", "later"), [(3, 2), (2, 1), (1, 4)])
+@pytest.mark.parametrize("kind", ["own", "muon", "8 bit", "chain", "chain of SGD"])
+def test_training_goes_on_with_another_number_of_ranks(
+    run_ranks: RunRanks, tmp_path: Path, kind: str, before: int, later: int
+) -> None:
+    run_ranks(before, save, kind, tmp_path)
+    assert run_ranks(later, go_on, kind, tmp_path) == [[]] * later
