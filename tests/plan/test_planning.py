@@ -225,9 +225,9 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
 
 def test_eight_bits_take_two_bytes_a_scale_for_each_block_that_begins_here_and_a_counter() -> None:
     kind, precision = OPTIMIZERS["adamw8bit"], resolve_precision(MixedPrecisionPolicy(), BF16)
-    state = [kind.state_bytes(Piece("w", *ends, precision)) for ends in ((0, 512), (100, 600), (300, 400), (7, 7))]
+    state = [kind.state_bytes(Piece("w", *ends, precision, kind)) for ends in ((0, 512), (100, 600), (300, 400), (7, 7))]
     assert state == [2 * (512 + 4 * 2) + 4, 2 * (500 + 4 * 2) + 4, 2 * 100 + 4, 4]
-    pieces = [Piece("w", 100, 600, precision), Piece("v", 0, 256 * 5000, precision)]
+    pieces = [Piece("w", 100, 600, precision, kind), Piece("v", 0, 256 * 5000, precision, kind)]
     assert kind.borrowed_bytes(pieces) == 4 * (2 * (3 + 5000) + 7 * 2**20 + 2 * (256 + 255))
     assert kind.borrowed_bytes(pieces[:1]) == 4 * (2 * 3 + 6 * 500 + 3 * 256 + 2 * (256 + 255))
 
