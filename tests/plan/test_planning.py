@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -330,7 +331,7 @@ def test_parameters_without_gradients_have_no_state() -> None:
         model.register_module("unused", nn.Linear(FEATURES, FEATURES, bias=False, dtype=BF16))
     numel = sum(param.numel() for param in model.parameters())
     found = plan(model, 2, inputs=_rows(2), loss_fn=_sum, fsdp_unit_modules=[Floor], optimizer="adamw-fused")
-    second = plan_workload(found.workload, found.setup.but(device_rank=1), found.machine)
+    second = plan_workload(found.workload, replace(found.setup, device_rank=1), found.machine)
     held = [each.memory for each in (found, second)]
     assert [each.compute_weights for each in held] == [2 * numel // 2] * 2
     counters = 2 * 4 * (len(list(model.parameters())) - 1)
