@@ -83,14 +83,6 @@ def test_memory_is_one_value_for_matrices_and_two_for_the_others() -> None:
     assert "MiB sent by a rank; 5 % of compute at " in note
 
 
-def test_the_tokens_from_which_it_costs_little_are_those_of_the_step() -> None:
-    config = {**PRESETS["llama-3-8b"], "num_hidden_layers": 2}
-    found = plan(config, 8, optimizer="muon", sequence_length=4096)
-    seconds = found.model.muon.seconds(find_machine("h100"))  # type: ignore[union-attr]
-    tokens = 4096 * seconds / (0.05 * found.step.compute_s)
-    assert f"5 % of compute at {-int(-tokens // 1):,} tokens per rank and step" in found.notes[-1]
-
-
 def test_axes_that_divide_matrices_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="leave tp, pp and ep at 1"):
         plan("llama-3-8b", {"dp_shard": 4, "tp": 2}, optimizer="muon")

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp.config.precision import MixedPrecisionPolicy, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine
 from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import Plan, plan, plan_workload, recommend
 from megatron_fsdp.plan.replay import INNER, OUTER, Wires
-from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Piece, Setup
+from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Setup
 from tests.support.formulas import (
     exchange_scratch_bytes,
     footprint_of,
@@ -222,15 +221,6 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
     run = 2 * FEATURES * 32 // 2  # this rank's part of a unit; of the one before the denominator is still there
     assert found("adamw-loop") == (8 * numel // 2 + 4 * params, cast + (2 + 1) * 4 * run)
     assert set(OPTIMIZERS) == {"sgd", "momentum", "adamw", "adamw-fused", "adamw-loop", "adamw8bit", "muon"}
-
-
-def test_eight_bits_take_two_bytes_a_scale_for_each_block_that_begins_here_and_a_counter() -> None:
-    kind, precision = OPTIMIZERS["adamw8bit"], resolve_precision(MixedPrecisionPolicy(), BF16)
-    state = [kind.state_bytes(Piece("w", *ends, precision, kind)) for ends in ((0, 512), (100, 600), (300, 400), (7, 7))]
-    assert state == [2 * (512 + 4 * 2) + 4, 2 * (500 + 4 * 2) + 4, 2 * 100 + 4, 4]
-    pieces = [Piece("w", 100, 600, precision, kind), Piece("v", 0, 256 * 5000, precision, kind)]
-    assert kind.borrowed_bytes(pieces) == 4 * (2 * (3 + 5000) + 7 * 2**20 + 2 * (256 + 255))
-    assert kind.borrowed_bytes(pieces[:1]) == 4 * (2 * 3 + 6 * 500 + 3 * 256 + 2 * (256 + 255))
 
 
 def test_eight_bits_leave_ten_of_sixteen_bytes_of_a_parameter() -> None:
