@@ -66,7 +66,7 @@ class PlannedModel:
     def muon(self) -> MuonWork | None:
         """What Muon computes and sends; None for another optimizer."""
         ranks = self.setup.ranks.dp_outer * self.setup.ranks.inner
-        return muon_work(list(self.matrices.values()), ranks) if self.matrices else None
+        return muon_work(self.matrices.values(), ranks) if self.matrices else None
 
     @property
     def groups(self) -> tuple[GroupPlan, ...]:
