@@ -35,8 +35,9 @@ from benchmarks.bench import published
 from benchmarks.page import render as render_performance
 from benchmarks.page import summary_table, table
 from megatron_fsdp.cli.main import main as mfsdp
+from megatron_fsdp.optim.whole_exchange import assign_owners
 from megatron_fsdp.plan.models import build_meta_model
-from megatron_fsdp.plan.muon import muon_matrices, muon_work
+from megatron_fsdp.plan.muon import muon_matrices, single_matrices
 from megatron_fsdp.train.failures import ENDS
 from tools import (
     accumulation_costs,
@@ -170,15 +171,24 @@ BALANCED_RANKS = (8, 64, 128, 256, 512, 1024)
 
 
 def balance_rows() -> Iterator[tuple[str, ...]]:
-    """Yield a row for each model: name, matrices, and for each number of ranks what the busiest has over the mean.
-
-    That is work and bytes sent, "2.11* / 1.58"; with a star where work cannot be shared better.
-    """
+    """Yield a row for each model: name, matrices, and for each number of ranks how well they share them."""
     for name, preset in _MODELS.items():
-        shapes = list(muon_matrices(build_meta_model(preset)).values())
-        works = [muon_work(shapes, ranks) for ranks in BALANCED_RANKS]
-        told = [f"{work.imbalance:.2f}{'*' * work.is_least} / {work.sent_imbalance:.2f}" for work in works]
-        yield (name, f"{works[0].matrices:,}", *told)
+        flops, numels = single_matrices(muon_matrices(build_meta_model(preset)).values())
+        yield (name, f"{len(flops):,}", *(balance(flops, numels, ranks) for ranks in BALANCED_RANKS))
+
+
+def balance(flops: list[int], numels: list[int], ranks: int) -> str:
+    """Say what the busiest rank has over the mean: work and bytes sent, "2.11* / 1.58".
+
+    A star: whole matrices cannot be shared better, as somebody has the costliest, or two of the n + 1 costliest, or ...
+    Bytes are operands, of which all send alike, and owners' results.
+    """
+    loads, owned = [0] * ranks, [0] * ranks
+    for owner, numel in zip(assign_owners(flops, loads), numels, strict=True):
+        owned[owner] += numel
+    least = max(count * cost for count, cost in enumerate(sorted(flops, reverse=True)[::ranks], 1))
+    sent = (1 + max(owned) * ranks / sum(owned)) / 2
+    return f"{max(loads) * ranks / sum(loads):.2f}{'*' * (max(loads) == least)} / {sent:.2f}"
 
 
 def muon_balance() -> str:

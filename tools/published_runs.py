@@ -6,7 +6,7 @@ python -m tools.published_runs       # prints it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ _BASE = Setup(
     policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
     optimizer=OPTIMIZERS["adamw-fused"],
 )
-_MEGATRON = _BASE.but(strategy=ShardingStrategy.no_shard, accumulation="last")
+_MEGATRON = replace(_BASE, strategy=ShardingStrategy.no_shard, accumulation="last")
 _A100, _H100 = find_machine("a100"), find_machine("h100")
 _GPT_175B, _GPT_530B, _GPT_1T = _gpt(12288, 96, 96), _gpt(20480, 105, 128), _gpt(25600, 128, 160)
 
@@ -121,14 +121,14 @@ _GPT_175B, _GPT_530B, _GPT_1T = _gpt(12288, 96, 96), _gpt(20480, 105, 128), _gpt
 def _dubey() -> Iterator[PublishedRun]:
     # Gradients are reduced in fp32 there, once for a few microbatches of a virtual stage; in 16 bits for each here.
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
-    base = _BASE.but(strategy=ShardingStrategy.optim_grads, policy=policy)
+    base = replace(_BASE, strategy=ShardingStrategy.optim_grads, policy=policy)
     source = "Dubey et al. 2024, table 4; 8 virtual stages assumed"
     for name, ranks, microbatches, tokens, tflops in (
         ("8,192 H100, tp 8, pp 16", ParallelRanks(64, tp=8, pp=16), 32, 8192, 430),
         ("16,384 H100, tp 8, pp 16", ParallelRanks(128, tp=8, pp=16), 16, 8192, 400),
         ("16,384 H100, tp 8, cp 16, pp 16, 131,072 tokens", ParallelRanks(8, tp=8, cp=16, pp=16), 16, 131072, 380),
     ):
-        setup = base.but(ranks=ranks, microbatches=microbatches, virtual_stages=8)
+        setup = replace(base, ranks=ranks, microbatches=microbatches, virtual_stages=8)
         figure = (tflops, "TFLOP/s")
         yield PublishedRun(f"Llama-3 405B, {name}", "llama-3-405b", setup, _H100, (1, tokens), figure, source)
 
@@ -138,12 +138,12 @@ def _torchtitan() -> Iterator[PublishedRun]:
     machine = _H100.but({"memory_bytes": 96 * GIB, "memory_bytes_per_s": 2.4e12, "flops": 835e12, "fp8_flops": 1671e12})
     async_tp = "torchtitan, June 2025, page on asynchronous tensor parallelism, full recomputation"
     compiled = "torchtitan, December 2024, compiled, selective recomputation"
-    full, selective = _BASE.but(recompute="full"), _BASE.but(recompute="every_second_product")
+    full, selective = replace(_BASE, recompute="full"), replace(_BASE, recompute="every_second_product")
     for name, setup, rows, speed, source, memory_gib in (
-        ("70B, 256 H100, fsdp 32, tp 8", full.but(ranks=ParallelRanks(32, tp=8)), 16, 597, async_tp, None),
-        ("8B, 8 H100", selective.but(ranks=ParallelRanks(8)), 2, 6667, compiled, 77.0),
-        ("8B, 128 H100", selective.but(ranks=ParallelRanks(128)), 2, 6514, compiled, 62.0),
-        ("8B, 8 H100, fp8", selective.but(ranks=ParallelRanks(8), fp8=True), 2, 8532, compiled, 76.8),
+        ("70B, 256 H100, fsdp 32, tp 8", replace(full, ranks=ParallelRanks(32, tp=8)), 16, 597, async_tp, None),
+        ("8B, 8 H100", replace(selective, ranks=ParallelRanks(8)), 2, 6667, compiled, 77.0),
+        ("8B, 128 H100", replace(selective, ranks=ParallelRanks(128)), 2, 6514, compiled, 62.0),
+        ("8B, 8 H100, fp8", replace(selective, ranks=ParallelRanks(8), fp8=True), 2, 8532, compiled, 76.8),
     ):
         model = f"llama-3-{name.split('B')[0]}b"
         figure = (speed, "tokens/s")
@@ -152,7 +152,7 @@ def _torchtitan() -> Iterator[PublishedRun]:
 
 def _korthikanti() -> Iterator[PublishedRun]:
     source = "Korthikanti et al. 2022, table 5; fused attention stands for recomputing its core"
-    full = _MEGATRON.but(recompute="full", sequence_parallel=False)
+    full = replace(_MEGATRON, recompute="full", sequence_parallel=False)
     for name, model, base, (pp, microbatches, virtual), rows, seconds in (
         ("GPT 22B, 8 A100, tp 8", _gpt(6144, 48, 64), _MEGATRON, (1, 1, 1), 4, 1.10),
         ("GPT-3 175B, 64 A100, tp 8, pp 8", _GPT_175B, _MEGATRON, (8, 64, 3), 1, 13.75),
@@ -160,23 +160,24 @@ def _korthikanti() -> Iterator[PublishedRun]:
         ("GPT 530B, 280 A100, tp 8, pp 35", _GPT_530B, _MEGATRON, (35, 280, 3), 1, 37.83),
         ("GPT 1T, 512 A100, tp 8, pp 64", _GPT_1T, _MEGATRON, (64, 512, 1), 1, 71.49),
     ):
-        setup = base.but(ranks=ParallelRanks(1, tp=8, pp=pp), microbatches=microbatches, virtual_stages=virtual)
+        setup = replace(base, ranks=ParallelRanks(1, tp=8, pp=pp), microbatches=microbatches, virtual_stages=virtual)
         yield PublishedRun(name, model, setup, _A100, (rows, 2048), (seconds, "s per step"), source)
 
 
 def _narayanan() -> Iterator[PublishedRun]:
-    base = _MEGATRON.but(recompute="full", sequence_parallel=False)
+    base = replace(_MEGATRON, recompute="full", sequence_parallel=False)
     for name, model, replicas, pp, microbatches in (
         ("GPT 530B, 2,520 A100, tp 8, pp 35", _GPT_530B, 9, 35, 280),
         ("GPT 1T, 3,072 A100, tp 8, pp 64", _GPT_1T, 6, 64, 512),
     ):
-        setup = base.but(ranks=ParallelRanks(replicas, tp=8, pp=pp), microbatches=microbatches)
+        setup = replace(base, ranks=ParallelRanks(replicas, tp=8, pp=pp), microbatches=microbatches)
         figure = (163, "TFLOP/s with repeats")
         yield PublishedRun(name, model, setup, _A100, (1, 2048), figure, "Narayanan et al. 2021, table 1")
 
 
 def _deepseek() -> Iterator[PublishedRun]:
-    setup = _BASE.but(
+    setup = replace(
+        _BASE,
         ranks=ParallelRanks(128, pp=16, ep=64),
         microbatches=120,
         recompute="every_second_product",

@@ -1,6 +1,5 @@
 """Ways to shard, right ones and ones with a planted fault; the doctor has to tell which."""
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -82,22 +81,6 @@ def summed(model: nn.Module, optimizer: Optimizer) -> Pair:
     return sharded(model, optimizer, calculate_per_token_loss=True)
 
 
-def scaled(model: nn.Module, optimizer: Optimizer, ratio: float, strategy: int = 3) -> Pair:
-    """One sharded gradient times a number, by a hook."""
-    model, optimizer = sharded(model, optimizer, strategy)
-    _local_hook(model, lambda local: local.mul_(ratio))
-    return model, optimizer
-
-
-def norm_of_own_shard(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """A norm that forgets to add up over ranks before the root: off by a factor."""
-    model, optimizer = sharded(model, optimizer)
-    right = model.clip_grad_norm_
-    ranks = math.sqrt(dist.get_world_size())
-    object.__setattr__(model, "clip_grad_norm_", lambda limit: right(limit) / ranks)
-    return model, optimizer
-
-
 # ---- pieces in the wrong place -------------------------------------------------------------------------------------
 
 
@@ -110,11 +93,6 @@ def swapped_shards(model: nn.Module, optimizer: Optimizer) -> Pair:
     if dist.get_rank() < 2:
         local.copy_(everyone[1 - dist.get_rank()])
     return model, optimizer
-
-
-def swap_halves(grad: Tensor) -> Tensor:
-    first, second = grad.chunk(2, 1)
-    return torch.cat([second, first], 1)
 
 
 def negate(grad: Tensor) -> Tensor:
@@ -233,14 +211,6 @@ def _local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _local_hook(model: nn.Module, change: Callable[[Tensor], Any]) -> None:
-    def apply(param: Tensor) -> None:
-        assert param.grad is not None
-        change(_local(param.grad))
-
-    _parameter(model).register_post_accumulate_grad_hook(apply)
-
-
 # ---- values of one rank only ---------------------------------------------------------------------------------------
 
 
@@ -265,24 +235,6 @@ def norm_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
     return model, optimizer
 
 
-def counter_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """SGD to the eye, but rank 1 counts one step too many."""
-    model, optimizer = by_hand(model, optimizer)
-
-    def count(*_: Any) -> None:
-        for param in model.parameters():
-            if dist.get_rank() == 1:
-                optimizer.state[param]["step"] += 1
-
-    optimizer.register_step_post_hook(count)
-    return model, optimizer
-
-
-def rate_of_rank_one(model: nn.Module, _optimizer: Optimizer) -> Pair:
-    """Rank 1 takes steps of twice the length."""
-    return sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-3 * (1 + (dist.get_rank() == 1))))
-
-
 def seeded_by_rank(model: nn.Module, optimizer: Optimizer, shard: Callable[..., Pair], right: int) -> Pair:
     """Each rank draws weights of its own; those of one rank are right."""
     if dist.get_rank() != right:
@@ -293,13 +245,13 @@ def seeded_by_rank(model: nn.Module, optimizer: Optimizer, shard: Callable[..., 
         return shard(model, optimizer)
 
 
-def adamw_with_decay(model: nn.Module, rate: float, decay: float) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
+def adamw_with_decay(model: nn.Module, decay: float) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=decay)
 
 
-def decays(model: nn.Module, _optimizer: Optimizer, rate: float, decay: float) -> Pair:
+def decays(model: nn.Module, _optimizer: Optimizer, decay: float) -> Pair:
     """An optimizer with another weight decay."""
-    return sharded(model, adamw_with_decay(model, rate, decay))
+    return sharded(model, adamw_with_decay(model, decay))
 
 
 def reduced_in_bfloat16(model: nn.Module, optimizer: Optimizer) -> Pair:
@@ -314,10 +266,6 @@ def reduced_in_bfloat16(model: nn.Module, optimizer: Optimizer) -> Pair:
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(reduce)
     return model, optimizer
-
-
-def through_bfloat16(grad: Tensor) -> Tensor:
-    return grad.to(torch.bfloat16).to(grad.dtype)
 
 
 def only_the_model(model: nn.Module, optimizer: Optimizer) -> Any:

@@ -1,6 +1,5 @@
 """Each planted fault is found, named, and put on the right tensor."""
 
-import math
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -49,11 +48,8 @@ BY_HAND = partial(faults.by_hand, name=UP)
 # shard_fn, ranks, place, kind, part of the words, options
 FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = [
     (faults.summed, 3, HEAD, "differs", "has 3 times the norm of one process, cosine 1", {}),
-    (partial(faults.scaled, ratio=math.sqrt(3)), 3, FEATURE, "differs", "has 1.7321 times the norm", {}),
     (faults.louder, 2, ("loss", 1, ""), "differs", "where one process has", {"microbatches": 3}),
-    (faults.norm_of_own_shard, 3, ("gradient norm", 1, ""), "differs", "where one process has", {}),
     (faults.swapped_shards, 3, ("initial weight", 0, UP), "differs", "has 1 times the norm of one process, cosine", {}),
-    (partial(BY_HAND, change=faults.swap_halves), 2, FEATURE, "differs", "has 1 times the norm", {}),
     (
         partial(BY_HAND, change=faults.negate),
         2,
@@ -63,13 +59,12 @@ FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = 
         {},
     ),
     (partial(BY_HAND, change=faults.spoil), 2, FEATURE, "non-finite", "is NaN in 72 of 72 elements", {}),
-    (partial(BY_HAND, change=faults.through_bfloat16), 2, FEATURE, "differs", "times the norm of one process", {}),
     (
         faults.never_reduced,
         3,
         HEAD,
         "not reduced",
-        "on all ranks: on rank 0 it is not reduced over ranks: it equals the gradient of rank 0's samples alone",
+        "on rank 0 it is not reduced over ranks: it equals the gradient of",
         {},
     ),
     (faults.each_shard_its_own, 2, HEAD, "not reduced", "each piece equals the gradient of one rank's samples", {}),
@@ -77,37 +72,15 @@ FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = 
     (faults.dropped, 2, FEATURE, "missing", "is missing (None), where one process has one", {}),
     (faults.counter_ahead, 2, ("step counter", 1, "embed.weight"), "differs", "is 2 where one process has 1", {}),
     (faults.stale_forward, 2, ("loss", 2, ""), "stale", "is what the weights before update 1 give", {}),
-    (
-        faults.not_in_the_optimizer,
-        2,
-        ("weight", 1, UP),
-        "differs",
-        "has an update with 0 times the norm of one process",
-        {},
-    ),
-    (
-        faults.frozen_is_trained,
-        2,
-        ("gradient", 1, "embed.weight"),
-        "unexpected",
-        "is there, where one process has none",
-        FROZEN,
-    ),
+    (faults.not_in_the_optimizer, 2, ("weight", 1, UP), "differs", "has an update with 0 times the norm of one", {}),
+    (faults.frozen_is_trained, 2, ("gradient", 1, "embed.weight"), "unexpected", "is there, where one process", FROZEN),
     (faults.frozen_decays, 2, ("weight", 1, UP), "differs", "has an update with inf times the norm", FROZEN),
     (
         faults.norm_of_rank_one,
         2,
         ("gradient norm", 1, ""),
         "differs",
-        "is not the same on all ranks: on rank 1 it is ",
-        {},
-    ),
-    (
-        faults.counter_of_rank_one,
-        2,
-        ("step counter", 1, "embed.weight"),
-        "differs",
-        "is not the same on all ranks: on rank 1 it is 2 where one process has 1",
+        "not the same on all ranks: on rank 1 it is ",
         {},
     ),
 ]
@@ -128,27 +101,13 @@ def test_a_planted_fault_is_found_named_and_placed(
     assert words in found.words
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize(("rate", "decay"), [(1e-3, 0.01), (1e-4, 0.1)])
-@pytest.mark.parametrize("times", [0, 2])
-def test_a_wrong_weight_decay_is_found_in_the_updates(
-    run_ranks: RunRanks, rate: float, decay: float, times: int
-) -> None:
-    optimizer_fn = partial(faults.adamw_with_decay, rate=rate, decay=decay)
-    shard_fn = partial(faults.decays, rate=rate, decay=decay * times)
+def test_a_wrong_weight_decay_is_found_in_the_updates(run_ranks: RunRanks) -> None:
+    optimizer_fn = partial(faults.adamw_with_decay, decay=0.01)
+    shard_fn = partial(faults.decays, decay=0.02)
     found = first(run_ranks, 2, shard_fn, optimizer_fn=optimizer_fn)
     assert (found.where, found.step, found.name) == FIRST
     assert found.words.startswith("has an update with ")
     assert found.error > found.allowed
-
-
-@pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_that_updates_otherwise_is_found(run_ranks: RunRanks, num_ranks: int) -> None:
-    found = first(run_ranks, num_ranks, faults.rate_of_rank_one, steps=1)
-    assert (found.where, found.step, found.kind) == ("weight", 1, "differs")
-    # The first weight has one piece on each rank, and that of rank 1 moves twice as far.
-    assert 1.0 < found.ratio < 2.0
 
 
 @pytest.mark.parametrize(

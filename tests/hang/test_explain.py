@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.hang.explain import Kind, explain, first_mismatch, listed, state_of, subject
+from megatron_fsdp.hang.explain import Kind, explain, listed, state_of, subject
 from megatron_fsdp.hang.log_file import (
     Logs,
     Mark,
@@ -310,40 +308,11 @@ def test_a_rank_that_was_reset_alone_is_named() -> None:
     assert text.startswith("rank 1 called reset() a different number of times than the other ranks")
 
 
-def _operations(kinds: list[tuple[Phase, int, int]]) -> dict[int, Record]:
-    found, so_far = {}, 0
-    for number, (phase, unit, num_bytes) in enumerate(kinds, 1):
-        so_far = fold(so_far, phase, unit, num_bytes)
-        found[number] = Record(
-            number, 0, 0, unit, phase, Mark.LAUNCHES, num_bytes=num_bytes, counted=number, hash=so_far
-        )
-    return found
-
-
-_KINDS = st.lists(st.tuples(st.sampled_from([Phase.GATHER, Phase.REDUCE]), st.integers(1, 5), st.just(64)), min_size=1)
-
-
-@given(_KINDS, st.data())
-def test_the_rank_of_three_that_differs_first_is_found(
-    kinds: list[tuple[Phase, int, int]], data: st.DataObject
-) -> None:
-    place = data.draw(st.integers(0, len(kinds) - 1))
-    odd = data.draw(st.integers(0, 2))
-    other = [*kinds]
-    other[place] = data.draw(
-        st.sampled_from([(Phase.GATHER, 6, 64), (kinds[place][0], kinds[place][1], 32), (Phase.NORM, 0, 0)])
-    )
-    by_rank = {rank: _operations(other if rank == odd else kinds) for rank in range(3)}
-    found = first_mismatch(by_rank)
-    assert found is not None
-    assert found[0] == place + 1
-    assert sorted(found[1], key=len) == [(odd,), tuple(rank for rank in range(3) if rank != odd)]
-
-
-@given(_KINDS, st.integers(0, 5))
-def test_ranks_of_which_one_is_ahead_do_not_differ(kinds: list[tuple[Phase, int, int]], behind: int) -> None:
-    by_rank = {0: _operations(kinds), 1: _operations(kinds[: max(0, len(kinds) - behind)])}
-    assert first_mismatch(by_rank) is None
+def test_a_rank_that_is_behind_in_the_same_operations_is_told_so() -> None:
+    logs = [Story().gather(1).gather(2).gather(3).wait(3).log(rank, 3) for rank in (0, 2)]
+    kind, ranks, text = _found(*logs, Story().gather(1).gather(2).wait(2).log(1, 3))
+    assert (kind, ranks) == (Kind.BEHIND, (1,))
+    assert text.startswith("rank 1 is behind: it waits for the weights of b in the forward of step 0\n")
 
 
 def test_a_difference_before_what_the_logs_hold_is_told_as_such() -> None:

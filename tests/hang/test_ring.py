@@ -127,22 +127,6 @@ def test_counts_and_hashes_start_again_with_a_reset_and_a_goodbye_comes_last(
     assert log.words == "KeyError: 'uncaught'"
 
 
-_OPERATIONS = st.tuples(st.sampled_from(Phase), st.integers(0, 2**40), st.integers(0, 2**40))
-
-
-@given(st.lists(_OPERATIONS, max_size=6), st.data())
-def test_hashes_tell_sequences_apart(operations: list[tuple[Phase, int, int]], data: st.DataObject) -> None:
-    def total(sequence: list[tuple[Phase, int, int]]) -> int:
-        so_far = 0
-        for operation in sequence:
-            so_far = fold(so_far, *operation)
-        return so_far
-
-    other = data.draw(st.permutations(operations))
-    assert (total(operations) == total(other)) == (operations == other)
-    assert total([*operations, (Phase.GATHER, 0, 0)]) != total(operations)
-
-
 # ---- folders -------------------------------------------------------------------------------------------------------
 
 

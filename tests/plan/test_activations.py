@@ -154,11 +154,14 @@ def test_nothing_but_the_loss_is_left_and_every_gradient_arrives_once() -> None:
     assert sorted(arrived) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_model_is_left_as_it_was() -> None:
+def test_loops_over_experts_are_planned_as_grouped_products_and_the_model_is_left_as_it_was() -> None:
     with torch.device("meta"):
-        model = build_small("mixtral")
+        model: Any = build_small("mixtral", experts_implementation="eager")
     before = [(name, id(param), param.grad) for name, param in model.named_parameters()]
-    profile_compute(model, on_meta(token_batch()), unit_names=unit_names("mixtral"), recompute="full")
+    batch, names = on_meta(token_batch()), unit_names("mixtral")
+    looped = profile_compute(model, batch, unit_names=names, kernels="cpu", recompute="full")
+    assert looped == profile_on_meta(CASES["mixtral"], "full")
+    assert model.config._experts_implementation == "eager"
     assert [(name, id(param), param.grad) for name, param in model.named_parameters()] == before
     for module in model.modules():
         assert "forward" not in module.__dict__

@@ -6,15 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.activations import Answers, LiveStorages, operator_bytes, operator_flops, tensors_of
-
-SIZES = st.integers(1, 40)
+from megatron_fsdp.plan.activations import Answers, operator_bytes, operator_flops, tensors_of
 
 
 class Costs(TorchDispatchMode):
@@ -44,14 +39,6 @@ def cost(function: Callable[..., Tensor], *shapes: tuple[int, ...], backward: bo
     return costs
 
 
-@given(rows=SIZES, inner=SIZES, columns=SIZES)
-def test_a_product_is_two_per_multiply_and_add(rows: int, inner: int, columns: int) -> None:
-    shapes = (rows, inner), (columns, inner)
-    assert cost(F.linear, *shapes).flops == 2 * rows * inner * columns
-    assert cost(F.linear, *shapes).moved_bytes == 4 * (rows * inner + inner * columns + rows * columns)
-    assert cost(F.linear, *shapes, backward=True).flops == 4 * rows * inner * columns
-
-
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
@@ -74,36 +61,14 @@ def test_grouped_products_count_each_row_once() -> None:
     assert cost(grouped, (12, 16), (3, 16, 24), backward=True).flops == 2 * 2 * 12 * 16 * 24
 
 
-def test_views_unwritten_memory_and_tables_that_are_looked_up_move_nothing() -> None:
+def test_operands_and_results_move_but_no_views_unwritten_memory_and_tables_that_are_looked_up() -> None:
+    assert cost(F.linear, (5, 3), (2, 3)).moved_bytes == 4 * (5 * 3 + 2 * 3 + 5 * 2)
     assert cost(lambda x: x.view(4, 6).t()[1:], (24,)).moved_bytes == 0
     assert cost(torch.empty_like, (24,)).moved_bytes == 0
     assert cost(lambda x: x.add_(1), (24,)).moved_bytes == 2 * 24 * 4
     assert cost(lambda x: x.expand(10, 24) + 1, (24,)).moved_bytes == 24 * 4 + 10 * 24 * 4
     assert cost(lambda table: table[torch.zeros(5, dtype=torch.int64)], (1000, 8)).moved_bytes < 1000
     assert cost(lambda table: F.embedding(torch.zeros(5, dtype=torch.int64), table), (1000, 8)).moved_bytes < 1000
-
-
-def note(live: LiveStorages, operands: list[Tensor], result: Tensor) -> Tensor:
-    live.note(operands, tensors_of((result,)))
-    return result
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_storages_count_once_and_until_they_die(device: str) -> None:
-    live, before = LiveStorages(), torch.empty(100, device=device)
-    assert [id(t) for t in tensors_of((before, 3, [before, None], "x"))] == [id(before)] * 2  # also in lists
-    first = note(live, [], torch.empty(10, device=device))
-    view = note(live, [first], first[2:])
-    note(live, [before], before[5:])
-    assert live.now_bytes == 40
-    del first
-    assert live.now_bytes == 40
-    second = note(live, [view], torch.empty(3, dtype=torch.float64, device=device))
-    assert live.now_bytes == 64
-    del view
-    assert live.now_bytes == 24
-    note(live, [second], second.resize_(5))
-    assert live.now_bytes == 40
 
 
 class Asked(TorchDispatchMode):
@@ -127,31 +92,3 @@ def test_conditions_get_the_answer_of_a_full_batch() -> None:
         assert (mask.sum() == mask.numel()).item() is True
         assert torch.tensor(3.5).item() == 3.5  # values that are there are told
         assert not torch.tensor(False)
-
-
-def test_numbers_and_shapes_of_values_are_refused() -> None:
-    numbers = torch.empty(3, device="meta")
-    with Asked():
-        with pytest.raises(ConfigurationError, match=r"asks for the value of a tensor \(torch.float32\)"):
-            numbers.sum().item()
-        with pytest.raises(ConfigurationError, match=r"aten.nonzero.default has no shape without values"):
-            numbers.nonzero()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_products_have_the_shapes_of_real_ones(dtype: torch.dtype) -> None:
-    def shapes(device: str) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        rows = torch.ones(12, 16, dtype=dtype, device=device)
-        stack = torch.ones(3, 16, 24, dtype=dtype, device=device)
-        offsets = torch.tensor([2, 5, 12], dtype=torch.int32).to(device)
-        right = torch.ones(12, 24, dtype=dtype, device=device)
-        many = torch.ones(3, 12, 16, dtype=dtype, device=device)
-        products = [
-            torch._grouped_mm(rows, stack, offs=offsets),
-            torch._grouped_mm(rows.t(), right, offs=offsets),
-            torch._grouped_mm(many, stack),
-        ]
-        return [(tuple(product.shape), product.dtype) for product in products]
-
-    with Asked():
-        assert shapes("meta") == shapes("cpu")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp.config.precision import MixedPrecisionPolicy, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine
 from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import Plan, plan, plan_workload, recommend
 from megatron_fsdp.plan.replay import INNER, OUTER, Wires
-from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Piece, Setup
+from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Setup
 from tests.support.formulas import (
     exchange_scratch_bytes,
     footprint_of,
@@ -223,15 +223,6 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
     assert set(OPTIMIZERS) == {"sgd", "momentum", "adamw", "adamw-fused", "adamw-loop", "adamw8bit", "muon"}
 
 
-def test_eight_bits_take_two_bytes_a_scale_for_each_block_that_begins_here_and_a_counter() -> None:
-    kind, precision = OPTIMIZERS["adamw8bit"], resolve_precision(MixedPrecisionPolicy(), BF16)
-    state = [kind.state_bytes(Piece("w", *ends, precision)) for ends in ((0, 512), (100, 600), (300, 400), (7, 7))]
-    assert state == [2 * (512 + 4 * 2) + 4, 2 * (500 + 4 * 2) + 4, 2 * 100 + 4, 4]
-    pieces = [Piece("w", 100, 600, precision), Piece("v", 0, 256 * 5000, precision)]
-    assert kind.borrowed_bytes(pieces) == 4 * (2 * (3 + 5000) + 7 * 2**20 + 2 * (256 + 255))
-    assert kind.borrowed_bytes(pieces[:1]) == 4 * (2 * 3 + 6 * 500 + 3 * 256 + 2 * (256 + 255))
-
-
 def test_eight_bits_leave_ten_of_sixteen_bytes_of_a_parameter() -> None:
     plans = [plan("llama-3.2-1b", 1, optimizer=name) for name in ("adamw", "adamw8bit")]
     assert [round(each.memory.held_bytes / each.workload.total_numel, 2) for each in plans] == [16.0, 10.03]
@@ -330,7 +321,7 @@ def test_parameters_without_gradients_have_no_state() -> None:
         model.register_module("unused", nn.Linear(FEATURES, FEATURES, bias=False, dtype=BF16))
     numel = sum(param.numel() for param in model.parameters())
     found = plan(model, 2, inputs=_rows(2), loss_fn=_sum, fsdp_unit_modules=[Floor], optimizer="adamw-fused")
-    second = plan_workload(found.workload, found.setup.but(device_rank=1), found.machine)
+    second = plan_workload(found.workload, replace(found.setup, device_rank=1), found.machine)
     held = [each.memory for each in (found, second)]
     assert [each.compute_weights for each in held] == [2 * numel // 2] * 2
     counters = 2 * 4 * (len(list(model.parameters())) - 1)

@@ -10,11 +10,9 @@ from megatron_fsdp.trace.timeline import (
     BROKEN,
     DONE,
     END,
-    OPTIMIZER,
     TOLD,
     Collective,
     Counts,
-    MemorySample,
     Raw,
     StepLog,
     StepWindow,
@@ -49,24 +47,6 @@ def _life(number: int, first: int, before: Any, after: Any, lane: str = "gather"
     return [(TOLD, first + late, number, Moment[name], lane, sent.get(name)) for name, late in at.items()]
 
 
-def test_phases_nest_and_samples_stand_where_phases_begin() -> None:
-    found = build(
-        (BEGIN, 10, Phase.FORWARD, 0, 64),
-        (BEGIN, 20, Phase.FORWARD, 1, 96),
-        (END, 50, Phase.FORWARD, 1),
-        (END, 90, Phase.FORWARD, 0),
-        (BEGIN, 95, OPTIMIZER, 0, None),
-        (END, 99, OPTIMIZER, 0),
-    )
-    assert found.spans == (
-        span("forward", 10, 90),
-        span("forward", 20, 50, depth=1, unit=1),
-        span("optimizer", 95, 99),
-    )
-    assert found.memory == (MemorySample(0, 0, 10, 64), MemorySample(0, 1, 20, 96))
-    assert found.steps == (StepWindow(0, 0, 99),)
-
-
 def test_a_collective_from_its_moments() -> None:
     before, after = (NOTHING, (2, 0, 50, 0)), (NOTHING, (3, 0, 80, 0))
     launches, launched, *rest = _life(7, 200, before, after)
@@ -88,17 +68,6 @@ def test_a_collective_from_its_moments() -> None:
     )
 
 
-def test_the_local_work_on_a_reduction_is_shown_and_the_axis_is_the_one_that_sent() -> None:
-    records = _life(0, 100, (NOTHING, NOTHING), ((0, 1, 0, 24), NOTHING), lane="outer")
-    found = build((BEGIN, 90, Phase.REDUCE_OUTER, 1, None), *records, (END, 300, Phase.REDUCE_OUTER, 1))
-    (one,) = found.collectives
-    assert (one.purpose, one.axis, one.lane, one.num_bytes, one.done_ns) == ("reduce", "outer", "outer", 24, 210)
-    assert found.spans[1:] == (
-        span("blocked", 200, 210, depth=1, unit=1),
-        span("local sum", 210, 230, depth=1, unit=1),
-    )
-
-
 def test_on_streams_what_arrives_before_the_wait_blocks_nobody() -> None:
     early = [
         (TOLD, 100, 0, Moment.LAUNCHES, "reduce", (NOTHING,)),
@@ -111,10 +80,6 @@ def test_on_streams_what_arrives_before_the_wait_blocks_nobody() -> None:
     found = build_timeline([_step(0, 0, tuple(early))], _times(400), ("dp",), EMPTY)
     assert found.collectives[0].in_flight == (100, 150)
     assert found.collectives[0].blocked == (300, 300)
-
-
-def test_what_sent_nothing_is_no_collective() -> None:
-    assert build(*_life(0, 100, (NOTHING, NOTHING), (NOTHING, NOTHING))).collectives == ()
 
 
 def test_an_exception_leaves_out_what_it_ended() -> None:

@@ -1,6 +1,5 @@
 """Folders of timelines: exact data back, refusals that say what is wrong, and events by the rules of their format."""
 
-import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,13 +17,12 @@ from megatron_fsdp.trace.files import (
     STEPS_THREAD,
     chrome_events,
     read_timelines,
-    stack_rows,
     write_chrome,
     write_timeline,
 )
 from megatron_fsdp.trace.timeline import Timeline
 from tests.trace.synthetic import KNOWN, collective
-from tests.trace.test_summary import INTERVALS, nested_timelines
+from tests.trace.test_summary import nested_timelines
 
 
 def test_what_is_written_comes_back_and_viewers_can_read_it(tmp_path: Path) -> None:
@@ -41,21 +39,6 @@ def test_what_is_written_comes_back_and_viewers_can_read_it(tmp_path: Path) -> N
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     check(events)
     assert {event["pid"] for event in events} == {0, 1}
-
-
-@settings(max_examples=25)
-@given(nested_timelines())
-def test_any_timeline_comes_back(tmp_path_factory: pytest.TempPathFactory, timeline: Timeline) -> None:
-    folder = tmp_path_factory.mktemp("any")
-    write_timeline(folder, timeline)
-    assert read_timelines(folder) == (timeline,)
-
-
-def test_a_newer_recording_replaces_an_older_one(tmp_path: Path) -> None:
-    write_timeline(tmp_path, KNOWN)
-    newer = replace(KNOWN, spans=())
-    write_timeline(tmp_path, newer)
-    assert read_timelines(tmp_path) == (newer,)
 
 
 def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
@@ -221,25 +204,7 @@ def test_collectives_that_overlap_get_threads_of_their_own() -> None:
     assert "gather lane (2)" in names
 
 
-def test_ranks_are_processes_and_their_arrows_have_different_ids() -> None:
-    events = chrome_events([KNOWN, replace(KNOWN, rank=1)])
-    check(events)
-    assert {e["pid"] for e in events} == {0, 1}
-    assert len({e["id"] for e in events if e["ph"] == "s"}) == 2
-
-
 @settings(max_examples=40)
 @given(nested_timelines())
 def test_any_timeline_makes_good_events(timeline: Timeline) -> None:
     check(chrome_events([timeline, replace(timeline, rank=7)]))
-
-
-@given(INTERVALS)
-def test_rows_keep_apart_what_overlaps_and_are_few(intervals: list[tuple[int, int]]) -> None:
-    ordered = sorted(intervals)
-    rows = stack_rows(ordered)
-    for row in set(rows):
-        mine = [interval for interval, place in zip(ordered, rows, strict=True) if place == row]
-        assert all(left[1] <= right[0] for left, right in itertools.pairwise(mine))
-    together = max((sum(start <= t < end for start, end in ordered) for t in range(61)), default=0)
-    assert max(rows, default=-1) + 1 <= max(together, 1 if ordered else 0) + sum(s == e for s, e in ordered)

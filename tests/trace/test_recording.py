@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
+from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, TraceError
@@ -20,8 +20,6 @@ from tests.support.tower import FLOORS, tower_loss
 from tests.trace import training
 from tests.trace.training import Loop, bucketed_tower, data, sharded_tower, train
 
-FEW_BITS = MixedPrecisionPolicy(outer_grad_comm_format="int4")
-
 
 def _both(how: str, strategy: int, loop: Loop) -> tuple[dict[str, Any], dict[str, Any], Timeline]:
     """Values without a recording, values with one, and the recording."""
@@ -29,7 +27,6 @@ def _both(how: str, strategy: int, loop: Loop) -> tuple[dict[str, Any], dict[str
         "flat": lambda: sharded_tower(strategy),
         "hsdp": lambda: sharded_tower(strategy, outer=(0, 2, 2)),
         "hfsdp": lambda: sharded_tower(strategy, outer=(1, 2, 2)),
-        "few bits": lambda: sharded_tower(strategy, outer=(0, 2, 2), mixed_precision_policy=FEW_BITS),
         "ddp": lambda: bucketed_tower(shards=bool(strategy)),
     }[how]
     without, _ = train(make(), loop, is_traced=False)
@@ -112,6 +109,7 @@ def test_strategies(run_ranks: RunRanks, strategy: int) -> None:
             assert phases["install", 0] == phases["finalise", 0] == phases["optimizer", 0] == 1
 
 
+@pytest.mark.full(short=["hfsdp"])
 @pytest.mark.parametrize("how", ["hsdp", "hfsdp"])
 def test_hybrid_sharding_has_an_outer_lane(run_ranks: RunRanks, how: str) -> None:
     found = run_ranks(4, _both, how, 3, training.plain)
@@ -129,16 +127,7 @@ def test_hybrid_sharding_has_an_outer_lane(run_ranks: RunRanks, how: str) -> Non
             assert (count["gather"], count["reduce"]) == (expected.gathers, expected.reductions)
 
 
-def test_gradients_in_few_bits_cross_in_two_collectives_of_their_unit(run_ranks: RunRanks) -> None:
-    for without, values, timeline in run_ranks(4, _both, "few bits", 3, training.plain):
-        _check_all(without, values, timeline)
-        for step in (0, 1):
-            across = [one for one in timeline.collectives if (one.lane, one.step) == ("outer", step)]
-            assert Counter((one.purpose, one.unit) for one in across) == {
-                ("reduce", unit): 2 for unit in range(FLOORS + 1)
-            }
-
-
+@pytest.mark.full(short=["True"])
 @pytest.mark.parametrize("shards", [False, True])
 def test_buckets_of_the_ddp_wrapper(run_ranks: RunRanks, shards: bool) -> None:
     for without, values, timeline in run_ranks(2, _both, "ddp", int(shards), training.plain):

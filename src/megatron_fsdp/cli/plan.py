@@ -28,7 +28,6 @@ from megatron_fsdp.plan.planning import (
     Plan,
     Recommendation,
     Workload,
-    WorkloadOptions,
     make_workload,
     plan_workload,
     recommend,
@@ -222,14 +221,15 @@ def _ranks(args: argparse.Namespace) -> ParallelRanks:
 
 def _workload(args: argparse.Namespace, ranks: ParallelRanks) -> Workload:
     loss_fn: Any = None if args.loss is None else import_by_path(args.loss, "--loss")
-    asked = WorkloadOptions(
+    return make_workload(
+        args.model,
+        ranks,
         inputs=None if args.inputs is None else _inputs(args.inputs),
         loss_fn=loss_fn,
         sequence_length=args.sequence_length,
         micro_batch=args.micro_batch_size,
         dtype=None if args.dtype is None else dtype_from_name(args.dtype, "--dtype"),
     )
-    return make_workload(args.model, ranks, asked)
 
 
 def _inputs(path: str) -> Any:
@@ -306,8 +306,8 @@ def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str,
     setup, options = _setup_of_job(job), job.options
     model = options.model.hf_config or options.model.hf_model
     if model is not None:
-        asked = WorkloadOptions(job.seq_length, job.batch.micro, job.dtype, name=str(model))
-        return make_workload(model, setup.ranks, asked), setup, job.notices
+        shape: dict[str, Any] = {"sequence_length": job.seq_length, "micro_batch": job.batch.micro}
+        return make_workload(model, setup.ranks, dtype=job.dtype, name=str(model), **shape), setup, job.notices
     vocab_size = _BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
     if vocab_size is None:
         raise ConfigurationError(
@@ -333,14 +333,15 @@ def _decoder_workload(
     with torch.device("meta"):
         decoder = Decoder(model_shape(options, vocab_size)).to(dtype)
         tokens = torch.empty(shape, dtype=torch.long)
-    asked = WorkloadOptions(
+    return make_workload(
+        decoder,
+        ranks,
         inputs=tokens,
         loss_fn=lambda logits: next_token_loss(logits, tokens),
         fsdp_unit_modules=[Block],
         name=name,
         tokens=tokens.numel(),
     )
-    return make_workload(decoder, ranks, asked)
 
 
 def _check_job(job: Job, path: Path) -> None:

@@ -124,6 +124,13 @@ class State:
         return self.failure is not None and self.failure.phase in _COMMUNICATES
 
     @property
+    def own_error_ns(self) -> int | None:
+        """When it raised an error that did not come from communication."""
+        if self.failure is not None:
+            return None if self.waited_in_vain else self.failure.time_ns
+        return self.last.time_ns if self.doing is Doing.ENDED and self.log.words else None
+
+    @property
     def quiet_s(self) -> float:
         """Seconds without any event before the rank was last seen."""
         return (self.seen_ns - self.last.time_ns) / 1e9
@@ -132,6 +139,61 @@ class State:
     def count(self) -> int:
         """Operations started since the start or the last reset."""
         return max(self.operations, default=0)
+
+    # ---- in words: predicates of a sentence about the rank --------------------------------------------------------
+
+    @property
+    def phase_told(self) -> str:
+        """Its phase."""
+        assert self.phase is not None
+        return _WAITING[self.phase].format(unit=self.log.writer.units[self.unit].label)
+
+    @property
+    def place_told(self) -> str:
+        """The place of its phase, such as `in the forward of step 3`."""
+        return where(self.last.step, self)
+
+    @property
+    def doing_told(self) -> str:
+        """What it is doing."""
+        if self.phase is None:
+            return "has not called the model yet"
+        if self.doing is Doing.ENDED:
+            return "has ended its program"
+        if self.doing is Doing.FAILED:
+            return f"raised an error while it {self.phase_told}"
+        if self.doing is Doing.OUTSIDE:
+            return f"runs code outside of the model (the last it did there: {self.phase_told}, step {self.last.step})"
+        return f"{self.phase_told} {self.place_told}"
+
+    @property
+    def death_told(self) -> str:
+        """How its process ended."""
+        process = self.log.writer.process
+        which = f"(process {process.pid} on {process.host})"
+        if self.was_terminated:
+            return f"was ended by SIGTERM {which}"
+        return f"died without a word {which}, as after kill -9 or when memory runs out"
+
+    @property
+    def stack_told(self) -> tuple[str, ...]:
+        """Its Python stack when SIGTERM ended it, line by line."""
+        stack = self.log.termination.rpartition("(most recent call first)")[2].splitlines()
+        frames = [line for line in stack if line.startswith("  File ")][:_FRAMES_SHOWN]
+        return ("when SIGTERM came it ran, innermost first:", *frames) if frames else ()
+
+    @property
+    def unit_told(self) -> tuple[str, ...]:
+        """What the unit of its phase holds, if it has one: a line."""
+        has_unit = self.phase is not None and self.phase not in ON_REQUEST
+        return (unit_told(self.log.writer.units[self.unit]),) if has_unit else ()
+
+    @property
+    def process_told(self) -> str:
+        """What is known of its process, in a word."""
+        if self.said_goodbye or self.was_terminated:
+            return "ended" if self.said_goodbye else "SIGTERM"
+        return {True: "alive", False: "dead", None: "elsewhere"}[self.log.alive]
 
 
 def state_of(log: RankLog) -> State:
@@ -239,7 +301,7 @@ class Explanation:
         sentences = [text for finding in self.findings for text in finding.sentences]
         rows = [
             f"  rank {row.rank}{f' model {row.model}' if row.model else ''}{' (odd)' if row.is_odd else ''}: "
-            f"{row.doing}; {row.operations} operations, quiet for {seconds(row.quiet_s)}, process {row.process}"
+            f"{row.doing}; {row.operations} operations, quiet for {row.quiet_s:.1f} s, process {row.process}"
             for row in sorted(self.rows, key=lambda row: not row.is_odd)[:_ROWS_SHOWN]
         ]
         more = [f"  and {len(self.rows) - len(rows)} more"] if len(self.rows) > len(rows) else []
@@ -248,21 +310,18 @@ class Explanation:
 
 def explain(logs: Logs, after_s: float) -> Explanation:
     """Explain why a run stands still; a rank that waits hangs when nothing has happened for `after_s` seconds."""
-    states = [state_of(log) for log in logs.ranks]
     sets: dict[tuple[int, tuple[int, ...]], list[State]] = {}
-    for state in states:
-        sets.setdefault((state.log.writer.model, state.log.writer.peers), []).append(state)
-    findings = {key: _Ranks(key[1], members, after_s).find() for key, members in sets.items()}
-    rows = [_row(state, findings[state.log.writer.model, state.log.writer.peers]) for state in states]
-    return Explanation(tuple(findings.values()), tuple(rows), logs.remarks)
-
-
-def _row(state: State, finding: Finding) -> Row:
-    process = {True: "alive", False: "dead", None: "elsewhere"}[state.log.alive]
-    process = "ended" if state.said_goodbye else "SIGTERM" if state.was_terminated else process
-    writer = state.log.writer
-    doing = doing_told(state, writer.units)
-    return Row(writer.rank, writer.model, writer.rank in finding.ranks, doing, state.quiet_s, state.count, process)
+    for log in logs.ranks:
+        sets.setdefault((log.writer.model, log.writer.peers), []).append(state_of(log))
+    findings, rows = [], []
+    for (model, peers), members in sets.items():
+        finding = _Ranks(peers, members, after_s).find()
+        findings.append(finding)
+        rows += [
+            Row(s.rank, model, s.rank in finding.ranks, s.doing_told, s.quiet_s, s.count, s.process_told)
+            for s in members
+        ]
+    return Explanation(tuple(findings), tuple(rows), logs.remarks)
 
 
 class _Ranks:
@@ -272,17 +331,14 @@ class _Ranks:
         self.peers = peers
         self.states = {state.rank: state for state in members}
         self.after_s = after_s
-        self.units = members[0].log.writer.units
-        self.newest_ns = max(state.seen_ns for state in self.states.values())
+        self.newest_ns = max(state.seen_ns for state in members)
 
     def find(self) -> Finding:
         """Find what is odd; causes come before their consequences."""
         # Differences come before ends: back ends end a process that receives what it does not expect.
-        for look in (self._missing, self._different, self._over, self._elsewhere):
-            finding = look()
-            if finding is not None:
-                return replace(finding, sentences=tuple(dict.fromkeys(finding.sentences)))
-        return Finding(Kind.NOTHING)
+        looks = (self._missing, self._different, self._over, self._elsewhere)
+        found = next((finding for look in looks if (finding := look()) is not None), Finding(Kind.NOTHING))
+        return replace(found, sentences=tuple(dict.fromkeys(found.sentences)))
 
     def _stuck(self) -> list[State]:
         """Return the ranks that communicate and have been quiet for too long, or whose wait ended in an error."""
@@ -308,11 +364,8 @@ class _Ranks:
         began_ns = max(state.log.writer.started_ns for state in self.states.values())
         if not missing or (self.newest_ns - began_ns) / 1e9 < self.after_s:
             return None
-        told = (
-            f"{listed(missing)} left no log here: never started, stopped before its model was wrapped, or writes to "
-            "another folder"
-        )
-        return Finding(Kind.MISSING, missing, (told, *self._others_told(missing)))
+        told = "left no log here: never started, stopped before its model was wrapped, or writes to another folder"
+        return self._odd(Kind.MISSING, missing, f"{listed(missing)} {told}")
 
     def _over(self) -> Finding | None:
         """Find ranks whose process or pass is over while others go on: the first of them.
@@ -320,7 +373,7 @@ class _Ranks:
         A rank that stood still before its process died, while others waited, is reported as standing still.
         """
         stuck = self._stuck()
-        own = {rank: at for rank, state in self.states.items() if (at := _own_error_ns(state)) is not None}
+        own = {rank: at for rank, state in self.states.items() if (at := state.own_error_ns) is not None}
         dead = {rank: self.states[rank] for rank in self._gone()}
         gone = {rank: state.seen_ns for rank, state in dead.items() if not (stuck and self._stands_still(state))}
         first_own = min(own.values(), default=None)
@@ -333,8 +386,7 @@ class _Ranks:
             rank for rank, state in self.states.items() if state.doing is Doing.ENDED and not state.waited_in_vain
         )
         if ended and stuck:
-            told = f"{listed(ended)} ended its program, while others go on"
-            return Finding(Kind.ENDED, ended, (told, *self._others_told(ended)))
+            return self._odd(Kind.ENDED, ended, f"{listed(ended)} ended its program, while others go on")
         return None
 
     def _gone(self) -> list[int]:
@@ -342,53 +394,33 @@ class _Ranks:
 
         A rank whose communication failed first is not the cause, however it ended.
         """
+        silent_s = {rank: (self.newest_ns - state.seen_ns) / 1e9 for rank, state in self.states.items()}
         if all(state.is_gone for state in self.states.values()):
             unsuspecting = [rank for rank, state in self.states.items() if state.failure is None]
             if 0 < len(unsuspecting) < len(self.states):  # the others still saw communication fail
                 return unsuspecting
-            return [rank for rank, state in self.states.items() if self._silent_s(state) > 2 * _UNSURE_S]
+            return [rank for rank in self.states if silent_s[rank] > 2 * _UNSURE_S]
         return [
             rank
             for rank, state in self.states.items()
             if not state.waited_in_vain
             and state.doing is not Doing.ENDED
-            and (state.is_gone or (state.is_gone is None and self._silent_s(state) > _SILENT_S))
+            and (state.is_gone or (state.is_gone is None and silent_s[rank] > _SILENT_S))
         ]
-
-    def _silent_s(self, state: State) -> float:
-        return (self.newest_ns - state.seen_ns) / 1e9
 
     def _raised(self, ranks: tuple[int, ...]) -> Finding:
         state = self.states[ranks[0]]
-        place = f"outside of the model in step {state.last.step}"
-        is_inside = state.failure is not None or state.is_inside
-        if is_inside:
+        place, unit = f"outside of the model in step {state.last.step}", ()
+        if state.failure is not None or state.is_inside:
             # A hook of autograd fails untold, in the backward of a unit that never ends.
-            place = f"while it {phase_told(state, self.units)} {where(state.last.step, state)}"
-        told = f"{listed(ranks)} raised an error {place}"
-        words = tuple(f"  {line}" for line in state.log.words.splitlines())
-        unit = self._unit_line(state) if is_inside else ()
-        return Finding(Kind.RAISED, ranks, (f"{told}:", *words, *unit, *self._others_told(ranks)))
+            place, unit = f"while it {state.phase_told} {state.place_told}", state.unit_told
+        words = (f"  {line}" for line in state.log.words.splitlines())
+        return self._odd(Kind.RAISED, ranks, f"{listed(ranks)} raised an error {place}:", *words, *unit)
 
     def _died(self, ranks: tuple[int, ...]) -> Finding:
         state = self.states[ranks[0]]
-        told = f"{listed(ranks)} {self._death_told(ranks[0])}; the last thing known: it {doing_told(state, self.units)}"
-        stack = self._stack_told(ranks[0])
-        return Finding(Kind.DIED, ranks, (told, *stack, *self._unit_line(state), *self._others_told(ranks)))
-
-    def _death_told(self, rank: int) -> str:
-        """Say how the process of a rank ended, as the predicate of a sentence."""
-        process = self.states[rank].log.writer.process
-        which = f"(process {process.pid} on {process.host})"
-        if self.states[rank].was_terminated:
-            return f"was ended by SIGTERM {which}"
-        return f"died without a word {which}, as after kill -9 or when memory runs out"
-
-    def _stack_told(self, rank: int) -> tuple[str, ...]:
-        """Return the Python stack of a rank when SIGTERM ended it."""
-        stack = self.states[rank].log.termination.rpartition("(most recent call first)")[2].splitlines()
-        frames = [line for line in stack if line.startswith("  File ")][:_FRAMES_SHOWN]
-        return ("when SIGTERM came it ran, innermost first:", *frames) if frames else ()
+        told = f"{listed(ranks)} {state.death_told}; the last thing known: it {state.doing_told}"
+        return self._odd(Kind.DIED, ranks, told, *state.stack_told, *state.unit_told)
 
     # ---- ranks that do something else ---------------------------------------------------------------------------
 
@@ -411,18 +443,18 @@ class _Ranks:
                 "first that all logs hold"
             )
             return Finding(Kind.DIFFERENT, ranks, (told, _ADVICE))
-        does = [f"{subject(camp)} {operation_told(operation, self.units)}" for camp, operation in odd]
+        units = self.states[others[0]].log.writer.units
+        does = [f"{subject(camp)} {operation_told(operation, units)}" for camp, operation in odd]
         place = f"(operation {number}, {where(usual.step, usual)})"
-        told = f"{', '.join(does)} where {subject(others)} {operation_told(usual, self.units)} {place}"
-        unit = () if usual.phase in ON_REQUEST else (unit_told(self.units[usual.unit]),)
+        told = f"{', '.join(does)} where {subject(others)} {operation_told(usual, units)} {place}"
+        unit = () if usual.phase in ON_REQUEST else (unit_told(units[usual.unit]),)
         return Finding(Kind.DIFFERENT, ranks, (told, *unit, *self._stuck_told(), _ADVICE))
 
     def _reset_alone(self) -> Finding:
         by_epoch: dict[int, list[int]] = {}
         for rank, state in self.states.items():
             by_epoch.setdefault(state.last.epoch, []).append(rank)
-        fewest = min(by_epoch.values(), key=len)
-        odd = tuple(fewest)
+        odd = tuple(min(by_epoch.values(), key=len))
         told = f"{listed(odd)} called reset() a different number of times than the other ranks; call it on every rank"
         return Finding(Kind.RESET, odd, (told, *self._stuck_told()))
 
@@ -434,17 +466,19 @@ class _Ranks:
             return None
         elsewhere = [state for state in self.states.values() if not state.waits and not state.waited_in_vain]
         if elsewhere:
-            ranks = tuple(state.rank for state in elsewhere)
-            told = [f"rank {s.rank} {doing_told(s, self.units)} since {seconds(s.quiet_s)}" for s in elsewhere[:4]]
+            told = [f"rank {each.rank} {each.doing_told} since {each.quiet_s:.1f} s" for each in elsewhere[:4]]
             more = (f"and {len(elsewhere) - 4} more",) if len(elsewhere) > 4 else ()
-            ends = self._later_deaths_told(ranks)
-            return Finding(Kind.ELSEWHERE, ranks, (*told, *more, *ends, *self._others_told(ranks)))
+            gone = self._gone()
+            dead = [each for each in elsewhere if each.rank in gone or each.was_terminated]
+            ends = [f"after that rank {each.rank} {each.death_told}" for each in dead[:4]]
+            ranks = tuple(each.rank for each in elsewhere)
+            return self._odd(Kind.ELSEWHERE, ranks, *told, *more, *ends, *(dead[0].stack_told if dead else ()))
         counts = {rank: state.count for rank, state in self.states.items()}
         least = min(counts.values())
-        behind = tuple(rank for rank, count in counts.items() if count == least)
         if least < max(counts.values()):
-            told_behind = f"{listed(behind)} is behind: it {doing_told(self.states[behind[0]], self.units)}"
-            return Finding(Kind.BEHIND, behind, (told_behind, *self._others_told(behind)))
+            behind = tuple(rank for rank, count in counts.items() if count == least)
+            told_behind = f"{listed(behind)} is behind: it {self.states[behind[0]].doing_told}"
+            return self._odd(Kind.BEHIND, behind, told_behind)
         if len(stuck) < len(self.states):
             return None
         told_equal = (
@@ -453,44 +487,28 @@ class _Ranks:
         )
         return Finding(Kind.EQUAL, (), (told_equal, *self._stuck_told()))
 
-    def _later_deaths_told(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Say how odd ranks ended after they had stood still."""
-        gone = self._gone()
-        dead = [rank for rank in ranks if rank in gone or self.states[rank].was_terminated]
-        told = [f"after that rank {rank} {self._death_told(rank)}" for rank in dead[:4]]
-        return (*told, *(self._stack_told(dead[0]) if dead else ()))
-
     # ---- sentences ----------------------------------------------------------------------------------------------
 
-    def _others_told(self, odd: Sequence[int]) -> tuple[str, ...]:
-        """Say what the other ranks do, and what the unit of the first that waits holds."""
-        return self._told([state for rank, state in self.states.items() if rank not in odd])
+    def _odd(self, kind: Kind, ranks: tuple[int, ...], *told: str) -> Finding:
+        """Make a finding of what is told of its ranks, and of what the others do."""
+        others = self._told([state for rank, state in self.states.items() if rank not in ranks])
+        return Finding(kind, ranks, (*told, *others))
 
     def _stuck_told(self) -> tuple[str, ...]:
         return self._told([state for state in self.states.values() if state.waits or state.waited_in_vain])
 
     def _told(self, states: Sequence[State]) -> tuple[str, ...]:
+        """Say what some ranks do, and what the unit of the first that waits holds."""
         doing: dict[str, list[State]] = {}
         for state in states:
-            doing.setdefault(doing_told(state, self.units), []).append(state)
+            doing.setdefault(state.doing_told, []).append(state)
         lines = []
         for what, alike in doing.items():
             number = f" (operation {alike[0].count})" if alike[0].count and alike[0].waits else ""
-            quiet = seconds(max(state.quiet_s for state in alike))
-            lines.append(f"{subject(state.rank for state in alike)} {what}{number} since {quiet}")
-        waiting = [state for state in states if state.waits or state.waited_in_vain]
-        return (*lines, *(self._unit_line(waiting[0]) if waiting else ()))
-
-    def _unit_line(self, state: State) -> tuple[str, ...]:
-        """Say what the unit of a rank's operation holds, if it has one."""
-        return (unit_told(self.units[state.unit]),) if state.phase is not None and state.phase not in ON_REQUEST else ()
-
-
-def _own_error_ns(state: State) -> int | None:
-    """Return when a rank raised an error that did not come from communication."""
-    if state.failure is not None:
-        return None if state.waited_in_vain else state.failure.time_ns
-    return state.last.time_ns if state.doing is Doing.ENDED and state.log.words else None
+            quiet_s = max(state.quiet_s for state in alike)
+            lines.append(f"{subject(state.rank for state in alike)} {what}{number} since {quiet_s:.1f} s")
+        first = next((state for state in states if state.waits or state.waited_in_vain), None)
+        return (*lines, *(() if first is None else first.unit_told))
 
 
 # ---- the first operation in which ranks differ -----------------------------------------------------------------------
@@ -540,11 +558,6 @@ def subject(ranks: Iterable[int]) -> str:
     return f"each of {told}" if told.startswith("ranks") else told
 
 
-def seconds(value: float) -> str:
-    """Format a time with one decimal."""
-    return f"{value:.1f} s"
-
-
 def where(step: int, at: Record | State) -> str:
     """Name the place of an event, such as `in the forward of step 3`; steps count from 0, as optimizer steps do."""
     if not at.in_backward and at.phase in _BETWEEN:
@@ -556,26 +569,6 @@ def operation_told(operation: Record, units: Sequence[UnitFacts]) -> str:
     """Describe an operation, as the predicate of a sentence about one rank."""
     size = f" ({operation.num_bytes} bytes)" if operation.num_bytes else ""
     return _WAITING[operation.phase].format(unit=units[operation.unit].label) + size
-
-
-def doing_told(state: State, units: Sequence[UnitFacts]) -> str:
-    """Describe what a rank is doing, as the predicate of a sentence about it."""
-    if state.phase is None:
-        return "has not called the model yet"
-    if state.doing is Doing.ENDED:
-        return "has ended its program"
-    doing = phase_told(state, units)
-    if state.doing is Doing.FAILED:
-        return f"raised an error while it {doing}"
-    if state.doing is Doing.OUTSIDE:
-        return f"runs code outside of the model (the last it did there: {doing}, step {state.last.step})"
-    return f"{doing} {where(state.last.step, state)}"
-
-
-def phase_told(state: State, units: Sequence[UnitFacts]) -> str:
-    """Describe the phase of a rank, as the predicate of a sentence."""
-    assert state.phase is not None
-    return _WAITING[state.phase].format(unit=units[state.unit].label)
 
 
 def unit_told(unit: UnitFacts) -> str:

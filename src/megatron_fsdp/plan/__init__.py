@@ -1,7 +1,7 @@
 """The planner: memory, communication and time of a run, worked out without hardware by the engine's own code."""
 
 from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
-from megatron_fsdp.plan.planning import Plan, Recommendation, WorkloadOptions, plan, recommend
+from megatron_fsdp.plan.planning import Plan, Recommendation, make_workload, plan, recommend
 from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Setup
 
 __all__ = [
@@ -12,8 +12,8 @@ __all__ = [
     "Plan",
     "Recommendation",
     "Setup",
-    "WorkloadOptions",
     "find_machine",
+    "make_workload",
     "plan",
     "recommend",
 ]

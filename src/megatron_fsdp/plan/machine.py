@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.setup import nearest_name
+from megatron_fsdp.plan.setup import one_of
 
 GIB = 1 << 30
 _MAY_BE_ZERO = {"reserved_bytes", "link_latency_s", "network_latency_s", "operator_s", "fp8_flops"}
@@ -184,6 +184,4 @@ def find_machine(name: str) -> Machine:
     Raises:
         ConfigurationError: There is none of this name.
     """
-    if name not in MACHINES:
-        raise ConfigurationError(f"machine {name!r} is not known; {nearest_name(name, MACHINES)}")
-    return MACHINES[name]
+    return one_of(f"machine {name!r} is not known", name, MACHINES)

@@ -13,7 +13,7 @@ from torch import nn
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
-from megatron_fsdp.plan.setup import nearest_name
+from megatron_fsdp.plan.setup import one_of
 
 ModelSpec = str | Path | Mapping[str, Any] | Callable[[], nn.Module] | nn.Module
 """The ways to specify a model; see `build_meta_model`."""
@@ -68,19 +68,15 @@ def comes_from_config(spec: ModelSpec) -> bool:
 
 def _resolve(text: str) -> Mapping[str, Any] | Path | Callable[[], nn.Module]:
     """Resolve a string to a preset's config, a path or a function."""
-    if text in PRESETS:
-        return PRESETS[text]
-    if Path(text).exists():
+    if Path(text).exists() and text not in PRESETS:
         return Path(text)
     if ":" in text:
         found = import_by_path(text, "model")
         if not callable(found):
             raise ConfigurationError(f"{text!r} is a {type(found).__name__}; give a function or class to call")
         return found
-    raise ConfigurationError(
-        f"{text!r} is no preset, no path of a config and no import path 'package.module:function'; "
-        f"{nearest_name(text, PRESETS)}"
-    )
+    what = f"{text!r} is no preset, no path of a config and no import path 'package.module:function'"
+    return one_of(what, text, PRESETS)
 
 
 def read_config(source: str | Path) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -28,28 +28,14 @@ def muon_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class MuonWork:
-    """What Muon computes and sends in a step, shared over ranks by whole matrices.
+    """What Muon computes and sends in a step, shared over ranks by whole matrices."""
 
-    Attributes:
-        ranks: Replicas included.
-        matrices: Their number; a stack counts as its matrices.
-        numel: Their elements.
-        flops: Of Newton-Schulz iteration, all ranks together.
-        busiest_flops: Of the rank that has most to do.
-        least_flops: That some rank has to do at least, however whole matrices are shared: the costliest one, or of the
-            n ranks' n + 1 costliest twice the last, and so on.
-        busiest_numel: Elements of the matrices of the rank that owns most.
-        largest_numel: Of the largest matrix.
-    """
-
-    ranks: int
-    matrices: int
-    numel: int
-    flops: int
-    busiest_flops: int
-    least_flops: int
-    busiest_numel: int
-    largest_numel: int
+    ranks: int  # replicas included
+    matrices: int  # their number; a stack counts as its matrices
+    numel: int  # their elements
+    flops: int  # of Newton-Schulz iteration, all ranks together
+    busiest_flops: int  # of the rank that has most to do
+    largest_numel: int  # elements of the largest matrix
 
     @property
     def imbalance(self) -> float:
@@ -57,19 +43,9 @@ class MuonWork:
         return self.busiest_flops * self.ranks / max(1, self.flops)
 
     @property
-    def is_least(self) -> bool:
-        """Whether no sharing of whole matrices leaves the busiest rank less to do."""
-        return self.busiest_flops == self.least_flops
-
-    @property
     def sent_bytes(self) -> float:
         """Bytes that a rank sends in a step, there and back; mean of all ranks, its own part included."""
         return 2 * _BYTES * self.numel / self.ranks
-
-    @property
-    def sent_imbalance(self) -> float:
-        """Bytes of the busiest rank over the mean: operands, of which all send alike, and owners' results."""
-        return (1 + self.busiest_numel * self.ranks / max(1, self.numel)) / 2
 
     @property
     def borrowed_bytes(self) -> int:
@@ -94,27 +70,15 @@ class MuonWork:
         )
 
 
-def muon_work(shapes: Sequence[Sequence[int]], ranks: int) -> MuonWork:
-    """Share the iteration of some matrices, (..., rows, columns), over ranks as the optimizer does.
+def single_matrices(shapes: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Return FLOPs and elements of every matrix of some, (..., rows, columns), of which each of a stack is one."""
+    single = [shape[-2:] for shape in shapes for _ in range(math.prod(shape[:-2]))]
+    return [newton_schulz_flops(each, NEWTON_SCHULZ_STEPS) for each in single], [math.prod(each) for each in single]
 
-    Every matrix of a stack counts for itself.
-    """
-    single = [
-        (math.prod(shape[:-2]), newton_schulz_flops(shape[-2:], NEWTON_SCHULZ_STEPS), math.prod(shape[-2:]))
-        for shape in shapes
-    ]
-    flops, numels = ([each[place] for each in single for _ in range(each[0])] for place in (1, 2))
-    loads, owned = [0] * ranks, [0] * ranks
-    for owner, numel in zip(assign_owners(flops, loads), numels, strict=True):
-        owned[owner] += numel
-    costliest = sorted(flops, reverse=True)[::ranks]
-    return MuonWork(
-        ranks,
-        len(flops),
-        sum(numels),
-        sum(flops),
-        max(loads),
-        max((count * cost for count, cost in enumerate(costliest, 1)), default=0),
-        max(owned),
-        max(numels, default=0),
-    )
+
+def muon_work(shapes: Iterable[Sequence[int]], ranks: int) -> MuonWork:
+    """Share the iteration of some matrices over ranks as the optimizer does."""
+    flops, numels = single_matrices(shapes)
+    loads = [0] * ranks
+    assign_owners(flops, loads)
+    return MuonWork(ranks, len(flops), sum(numels), sum(flops), max(loads), max(numels, default=0))

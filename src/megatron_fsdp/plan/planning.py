@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,16 +60,15 @@ def plan(
         ranks: Their number; or sizes by axis: `dp_shard`, `dp_outer`, `tp`, `cp`, `pp`, `ep`.
         strategy: On the sharding axis, as `zero_dp_strategy` of `fully_shard`.
         machine: A preset's name or a machine.
-        options: Any field of `WorkloadOptions` (the model's inputs and units) and any other field of `Setup`
+        options: Any further argument of `make_workload` (the model's inputs and units) and any other field of `Setup`
             (strategies, dtypes, batch, optimizer, recomputation), whose members may be given by name.
 
     Raises:
         ConfigurationError: Something is not known or cannot be; sizes raise its subclass ParallelSizeError.
     """
-    own = {field.name for field in fields(WorkloadOptions)}
-    asked = WorkloadOptions(**{name: value for name, value in options.items() if name in own})
-    setup = make_setup(ranks, strategy=strategy, **{name: value for name, value in options.items() if name not in own})
-    workload = make_workload(model, setup.ranks, asked)
+    own = options.keys() & inspect.signature(make_workload).parameters
+    setup = make_setup(ranks, strategy=strategy, **{name: options[name] for name in options.keys() - own})
+    workload = make_workload(model, setup.ranks, **{name: options[name] for name in own})
     return plan_workload(workload, setup, machine if isinstance(machine, Machine) else find_machine(machine))
 
 
@@ -88,25 +87,28 @@ class Workload:
     unit_modules: UnitModules = None  # as `fully_shard` takes them
     total_numel: int = 0  # parameters of the whole model
     share: DecoderShare | None = None  # where formulas stand for the module's forward; None: it is run without memory
-    notes: tuple[str, ...] = field(default=())  # what was assumed, in words
-
-    @property
-    def saved_buffer_bytes(self) -> int:
-        """Bytes of the module's buffers that state dicts hold."""
-        saved = self.module.state_dict()
-        return sum(saved[name].nbytes for name, _ in self.module.named_buffers() if name in saved)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the module's buffers."""
-        return sum(buffer.nbytes for buffer in self.module.buffers())
+    notes: tuple[str, ...] = ()  # what was assumed, in words
 
 
-@dataclass(frozen=True)
-class WorkloadOptions:
-    """What one rank is given, besides the model.
+def make_workload(
+    model: ModelSpec,
+    ranks: ParallelRanks,
+    *,
+    sequence_length: int | None = None,
+    micro_batch: int | None = None,
+    dtype: torch.dtype | None = None,
+    fsdp_unit_modules: UnitModules = None,
+    inputs: Any = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    stage: int = 0,
+    name: str | None = None,
+    tokens: int | None = None,
+) -> Workload:
+    """Build one rank's share of a model and of a microbatch.
 
-    Attributes:
+    Args:
+        model: As for `plan`.
+        ranks: Along each axis.
         sequence_length: Tokens of a sequence, over all context-parallel ranks; None: 4096. Not with `inputs`.
         micro_batch: Sequences per rank and microbatch; None: 1. Not with `inputs`.
         dtype: Of models that are built from a config; None: bfloat16. Functions and models have their own.
@@ -118,52 +120,30 @@ class WorkloadOptions:
         tokens: How many tokens `inputs` hold; None: as many as the first tensor has samples.
 
     Raises:
-        ConfigurationError: A count is impossible, or without effect.
+        ConfigurationError: A count is impossible, or without effect, or the model cannot be planned like that.
     """
-
-    sequence_length: int | None = None
-    micro_batch: int | None = None
-    dtype: torch.dtype | None = None
-    fsdp_unit_modules: UnitModules = None
-    inputs: Any = None
-    loss_fn: Callable[[Any], torch.Tensor] | None = None
-    stage: int = 0
-    name: str | None = None
-    tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for argument in ("sequence_length", "micro_batch"):
-            count = getattr(self, argument)
-            if count is not None and self.inputs is not None:
-                raise ConfigurationError(
-                    f"{argument}={count} has no effect on inputs of your own; leave one of them out"
-                )
-            if count is not None and not (is_count(count) and count <= _MOST_TOKENS):
-                known = f"give a whole number from 1 to {_MOST_TOKENS:,}"
-                raise ConfigurationError(f"invalid {argument}={count!r}: {known}")
-
-
-def make_workload(model: ModelSpec, ranks: ParallelRanks, asked: WorkloadOptions) -> Workload:
-    """Build one rank's share of a model and of a microbatch."""
-    dtype = (asked.dtype or torch.bfloat16) if comes_from_config(model) else asked.dtype
-    module = build_meta_model(model, dtype)
+    for argument, count in (("sequence_length", sequence_length), ("micro_batch", micro_batch)):
+        if count is not None and inputs is not None:
+            raise ConfigurationError(f"{argument}={count} has no effect on inputs of your own; leave one of them out")
+        if count is not None and not (is_count(count) and count <= _MOST_TOKENS):
+            raise ConfigurationError(f"invalid {argument}={count!r}: give a whole number from 1 to {_MOST_TOKENS:,}")
+    module = build_meta_model(model, (dtype or torch.bfloat16) if comes_from_config(model) else dtype)
     config: Any = getattr(module, "config", None)
     given = model if isinstance(model, str) else getattr(config, "model_type", None) or type(module).__name__
-    label, total = asked.name or given, sum(param.numel() for param in module.parameters())
+    label, total = name or given, sum(param.numel() for param in module.parameters())
     divided = [f"{axis}={size}" for axis, size in ranks.divided.items()]
-    if asked.stage and not divided:
-        raise ConfigurationError(f"stage={asked.stage} does not exist; with pp=1 there is stage 0")
-    if asked.inputs is not None:
+    if stage and not divided:
+        raise ConfigurationError(f"stage={stage} does not exist; with pp=1 there is stage 0")
+    if inputs is not None:
         if divided:
             raise not_modelled(divided[0], "it has inputs of its own")
-        tokens = asked.tokens or _samples(asked.inputs)
-        return Workload(label, module, asked.inputs, tokens, asked.loss_fn, asked.fsdp_unit_modules, total)
-    rows, length = asked.micro_batch or 1, asked.sequence_length or _SEQUENCE_LENGTH
+        return Workload(label, module, inputs, tokens or _samples(inputs), loss_fn, fsdp_unit_modules, total)
+    rows, length = micro_batch or 1, sequence_length or _SEQUENCE_LENGTH
     notes = _notes(module, length)
-    if not divided:
-        inputs = _token_inputs(module, rows, length)
-        return Workload(label, module, inputs, rows * length, None, asked.fsdp_unit_modules, total, notes=notes)
-    return share_workload(label, DecoderShare(module, ranks, rows, length, asked.stage), notes)
+    if divided:
+        return share_workload(label, DecoderShare(module, ranks, rows, length, stage), notes)
+    batch = _token_inputs(module, rows, length)
+    return Workload(label, module, batch, rows * length, None, fsdp_unit_modules, total, notes=notes)
 
 
 def share_workload(name: str, share: DecoderShare, notes: tuple[str, ...] = ()) -> Workload:
@@ -389,13 +369,14 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
 
 def _rank_memory(workload: Workload, model: PlannedModel, profile: ComputeProfile, step: ReplayedStep) -> RankMemory:
     """Count the bytes of a rank: by the engine's layouts, and by the moment of the step that holds most."""
+    buffers, saved = dict(workload.module.named_buffers()), workload.module.state_dict()
     return RankMemory(
         *held_bytes(model.groups),
         optimizer_bytes(model, profile.used),
-        workload.buffer_bytes,
+        sum(buffer.nbytes for buffer in buffers.values()),
         profile.input_bytes,
         away_bytes(model, profile.used),
-        saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
+        saving_bytes(model, profile.used) + sum(saved[name].nbytes for name in buffers.keys() & saved.keys()),
         step.peak,
     )
 
@@ -505,7 +486,7 @@ def _plans_with_homes(workload: Workload, plans: Sequence[Plan], machine: Machin
         for given, among in (({"optimizer_state": "host"}, own), ({"main_weights": "host"}, own), ("host", sharded)):
             if among:
                 least = min(among, key=lambda plan: plan.memory.peak_bytes)
-                setup = least.setup.but(homes=resolve_homes(given, least.setup.strategy))
+                setup = replace(least.setup, homes=resolve_homes(given, least.setup.strategy))
                 found.append(plan_workload(workload, setup, machine, least.profile))
     return found
 
@@ -516,7 +497,8 @@ def _candidates(setup: Setup, machine: Machine, recompute: Recompute) -> Iterato
     for strategy in ShardingStrategy:
         if setup.ranks.ep > 1 and strategy is not ShardingStrategy.optim_grads_params:
             continue  # experts that are divided over ranks are sharded with everything else
-        yield setup.but(
+        yield replace(
+            setup,
             ranks=replace(setup.ranks, dp_shard=data_ranks, dp_outer=1),
             policy=replace(setup.policy, outer_grad_comm_format=None),
             strategy=strategy,
@@ -525,7 +507,8 @@ def _candidates(setup: Setup, machine: Machine, recompute: Recompute) -> Iterato
         )
     for inner in _inner_sizes(setup.ranks, machine, data_ranks):
         for outer in (ShardingStrategy.no_shard, ShardingStrategy.optim):
-            yield setup.but(
+            yield replace(
+                setup,
                 ranks=replace(setup.ranks, dp_shard=inner, dp_outer=data_ranks // inner),
                 strategy=ShardingStrategy.optim_grads_params,
                 outer_strategy=outer,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import nlargest
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from megatron_fsdp.config.engine_options import MemoryOptions, default_memory_options
 from megatron_fsdp.config.homes import Homes
@@ -17,18 +17,21 @@ from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.optim.adamw8bit import BLOCK, CHUNK
 from megatron_fsdp.sharding.placement import placements_for
 
+Known = TypeVar("Known")
+
 Recompute = Literal["none", "full", "selective", "every_second_product", "mlp"]
 """What backward recomputes: nothing; whole layers (every unit but the root); the core of attention, which is all of it
 but its products with weights (as in Megatron-LM); whole layers but for the results of attention and of every second
 product; or the MLP (or mixture) of layers."""
 
 
-def nearest_name(given: str, known: Iterable[str]) -> str:
-    """Make the end of an error message: the nearest known name, and all of them."""
-    names = list(known)
-    nearest = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.4)
+def one_of(what: str, given: str, known: Mapping[str, Known]) -> Known:
+    """Look a name up; the error begins with `what`, and ends with the nearest known name and all of them."""
+    if given in known:
+        return known[given]
+    nearest = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"{hint}choose one of {', '.join(names)}"
+    raise ConfigurationError(f"{what}; {hint}choose one of {', '.join(known)}")
 
 
 Backend = Literal["nccl", "gloo"]
@@ -47,6 +50,7 @@ class Piece(NamedTuple):
     start: int
     stop: int
     precision: ResolvedPrecision
+    kind: OptimizerKind
     is_away: bool = False  # its main weights rest elsewhere than on the device
     state_is_away: bool = False
 
@@ -59,6 +63,16 @@ class Piece(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of their main weights."""
         return self.numel * self.precision.main_params.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of their optimizer state."""
+        return self.kind.state_bytes(self)
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether their optimizer state rests elsewhere, and they themselves on the device, where a step needs both."""
+        return self.state_is_away and not self.is_away
 
 
 @dataclass(frozen=True)
@@ -130,9 +144,7 @@ denominator, its loop over parameters (the default on CPU) two for one parameter
 
 def find_optimizer(name: str) -> OptimizerKind:
     """Return the optimizer kind of this name."""
-    if name not in OPTIMIZERS:
-        raise ConfigurationError(f"optimizer {name!r} is not known; {nearest_name(name, OPTIMIZERS)}")
-    return OPTIMIZERS[name]
+    return one_of(f"optimizer {name!r} is not known", name, OPTIMIZERS)
 
 
 @dataclass(frozen=True)
@@ -207,10 +219,8 @@ def resolve_ranks(ranks: Ranks) -> ParallelRanks:
     given: object = ranks
     if not isinstance(given, Mapping) or not given:
         raise ConfigurationError(f"ranks={ranks!r}; give their number, or sizes by axis such as dict(dp_shard=8)")
-    known = list(ParallelRanks.__dataclass_fields__)
     for name in given:
-        if name not in known:
-            raise ConfigurationError(f"there is no axis {name!r}; {nearest_name(name, known)}")
+        one_of(f"there is no axis {name!r}", name, ParallelRanks.__dataclass_fields__)
     return ParallelRanks(**{"dp_shard": 1, **given})
 
 
@@ -312,10 +322,6 @@ class Setup:
         """Whether gradients are reduced during backward."""
         return self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
 
-    def but(self, **changes: Any) -> Setup:
-        """Return a copy with other values, checked anew."""
-        return replace(self, **changes)
-
 
 def make_setup(ranks: Ranks, **options: Any) -> Setup:
     """Make a setup of fields; strategies and optimizers may be given by name, and None stands for the default.
@@ -323,11 +329,9 @@ def make_setup(ranks: Ranks, **options: Any) -> Setup:
     Raises:
         ConfigurationError: A name is not known, or a value is not possible.
     """
-    find: dict[str, Callable[[Any], Any]] = {
-        "strategy": lambda given: resolve_strategy(given, "strategy"),
-        "outer_strategy": lambda given: resolve_strategy(given, "outer_strategy"),
-        "optimizer": lambda given: given if isinstance(given, OptimizerKind) else find_optimizer(given),
-    }
     chosen = {name: value for name, value in options.items() if value is not None}
-    found = {name: find[name](value) if name in find else value for name, value in chosen.items()}
-    return Setup(resolve_ranks(ranks), **found)
+    for name in {"strategy", "outer_strategy"} & chosen.keys():
+        chosen[name] = resolve_strategy(chosen[name], name)
+    if isinstance(chosen.get("optimizer"), str):
+        chosen["optimizer"] = find_optimizer(chosen["optimizer"])
+    return Setup(resolve_ranks(ranks), **chosen)

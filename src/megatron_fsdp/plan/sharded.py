@@ -26,7 +26,7 @@ from megatron_fsdp.engine.wrap import plan_units
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
-from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, OptimizerKind, Piece, Setup
+from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, Piece, Setup
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _META = torch.device("meta")
@@ -66,7 +66,7 @@ class PlannedModel:
     def muon(self) -> MuonWork | None:
         """What Muon computes and sends; None for another optimizer."""
         ranks = self.setup.ranks.dp_outer * self.setup.ranks.inner
-        return muon_work(list(self.matrices.values()), ranks) if self.matrices else None
+        return muon_work(self.matrices.values(), ranks) if self.matrices else None
 
     @property
     def groups(self) -> tuple[GroupPlan, ...]:
@@ -88,28 +88,22 @@ class PlannedModel:
 
         `used` names the parameters that get gradients, since an optimizer leaves others alone; None: all.
         """
-        trained = [piece for group in self.groups if group.requires_grad for piece in _pieces_of(group)]
+        trained = [piece for group in self.groups if group.requires_grad for piece in self.pieces_of(group)]
         return [piece for piece in trained if used is None or piece.name in used]
 
-    def stepped(self, used: Collection[str] | None = None) -> list[tuple[OptimizerKind, list[Piece]]]:
-        """List the optimizers and the pieces that each of them updates, Muon's matrices last; `used` as above."""
-        others = [piece for piece in self.pieces(used) if piece.name not in self.matrices]
-        matrices = [piece for piece in self.pieces(used) if piece.name in self.matrices]
-        return [(self.setup.optimizer, others), (OPTIMIZERS["momentum"], matrices)]
-
-
-def _pieces_of(group: GroupPlan) -> list[Piece]:
-    """List what of each parameter is in this rank's main weights."""
-    return [
-        Piece(
-            info.name,
-            *group.layout.range_in(index, group.main_region),
-            group.precision,
-            group.main_home.is_away,
-            group.homes.optimizer_state.is_away,
-        )
-        for index, info in enumerate(group.spec.parameters)
-    ]
+    def pieces_of(self, group: GroupPlan) -> list[Piece]:
+        """List what of each parameter of a group is in this rank's main weights."""
+        return [
+            Piece(
+                info.name,
+                *group.layout.range_in(index, group.main_region),
+                group.precision,
+                OPTIMIZERS["momentum"] if info.name in self.matrices else self.setup.optimizer,
+                group.main_home.is_away,
+                group.homes.optimizer_state.is_away,
+            )
+            for index, info in enumerate(group.spec.parameters)
+        ]
 
 
 def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules = None) -> PlannedModel:
@@ -186,8 +180,7 @@ def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None, *,
 
     `used` names the parameters that get gradients (None: all).
     """
-    stepped = model.stepped(used)
-    return sum(kind.state_bytes(piece) for kind, pieces in stepped for piece in pieces if piece.state_is_away is away)
+    return sum(piece.state_bytes for piece in model.pieces(used) if piece.state_is_away is away)
 
 
 def away_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
@@ -201,14 +194,13 @@ def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     State that rests elsewhere comes group by group, while main weights are on the device. `used` as for
     `optimizer_bytes`.
     """
-    (kind, pieces), _ = model.stepped(used)
-    here = [piece for piece in pieces if not piece.is_away]
+    kind, muon = model.setup.optimizer, 0 if model.muon is None else model.muon.borrowed_bytes
+    here = [piece for piece in model.pieces(used) if piece.kind is kind and not piece.is_away]
     paged = [
-        sum(kind.state_bytes(piece) for piece in _pieces_of(group) if piece.state_is_away and not piece.is_away)
+        sum(piece.state_bytes for piece in model.pieces_of(group) if piece.comes_and_goes)
         for group in model.groups
         if group.requires_grad
     ]
-    muon = 0 if model.muon is None else model.muon.borrowed_bytes
     return max(kind.borrowed_bytes(here) + max(paged, default=0), muon)
 
 
@@ -218,15 +210,14 @@ def home_step_s(model: PlannedModel, machine: Machine, used: Collection[str] | N
     The host steps what rests there and sends the new weights back; state that rests there alone comes and goes.
     Gradients leave during backward, which hides them.
     """
-    stepped = sent = 0
-    for kind, pieces in model.stepped(used):
-        stepped += sum(kind.passes_per_param * piece.num_bytes for piece in pieces if piece.is_away)
-        sent += sum(piece.num_bytes for piece in pieces if piece.is_away)
-        sent += 2 * sum(kind.state_bytes(piece) for piece in pieces if piece.state_is_away and not piece.is_away)
+    pieces = model.pieces(used)
+    stepped = sum(piece.kind.passes_per_param * piece.num_bytes for piece in pieces if piece.is_away)
+    sent = sum(piece.num_bytes for piece in pieces if piece.is_away)
+    sent += 2 * sum(piece.state_bytes for piece in pieces if piece.comes_and_goes)
     return stepped / machine.host_bytes_per_s + sent / machine.host_link_bytes_per_s
 
 
 def saving_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """Count the bytes of a checkpoint of this rank: main weights without padding, and optimizer state."""
-    weights = sum(piece.num_bytes for group in model.groups for piece in _pieces_of(group))
+    weights = sum(piece.num_bytes for group in model.groups for piece in model.pieces_of(group))
     return weights + optimizer_bytes(model, used) + optimizer_bytes(model, used, away=True)
