@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=float, metavar="X", help="allowed difference, relative (default: by dtype)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
     add("--device", metavar="NAME", help="cpu, cuda, ...; default: accelerators if there are enough")
+    add(
+        "--invariance",
+        action="store_true",
+        help="in place of training: compute one microbatch in several ways, and name the module and the operator that "
+        "give other bits, so that runs with --deterministic world could not be the same on any number of ranks",
+    )
     add("--no-checkpoint", dest="checkpoint", action="store_false", help="leave the checkpoint round trip out")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for all of it (default 600)")
     add_json(parser)
@@ -67,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     model_fn, batch = _what(args)
     strategies = (0, 1, 2, 3) if "all" in args.strategy else tuple(int(each) for each in args.strategy)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ranks get the same path
+    if args.invariance:
+        return _invariance(args, model_fn, batch)
     same = ("ranks", "steps", "microbatches", "reduction", "seed", "tolerance", "checkpoint", "device")
     report = check_parity(
         model_fn,
@@ -86,6 +95,20 @@ def run(args: argparse.Namespace) -> int:
     if not report.judged:
         return EXIT_ERROR
     return EXIT_SAME if report.passed else EXIT_DIFFERENT
+
+
+def _invariance(args: argparse.Namespace, model_fn: Any, batch: Any) -> int:
+    from megatron_fsdp.doctor import check_invariance
+
+    same = {name: getattr(args, name) for name in ("ranks", "microbatches", "seed", "device")}
+    found = check_invariance(model_fn, batch, loss_fn=args.loss, timeout_s=args.timeout, **same)
+    if args.json:
+        write_json({"passed": not found, "differences": [asdict(each) for each in found]})
+    else:
+        for each in found:
+            write_line(each.told())
+        write_line(f"{'DIFFERS' if found else 'passed'}: one microbatch, computed in 4 ways")
+    return EXIT_DIFFERENT if found else EXIT_SAME
 
 
 def _what(args: argparse.Namespace) -> tuple[Any, Any]:
