@@ -23,7 +23,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_fsdp.config.precision import GRADIENT_FORMAT_NAMES
-from megatron_fsdp.train.failures import MEETING_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "optimizer-curves.json"
@@ -35,26 +34,6 @@ RATE = 3e-3
 Losses = Mapping[str, Sequence[float]]
 """By the name of a run the mean loss of each 20 steps in nats per byte; last the loss on held-out text."""
 
-_INSTEAD_OF_FP8 = """
-import sys
-from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS
-from megatron_fsdp.train.program import main
-WEIGHT_FORMATS["fp8"] = WEIGHT_FORMATS["{}"]
-main(sys.argv[1:])
-"""
-"""What a rank runs in place of the trainer's module."""
-
-_ACROSS = """
-import sys
-from dataclasses import replace
-from megatron_fsdp.ddp import resolve
-from megatron_fsdp.train.program import main
-policy = resolve._policy
-resolve._policy = lambda config: replace(policy(config), outer_grad_comm_format="{}" or None)
-main(sys.argv[1:])
-"""
-"""The same for a gradient format."""
-
 
 @dataclass(frozen=True)
 class CurveRun:
@@ -63,30 +42,15 @@ class CurveRun:
     optimizer: str  # of `--optimizer`
     rate: float = RATE
     ranks: int = 1
-    gather: str = ""  # the flags of a weight format
-    stead: str = ""  # the weight format that stands in for that of the flag, as the trainer has flags for two alone
+    weight_format: str = ""  # of gathered weights; empty: none
     outer: str | None = None  # the gradient format over an outer axis of all ranks; "": none, None: no such axis
 
     @property
     def name(self) -> str:
         """Return a name for the file."""
-        parts = self.optimizer, f"rate {self.rate:g}", f"{self.ranks} ranks", self.stead or self.gather
+        parts = self.optimizer, f"rate {self.rate:g}", f"{self.ranks} ranks", self.weight_format
         across = "" if self.outer is None else f"outer {self.outer or 'float32'}"
         return ", ".join(filter(None, (*parts, across)))
-
-    def program(self) -> list[str]:
-        """Return the arguments of Python that begin the command line of the trainer."""
-        if self.outer is not None:
-            return ["-c", _ACROSS.format(self.outer)]
-        return ["-c", _INSTEAD_OF_FP8.format(self.stead)] if self.stead else ["-m", "megatron_fsdp.train"]
-
-    def variables(self, folder: str) -> list[dict[str, str]]:
-        """Return what the environment of each process has besides: what the launcher tells a rank, where none does."""
-        common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-        if not self.stead and self.outer is None:
-            return [common]
-        of_all = {**common, "WORLD_SIZE": str(self.ranks), MEETING_VARIABLE: f"file://{folder}/meeting"}
-        return [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.ranks)]
 
     def words(self) -> list[str]:
         """Return the command line of the trainer; 4 samples a step on any ranks."""
@@ -105,19 +69,20 @@ class CurveRun:
             "--log-interval": 100,
             "--exit-duration-in-mins": 600,
         }
-        sharded = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
-        sharded += self.gather.split()
+        formats: dict[str, object] = {}
+        if self.weight_format:
+            formats["--megatron-fsdp-weight-format"] = self.weight_format
         if self.outer is not None:
-            sharded += ["--num-distributed-optimizer-instances", str(self.ranks)]
-        is_sharded = self.gather or self.outer is not None
-        return [*(str(word) for pair in asked.items() for word in pair), *(sharded if is_sharded else ())]
+            formats["--num-distributed-optimizer-instances"] = self.ranks
+        if self.outer:
+            formats["--megatron-fsdp-outer-grad-comm-format"] = self.outer
+        sharded = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"] if formats else []
+        return [*(str(word) for pair in {**asked, **formats}.items() for word in pair), *sharded]
 
 
 FORMATS = {
-    "fp8": CurveRun("adam", gather="--fp8-param-gather"),
-    "fp8_compute": CurveRun("adam", gather="--fp8-param-gather --keep-fp8-transpose-cache"),
-    **{each: CurveRun("adam", gather="--fp8-param-gather", stead=each) for each in ("fp8_row", "fp8_tile", "mxfp8")},
-    "nvfp4": CurveRun("adam", gather="--fp4-param-gather"),
+    name: CurveRun("adam", weight_format=name)
+    for name in ("fp8", "fp8_compute", "fp8_row", "fp8_tile", "mxfp8", "nvfp4")
 }
 """Runs by their weight format."""
 
@@ -138,13 +103,9 @@ RUNS = (
 def measure(run: CurveRun) -> list[float]:
     """Train; returns the entry of the run in `Losses`."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *run.program(), *run.words(), "--out", folder]
-        ranks = [
-            subprocess.Popen(command, env={**os.environ, **own}, stdout=subprocess.DEVNULL)
-            for own in run.variables(folder)
-        ]
-        if sum(rank.wait() != 0 for rank in ranks):
-            raise RuntimeError(f"{run.name} failed; its ranks have said why")
+        command = [sys.executable, "-m", "megatron_fsdp.train", *run.words(), "--out", folder]
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+        subprocess.run(command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, check=True)
         steps, held_out = (
             [json.loads(line)["loss"] for line in Path(folder, name).read_text("utf-8").splitlines()]
             for name in ("metrics.jsonl", "evaluations.jsonl")

@@ -22,7 +22,7 @@ from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options, with_param_gather
+from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options, with_formats
 from megatron_fsdp.config.hang_log import checked_timeout, resolve_hang_log
 from megatron_fsdp.config.homes import HomesArgument
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
@@ -148,7 +148,7 @@ class MegatronFSDP(nn.Module):
         given = dict(locals())
         check_policy(mixed_precision_policy)
         config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
-        policy = with_param_gather(policy, config)
+        policy = with_formats(policy, config)
         refuse_unsupported(vars(config))
         config = replace(
             config,

@@ -35,6 +35,8 @@ _BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
 def _values_of(field: dataclasses.Field[Any]) -> st.SearchStrategy[Any]:
     if field.name == "use_custom_fsdp":
         return st.just(False)  # the other value is another field's, with a warning
+    if field.name == "megatron_fsdp_weight_format":
+        return st.sampled_from([(), ("fp8",), ("*.head.*=none", "*=nvfp4")])
     return st.sampled_from(CHOICES[field.name]) if field.name in CHOICES else _BY_TYPE[field.type]
 
 
@@ -95,12 +97,14 @@ FIELDS: list[tuple[str, Any, Any]] = [
     ("megatron_fsdp_cuda_graph_mode", bool, False),
     ("megatron_fsdp_enable_fine_grained_param_gather", bool, False),
     ("megatron_fsdp_max_pool_double_buffer", bool, False),
-    ("gradient_accumulation_fusion", bool, False),  # of this package's class only
+    ("gradient_accumulation_fusion", bool, False),  # of this package's class only, from here on
+    ("megatron_fsdp_weight_format", tuple[str, ...], ()),
+    ("megatron_fsdp_outer_grad_comm_format", str | None, None),
 ]
 """Name, type and default of every field, in the order of the class."""
 
 
-def test_fields_are_those_of_the_published_classes_and_one_more() -> None:
+def test_fields_are_those_of_the_published_classes_and_three_more() -> None:
     found = dataclasses.fields(DistributedDataParallelConfig)
     assert [(field.name, field.type, field.default) for field in found] == FIELDS
     assert vars(DistributedDataParallelConfig()) == {name: default for name, _, default in FIELDS}

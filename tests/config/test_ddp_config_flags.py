@@ -71,6 +71,8 @@ FIELDS_WITHOUT_A_FLAG_THERE = {
     "fsdp_all_gather_in_start_param_sync",
     "megatron_fsdp_use_decoupled_grad",
     "megatron_fsdp_cuda_graph_mode",
+    "megatron_fsdp_weight_format",
+    "megatron_fsdp_outer_grad_comm_format",
 }
 
 ARGUMENTS: dict[Any, list[str]] = {
@@ -89,6 +91,13 @@ STORED: dict[Any, Any] = {
     torch.dtype | None: torch.float16,
     str: "optim",
 }
+
+
+BY_NAME: dict[str, Any] = {
+    "megatron_fsdp_weight_format": (["*.head=none", "fp8"], ("*.head=none", "fp8")),
+    "megatron_fsdp_outer_grad_comm_format": (["int8"], "int8"),
+}
+"""The same for fields whose type does not say what they take."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -136,7 +145,8 @@ def test_no_flags_give_the_default_of_the_class() -> None:
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_every_switch_turns_on_and_off_and_every_other_flag_takes_a_value(field: dataclasses.Field[Any]) -> None:
     if field.type is not bool:
-        assert parse(flag_of(field.name), *ARGUMENTS[field.type]) == alone(field.name, STORED[field.type])
+        words, stored = BY_NAME.get(field.name, (ARGUMENTS.get(field.type), STORED.get(field.type)))
+        assert parse(flag_of(field.name), *words) == alone(field.name, stored)
         return
     if field.name == "use_custom_fsdp":
         with pytest.warns(DeprecationWarning, match="use_custom_fsdp"):

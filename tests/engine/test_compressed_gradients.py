@@ -15,8 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard_model,
+)
 from megatron_fsdp.config.precision import GRADIENT_FORMAT_NAMES
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
@@ -24,7 +31,7 @@ from tests.conftest import RunRanks
 from tests.parallel.test_expert_parallel import HYBRIDS, TOP1
 from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of, tensor_arguments
 from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
-from tests.support.on_ranks import engine_of, on_ranks
+from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -520,6 +527,27 @@ def test_where_it_cannot_take_effect_every_rank_says_so() -> None:
             ConfigurationError, match=rf"^outer_grad_comm_format='int8' {told}.* leave outer_grad_comm_format"
         ):
             fully_shard_model(Parts(), fsdp_unit_modules=[Part], mixed_precision_policy=policy, **arguments())
+
+
+@on_ranks(4)
+def test_a_field_of_a_configuration_chooses_the_format_with_units_and_with_buckets() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    batch = torch.randn(6, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
+    units = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+    for options in (units, {"use_distributed_optimizer": True}):
+        sums = []
+        for form in (None, "int8"):
+            with fixed_seed(0):
+                net = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20))
+            fields = {**options, "num_distributed_optimizer_instances": 2, "megatron_fsdp_outer_grad_comm_format": form}
+            model = DistributedDataParallel(DistributedDataParallelConfig(**fields), net, mesh)
+            model(batch).square().mean().backward()
+            model.finish_grad_sync()
+            sums.append([param.grad.full_tensor() for param in model.parameters()])
+        largest = max(exact.abs().max() for exact in sums[0])  # parameters share blocks, and ranks' sums are larger
+        for exact, found in zip(*sums, strict=True):
+            assert not torch.equal(found, exact)
+            assert (found - exact).abs().max() <= 2 * largest / 127
 
 
 @on_ranks(2)

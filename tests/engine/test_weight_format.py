@@ -311,11 +311,16 @@ def test_fields_of_a_configuration_choose_a_format() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     sharded = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
     own = batch().part(dist.get_rank(), 2)
-    for switch, name in (("fp8_param_gather", "fp8"), ("fp4_param_gather", "nvfp4")):
-        config = DistributedDataParallelConfig(**{**sharded, switch: True})
+    choices: list[tuple[str, Any, str]] = [
+        ("fp8_param_gather", True, "fp8"),
+        ("fp4_param_gather", True, "nvfp4"),
+        ("megatron_fsdp_weight_format", ("mxfp8",), "mxfp8"),
+    ]
+    for field, value, name in choices:
+        config = DistributedDataParallelConfig(**{**sharded, field: value})
         model = DistributedDataParallel(config, build(Job(name)), mesh, fsdp_unit_modules=list(CASE.unit_classes))
         other, _ = wrap(Job(name))
         assert torch.equal(CASE.loss(model, own), CASE.loss(other, own))
         assert f"gather {name}" in str(model.describe())
-        with pytest.raises(ConfigurationError, match=f"{switch}=True has no effect without sharded weights"):
-            DistributedDataParallel(DistributedDataParallelConfig(**{switch: True}), build(Job(name)), mesh)
+        with pytest.raises(ConfigurationError, match=rf"{field}=.* has no effect with"):
+            DistributedDataParallel(DistributedDataParallelConfig(**{field: value}), build(Job(name)), mesh)

@@ -43,7 +43,7 @@ def test_tables_tell_the_held_out_loss_and_the_gap_to_adamw(tmp_path: Path) -> N
         "| AdamW | 1.000 | 1.000 | 1.000 |",
         "| Muon for matrices, AdamW for the rest | 0.500 | 1.000 | 1.000 |",
     ]
-    losses[CurveRun("adam", gather="--fp4-param-gather").name] = [3.5] * count + [1.5]
+    losses[FORMATS["nvfp4"].name] = [3.5] * count + [1.5]
     assert optimizer_bands(losses).splitlines()[2:] == [
         "| AdamW | +0.0000 | +0.00000 | 1.0000 |",
         "| AdamW, 2 ranks | +0.0000 | +0.00000 | 1.0000 |",

@@ -79,6 +79,10 @@ class DistributedDataParallelConfig:
         megatron_fsdp_max_pool_double_buffer: Double buffers that every unit fits; sets ``fsdp_double_buffer``.
         gradient_accumulation_fusion: Let the backward of linears write weight gradients straight into the bucket, or
             add to what is there.
+        megatron_fsdp_weight_format: Formats of gathered weights, as ``weight_format`` of ``MixedPrecisionPolicy``, in
+            words: ``"fp8"``, or ``"PATTERN=FORMAT"`` with ``fnmatch`` patterns of parameter names, the first that
+            matches, and ``none`` for none; needs sharded weights. Of this package only, as is the next.
+        megatron_fsdp_outer_grad_comm_format: Format in which gradients cross the outer axis of hybrid sharding.
 
     Raises:
         ConfigurationError: A value or a combination of values is not possible.
@@ -124,6 +128,8 @@ class DistributedDataParallelConfig:
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     megatron_fsdp_max_pool_double_buffer: bool = False
     gradient_accumulation_fusion: bool = False
+    megatron_fsdp_weight_format: tuple[str, ...] = ()
+    megatron_fsdp_outer_grad_comm_format: str | None = None
 
     def __post_init__(self) -> None:
         own = dataclasses.fields(DistributedDataParallelConfig)  # a subclass checks what it adds

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_fsdp.config.precision import DTYPE_NAMES, check_main_dtype
+from megatron_fsdp.config.precision import DTYPE_NAMES, GRADIENT_FORMAT_NAMES, check_main_dtype, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
 
@@ -49,6 +49,8 @@ EXCLUSIONS = (
     ),
     Exclusion("num_buckets", "bucket_size", "cut gradients into buckets"),
     Exclusion("fp8_param_gather", "fp4_param_gather", "choose the format in which parameters are kept and travel"),
+    Exclusion("megatron_fsdp_weight_format", "fp8_param_gather", "choose the format in which parameters travel"),
+    Exclusion("megatron_fsdp_weight_format", "fp4_param_gather", "choose the format in which parameters travel"),
     Exclusion("delay_wgrad_compute", "gradient_accumulation_fusion", "choose when linears compute weight gradients"),
 )
 
@@ -70,6 +72,7 @@ IMPLICATIONS = (
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "megatron_fsdp_version": (1, 2),
     "data_parallel_sharding_strategy": tuple(strategy.name for strategy in ShardingStrategy),
+    "megatron_fsdp_outer_grad_comm_format": GRADIENT_FORMAT_NAMES,
     "outer_dp_sharding_strategy": (ShardingStrategy.no_shard.name, ShardingStrategy.optim.name),
 }
 """The only values of a field, as it stores them."""
@@ -177,7 +180,15 @@ def _patterns(name: str, value: object) -> tuple[str, ...]:
     for index, pattern in enumerate(value):
         if not isinstance(pattern, str):
             raise ConfigurationError(f"{name}[{index}]={pattern!r} is not a string; give a pattern such as '*norm*'.")
+    if name == "megatron_fsdp_weight_format":
+        weight_formats_of(value)
     return tuple(value)
+
+
+def _choice_or_none(name: str, value: object) -> object:
+    if value is not None and value not in CHOICES[name]:
+        raise ConfigurationError(f"{name}={value!r} does not exist; give one of {', '.join(CHOICES[name])}, or None.")
+    return value
 
 
 _CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
@@ -185,6 +196,7 @@ _CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
     int: _count,
     int | None: _count_or_none,
     str: _strategy,
+    str | None: _choice_or_none,
     tuple[str, ...]: _patterns,
     torch.dtype | None: _dtype,
 }

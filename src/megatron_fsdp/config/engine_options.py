@@ -16,7 +16,7 @@ from torch import nn
 from megatron_fsdp.config.arguments import same_names
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.homes import Homes, resolve_homes
-from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
 
@@ -217,14 +217,19 @@ class EngineOptions:
             )
 
 
-def with_param_gather(policy: MixedPrecisionPolicy, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
-    """Return the policy with the weight format that `fp8_param_gather` or `fp4_param_gather` means, if it has none.
+def with_formats(policy: MixedPrecisionPolicy, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
+    """Return the policy with the formats that the configuration names, where it has none itself.
 
     Only where linears multiply float8 weights are there transposed ones to keep, so `keep_fp8_transpose_cache` says so.
     """
     float8 = "fp8_compute" if config.keep_fp8_transpose_cache else "fp8"
-    chosen = float8 if config.fp8_param_gather else "nvfp4" if config.fp4_param_gather else None
-    return policy if chosen is None or policy.weight_format is not None else replace(policy, weight_format=chosen)
+    switched = float8 if config.fp8_param_gather else "nvfp4" if config.fp4_param_gather else None
+    chosen = switched or weight_formats_of(config.megatron_fsdp_weight_format)
+    return replace(
+        policy,
+        weight_format=chosen if policy.weight_format is None else policy.weight_format,
+        outer_grad_comm_format=policy.outer_grad_comm_format or config.megatron_fsdp_outer_grad_comm_format,
+    )
 
 
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:

@@ -1,6 +1,6 @@
 """The dtype of each copy of a parameter and of its gradient."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,17 @@ class MixedPrecisionPolicy:
         """The weight format of each pattern of parameter names, the first that matches; empty where there is none."""
         chosen = self.weight_format
         return chosen if isinstance(chosen, Mapping) else {} if chosen is None else {"*": chosen}
+
+
+def weight_formats_of(entries: Sequence[str]) -> dict[str, str | None] | None:
+    """Read a `weight_format` from words, such as flags have: "FORMAT" or "PATTERN=FORMAT", with "none" for none.
+
+    Raises:
+        ConfigurationError: As `MixedPrecisionPolicy`.
+    """
+    pairs = [entry.rpartition("=") for entry in entries]
+    formats = {pattern or "*": None if name == "none" else name for pattern, _, name in pairs}
+    return dict(MixedPrecisionPolicy(weight_format=formats).weight_formats) if formats else None
 
 
 def check_main_dtype(dtype: object, argument: str) -> None:
