@@ -316,11 +316,11 @@ def test_fields_of_a_configuration_choose_a_format() -> None:
         ("fp4_param_gather", True, "nvfp4"),
         ("megatron_fsdp_weight_format", ("mxfp8",), "mxfp8"),
     ]
-    for field, value, name in choices:
-        config = DistributedDataParallelConfig(**{**sharded, field: value})
+    for option, value, name in choices:
+        config = DistributedDataParallelConfig(**{**sharded, option: value})
         model = DistributedDataParallel(config, build(Job(name)), mesh, fsdp_unit_modules=list(CASE.unit_classes))
         other, _ = wrap(Job(name))
         assert torch.equal(CASE.loss(model, own), CASE.loss(other, own))
         assert f"gather {name}" in str(model.describe())
-        with pytest.raises(ConfigurationError, match=rf"{field}=.* has no effect with"):
-            DistributedDataParallel(DistributedDataParallelConfig(**{field: value}), build(Job(name)), mesh)
+        with pytest.raises(ConfigurationError, match=rf"{option}=.* has no effect with"):
+            DistributedDataParallel(DistributedDataParallelConfig(**{option: value}), build(Job(name)), mesh)
