@@ -49,11 +49,12 @@ class Layers:
 
 def find_layers(model: nn.Module) -> Layers:
     """Find the decoder layers: where transformers' models have them, else the longest list of modules."""
+    parts = dict(model.named_modules(remove_duplicate=False))
     for path in _KNOWN_PATHS:
-        found = _at(model, path)
+        found = parts.get(path)
         if isinstance(found, nn.ModuleList | nn.ModuleDict) and len(found):
             return Layers(path, found)
-    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    lists = [(name, part) for name, part in parts.items() if isinstance(part, nn.ModuleList) and len(part)]
     if not lists:
         raise ConfigurationError(
             f"{type(model).__name__} has no list of layers (an nn.ModuleList such as model.layers), so there is "
@@ -82,10 +83,3 @@ def head_counts(model: nn.Module) -> tuple[int, int] | None:
 def model_type(model: nn.Module) -> str:
     """Return what transformers calls the family ("llama", "qwen3"); empty where the model has no config."""
     return str(getattr(text_config(model), "model_type", "") or "")
-
-
-def _at(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None

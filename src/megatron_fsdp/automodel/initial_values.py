@@ -39,7 +39,10 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         for name, param in owner._parameters.items():
             if param is not None and _is_meta(param):
                 if id(param) not in made:
-                    made[id(param)] = _parameter_like(param, device)
+                    with torch.no_grad():
+                        empty = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                    empty.__dict__.update(param.__dict__)
+                    made[id(param)] = empty
                 owner._parameters[name] = made[id(param)]  # type: ignore[assignment]
         for name, buffer in owner._buffers.items():
             if buffer is not None and _is_meta(buffer):
@@ -50,13 +53,6 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 def _is_meta(tensor: torch.Tensor) -> bool:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).is_meta
-
-
-def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    with torch.no_grad():
-        made = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-    made.__dict__.update(param.__dict__)
-    return made
 
 
 def draw_missing(

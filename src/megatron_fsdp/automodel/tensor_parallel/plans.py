@@ -289,11 +289,6 @@ def _wrong_kind(name: str, module: nn.Module, style: str, right: str) -> Configu
     )
 
 
-def is_adapted(module: nn.Module) -> bool:
-    """Tell whether this is a layer of peft around another one."""
-    return isinstance(getattr(module, "base_layer", None), nn.Module)
-
-
 def styles_of_adapted(name: str, module: nn.Module, style: str, splits_tokens: bool) -> Iterator[tuple[str, str]]:
     """Yield (name of a part, its style) of an adapted linear layer.
 
