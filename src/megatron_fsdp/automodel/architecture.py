@@ -63,6 +63,14 @@ def find_layers(model: nn.Module) -> Layers:
     return Layers(*max(lists, key=lambda entry: len(entry[1])))
 
 
+def parameter_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter by its first one: tied parameters have several."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {aliases[0]: aliases for aliases in names.values()}
+
+
 def text_config(model: nn.Module) -> Any:
     """Return the config of the language model, also inside of a multimodal one; None where the model has none."""
     config: Any = getattr(model, "config", None)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.automodel.architecture import find_layers
+from megatron_fsdp.automodel.architecture import find_layers, parameter_names
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, base_tensors, install_weights, keep_pieces, unwrap
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.engine.meta_init import (
@@ -71,7 +71,7 @@ def draw_missing(
     by_name = {alias: live for live in empty for alias in live.aliases}
     held = {live.name: live.pieces() for live in empty}
     wanted: dict[str, LiveTensor] = {}
-    for name, aliases in _aliases(twin).items():
+    for name, aliases in parameter_names(twin).items():
         live = next((by_name[alias] for alias in aliases if alias in by_name), None)
         if live is not None and live.is_parameter:
             wanted[name] = live
@@ -99,15 +99,6 @@ def draw_missing(
             f"{', '.join(left[:8])}; add them after loading, with values"
         )
     return drawn
-
-
-def _aliases(module: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter by its first one."""
-    first: dict[int, str] = {}
-    names: dict[str, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(first.setdefault(id(param), name), []).append(name)
-    return names
 
 
 def _fill_buffers(live: nn.Module, twin: nn.Module, filled: Collection[str]) -> None:

@@ -165,12 +165,8 @@ def _apply(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, mesh: Dev
         placements = _placements(module, own.pop(name, {}))
         if not isinstance(style, str):
             found = copy.copy(style)  # since applying changes a style
-        elif isinstance(module, nn.Embedding):
-            found = plans.embedding_style(style)
-        elif style in plans.LINEAR:
-            found = plans.linear_style(style, scatters)
         else:
-            found = plans.other_style(style, module, placements, text_config(model))
+            found = plans.style_of(style, module, scatters, placements, text_config(model))
         parallelize_module(module, mesh, found, src_data_rank=None)
     for owner, keys in own.items():  # no style says how the module uses them: stored in parts, and used whole
         module = model.get_submodule(owner)
