@@ -255,13 +255,8 @@ OTHER = r"FSDP2Config or MegatronFSDPConfig; DDPConfig takes dp_size, so leave {
     ("config", "world", "asked", "message"),
     [
         (MEGATRON, 2, {"pp_size": 2}, "^pp_size=2 is only supported with FSDP2Config; MegatronFSDPConfig takes dp_"),
-        (MEGATRON, 2, {"dp_replicate_size": 2}, "^dp_replicate_size=2 is only supported with FSDP2Config; "),
-        (MEGATRON, 2, {"ep_size": 2}, "^ep_size=2 is only supported with FSDP2Config; "),
         (MEGATRON, 4, {"pp_size": 7}, "^pp_size=7 is only supported with FSDP2Config"),  # not: the product is wrong
         (DDP, 2, {"tp_size": 2}, "^tp_size=2 is only supported with " + OTHER.format("tp_size")),
-        (DDP, 2, {"cp_size": 2}, "^cp_size=2 is only supported with " + OTHER.format("cp_size")),
-        (DDP, 2, {"pp_size": 2}, "^pp_size=2 is only supported with FSDP2Config; "),
-        (DDP, 2, {"dp_replicate_size": 2}, "^dp_replicate_size=2 is only supported with FSDP2Config; "),
         (DDP, 2, {"ep_size": 2}, "^ep_size=2 is only supported with FSDP2Config; "),
         (
             FSDP2,
@@ -270,9 +265,7 @@ OTHER = r"FSDP2Config or MegatronFSDPConfig; DDPConfig takes dp_size, so leave {
             r"^world_size=8 cannot be divided by tp_size x pp_size x cp_size = 2 x 1 x 3 = 6; change a size or",
         ),
         (FSDP2, 8, {"dp_size": 3, "tp_size": 2}, PRODUCT + "3 x 2 x 1 x 1 = 6, but world_size is 8; leave dp_size"),
-        (FSDP2, 2, {"dp_size": 1}, PRODUCT + "1 x 1 x 1 x 1 = 1, but world_size is 2"),
         (MEGATRON, 4, {"dp_size": 4, "cp_size": 2}, PRODUCT + "4 x 1 x 1 x 2 = 8, but world_size is 4"),
-        (DDP, 2, {"dp_size": 5}, PRODUCT + "5 x 1 x 1 x 1 = 5, but world_size is 2"),
         (FSDP2, 6, {"dp_replicate_size": 4}, r"^dp_size=6 cannot be divided by dp_replicate_size=4.*multiple"),
         (
             FSDP2,

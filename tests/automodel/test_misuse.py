@@ -232,8 +232,6 @@ UNSUPPORTED: list[tuple[Any, Any, str, dict[str, int], str]] = [
         {"tp_size": 2},
         "tp_size=2 is only supported with FSDP2Config or MegatronFSDPConfig; DDPConfig takes dp_size",
     ),
-    (AutoModelForCausalLM, "llama", "megatron_fsdp", {"pp_size": 2}, "pp_size=2 is only supported with FSDP2Config"),
-    (AutoModelForCausalLM, "llama", "fsdp2", {"dp_size": 1}, "= 1 x 1 x 1 x 1 = 1, but world_size is 2"),
     (
         AutoModelForCausalLM,
         "mixtral",

@@ -49,17 +49,26 @@ class Layers:
 
 def find_layers(model: nn.Module) -> Layers:
     """Find the decoder layers: where transformers' models have them, else the longest list of modules."""
+    parts = dict(model.named_modules(remove_duplicate=False))
     for path in _KNOWN_PATHS:
-        found = _at(model, path)
+        found = parts.get(path)
         if isinstance(found, nn.ModuleList | nn.ModuleDict) and len(found):
             return Layers(path, found)
-    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    lists = [(name, part) for name, part in parts.items() if isinstance(part, nn.ModuleList) and len(part)]
     if not lists:
         raise ConfigurationError(
             f"{type(model).__name__} has no list of layers (an nn.ModuleList such as model.layers), so there is "
             "nothing to shard or split by layers; give a decoder model of transformers, or use fully_shard_model"
         )
     return Layers(*max(lists, key=lambda entry: len(entry[1])))
+
+
+def parameter_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter by its first one: tied parameters have several."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {aliases[0]: aliases for aliases in names.values()}
 
 
 def text_config(model: nn.Module) -> Any:
@@ -82,10 +91,3 @@ def head_counts(model: nn.Module) -> tuple[int, int] | None:
 def model_type(model: nn.Module) -> str:
     """Return what transformers calls the family ("llama", "qwen3"); empty where the model has no config."""
     return str(getattr(text_config(model), "model_type", "") or "")
-
-
-def _at(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None

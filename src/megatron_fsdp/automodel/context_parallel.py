@@ -287,12 +287,7 @@ def _before_forward(
         )
     if kwargs.get("use_cache"):
         raise ConfigurationError(f"{call}; use_cache=True is for generation; leave it out")
-    _check_positions(shared, positions)
-    return args, {**kwargs, "use_cache": False}
-
-
-def _check_positions(shared: ContextParallel, positions: Tensor) -> None:
-    """All ranks together compare their positions with the layout; one all-reduce of one number."""
+    # All ranks together compare their positions with the layout; one all-reduce of one number.
     expected = shared.layout.positions_of(shared.rank, positions.shape[-1], positions.device)
     wrong = (positions != expected).any().to(torch.int32)
     dist.all_reduce(wrong, dist.ReduceOp.MAX, group=shared.group)
@@ -302,6 +297,7 @@ def _check_positions(shared: ContextParallel, positions: Tensor) -> None:
             raise ConfigurationError(problem)
     else:  # without making the host wait for the device
         torch._assert_async(wrong == 0, problem)
+    return args, {**kwargs, "use_cache": False}
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,16 +375,12 @@ def _refuse(module: nn.Module, shared: ContextParallel, attention_mask: Tensor |
         )
     if given.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise ConfigurationError(f"{name} is not causal, and context parallelism is for decoders only; use cp_size=1")
-    if shared.has_windows and given["sliding_window"] is None and not _tells_windows(module):
-        raise ConfigurationError(
-            f"the config of {name} has sliding windows, but its attention is not given them; use cp_size=1"
-        )
-
-
-def _tells_windows(module: nn.Module) -> bool:
-    """Tell whether a call without a window means that this layer has none."""
-    types, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
-    return types is not None and index is not None and types[index] == "full_attention"
+    if shared.has_windows and given["sliding_window"] is None:
+        types, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+        if types is None or index is None or types[index] != "full_attention":
+            raise ConfigurationError(
+                f"the config of {name} has sliding windows, but its attention is not given them; use cp_size=1"
+            )
 
 
 def _gathered(shared: ContextParallel, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -403,18 +395,21 @@ def _gathered(shared: ContextParallel, key: Tensor, value: Tensor) -> tuple[Tens
 def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) -> Tensor:
     """Attend from neighbouring tokens, of which the first has the position `start`, to those up to themselves."""
     end = start + query.shape[2]
-    windowed = math.window is not None and math.window < end
-    first = max(start - math.window + 1, 0) if windowed and math.window is not None else 0
+    window = math.window if math.window is not None and math.window < end else None
+    first = 0 if window is None else max(start - window + 1, 0)
     key, value = key[:, :, first:end], value[:, :, first:end]
     groups = query.shape[1] // key.shape[1]
-    if not windowed and math.softcap is None:
+    if window is None and math.softcap is None:
         bias: Any = _lower_right(query.shape[2], end)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=math.dropout, scale=math.scale, enable_gqa=groups > 1
         )
     if groups > 1:  # fused kernels take a mask or groups of heads, not both
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    mask = _band(start, end, first, math.window if windowed else None, query.device)
+    distance = torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)
+    mask = distance >= 0  # who sees whom: (tokens start to end, tokens first to end)
+    if window is not None:
+        mask &= distance < window
     if math.softcap is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=math.dropout, scale=math.scale
@@ -432,37 +427,24 @@ def _lower_right(queries: int, keys: int) -> Tensor:
         return causal_lower_right(queries, keys)
 
 
-def _band(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
-    """Return who sees whom: bool, (tokens start to end, tokens first to end)."""
-    distance = torch.arange(start, end, device=device)[:, None] - torch.arange(first, end, device=device)
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-
-
 def _show_whole_length(model: nn.Module, ranks: int) -> None:
     """Show rotary modules that look at the largest position the last one of the sequence, which one rank alone has.
 
     Otherwise ranks would rotate the tokens of one sequence by different frequencies.
     """
+
+    def append_last(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        in_kwargs = "position_ids" in kwargs
+        positions: Tensor = kwargs["position_ids"] if in_kwargs else args[1]
+        longer = torch.cat([positions, torch.full_like(positions[..., :1], positions.shape[-1] * ranks - 1)], -1)
+        return (args, {**kwargs, "position_ids": longer}) if in_kwargs else ((args[0], longer, *args[2:]), kwargs)
+
+    def drop_last(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(part[:, :-1] for part in output)  # cosines and sines, (batch, tokens, size)
+
     for part in model.modules():
         kinds = getattr(part, "rope_type", None)
         found = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         if found & _BY_LENGTH:
-            part.register_forward_pre_hook(partial(_append_last, ranks), with_kwargs=True)
-            part.register_forward_hook(_drop_last)
-
-
-def _append_last(
-    ranks: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    in_kwargs = "position_ids" in kwargs
-    positions: Tensor = kwargs["position_ids"] if in_kwargs else args[1]
-    last = torch.full_like(positions[..., :1], positions.shape[-1] * ranks - 1)
-    longer = torch.cat([positions, last], -1)
-    if in_kwargs:
-        return args, {**kwargs, "position_ids": longer}
-    return (args[0], longer, *args[2:]), kwargs
-
-
-def _drop_last(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Drop the appended position from cosines and sines, (batch, tokens, size)."""
-    return tuple(part[:, :-1] for part in output)
+            part.register_forward_pre_hook(append_last, with_kwargs=True)
+            part.register_forward_hook(drop_last)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.automodel.architecture import find_layers
+from megatron_fsdp.automodel.architecture import find_layers, parameter_names
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, base_tensors, install_weights, keep_pieces, unwrap
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.engine.meta_init import (
@@ -39,7 +39,10 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         for name, param in owner._parameters.items():
             if param is not None and _is_meta(param):
                 if id(param) not in made:
-                    made[id(param)] = _parameter_like(param, device)
+                    with torch.no_grad():
+                        empty = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                    empty.__dict__.update(param.__dict__)
+                    made[id(param)] = empty
                 owner._parameters[name] = made[id(param)]  # type: ignore[assignment]
         for name, buffer in owner._buffers.items():
             if buffer is not None and _is_meta(buffer):
@@ -50,13 +53,6 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 def _is_meta(tensor: torch.Tensor) -> bool:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).is_meta
-
-
-def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    with torch.no_grad():
-        made = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-    made.__dict__.update(param.__dict__)
-    return made
 
 
 def draw_missing(
@@ -75,7 +71,7 @@ def draw_missing(
     by_name = {alias: live for live in empty for alias in live.aliases}
     held = {live.name: live.pieces() for live in empty}
     wanted: dict[str, LiveTensor] = {}
-    for name, aliases in _aliases(twin).items():
+    for name, aliases in parameter_names(twin).items():
         live = next((by_name[alias] for alias in aliases if alias in by_name), None)
         if live is not None and live.is_parameter:
             wanted[name] = live
@@ -103,15 +99,6 @@ def draw_missing(
             f"{', '.join(left[:8])}; add them after loading, with values"
         )
     return drawn
-
-
-def _aliases(module: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter by its first one."""
-    first: dict[int, str] = {}
-    names: dict[str, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(first.setdefault(id(param), name), []).append(name)
-    return names
 
 
 def _fill_buffers(live: nn.Module, twin: nn.Module, filled: Collection[str]) -> None:

@@ -190,7 +190,13 @@ class DistributedDataParallelConfig:
             for name, reason in DECIDED_ELSEWHERE.items()
             if given[name] != defaults[name]
         )
-        if unknown := _set_and_unknown(other, defaults):
+        unknown = [
+            f"{field.name}={getattr(other, field.name)!r}"
+            for field in (dataclasses.fields(other) if dataclasses.is_dataclass(other) else ())
+            if field.name not in defaults and field.default is not dataclasses.MISSING
+            if getattr(other, field.name) != field.default
+        ]
+        if unknown:
             warn_caller(
                 f"{', '.join(unknown)} of {type(other).__name__} has no effect in this version of megatron_fsdp."
             )
@@ -258,16 +264,6 @@ class DistributedDataParallelConfig:
     def to_yaml(self) -> str:
         """Return every field as YAML text, one a line, in the order of the class."""
         return write_mapping(self.to_dict())
-
-
-def _set_and_unknown(other: Any, known: Mapping[str, object]) -> list[str]:
-    """List the fields of a dataclass that are unknown and not at their defaults, with their values."""
-    return [
-        f"{field.name}={getattr(other, field.name)!r}"
-        for field in (dataclasses.fields(other) if dataclasses.is_dataclass(other) else ())
-        if field.name not in known and field.default is not dataclasses.MISSING
-        if getattr(other, field.name) != field.default
-    ]
 
 
 def _plain(value: object) -> object:

@@ -146,10 +146,6 @@ def _count(name: str, value: object) -> int:
     return value
 
 
-def _count_or_none(name: str, value: object) -> int | None:
-    return None if value is None else _count(name, value)
-
-
 def _strategy(name: str, value: Any) -> str:
     strategy = resolve_strategy(value, name)
     if strategy.name not in CHOICES[name]:
@@ -194,7 +190,7 @@ def _choice_or_none(name: str, value: object) -> object:
 _CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
     bool: _switch,
     int: _count,
-    int | None: _count_or_none,
+    int | None: lambda name, value: None if value is None else _count(name, value),
     str: _strategy,
     str | None: _choice_or_none,
     tuple[str, ...]: _patterns,

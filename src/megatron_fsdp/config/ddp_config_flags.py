@@ -36,9 +36,6 @@ _RENAMED: Mapping[str, str] = {
 }
 """Fields whose flag is not their name."""
 
-_DESTINATIONS: Mapping[str, str] = {"nccl_ub": "nccl_ub"}
-"""Fields whose attribute of the namespace does not follow from their flag."""
-
 MEGATRON_DEFAULTS: Mapping[str, Any] = {
     "align_param_gather": True,
     "check_for_nan_in_grad": True,
@@ -70,7 +67,7 @@ def off_flag_of(name: str) -> str:
 
 def destination_of(name: str) -> str:
     """Return the attribute of a parsed namespace that holds a field."""
-    return _DESTINATIONS.get(name, flag_of(name).removeprefix("--").replace("-", "_"))
+    return "nccl_ub" if name == "nccl_ub" else flag_of(name).removeprefix("--").replace("-", "_")
 
 
 def field_meanings(cls: type = DistributedDataParallelConfig) -> dict[str, str]:

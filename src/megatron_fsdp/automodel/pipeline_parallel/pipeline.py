@@ -236,12 +236,12 @@ class Pipeline:
     ) -> StepInputs:
         """Check the inputs of a step, and set the factor of its losses; `call`: its name, label tokens and ranks."""
         inputs = self._take(input_ids, labels, per_token, call)
-        name, *counts = call
+        name, num_label_tokens, dp_size = call
         if inputs.labels is None:
             raise ConfigurationError(
                 f"{name} needs labels or shift_labels on every rank of the pipeline; without them, see forward"
             )
-        self._factor = self._factor_of(inputs.labels, *counts)
+        self._factor = self._factor_of(inputs.labels, num_label_tokens, dp_size)
         return inputs
 
     def _factor_of(self, labels: Tensor, num_label_tokens: int | None, dp_size: int) -> Tensor | float:
@@ -386,17 +386,12 @@ def build_pipeline(
             "use no pipeline"
         )
     dtype = activation_dtype or next(param.dtype for param in whole.parameters() if param.is_floating_point())
+    tensors = {id(tensor): tensor for tensor in (*whole.parameters(), *whole.buffers())}  # which all parts share
     parts = {}
     for index in range(pp_mesh.get_local_rank(), num_stages, ranks):
-        part = cut_stage(_copy_of_modules(whole), *pieces[index], index == 0, index == num_stages - 1)
+        part = cut_stage(copy.deepcopy(whole, dict(tensors)), *pieces[index], index == 0, index == num_stages - 1)
         parts[index] = parallelize_stage(part)
     return Pipeline(PipelineParts(parts, num_stages, dtype, tied), pp_mesh, config, device)
-
-
-def _copy_of_modules(model: nn.Module) -> nn.Module:
-    """Copy the modules of a model, which share all of its tensors."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ def parallelize_tensors(
             f"tp_mesh has the dimensions {tp_mesh.mesh_dim_names}; give the one-dimensional mesh of tensor-parallel "
             "ranks, such as mesh['tp']"
         )
-    base = _inside_of_peft(model)
+    inside = getattr(model, "get_base_model", None)  # of peft; plans use the names of the model inside
+    base: Any = inside() if callable(inside) else model
     matched = plans.match_plan(base, plan)
     ties = plans.Ties.of(base)
     styles = ties.adapt(base, matched.modules)
@@ -94,11 +95,16 @@ def parallelize_tensors(
     region = sequence_region(base, styles) if sequence_parallel else None
     steps = _steps(base, styles, region)
     _check(base, steps, matched, tp_mesh.size())
-    attributes = _attributes(model)
+    # What others have noted on parameters, such as that they are initialized, is kept.
+    notes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     _apply(base, steps, matched, tp_mesh)
-    _make_rest_whole(model, {base.get_submodule(name) for name in steps}, tp_mesh)
+    for module, uses in list(undivided_units(model, {base.get_submodule(name) for name in steps})):
+        for use in uses:
+            place(module.get_submodule(use.path), use.name, tp_mesh, Replicate())
+        use_plain_tensors(module, uses)
     ties.restore(base)
-    _restore_attributes(model, attributes)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        vars(param).update(notes[name])
     model.register_forward_pre_hook(_FirstForward(tp_mesh), with_kwargs=True)
     if plan is not None:
         _count_own_heads(base, styles, tp_mesh.size())
@@ -115,13 +121,6 @@ def _leave_no_view(_module: nn.Module, _args: Any, output: Any) -> Any:
     return not_a_view(output) if is_plain else output
 
 
-def _inside_of_peft(model: nn.Module) -> nn.Module:
-    """Find the model of transformers inside of one of peft, whose names plans use."""
-    inside = getattr(model, "get_base_model", None)
-    found = inside() if callable(inside) else model
-    return found if isinstance(found, nn.Module) else model
-
-
 Steps = dict[str, tuple[ParallelStyle | str, bool]]
 """Name of the module -> (style, whether it is in a block that scatters its tokens)."""
 
@@ -134,7 +133,7 @@ def _steps(model: nn.Module, styles: Mapping[str, ParallelStyle | str], region: 
         module = model.get_submodule(name)
         if isinstance(style, str) and style in plans.NOT_DIVIDED:
             continue
-        if isinstance(style, str) and plans.is_adapted(module):
+        if isinstance(style, str) and isinstance(getattr(module, "base_layer", None), nn.Module):  # of peft
             steps.update(
                 (part, (own, scatters)) for part, own in plans.styles_of_adapted(name, module, style, scatters)
             )
@@ -166,26 +165,14 @@ def _apply(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, mesh: Dev
         placements = _placements(module, own.pop(name, {}))
         if not isinstance(style, str):
             found = copy.copy(style)  # since applying changes a style
-        elif isinstance(module, nn.Embedding):
-            found = plans.embedding_style(style)
-        elif style in plans.LINEAR:
-            found = plans.linear_style(style, scatters)
         else:
-            found = plans.other_style(style, module, placements, text_config(model))
+            found = plans.style_of(style, module, scatters, placements, text_config(model))
         parallelize_module(module, mesh, found, src_data_rank=None)
     for owner, keys in own.items():  # no style says how the module uses them: stored in parts, and used whole
         module = model.get_submodule(owner)
         stored = _placements(module, {key: style for key, style in keys.items() if style not in plans.NOT_DIVIDED})
         if stored:
             parallelize_module(module, mesh, LocalParts(stored, whole=True), src_data_rank=None)
-
-
-def _make_rest_whole(model: nn.Module, planned: set[nn.Module], mesh: DeviceMesh) -> None:
-    """Make DTensors of the parameters that no style made any, in modules that see them as plain tensors."""
-    for module, uses in list(undivided_units(model, planned)):
-        for use in uses:
-            place(module.get_submodule(use.path), use.name, mesh, Replicate())
-        use_plain_tensors(module, uses)
 
 
 def _placements(module: nn.Module, styles: Mapping[str, str]) -> dict[str, Placement]:
@@ -204,17 +191,6 @@ def _count_own_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str]
             count = vars(module).get(key)
             if isinstance(count, int) and count % ranks == 0:
                 setattr(module, key, count // ranks)
-
-
-def _attributes(model: nn.Module) -> dict[str, dict[str, object]]:
-    """Keep what others have noted on parameters, such as that they are initialized."""
-    return {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False) if vars(param)}
-
-
-def _restore_attributes(model: nn.Module, attributes: Mapping[str, dict[str, object]]) -> None:
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if isinstance(param, DTensor):
-            vars(param).update(attributes.get(name, {}))
 
 
 def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
 
-from megatron_fsdp.automodel.architecture import head_counts, model_type, text_config
+from megatron_fsdp.automodel.architecture import head_counts, model_type, parameter_names, text_config
 from megatron_fsdp.automodel.tensor_parallel.styles import (
     SEQUENCE_DIM,
     DividedExperts,
@@ -157,12 +157,20 @@ def _names_nothing(key: str, modules: list[str]) -> str:
     return f"the tensor-parallel plan has {key!r}, which names no module of this model; {hint}"
 
 
-def linear_style(name: str, splits_tokens: bool) -> ParallelStyle:
-    """Return the style of a linear layer.
+def style_of(
+    name: str, module: nn.Module, splits_tokens: bool, own: Mapping[str, Placement], config: Any
+) -> ParallelStyle:
+    """Return what a name of a style means for a module.
 
-    Under sequence parallelism (`splits_tokens`) the layer stands at the edge of a block whose input is gathered from
-    the ranks' tokens, and whose output is scattered to them.
+    Under sequence parallelism (`splits_tokens`) a linear layer stands at the edge of a block whose input is gathered
+    from the ranks' tokens, and whose output is scattered to them. An embedding has whole input and output on every
+    rank. `own` are the placements of parameters that the plan names themselves.
     """
+    if isinstance(module, nn.Embedding):
+        if name == "colwise":
+            return ColwiseParallel()
+        by_columns = name in ("embedding_colwise", "colwise_gather_output", "colwise_rep")
+        return ColwiseParallel(output_layouts=Replicate()) if by_columns else DividedRows()
     output: Placement = Shard(SEQUENCE_DIM) if splits_tokens else Replicate()
     match name:
         case "packed_colwise":
@@ -173,22 +181,9 @@ def linear_style(name: str, splits_tokens: bool) -> ParallelStyle:
             return RowwiseParallel(output_layouts=output)
         case "rowwise_split_input" | "rowwise_rep":
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=output)
-    colwise = PartialGradientColwise if splits_tokens else ColwiseParallel
-    return colwise(output_layouts=Shard(-1) if name == "colwise" else Replicate())
-
-
-def embedding_style(name: str) -> ParallelStyle:
-    """Return the style of an embedding whose input and output are whole on every rank."""
-    if name in ("embedding_colwise", "colwise_gather_output", "colwise_rep"):
-        return ColwiseParallel(output_layouts=Replicate())
-    if name == "colwise":
-        return ColwiseParallel()
-    return DividedRows()
-
-
-def other_style(name: str, module: nn.Module, own: Mapping[str, Placement], config: Any) -> ParallelStyle:
-    """Return the style of a module that is neither a linear layer nor an embedding."""
-    match name:
+        case "colwise" | "colwise_gather_output" | "colwise_rep":
+            colwise = PartialGradientColwise if splits_tokens else ColwiseParallel
+            return colwise(output_layouts=Shard(-1) if name == "colwise" else Replicate())
         case "moe_tp_experts":
             if can_divide_experts(module):
                 return DividedExperts()
@@ -200,10 +195,8 @@ def other_style(name: str, module: nn.Module, own: Mapping[str, Placement], conf
             return SummedGradient()
         case "sequence_parallel":
             return TorchSequenceParallel(use_local_output=True)
-        case "all_reduce":
-            return LocalParts(dict(own), sums=True)
-        case "local_params":
-            return LocalParts(dict(own))
+        case "all_reduce" | "local_params":
+            return LocalParts(dict(own), sums=name == "all_reduce")
     rotary_numel = getattr(config, "qk_rope_head_dim", None)
     if not isinstance(rotary_numel, int):
         raise ConfigurationError(
@@ -289,11 +282,6 @@ def _wrong_kind(name: str, module: nn.Module, style: str, right: str) -> Configu
     )
 
 
-def is_adapted(module: nn.Module) -> bool:
-    """Tell whether this is a layer of peft around another one."""
-    return isinstance(getattr(module, "base_layer", None), nn.Module)
-
-
 def styles_of_adapted(name: str, module: nn.Module, style: str, splits_tokens: bool) -> Iterator[tuple[str, str]]:
     """Yield (name of a part, its style) of an adapted linear layer.
 
@@ -332,10 +320,7 @@ class Ties:
     @classmethod
     def of(cls, model: nn.Module) -> Ties:
         """Find those of a model that is not divided yet."""
-        names: dict[int, list[str]] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), []).append(name)
-        return cls(tuple(tuple(group) for group in names.values() if len(group) > 1))
+        return cls(tuple(tuple(group) for group in parameter_names(model).values() if len(group) > 1))
 
     def adapt(self, model: nn.Module, styles: Mapping[str, ParallelStyle | str]) -> dict[str, ParallelStyle | str]:
         """Give a tied embedding the cut of the output projection, or that the one of the embedding if it has none."""

@@ -401,7 +401,8 @@ class DividedExperts(ParallelStyle):
             )
 
         def sum_outputs(owner: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            if torch.is_grad_enabled() and _runs_eagerly(owner):
+            kind = getattr(getattr(owner, "config", None), "_experts_implementation", None)
+            if torch.is_grad_enabled() and kind in (None, "eager"):  # the loop over the experts that have tokens
                 # Without tokens the loop leaves weights and inputs out of the graph: the optimizer of this rank would
                 # skip the weights, and the sums of the inputs' gradients would wait for it for ever.
                 used = (args[0], args[2], *(param for param in owner._parameters.values() if param is not None))
@@ -413,8 +414,3 @@ class DividedExperts(ParallelStyle):
         module.register_forward_hook(sum_outputs)
         use_plain_tensors(module, tuple(LocalUse("", name, Shard(0)) for name in names))
         return module
-
-
-def _runs_eagerly(module: nn.Module) -> bool:
-    """Tell whether the forward is the loop over the experts that have tokens."""
-    return getattr(getattr(module, "config", None), "_experts_implementation", None) in (None, "eager")
