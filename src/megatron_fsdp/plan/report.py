@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from enum import Enum
 from itertools import groupby
 from typing import Any
@@ -27,7 +27,7 @@ Table = tuple[Row, list[Row]]
 def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]:
     """Return everything that a plan says as JSON values, in bytes, seconds and elements; and what else was tried."""
     memory, setup, work = plan.memory, plan.setup, plan.workload
-    told = {
+    told: dict[str, Any] = {
         "model": {
             "name": work.name,
             "parameters": work.total_numel,
@@ -65,35 +65,30 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
         "timeline": [{**vars(moment), "total_bytes": moment.total_bytes} for moment in plan.step.moments],
         "flags": flags(setup),
     }
-    return told if tried is None else {**told, "tried": [_summary(each) for each in tried.plans]}
-
-
-def _summary(plan: Plan) -> dict[str, Any]:
-    return {
-        "setup": setup_dict(plan.setup),
-        "peak_bytes": plan.memory.peak_bytes,
-        "fits": plan.fits,
-        "step_s": plan.step_s,
-        "exposed_fraction": plan.exposed_fraction,
-    }
+    if tried is not None:
+        told["tried"] = [
+            {
+                "setup": setup_dict(each.setup),
+                "peak_bytes": each.memory.peak_bytes,
+                "fits": each.fits,
+                "step_s": each.step_s,
+                "exposed_fraction": each.exposed_fraction,
+            }
+            for each in tried.plans
+        ]
+    return told
 
 
 def setup_dict(setup: Setup) -> dict[str, Any]:
     """Return the setup as JSON values."""
-    told: dict[str, Any] = _plain(setup)
+    told = asdict(setup, dict_factory=lambda items: {name: _plain(value) for name, value in items})
     return {**told, "ranks": {**told["ranks"], "world": setup.ranks.world}, "optimizer": setup.optimizer.name}
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON values: members of enumerations, dtypes and classes by their names."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+    """Return a JSON value: members of enumerations and dtypes by their names."""
     if isinstance(value, Enum):
         return value.name
-    if isinstance(value, type):
-        return value.__name__
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
@@ -192,29 +187,27 @@ def _unit_rows(units: Sequence[PlannedUnit]) -> list[Row]:
 
 def time_rows(plan: Plan) -> list[tuple[str, str]]:
     """List the speeds, under the machine's assumptions."""
-    hidden = plan.hidden_from_tokens
+    hidden, enough = plan.hidden_from_tokens, plan.hides_homes_from_tokens
+    homes = (
+        [
+            ("step on the host, and copies", f"{plan.home_step_s:.3f} s of each step"),
+            ("at most a tenth from", f"{enough:,.0f} tokens per rank and step"),
+        ]
+        if enough is not None
+        else []
+    )
     return [
         ("step", f"{plan.step_s:.3f} s"),
         *([("pipeline bubble", f"{100 * plan.bubble:.1f} % of the work")] if plan.bubble else []),
         ("exposed communication", f"{plan.step.exposed_s:.3f} s ({100 * plan.exposed_fraction:.1f} %)"),
         ("communication hides from", "nothing is sent" if hidden is None else f"{hidden:,.0f} tokens per rank"),
-        *_home_rows(plan),
+        *homes,
         ("tokens per second", f"{plan.tokens_per_s:,.0f} ({plan.tokens_per_s / plan.setup.ranks.world:,.0f} per rank)"),
         ("model FLOP utilisation", f"{100 * plan.utilisation:.1f} %"),
         (
             "save in the background",
             f"{in_bytes(plan.memory.saving_bytes)} of host memory for its copy; none if at once",
         ),
-    ]
-
-
-def _home_rows(plan: Plan) -> list[tuple[str, str]]:
-    tokens = plan.hides_homes_from_tokens
-    if tokens is None:
-        return []
-    return [
-        ("step on the host, and copies", f"{plan.home_step_s:.3f} s of each step"),
-        ("at most a tenth from", f"{tokens:,.0f} tokens per rank and step"),
     ]
 
 
