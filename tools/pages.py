@@ -36,6 +36,7 @@ from benchmarks.page import render as render_performance
 from benchmarks.page import summary_table, table
 from megatron_fsdp.cli.main import main as mfsdp
 from megatron_fsdp.optim.whole_exchange import assign_owners
+from megatron_fsdp.plan import plan
 from megatron_fsdp.plan.models import build_meta_model
 from megatron_fsdp.plan.muon import muon_matrices, single_matrices
 from megatron_fsdp.train.failures import ENDS
@@ -49,6 +50,7 @@ from tools import (
     training_flags_table,
 )
 from tools.on_ranks import on_ranks
+from tools.plan_picture import draw_memory
 from tools.published_runs import COLUMNS, compare_published, published_row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -284,7 +286,6 @@ class Picture:
     draw: Callable[[Path], object]
 
 
-PLAN = "plan llama-3-70b --ranks 256 --sequence-length 8192 --strategy 3 --recompute full"
 PICTURES = {
     "optimizers": Picture(
         "Loss of the tiny model under AdamW and under Muon, over 2,000 steps",
@@ -296,7 +297,7 @@ PICTURES = {
     ),
     "plan": Picture(
         "Memory of one rank over a step, planned",
-        lambda path: _in_this_process([*PLAN.split(), "--picture", str(path)], str(ROOT)),
+        lambda path: draw_memory(plan("llama-3-70b", 256, sequence_length=8192, recompute="full"), path),
     ),
     "one_curve": Picture(
         "Training loss of five runs over 1,000 steps: one curve",

@@ -62,7 +62,6 @@ OF_CHECKPOINTS = {
 }  # fmt: skip
 FROM_CHECKOUT = "which is not installed; run pip install -e '.[{}]' in the checkout of mfsdp"
 HF = f"the package transformers, {FROM_CHECKOUT.format('hf')}"
-TRAIN = f"the package matplotlib, {FROM_CHECKOUT.format('train')}"
 TOKENIZERS = f"the package tokenizers, {FROM_CHECKOUT.format('train')}"
 MODEL = f"a model of this config needs {HF}, or give an import path 'package.module:function' that builds the model"
 
@@ -81,7 +80,6 @@ WITHOUT_ANYTHING: dict[tuple[str, ...], str | None] = {
     **{("plan", name): MODEL for name in MODELS},
     ("describe", "--model", "gpt2", "--ranks", "2"): MODEL,
     ("plan", "cpu-small"): None,  # the trainer's own decoder
-    ("plan", "cpu-small", "--picture", "x.png"): f"a picture needs {TRAIN}, or leave the picture out",
     ("python", "from megatron_fsdp import fully_shard, DistributedDataParallel"): None,
     ("python", "from megatron_fsdp.automodel import FSDP2Config"): f"megatron_fsdp.automodel needs {HF}",
     ("python", "import megatron_fsdp.automodel.trainer"): f"megatron_fsdp.automodel needs {HF}",

@@ -41,21 +41,8 @@ def _release_skipped() -> Any:
     return _without(Action.RELEASE, "_release")
 
 
-def _wait_skipped() -> Any:
-    return _without(Action.WAIT, "_need")
-
-
 def _wait_that_does_not_wait() -> Any:
     return mock.patch.object(Unit, "wait_for_unshard", return_value=None)
-
-
-def _released_too_early() -> Any:
-    original = Scheduler.forward_begins
-
-    def early(self: Scheduler, unit: int) -> Any:
-        return (*original(self, unit), *([Operation(Action.RELEASE, unit)] if unit == 3 else []))
-
-    return mock.patch.object(Scheduler, "forward_begins", early)
 
 
 def _released_inside_its_forward() -> Any:
@@ -118,14 +105,9 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         _release_skipped,
         r"unit floors.2: gathered weights cannot be gathered into memory in which unit floors.\d is READY",
     ),
-    "a wait skipped": (_wait_skipped, r"unit \(root\): gathered weights cannot be computed with while GATHERING"),
     "a wait that does not wait": (
         _wait_that_does_not_wait,
         r"unit \(root\): gathered weights cannot be used on while 1 collectives .* have not been waited for",
-    ),
-    "released before its forward": (
-        _released_too_early,
-        r"unit floors.2: gathered weights cannot be computed with while SHARDED",
     ),
     "released inside its forward": (
         _released_inside_its_forward,

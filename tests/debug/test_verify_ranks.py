@@ -20,7 +20,7 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.settling import settled
 from tests.support.sharded_run import FP32, Outcome, Run, Scenario, Setting, assert_parity, reference, run_sharded
-from tests.support.usage_models import FEATURES, Experts, Layer, Ordered, let_take_part, vector_case
+from tests.support.usage_models import FEATURES, Layer, Ordered, vector_case
 
 _TIMEOUT_S = 300.0
 _WAIT_S = 60.0
@@ -202,25 +202,6 @@ def run_verified(strategies: tuple[int, ...]) -> list[Outcome]:
 def test_equal_ranks_are_never_stopped_and_train_as_one_process(run_ranks: RunRanks) -> None:
     for outcomes in zip(*run_ranks(2, run_verified, (0, 1, 2, 3), timeout_s=_TIMEOUT_S), strict=True):
         assert_parity(outcomes, reference(VERIFIED, 2), FP32)
-
-
-def missing_experts() -> str:
-    torch.manual_seed(0)
-    model = fully_shard_model(Experts(), fsdp_unit_modules=[Layer], verify_ranks=True)
-    x = torch.full((2, FEATURES), float(dist.get_rank()))
-    with pytest.raises(ScheduleError) as raised:
-        model(x).sum().backward()
-    let_take_part(model)
-    model.reset()
-    model.zero_grad()
-    model(x).sum().backward()
-    return str(raised.value)
-
-
-def test_experts_that_some_ranks_skip_are_named(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, missing_experts, timeout_s=_TIMEOUT_S)
-    assert first == second
-    assert "gathers floors.0." in first
 
 
 # ---- the switch ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def check(model_fn: Any, options: dict[str, Any]) -> ParityReport:
 
 
 def test_buffers_that_every_rank_has_alike_pass(run_ranks: RunRanks) -> None:
-    report = run_ranks(2, check, patients.build_counting, {"strategies": (0, 3), "microbatches": 3})[0]
+    report = run_ranks(2, check, patients.build_counting, {"strategies": (3,), "microbatches": 2})[0]
     assert report.passed, report.told()
 
 

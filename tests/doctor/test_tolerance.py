@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fsdp.doctor.reference import Tolerance
@@ -13,21 +11,11 @@ from megatron_fsdp.doctor.reference import Tolerance
 FP32 = Tolerance(1e-5)
 
 
-def noise(*shape: int, seed: int) -> Tensor:
-    """Values that are all different and not small."""
-    generator = torch.Generator().manual_seed(seed)
-    size = 0.5 + torch.rand(*shape, generator=generator)
-    return size * torch.where(torch.rand(*shape, generator=generator) < 0.5, -1.0, 1.0)
-
-
-@settings(max_examples=40)
-@given(st.integers(0, 2**31))
-def test_rounding_is_no_difference_and_more_is_one(seed: int) -> None:
-    right = noise(20, seed=seed)
-    largest = float(right.abs().max())
-    assert FP32.agrees(right, right * (1 + 1e-6 * noise(20, seed=seed + 1)))
+def test_rounding_is_no_difference_and_more_is_one() -> None:
+    right = torch.linspace(-1, 1, 20)
+    assert FP32.agrees(right, right * (1 + 1e-6))
     off = right.double()
-    off[7] += 2.5e-5 * largest
+    off[7] += 2.5e-5
     assert FP32.differing(right, off).nonzero().flatten().tolist() == [7]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.hang.explain import Kind, explain, listed, state_of, subject
+from megatron_fsdp.hang.explain import Kind, explain, state_of
 from megatron_fsdp.hang.log_file import (
     Logs,
     Mark,
@@ -325,11 +325,6 @@ def test_a_difference_before_what_the_logs_hold_is_told_as_such() -> None:
     assert text.startswith(
         "rank 0 did something else than ranks 1, 2 before operation 2, the first that all logs hold\n"
     )
-
-
-def test_ranks_in_words() -> None:
-    assert [listed([3]), listed([0, 1]), listed([4, 0, 1, 2])] == ["rank 3", "ranks 0, 1", "ranks 0-2, 4"]
-    assert [subject([3]), subject([0, 1])] == ["rank 3", "each of ranks 0, 1"]
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from megatron_fsdp.config.homes import Homes, resolve_homes
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan import recommend
 from megatron_fsdp.plan.machine import find_machine
+from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import make_workload, plan_workload
 from megatron_fsdp.plan.setup import ParallelRanks, Setup, make_setup
 from megatron_fsdp.plan.sharded import away_bytes, held_bytes, home_step_s, optimizer_bytes, plan_model
@@ -75,14 +76,14 @@ def test_the_seconds_of_a_step_by_hand() -> None:
 
 
 def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None:
-    workload = make_workload("llama-3.2-1b", ParallelRanks(1))
+    workload = make_workload({**PRESETS["llama-3.2-1b"], "num_hidden_layers": 2}, ParallelRanks(1))
     setup, machine = Setup(ParallelRanks(1)), find_machine("h100")
     resident = plan_workload(workload, setup, machine)
     assert resident.fits
     chosen = recommend(workload, setup, machine).best
     assert chosen is not None
     assert chosen.setup.homes == Homes()
-    small = replace(machine, memory_bytes=resident.memory.peak_bytes - 8 * 2**30, reserved_bytes=0)
+    small = replace(machine, memory_bytes=resident.memory.peak_bytes - 2 * 2**30, reserved_bytes=0)
     found = recommend(workload, setup, small, ("none",)).best
     assert found is not None
     assert found.setup.homes.optimizer_state.is_away

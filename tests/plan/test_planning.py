@@ -1,31 +1,19 @@
 """Plans against published figures, the formulas and figures worked out by hand."""
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine
-from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import Plan, plan, plan_workload, recommend
 from megatron_fsdp.plan.replay import INNER, OUTER, Wires
 from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Setup
-from tests.support.formulas import (
-    exchange_scratch_bytes,
-    footprint_of,
-    outer_step_traffic,
-    step_traffic,
-    transient_bytes,
-)
 from tests.support.tower import FEATURES, Floor, Tower
 
 BF16 = torch.bfloat16
@@ -63,59 +51,6 @@ def test_persistent_bytes_of_the_zero_paper(strategy: int, gigabytes: float) -> 
     inputs = torch.empty(1, 100_000, dtype=BF16, device="meta")
     found = plan(model, 64, strategy, inputs=inputs, loss_fn=_sum, fsdp_unit_modules=[])
     assert round(found.memory.held_bytes / 1e9, 1) == gigabytes
-
-
-@settings(max_examples=40)
-@given(
-    hidden=st.lists(st.integers(1, 9).map(lambda n: 8 * n), min_size=1, max_size=7).map(tuple),
-    strategy=st.sampled_from(ShardingStrategy),
-    inner=st.integers(1, 9),
-    outer=st.integers(1, 4),
-    shares=st.booleans(),
-    microbatches=st.integers(1, 3),
-    gloo=st.booleans(),
-)
-def test_a_replayed_step_sends_and_borrows_what_the_formulas_say(
-    hidden: tuple[int, ...],
-    strategy: ShardingStrategy,
-    inner: int,
-    outer: int,
-    shares: bool,
-    microbatches: int,
-    gloo: bool,
-) -> None:
-    outer_strategy = ShardingStrategy(int(shares and outer > 1 and strategy > 0))
-    found = plan(
-        _tower(hidden),
-        {"dp_shard": inner, "dp_outer": outer},
-        strategy,
-        outer_strategy=outer_strategy,
-        microbatches=microbatches,
-        inputs=_rows(2),
-        loss_fn=_sum,
-        fsdp_unit_modules=[Floor],
-        backend="gloo" if gloo else "nccl",
-        accumulation="every" if outer == 1 else "outer",
-    )
-    units = enumerate(found.model.units)
-    groups = [footprint_of(group, index) for index, unit in units for group in unit.groups]
-    axes = {axis.axis: axis for axis in found.traffic}
-    whole_gradient = outer > 1 and strategy < ShardingStrategy.optim_grads  # reduced once, at the last microbatch
-    expected = step_traffic(groups, strategy, microbatches)
-    if not whole_gradient and inner > 1:
-        assert axes["dp_shard"].gathers == expected.gathers
-        assert axes["dp_shard"].reductions == expected.reductions
-        assert axes["dp_shard"].sent_bytes == expected.gather_bytes + expected.reduce_bytes
-    across = outer_step_traffic(groups, strategy)
-    if outer > 1:
-        assert axes["dp_outer"].gathers == across.gathers
-        assert axes["dp_outer"].reductions == across.reductions
-        assert axes["dp_outer"].sent_bytes == across.gather_bytes + across.reduce_bytes
-    else:
-        assert "dp_outer" not in axes
-    scratch = exchange_scratch_bytes(groups, strategy) if gloo else 0
-    borrowed = transient_bytes(groups, strategy, scratch_bytes=scratch).total
-    assert found.step.borrowed_bytes == borrowed
 
 
 def _planned(tokens: int, machine: Machine | str = "h100", ranks: int = 8) -> Plan:
@@ -267,28 +202,6 @@ def test_what_cannot_be_is_refused_in_words(arguments: dict[str, object], words:
         given["inputs"] = _rows(2)
     with pytest.raises(ConfigurationError, match=words):
         plan("llama-3.2-1b" if "inputs" not in given else _tower(), **given)  # type: ignore[arg-type]
-
-
-def test_accumulation_decides_what_is_reduced_and_kept() -> None:
-    def found(accumulation: str) -> tuple[int, int]:
-        ranks = {"dp_outer": 2, "dp_shard": 4}
-        planned = plan(
-            _tower(), ranks, inputs=_rows(2), loss_fn=_sum, microbatches=3, accumulation=accumulation, backend="gloo"
-        )
-        return planned.memory.peak_bytes, sum(axis.reductions for axis in planned.traffic)
-
-    assert len({found(name) for name in ("every", "outer", "last")}) == 3
-
-
-def test_a_config_is_the_same_however_it_is_spelled(tmp_path: Path) -> None:
-    config = {**PRESETS["llama-3.2-1b"], "num_hidden_layers": 1, "vocab_size": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    from transformers import AutoConfig
-
-    spelled = [config, str(tmp_path), tmp_path, AutoConfig.from_pretrained(tmp_path)]
-    for dtype in (None, torch.float32):
-        peaks = {plan(spec, 4, sequence_length=64, dtype=dtype).memory.peak_bytes for spec in spelled}
-        assert len(peaks) == 1
 
 
 class Checkpointed(nn.Module):

@@ -136,16 +136,6 @@ def test_buckets_of_the_ddp_wrapper(run_ranks: RunRanks, shards: bool) -> None:
         assert bool(values["traffic"].gathers) is shards
 
 
-def test_accumulation_sends_gradients_of_the_last_microbatch_only(run_ranks: RunRanks) -> None:
-    for without, values, timeline in run_ranks(2, _both, "flat", 3, training.accumulated):
-        _check_all(without, values, timeline)
-        for step in (0, 1):
-            reduced = [one for one in timeline.collectives if (one.step, one.purpose) == (step, "reduce")]
-            _, last = [s for s in timeline.spans if (s.step, s.phase, s.unit) == (step, "backward", 0)]
-            assert len(reduced) == FLOORS + 1
-            assert min(one.launch_ns for one in reduced) >= last.start_ns
-
-
 def test_recomputed_forwards_nest_in_backwards(run_ranks: RunRanks) -> None:
     for without, values, timeline in run_ranks(2, _both, "flat", 3, training.recomputed):
         _check_all(without, values, timeline)

@@ -59,13 +59,6 @@ def plain(model: MegatronFSDP, x: torch.Tensor) -> list[float]:
     return [loss.item()]
 
 
-def accumulated(model: MegatronFSDP, x: torch.Tensor) -> list[float]:
-    """Two microbatches, of which the first sends no gradients."""
-    with model.no_sync():
-        losses = plain(model, x)
-    return losses + plain(model, 2 * x)
-
-
 def recomputed(model: MegatronFSDP, x: torch.Tensor) -> list[float]:
     """Floors are recomputed in backward."""
 

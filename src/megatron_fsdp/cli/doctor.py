@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fsdp.cli.output import add_json, write_json, write_line, write_table
+from megatron_fsdp.cli.output import add_json, write_json, write_line
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
@@ -17,7 +17,6 @@ from megatron_fsdp.optional_packages import require
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from megatron_fsdp.doctor import ParityReport
 
 _STRATEGIES = ("0", "1", "2", "3", "all")
 
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(report.to_dict())
     else:
-        _show(report)
+        write_line(report.told())
     if not report.judged:
         return EXIT_ERROR
     return EXIT_SAME if report.passed else EXIT_DIFFERENT
@@ -128,17 +127,6 @@ def _what(args: argparse.Namespace) -> tuple[Any, Any]:
         raise ConfigurationError(f"--hf-config {path} has no vocab_size; give --batch, a function of a seed")
     samples = args.samples or 2 * args.ranks * args.microbatches
     return model_fn, partial(random_tokens, size, samples, args.sequence_length)
-
-
-def _show(report: ParityReport) -> None:
-    from megatron_fsdp.doctor.report import COLUMNS
-
-    if report.runs:
-        write_table(["", *(title for title, _ in COLUMNS)], [[run.label, *run.cells()] for run in report.runs])
-        write_line()
-    for sentence in report.diagnosis():
-        write_line(sentence)
-    write_line(f"{report.verdict}: {report.compared()}")
 
 
 # ---- models of transformers: functions of this module, which can be sent to other processes --------------------------

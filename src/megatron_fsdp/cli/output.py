@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_fsdp.describe.description import in_bytes as in_bytes
-
-Rows = Sequence[Sequence[str]]
+from megatron_fsdp.describe.description import table_lines
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -40,16 +39,10 @@ def write_facts(facts: Sequence[tuple[str, str]]) -> None:
         write_line(f"{name:<{width}}  {value}")
 
 
-def write_table(columns: Sequence[str], rows: Rows, *, right: Sequence[str] = ()) -> None:
+def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Print a table; the columns of the titles `right` are aligned to the right."""
-    cells = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[place]) for row in [columns, *cells]) for place in range(len(columns))]
-    for row in [columns, *cells]:
-        padded = [
-            cell.rjust(width) if title in right else cell.ljust(width)
-            for cell, width, title in zip(row, widths, columns, strict=True)
-        ]
-        sys.stdout.write(f"{'  '.join(padded).rstrip()}\n")
+    for line in table_lines(columns, rows, right):
+        write_line(line)
 
 
 def printable(text: str) -> str:

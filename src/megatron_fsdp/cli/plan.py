@@ -45,8 +45,8 @@ _AUTO = "auto"
 _MOST_RANKS = 10**7
 _BYTES = 256  # the vocabulary of the trainer's default tokens
 _DTYPES = "fp16, bf16, fp32 or auto: follow"
-_METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
-_BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture", "units", "run", "parser")
+_METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "NAME"}
+_BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "units", "run", "parser")
 
 
 _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
@@ -88,7 +88,6 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     },
     "output": {
         "json": (False, "print JSON"),
-        "picture": (Path, "draw memory over the step into a file (.png, .svg, .pdf)"),
         "units": (False, "list units with their parameters and padding"),
     },
 }
@@ -267,8 +266,6 @@ def _list() -> int:
 
 
 def _show(args: argparse.Namespace, plan: Plan, tried: Recommendation | None) -> None:
-    if args.picture is not None:
-        report.draw_memory(plan, args.picture)
     if args.json:
         write_json(report.plan_dict(plan, tried))
         return
@@ -289,8 +286,6 @@ def _show(args: argparse.Namespace, plan: Plan, tried: Recommendation | None) ->
     write_line()
     write_line(report.verdict(plan))
     write_line("flags: " + " ".join(report.flags(plan.setup)))
-    if args.picture is not None:
-        write_line(f"memory over the step: {args.picture}")
 
 
 # ---- what the trainer would run: its presets, and `mfsdp train --config FILE` ---------------------------------------

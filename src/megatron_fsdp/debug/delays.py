@@ -13,7 +13,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ import torch.distributed as dist
 from megatron_fsdp.comm.lanes import Moment, hold_up
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 VARIABLE = "MFSDP_DELAYS"
 _LONGEST_S = 60.0
@@ -48,17 +51,6 @@ def _checked(up_to_s: float) -> float:
             f"up_to_s={up_to_s!r} is no delay; give seconds, more than 0 and at most {_LONGEST_S:g}"
         )
     return up_to_s
-
-
-class _Watched(Protocol):
-    """A wrapped model."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def observe(self, observer: Observer) -> None: ...
-
-    def stop_observing(self, observer: Observer) -> None: ...
 
 
 class DelayObserver(Observer):
@@ -98,7 +90,7 @@ class DelayObserver(Observer):
 
 
 @contextmanager
-def inject_delays(model: _Watched, seed: int, up_to_s: float) -> Iterator[DelayObserver]:
+def inject_delays(model: MegatronFSDP, seed: int, up_to_s: float) -> Iterator[DelayObserver]:
     """Delay a wrapped model inside the block, at random; results stay the same, bit for bit.
 
     Args:

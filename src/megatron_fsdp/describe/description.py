@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,6 +21,17 @@ def in_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} TiB"
+
+
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
+    """Align a table, titles first; the columns of the titles `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = []
+    for row in (columns, *rows):
+        cells = zip(columns, row, widths, strict=True)
+        padded = (cell.rjust(width) if title in right else cell.ljust(width) for title, cell, width in cells)
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_fsdp.describe.description import table_lines
+
 INITIAL, LOSS, GRADIENT, NORM = "initial weight", "loss", "gradient", "gradient norm"
 COUNTER, WEIGHT, STATE, BUFFER = "step counter", "weight", "optimizer state", "buffer"
 LOADED, RESUMED = "checkpoint", "step after loading"
@@ -153,12 +155,10 @@ class ParityReport:
         return f"{ranks} against one process, {steps}, tolerance {self.part_allowed:g}"
 
     def told(self) -> str:
-        """Return the whole report as text."""
-        lines = [self.compared()]
-        for run in self.runs:
-            cells = zip(COLUMNS, run.cells(), strict=True)
-            lines.append(f"{run.label}: {', '.join(f'{title} {cell}' for (title, _), cell in cells)}")
-        return "\n".join([*lines, *self.diagnosis(), self.verdict])
+        """Return the whole report as text: a table of the runs, the diagnosis, and the verdict."""
+        rows = [[run.label, *run.cells()] for run in self.runs]
+        table = [*table_lines(["", *(title for title, _ in COLUMNS)], rows), ""] if rows else []
+        return "\n".join([*table, *self.diagnosis(), f"{self.verdict}: {self.compared()}"])
 
     def __str__(self) -> str:
         return self.told()

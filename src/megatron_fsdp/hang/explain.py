@@ -410,7 +410,8 @@ class _Ranks:
 
     def _raised(self, ranks: tuple[int, ...]) -> Finding:
         state = self.states[ranks[0]]
-        place, unit = f"outside of the model in step {state.last.step}", ()
+        place = f"outside of the model in step {state.last.step}"
+        unit: tuple[str, ...] = ()
         if state.failure is not None or state.is_inside:
             # A hook of autograd fails untold, in the backward of a unit that never ends.
             place, unit = f"while it {state.phase_told} {state.place_told}", state.unit_told
@@ -454,7 +455,8 @@ class _Ranks:
         by_epoch: dict[int, list[int]] = {}
         for rank, state in self.states.items():
             by_epoch.setdefault(state.last.epoch, []).append(rank)
-        odd = tuple(min(by_epoch.values(), key=len))
+        fewest = min(by_epoch.values(), key=len)
+        odd = tuple(fewest)
         told = f"{listed(odd)} called reset() a different number of times than the other ranks; call it on every rank"
         return Finding(Kind.RESET, odd, (told, *self._stuck_told()))
 

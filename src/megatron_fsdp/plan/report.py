@@ -1,22 +1,19 @@
-"""Reports of a plan: tables, JSON and a picture."""
+"""Reports of a plan: tables and JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from enum import Enum
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.description import in_bytes
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optional_packages import require
-from megatron_fsdp.plan.machine import GIB, Machine
+from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.planning import Plan, Recommendation, ranks_that_fit
 from megatron_fsdp.plan.setup import Setup
 from megatron_fsdp.plan.sharded import PlannedUnit
@@ -30,7 +27,7 @@ Table = tuple[Row, list[Row]]
 def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]:
     """Return everything that a plan says as JSON values, in bytes, seconds and elements; and what else was tried."""
     memory, setup, work = plan.memory, plan.setup, plan.workload
-    told = {
+    told: dict[str, Any] = {
         "model": {
             "name": work.name,
             "parameters": work.total_numel,
@@ -68,35 +65,30 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
         "timeline": [{**vars(moment), "total_bytes": moment.total_bytes} for moment in plan.step.moments],
         "flags": flags(setup),
     }
-    return told if tried is None else {**told, "tried": [_summary(each) for each in tried.plans]}
-
-
-def _summary(plan: Plan) -> dict[str, Any]:
-    return {
-        "setup": setup_dict(plan.setup),
-        "peak_bytes": plan.memory.peak_bytes,
-        "fits": plan.fits,
-        "step_s": plan.step_s,
-        "exposed_fraction": plan.exposed_fraction,
-    }
+    if tried is not None:
+        told["tried"] = [
+            {
+                "setup": setup_dict(each.setup),
+                "peak_bytes": each.memory.peak_bytes,
+                "fits": each.fits,
+                "step_s": each.step_s,
+                "exposed_fraction": each.exposed_fraction,
+            }
+            for each in tried.plans
+        ]
+    return told
 
 
 def setup_dict(setup: Setup) -> dict[str, Any]:
     """Return the setup as JSON values."""
-    told: dict[str, Any] = _plain(setup)
+    told = asdict(setup, dict_factory=lambda items: {name: _plain(value) for name, value in items})
     return {**told, "ranks": {**told["ranks"], "world": setup.ranks.world}, "optimizer": setup.optimizer.name}
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON values: members of enumerations, dtypes and classes by their names."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+    """Return a JSON value: members of enumerations and dtypes by their names."""
     if isinstance(value, Enum):
         return value.name
-    if isinstance(value, type):
-        return value.__name__
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
@@ -195,29 +187,27 @@ def _unit_rows(units: Sequence[PlannedUnit]) -> list[Row]:
 
 def time_rows(plan: Plan) -> list[tuple[str, str]]:
     """List the speeds, under the machine's assumptions."""
-    hidden = plan.hidden_from_tokens
+    hidden, enough = plan.hidden_from_tokens, plan.hides_homes_from_tokens
+    homes = (
+        [
+            ("step on the host, and copies", f"{plan.home_step_s:.3f} s of each step"),
+            ("at most a tenth from", f"{enough:,.0f} tokens per rank and step"),
+        ]
+        if enough is not None
+        else []
+    )
     return [
         ("step", f"{plan.step_s:.3f} s"),
         *([("pipeline bubble", f"{100 * plan.bubble:.1f} % of the work")] if plan.bubble else []),
         ("exposed communication", f"{plan.step.exposed_s:.3f} s ({100 * plan.exposed_fraction:.1f} %)"),
         ("communication hides from", "nothing is sent" if hidden is None else f"{hidden:,.0f} tokens per rank"),
-        *_home_rows(plan),
+        *homes,
         ("tokens per second", f"{plan.tokens_per_s:,.0f} ({plan.tokens_per_s / plan.setup.ranks.world:,.0f} per rank)"),
         ("model FLOP utilisation", f"{100 * plan.utilisation:.1f} %"),
         (
             "save in the background",
             f"{in_bytes(plan.memory.saving_bytes)} of host memory for its copy; none if at once",
         ),
-    ]
-
-
-def _home_rows(plan: Plan) -> list[tuple[str, str]]:
-    tokens = plan.hides_homes_from_tokens
-    if tokens is None:
-        return []
-    return [
-        ("step on the host, and copies", f"{plan.home_step_s:.3f} s of each step"),
-        ("at most a tenth from", f"{tokens:,.0f} tokens per rank and step"),
     ]
 
 
@@ -288,51 +278,3 @@ def flags(setup: Setup) -> list[str]:
 
 _OF_TRAINER = {"muon": "muon", "adamw8bit": "adamw8bit", "momentum": "sgd", "sgd": "sgd"}
 """Optimizers that the trainer's flag names; AdamW is its default."""
-
-
-_KINDS = {  # of memory, and their colours
-    "held between steps": "#4c566a",
-    "main gradients": "#81a1c1",
-    "gathered weights": "#5e81ac",
-    "buckets and scratch": "#88c0d0",
-    "reductions and casts": "#b48ead",
-    "activations": "#d08770",
-}
-
-
-def draw_memory(plan: Plan, path: Path) -> None:
-    """Draw memory over a step, stacked by kind, with the memory of a device; the suffix of the file says the format."""
-    require("matplotlib", "a picture", instead="leave the picture out")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.5), dpi=110, layout="constrained")
-    if path.suffix.lstrip(".") not in FigureCanvasAgg(figure).get_supported_filetypes():
-        raise ConfigurationError(f"{path.name} has no suffix of a picture; give .png, .svg or .pdf")
-    axes = figure.subplots()
-    held = plan.memory.resting_bytes + plan.memory.input_bytes
-    stacks = [
-        (held, each.gradient_bytes, each.gathered_bytes, each.bucket_bytes, each.passing_bytes, each.activation_bytes)
-        for each in plan.step.moments
-    ]
-    times = [1e3 * moment.time_s for moment in plan.step.moments]
-    in_gib = [[count / GIB for count in kind] for kind in zip(*stacks, strict=True)]
-    axes.stackplot(times, *in_gib, labels=_KINDS, colors=_KINDS.values())
-    peak, top = plan.memory.peak, plan.memory.peak_bytes / GIB
-    at = (1e3 * peak.time_s, top)
-    axes.plot(*at, "o", color="black", markersize=4)
-    told = f"{top:.1f} GiB at {peak.label.removesuffix('+')}"
-    axes.annotate(told, at, textcoords="offset points", xytext=(6, 6))
-    usable = plan.machine.usable_bytes / GIB
-    if usable < 3 * top:  # else the line would press the rest flat
-        axes.axhline(usable, color="#bf616a", linestyle="--", label=f"usable on {plan.machine.name}")
-        top = max(top, usable)
-    axes.set_xlim(0, max(times) or 1)
-    axes.set_ylim(0, 1.12 * top)
-    axes.set_xlabel("time in the step, ms (assumed machine)")
-    axes.set_ylabel("GiB on one rank")
-    setup = plan.setup
-    title = f"{plan.workload.name} on {setup.ranks.world:,} ranks, {setup.strategy.name}, recompute {setup.recompute}"
-    axes.set_title(title, fontsize=11)
-    axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
-    figure.savefig(path)

@@ -219,7 +219,7 @@ _NOT_HERE: Mapping[str, str] = {
     "give `mfsdp trace`, or PyTorch's profiler around `megatron_fsdp.train`": (
         "--log-straggler --profile --use-pytorch-profiler --profile-step-start --profile-step-end --profile-ranks"
     ),
-    "give `mfsdp plan --picture` for memory over a step": "--record-memory-history --memory-snapshot-path",
+    "give `mfsdp plan --json` for memory over a step": "--record-memory-history --memory-snapshot-path",
     "give --transformer-impl local or transformers": "--transformer-engine --spec",
     "give --normalization LayerNorm or RMSNorm": "--apply-layernorm-1p",
     "give --swiglu, or leave it out for GELU": "--squared-relu --openai-gelu --quick-geglu",
