@@ -331,11 +331,6 @@ class ParallelSizes:
         """Ranks that share the shards of one rank's experts."""
         return self.dp_cp * self.tp // self.ep
 
-    @property
-    def world(self) -> int:
-        """All ranks."""
-        return self.dp_cp * self.tp * self.pp
-
 
 def resolve_sizes(config: DistributedConfig, world_size: int, **sizes: int | None) -> ParallelSizes:
     """Check sizes against the strategy and the world, and infer the data-parallel one.
