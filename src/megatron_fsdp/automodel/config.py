@@ -357,9 +357,9 @@ def resolve_sizes(config: DistributedConfig, world_size: int, **sizes: int | Non
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ParallelSizeError(f"{name}={size!r}; give a whole number of ranks, 1 or more, or leave it out")
         if size not in (None, 1) and name not in allowed:
-            others = " or ".join(kind.__name__ for kind, names in _ALLOWED.items() if name in names)
+            takers = " or ".join(kind.__name__ for kind, names in _ALLOWED.items() if name in names)
             raise ParallelSizeError(
-                f"{name}={size} is only supported with {others}; {type(config).__name__} takes {', '.join(allowed)}, "
+                f"{name}={size} is only supported with {takers}; {type(config).__name__} takes {', '.join(allowed)}, "
                 f"so leave {name} out or change the config"
             )
     tp, pp, cp, ep, copies = (given[name] or 1 for name in ("tp_size", "pp_size", "cp_size", "ep_size", SIZE_NAMES[1]))
