@@ -244,7 +244,7 @@ def test_sizes_are_resolved(config: Any, world: int, asked: Any, expected: Paral
 
 def test_products_of_sizes_are_those_of_the_axes() -> None:
     sizes = resolve_sizes(FSDP2, 96, **ALL_SIX)
-    assert (sizes.dp, sizes.dp_cp, sizes.ep_shard, sizes.world) == (4, 16, 4, 96)
+    assert (sizes.dp, sizes.dp_cp, sizes.ep_shard) == (4, 16, 4)
 
 
 PRODUCT = "^dp_size x tp_size x pp_size x cp_size = "
@@ -333,7 +333,7 @@ def test_accepted_sizes_are_those_given_and_multiply_to_the_world(config: Any, w
             resolve_sizes(config, world, **asked)
         return
     sizes = resolve_sizes(config, world, **asked)
-    assert sizes.world == world == math.prod((sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp, sizes.pp))
+    assert world == math.prod((sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp, sizes.pp))
     assert sizes.ep * sizes.ep_shard * sizes.pp == world
     assert (sizes.tp, sizes.pp, sizes.cp, sizes.ep) == tuple(
         number[f"{axis}_size"] for axis in ("tp", "pp", "cp", "ep")

@@ -331,11 +331,6 @@ class ParallelSizes:
         """Ranks that share the shards of one rank's experts."""
         return self.dp_cp * self.tp // self.ep
 
-    @property
-    def world(self) -> int:
-        """All ranks."""
-        return self.dp_cp * self.tp * self.pp
-
 
 def resolve_sizes(config: DistributedConfig, world_size: int, **sizes: int | None) -> ParallelSizes:
     """Check sizes against the strategy and the world, and infer the data-parallel one.
@@ -362,9 +357,9 @@ def resolve_sizes(config: DistributedConfig, world_size: int, **sizes: int | Non
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ParallelSizeError(f"{name}={size!r}; give a whole number of ranks, 1 or more, or leave it out")
         if size not in (None, 1) and name not in allowed:
-            others = " or ".join(kind.__name__ for kind, names in _ALLOWED.items() if name in names)
+            takers = " or ".join(kind.__name__ for kind, names in _ALLOWED.items() if name in names)
             raise ParallelSizeError(
-                f"{name}={size} is only supported with {others}; {type(config).__name__} takes {', '.join(allowed)}, "
+                f"{name}={size} is only supported with {takers}; {type(config).__name__} takes {', '.join(allowed)}, "
                 f"so leave {name} out or change the config"
             )
     tp, pp, cp, ep, copies = (given[name] or 1 for name in ("tp_size", "pp_size", "cp_size", "ep_size", SIZE_NAMES[1]))

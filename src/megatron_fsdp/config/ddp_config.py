@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from megatron_fsdp.config.arguments import DECIDED_ELSEWHERE, explains_fields, nearest_name
-from megatron_fsdp.config.ddp_config_checks import checked_values, idle_settings, with_implications
+from megatron_fsdp.config.ddp_config_checks import IMPLICATIONS, NEEDS, checked_values, missing_of
 from megatron_fsdp.config.yaml_mapping import read_mapping, write_mapping
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 
@@ -140,7 +140,8 @@ class DistributedDataParallelConfig:
                 "use_custom_fsdp is deprecated and was taken as use_megatron_fsdp=True; write that instead.",
                 DeprecationWarning,
             )
-        for name, value in with_implications(values).items():
+        implied = {target: True for source, target in IMPLICATIONS if values[source]}
+        for name, value in {**values, **implied, "use_custom_fsdp": False}.items():
             setattr(self, name, value)
 
     def checked_copy(self) -> Self:
@@ -210,7 +211,11 @@ class DistributedDataParallelConfig:
         Returns:
             One sentence by name of the field.
         """
-        return idle_settings(vars(self))
+        return {
+            need.field: f"{need.field}=True has no effect without {missing}; set that too, or leave it out."
+            for need in NEEDS
+            if (missing := missing_of(need, vars(self)))
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -33,7 +33,8 @@ class Exclusion(NamedTuple):
 class Need(NamedTuple):
     """A switch that means nothing unless other switches are on.
 
-    The published class takes those that are not refused in silence, so only a front end refuses them: `idle_settings`.
+    The published class takes those that are not refused in silence, so only a front end refuses them
+    (`DistributedDataParallelConfig.idle_settings`).
     """
 
     field: str
@@ -98,28 +99,13 @@ def checked_values(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[s
                 "give only one of them."
             )
     for need in NEEDS:
-        missing = _missing(need, values)
+        missing = missing_of(need, values)
         if need.refused and missing:
             raise ConfigurationError(f"{need.field}=True needs {missing}; set both or neither.")
     return values
 
 
-def with_implications(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn on the switches that others imply, and turn off the former name of a switch."""
-    implied = {target: True for source, target in IMPLICATIONS if values[source]}
-    return {**values, **implied, "use_custom_fsdp": False}
-
-
-def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
-    """Find switches that are on and cannot have an effect beside the others, which the published class accepts."""
-    return {
-        need.field: f"{need.field}=True has no effect without {missing}; set that too, or leave it out."
-        for need in NEEDS
-        if (missing := _missing(need, values))
-    }
-
-
-def _missing(need: Need, values: Mapping[str, Any]) -> str:
+def missing_of(need: Need, values: Mapping[str, Any]) -> str:
     """Say what a switch that is on lacks; empty where nothing is."""
     if not values[need.field]:
         return ""
