@@ -41,7 +41,7 @@ def write_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Print a table; the columns of the titles `right` are aligned to the right."""
-    for line in table_lines(columns, rows, right):
+    for line in table_lines(columns, [[printable(cell) for cell in row] for row in rows], right):
         write_line(line)
 
 

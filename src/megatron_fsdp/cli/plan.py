@@ -301,8 +301,15 @@ def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str,
     setup, options = _setup_of_job(job), job.options
     model = options.model.hf_config or options.model.hf_model
     if model is not None:
-        shape: dict[str, Any] = {"sequence_length": job.seq_length, "micro_batch": job.batch.micro}
-        return make_workload(model, setup.ranks, dtype=job.dtype, name=str(model), **shape), setup, job.notices
+        workload = make_workload(
+            model,
+            setup.ranks,
+            sequence_length=job.seq_length,
+            micro_batch=job.batch.micro,
+            dtype=job.dtype,
+            name=str(model),
+        )
+        return workload, setup, job.notices
     vocab_size = _BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
     if vocab_size is None:
         raise ConfigurationError(
