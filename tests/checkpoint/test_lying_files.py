@@ -40,7 +40,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
 from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.checkpoint.safe_read import load_metadata
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder
-from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save
+from megatron_fsdp.checkpoint.torch_save import from_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import CheckpointError

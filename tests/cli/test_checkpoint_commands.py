@@ -136,7 +136,7 @@ def test_no_gpu_no_nccl_and_no_ranks(
     builders.save_torch_dist(tmp_path / "b", "G3", optimizer="none")
     assert inspector(["compare-two-checkpoint", a, b]) == 1
     capsys.readouterr()
-    for path in (*(SRC / "checkpoint" / "tools").glob("*.py"), SRC / "cli" / "checkpoint.py"):
+    for path in (*(SRC / "checkpoint").glob("*.py"), SRC / "cli" / "checkpoint.py"):
         assert not re.search(r"nccl|\.cuda\b|pickle\.loads?\(|weights_only=False", path.read_text())
 
 
@@ -208,7 +208,6 @@ def test_what_is_misspelt_is_suggested(mfsdp: Mfsdp, argv: list[str], hint: str)
 def test_options_that_cannot_be_honoured_are_refused(mfsdp: Mfsdp, tmp_path: Path) -> None:
     builders.save({"w": torch.zeros(2)}, tmp_path / "a")
     for argv in (
-        ["inspect", tmp_path / "a", "--enable-msc"],
         ["inspect", tmp_path / "a", "--slice", "0"],
         ["diff", tmp_path / "a", tmp_path / "a", "--bitwise", "--rtol", "1"],
         ["inspect", tmp_path / "a", "w", "--slice", "1,2"],

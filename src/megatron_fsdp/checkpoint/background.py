@@ -161,7 +161,7 @@ class BackgroundSaver:
     """Saves states from a thread, one at a time, with one copy of this rank's part in host memory.
 
         saver = BackgroundSaver()
-        saver.start(state, lambda state, group: store.over(group).write(10, writer_of(state, group)))
+        saver.start(state, lambda state, group: store.write(10, writer_of(state, group), group=group))
         ...                                     # training goes on; it may change what was saved
         saver.close()                           # or wait(); before torch.distributed is taken down
 

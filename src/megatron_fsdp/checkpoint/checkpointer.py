@@ -111,8 +111,9 @@ class Checkpointer:
         _join_stages(state, model, self._group)
 
         def write(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Path:
-            store = self.store.over(group)
-            return store.write(iteration, lambda folder: write_state(state, folder, group), overwrite=overwrite)
+            return self.store.write(
+                iteration, lambda folder: write_state(state, folder, group), overwrite=overwrite, group=group
+            )
 
         if not self._is_in_background:
             return write(state, self._group)

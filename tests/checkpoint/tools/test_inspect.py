@@ -10,9 +10,7 @@ import torch
 from hypothesis import given
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.kinds import recognise
-from megatron_fsdp.checkpoint.store import locate
-from megatron_fsdp.checkpoint.tools.inspect import (
+from megatron_fsdp.checkpoint.inspect import (
     BLOCK,
     inspect_folder,
     list_checkpoints,
@@ -21,7 +19,10 @@ from megatron_fsdp.checkpoint.tools.inspect import (
     show,
     statistics_of,
 )
+from megatron_fsdp.checkpoint.kinds import recognise
+from megatron_fsdp.checkpoint.store import locate
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.tools import builders
 from tests.support import json_schema
 
@@ -199,24 +200,23 @@ def test_only_the_chunks_that_are_needed_are_read(
     monkeypatch.setattr(
         CheckpointFolder, "opened", lambda self, span, *rest: read.append(span.offset) or plain(self, span, *rest)
     )
-    found = show(folder, "w", "12:14,:8")
-    assert torch.equal(found.value, values[12:14, :8])
+    found, _ = show(folder, "w", "12:14,:8")
+    assert torch.equal(found, values[12:14, :8])
     assert read == [folder.tensors["w"].chunks[2].span.offset]
 
 
 def test_a_large_tensor_is_shown_by_its_corner(cut: tuple[CheckpointFolder, torch.Tensor]) -> None:
     folder, values = cut
-    found = show(folder, "w")
-    assert found.value.shape == (6, 6)
-    assert torch.equal(found.value, values[:6, :6])
+    found, box = show(folder, "w")
+    assert box == Box((0, 0), (6, 6))
+    assert torch.equal(found, values[:6, :6])
 
 
 def test_objects_and_unknown_keys(tmp_path: Path) -> None:
     folder = builders.save({"model.layers.0.weight": torch.tensor(2.5), "options": {"lr": 0.1}}, tmp_path / "a")
-    found = show(folder, "options.lr")
-    assert found.value == 0.1
-    scalar = show(folder, "model.layers.0.weight")
-    assert scalar.value.item() == 2.5
+    assert show(folder, "options.lr") == (0.1, None)
+    scalar, _ = show(folder, "model.layers.0.weight")
+    assert scalar.item() == 2.5
     with pytest.raises(CheckpointError, match=r"did you mean model\.layers\.0\.weight"):
         show(folder, "model.layers.0.wieght")
     with pytest.raises(ConfigurationError, match="is an object"):

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint.diff import diff
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.inspect import inspect_folder
 from megatron_fsdp.checkpoint.store import locate
-from megatron_fsdp.checkpoint.tools.diff import diff
-from megatron_fsdp.checkpoint.tools.inspect import inspect_folder
-from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
+from megatron_fsdp.checkpoint.torch_save import from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import require_sound
 from tests.checkpoint.test_load import contents, step, wrap
 from tests.checkpoint.tools import builders

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
+from megatron_fsdp.checkpoint.torch_save import from_torch_save, to_torch_save
 from megatron_fsdp.errors import CheckpointError
 from tests.checkpoint.tools import builders
 from tests.support import hostile

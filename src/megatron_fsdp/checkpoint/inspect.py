@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry, whole_box
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.kinds import (
     Kind,
     as_json,
@@ -214,48 +214,34 @@ def _if_finite(value: float) -> float | None:
 # ---- one tensor or object --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shown:
-    """One tensor, a part of one, or an object.
+def show(folder: CheckpointFolder, key: str, part: str | None = None) -> tuple[Any, Box | None]:
+    """Read an object, or a part of a tensor and where that is; an object has no place.
 
-    `value` is the `box` of the tensor, without dimensions that were asked for by one index, or the object as data,
-    which has no `entry` and `box`; `nbytes` are those of the whole tensor, or of the stored object.
+    Without a part, all of a small tensor or the first corner of a large one. Dimensions of which it names one index are
+    left out of the values, not of the box.
     """
-
-    key: str
-    nbytes: int
-    value: Any
-    entry: TensorEntry | None = None
-    box: Box | None = None
-
-
-def show(folder: CheckpointFolder, key: str, part: str | None = None) -> Shown:
-    """Read an object, or a part of a tensor: None is all of a small one, the first corner of a large one."""
     if key in folder.objects:
         if part is not None:
             raise ConfigurationError(f"{key} is an object; --slice is for tensors, leave it out")
-        return Shown(key, folder.objects[key].span.length, folder.read_object(key))
+        return folder.read_object(key), None
     if key not in folder.tensors:
         raise CheckpointError(f"{folder.path} has no {key}{_nearest(folder, key)}")
     entry = folder.tensors[key]
-    no_dims: tuple[int, ...] = ()
-    box, gone = (_corner(entry), no_dims) if part is None else parse_part(part, entry.shape)
+    shape, gone = entry.shape, tuple[int, ...]()
+    if part is None:
+        box = whole_box(shape if entry.numel <= SMALL else [min(length, CORNER) for length in shape])
+    else:
+        box, gone = parse_part(part, shape)
     values = folder.read_box(key, box.offsets, box.lengths)
     for dim in reversed(gone):
         values = values.select(dim, 0)
-    return Shown(key, entry.nbytes, values, entry, box)
+    return values, box
 
 
 def _nearest(folder: CheckpointFolder, key: str) -> str:
     everything = [*folder.tensors, *folder.objects]
     near = difflib.get_close_matches(key, everything, 3, 0.5) or [name for name in everything if key in name][:3]
     return f"; did you mean {' or '.join(near)}?" if near else f"; it has {len(everything)} other keys: see `inspect`"
-
-
-def _corner(entry: TensorEntry) -> Box:
-    if entry.numel <= SMALL:
-        return whole_box(entry.shape)
-    return Box((0,) * len(entry.shape), tuple(min(length, CORNER) for length in entry.shape))
 
 
 def parse_part(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
