@@ -313,10 +313,9 @@ def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
     "torch.load(weights_only=True) reads.",
     _DIR,
     _arg("file", metavar="FILE", type=Path, help="must not exist"),
-    _flag("--tensors-only", help="leave out everything that is no tensor"),
 )
 def _to_torch(args: argparse.Namespace) -> int:
-    report = to_torch_save(_opened(args.checkpoint_dir), args.file, tensors_only=args.tensors_only)
+    report = to_torch_save(_opened(args.checkpoint_dir), args.file)
     return _write_repacked(args.file, report)
 
 
@@ -327,16 +326,9 @@ def _to_torch(args: argparse.Namespace) -> int:
     "number of ranks. The file is read without running code from it.",
     _arg("file", metavar="FILE", type=Path, help="of torch.save, in the zip format (torch 1.6 and later)"),
     _arg("output_dir", metavar="DIR", **_OUTPUT),
-    _arg(
-        "--nesting",
-        choices=("torch", "own"),
-        default="torch",
-        help="torch: keys as torch.distributed.checkpoint.save gives them (default); own: as this library's training "
-        "writes them, with lists in one piece",
-    ),
 )
 def _from_torch(args: argparse.Namespace) -> int:
-    return _write_repacked(args.output_dir, from_torch_save(args.file, args.output_dir, nesting=args.nesting))
+    return _write_repacked(args.output_dir, from_torch_save(args.file, args.output_dir))
 
 
 def _write_repacked(target: Path, found: RepackReport) -> int:

@@ -12,7 +12,6 @@ from megatron_fsdp.checkpoint.store import locate
 from megatron_fsdp.checkpoint.torch_save import from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import require_sound
 from tests.checkpoint.test_load import contents, step, wrap
-from tests.checkpoint.tools import builders
 from tests.conftest import RunRanks
 from tests.support.on_ranks import assert_equal_tensors
 
@@ -57,19 +56,12 @@ def test_our_own_checkpoints(run_ranks: RunRanks, tmp_path: Path) -> None:
 
     back = tmp_path / "back" / "iter_0000005"
     to_torch_save(three, tmp_path / "all.pt")
-    from_torch_save(tmp_path / "all.pt", back, nesting="own")
+    from_torch_save(tmp_path / "all.pt", back)
     require_sound(CheckpointFolder(back), 0, 1)
     assert diff(three, CheckpointFolder(back), pattern=r"^(model|optimizer\.state)\.").is_same
-    for key in three.objects:
-        assert builders.is_same(three.read_object(key), CheckpointFolder(back).read_object(key)) or key.startswith(
-            "rng"
-        )
+    assert "optimizer.param_groups.0.lr" in CheckpointFolder(back).objects
 
-    by_torch = tmp_path / "by_torch" / "iter_0000005"
-    from_torch_save(tmp_path / "all.pt", by_torch)
-    assert "optimizer.param_groups.0.lr" in CheckpointFolder(by_torch).objects
-
-    roots = [str(root) for root in (tmp_path / "three", back.parent, by_torch.parent)]
+    roots = [str(root) for root in (tmp_path / "three", back.parent)]
     for wanted, *others in run_ranks(2, load, roots):
         for loaded in others:
             assert_equal_tensors(loaded, wanted)
