@@ -17,7 +17,7 @@ from megatron_fsdp.checkpoint.convert.groups import (
 )
 from megatron_fsdp.checkpoint.convert.groups import group_map as map_of
 from megatron_fsdp.checkpoint.convert.names import canonical_name, decide_gating, parse_object_key, pieces
-from megatron_fsdp.checkpoint.convert.plan import ConvertOptions, Prefixes
+from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
@@ -164,18 +164,6 @@ def test_a_map_that_names_more_is_noted() -> None:
 def test_options_that_cannot_be_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ConvertOptions(**arguments)  # type: ignore[arg-type]
-
-
-def test_prefixes_follow_the_wrappers() -> None:
-    half, full = Prefixes(ConvertOptions(), is_fp32=False), Prefixes(ConvertOptions(), is_fp32=True)
-    assert half.of_state("w", "exp_avg") == ("optimizer", "state", "module.module.module.w", "exp_avg")
-    assert full.of_group("w") == ("optimizer", "param_to_group_meta", "module.module.w")
-    assert half.of_weight("w") == ("model", "module.w")
-    chosen = ConvertOptions(model_prefix="model", optimizer_prefix="optimizer.state", group_prefix="groups.of")
-    own = Prefixes(chosen, is_fp32=False)
-    assert own.of_weight("w") == ("model", "w")
-    assert own.of_state("w", "exp_avg") == ("optimizer", "state", "w", "exp_avg")
-    assert own.of_group("w") == ("groups", "of", "w")
 
 
 def test_names_of_objects_and_wrapped_parameters() -> None:

@@ -199,15 +199,15 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a cut file": (_cut, f"{SECOND} cannot be read as safetensors"),
     "a tensor that its file lacks": (
         _index({"a": FIRST, "b": FIRST, "c": SECOND, "d": SECOND}),
-        f"'d' is in {{folder}}/{SECOND}",
+        f"'d' is in {SECOND}, and it is in none",
     ),
     "a tensor that the index lacks": (
         _index({"a": FIRST, "c": SECOND}),
-        "'b', and model.safetensors.index.json does not",
+        f"'b' is in no file, and it is in {FIRST}",
     ),
     "a tensor in another file": (
         _index({"a": SECOND, "b": FIRST, "c": SECOND}),
-        f"'a', and {INDEX_FILE} says it is in {SECOND}",
+        f"'a' is in {SECOND}, and it is in {FIRST}",
     ),
 }
 
