@@ -108,7 +108,10 @@ class Checkpointer:
         } | facts_of(optimizer, extra, with_rng)
         doing = f"saving iteration {iteration!r} in {self.store.root}"
         target, state = together(doing, prepare, self._group, facts)
-        _join_stages(state, model, self._group)
+        place = naming.place_of(model)
+        if place.size > 1 and optimizer is not None:  # the stages of a pipeline name the parameter groups of all
+            section = state[OPTIMIZER]
+            section[optimizer_state.GROUPS] = naming.groups_of_all(section[optimizer_state.GROUPS], place, self._group)
 
         def write(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Path:
             return self.store.write(
@@ -216,11 +219,3 @@ def collect(
         state |= rng.collect(rng.logical_rank_of(model, group), naming.device_of(model))
     state |= {name: as_extra(value).state_dict() for name, value in (extra or {}).items()}
     return state
-
-
-def _join_stages(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Let the state of a pipeline stage name the parameter groups of all stages; collective over the pipeline."""
-    place = naming.place_of(model)
-    if place.size > 1 and OPTIMIZER in state:
-        section = state[OPTIMIZER]
-        section[optimizer_state.GROUPS] = naming.groups_of_all(section[optimizer_state.GROUPS], place, group)

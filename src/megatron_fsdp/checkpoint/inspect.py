@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,7 +22,6 @@ from megatron_fsdp.checkpoint.kinds import (
     recognise,
     side_file_problems,
 )
-from megatron_fsdp.checkpoint.store import RELEASE, RunFolder, is_whole, iteration_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
@@ -143,42 +142,6 @@ def natural_order(keys: Iterable[str]) -> list[str]:
         return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", key)]
 
     return sorted(keys, key=parts)
-
-
-# ---- the checkpoints of a run ----------------------------------------------------------------------------------------
-
-
-class ListedCheckpoint(NamedTuple):
-    """One folder of a run: its name, iteration (None for `release`), bytes of its files, and its state.
-
-    `is_latest` says that loading the latest one loads it, `is_whole` that it was finished.
-    """
-
-    name: str
-    iteration: int | None
-    nbytes: int
-    is_latest: bool
-    is_whole: bool
-
-
-def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
-    """List the checkpoints of a run, oldest first, `release` before all; unfinished ones too."""
-    root = Path(root)
-    if is_whole(root) or not root.is_dir():
-        return []
-    latest = RunFolder(root).latest()
-    found = [
-        ListedCheckpoint(
-            path.name,
-            iteration_of(path.name),
-            sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
-            path == latest,
-            is_whole(path),
-        )
-        for path in root.iterdir()
-        if path.name == RELEASE or iteration_of(path.name) is not None
-    ]
-    return sorted(found, key=lambda item: -1 if item.iteration is None else item.iteration)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -74,21 +74,19 @@ def recognise(folder: CheckpointFolder) -> Kind:
             generation = "G3" if has_object else "G2"
     elif any(key.startswith("model.module.") for key in tensors) or any(key.startswith(GROUP_META) for key in objects):
         name = "fsdp_dtensor"
+    if any(".bucket_idx_" in key or "optimizer.distributed." in key for key in tensors):
+        optimizer = "bucket_space"
+    elif name == _BACKEND:
+        optimizer = "model_space" if any("optimizer.state." in key for key in tensors) else "none"
+    else:
+        optimizer = "per_parameter" if any(key.endswith(_SLOTS) for key in tensors) else "none"
     return Kind(
         format=name,
         generation=generation,
-        optimizer=_optimizer_layout(tensors, name),
+        optimizer=optimizer,
         is_chained=any(key.startswith("chained_") for key in tensors),
         has_manifest=(folder.path / FILE_NAME).is_file(),
     )
-
-
-def _optimizer_layout(tensors: Collection[str], format_name: str) -> str:
-    if any(".bucket_idx_" in key or "optimizer.distributed." in key for key in tensors):
-        return "bucket_space"
-    if format_name == _BACKEND:
-        return "model_space" if any("optimizer.state." in key for key in tensors) else "none"
-    return "per_parameter" if any(key.endswith(_SLOTS) for key in tensors) else "none"
 
 
 def read_marker(folder: Path) -> dict[str, Any]:

@@ -108,7 +108,13 @@ class SealingPlanner(DefaultSavePlanner):
             raw = data.getvalue()
             digest = self.seal.objects[key] = hashlib.sha256(raw).hexdigest()
             if digest not in self._readable:
-                _require_readable(raw, key)
+                try:
+                    load_object(raw, key)
+                except CheckpointError as error:
+                    raise ConfigurationError(
+                        f"{key} holds an object that could not be read back ({error}); store numbers, text, lists, "
+                        "dicts, tensors or NumPy arrays instead"
+                    ) from error
                 self._readable.add(digest)
         else:
             assert described is not None, "torch describes every tensor that it writes"
@@ -161,7 +167,14 @@ class SealingWriter(FileSystemWriter):
         """Write the manifest on one rank, then the metadata, whose presence marks a whole checkpoint."""
         seals = [found.storage_data for of_rank in results for found in of_rank if found.index == _SEAL]
         written = [[found for found in of_rank if found.index != _SEAL] for of_rank in results]
-        text = _manifest_of(metadata, seals).to_json()
+        tensors = {}
+        for key, found in metadata.state_dict_metadata.items():
+            if isinstance(found, TensorStorageMetadata):
+                total = combine(seal.tensors.get(key, 0) for seal in seals)
+                tensors[key] = TensorSeal(tuple(found.size), str(found.properties.dtype), f"{total:016x}")
+        objects = {key: digest for seal in seals for key, digest in seal.objects.items()}
+        facts = {"megatron_fsdp": __version__, "torch": str(torch.__version__), "ranks": len(seals)}
+        text = Manifest(tensors, objects, facts).to_json()
         with (Path(self.path) / manifest.FILE_NAME).open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -191,7 +204,10 @@ def _require_alike(plans: Sequence[SavePlan]) -> None:
         return
     key = next(iter(differing))
     found = [{_kind(item) for item in plan.items if item.index.fqn == key} for plan in plans]
-    told = by_value([" and ".join(sorted(map(_kind_in_words, kinds))) or "nothing" for kinds in found])
+    words = [
+        sorted(f"{kind[1]} of shape {tuple(kind[0])}" if kind else "an object" for kind in kinds) for kinds in found
+    ]
+    told = by_value([" and ".join(kinds) or "nothing" for kinds in words])
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
     raise CheckpointError(
         f"{key}{more} is not the same on all ranks: {told}; of plain tensors one copy is stored, so keep what is "
@@ -202,22 +218,6 @@ def _require_alike(plans: Sequence[SavePlan]) -> None:
 def _kind(item: WriteItem) -> tuple[torch.Size, torch.dtype] | None:
     described = item.tensor_data
     return None if described is None else (described.size, described.properties.dtype)
-
-
-def _kind_in_words(kind: tuple[torch.Size, torch.dtype] | None) -> str:
-    return "an object" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
-
-
-def _manifest_of(metadata: Metadata, seals: Sequence[Seal]) -> Manifest:
-    """Make the manifest of what ranks have written."""
-    tensors = {}
-    for key, found in metadata.state_dict_metadata.items():
-        if isinstance(found, TensorStorageMetadata):
-            total = combine(seal.tensors.get(key, 0) for seal in seals)
-            tensors[key] = TensorSeal(tuple(found.size), str(found.properties.dtype), f"{total:016x}")
-    objects = {key: digest for seal in seals for key, digest in seal.objects.items()}
-    facts = {"megatron_fsdp": __version__, "torch": str(torch.__version__), "ranks": len(seals)}
-    return Manifest(tensors, objects, facts)
 
 
 def write_state(
@@ -280,9 +280,6 @@ class ObjectSource:
     read: Callable[[], bytes]
 
 
-# ---- what cannot be saved --------------------------------------------------------------------------------------------
-
-
 def _require_whole(state: Mapping[str, Any]) -> None:
     """Refuse to save other ranks' DTensors from one process, as after torch.distributed was shut down."""
     for key, value in flatten(state)[0].items():
@@ -292,13 +289,3 @@ def _require_whole(state: Mapping[str, Any]) -> None:
                 "more), so this process alone would save a part of it; save, and wait for saves in the background, "
                 "before destroy_process_group()"
             )
-
-
-def _require_readable(raw: bytes, key: str) -> None:
-    try:
-        load_object(raw, key)
-    except CheckpointError as error:
-        raise ConfigurationError(
-            f"{key} holds an object that could not be read back ({error}); store numbers, text, lists, dicts, tensors "
-            "or NumPy arrays instead"
-        ) from error

@@ -154,33 +154,29 @@ class RunFolder:
         return found
 
     def resolve(self, iteration: int | None = None) -> Path:
-        """Return the checkpoint of an iteration, or the latest one."""
-        if iteration is None:
-            latest = self.latest()
-            if latest is None:
-                missing = "" if self.root.exists() else ", which does not exist"
-                raise CheckpointError(f"there is no checkpoint in {self.root}{missing}; give the folder of a run")
-            return latest
-        wanted = self.path_of(iteration)
-        self._require_folder()
-        found = self.find(iteration)
-        if found is None:
-            state = f"is not whole: it has no {MARK_OF_WHOLE}" if wanted.exists() else "does not exist"
-            raise CheckpointError(f"{wanted} {state}; {self._whole_ones()}")
-        return found
-
-    def resolve_or_itself(self, iteration: int | None = None) -> Path:
-        """Return the checkpoint of an iteration, the root if it is itself a checkpoint, or the latest one."""
-        if iteration is not None or not is_whole(self.root):
-            return self.resolve(iteration)
-        others = self.iterations()
-        if others:
-            raise CheckpointError(
-                f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}), and the folder of a run with "
-                f"checkpoints of its own; give the folder of one of these, as {self.find(others[-1])}, or move its "
-                f"{POINTER} and iter_ folders elsewhere to load the other one"
-            )
-        return self.root
+        """Return the checkpoint of an iteration; without one the root if it is itself a checkpoint, or the latest."""
+        if iteration is not None:
+            wanted = self.path_of(iteration)
+            self._require_folder()
+            found = self.find(iteration)
+            if found is None:
+                state = f"is not whole: it has no {MARK_OF_WHOLE}" if wanted.exists() else "does not exist"
+                raise CheckpointError(f"{wanted} {state}; {self._whole_ones()}")
+            return found
+        if is_whole(self.root):
+            others = self.iterations()
+            if others:
+                raise CheckpointError(
+                    f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}), and the folder of a run with "
+                    f"checkpoints of its own; give the folder of one of these, as {self.find(others[-1])}, or move its "
+                    f"{POINTER} and iter_ folders elsewhere to load the other one"
+                )
+            return self.root
+        latest = self.latest()
+        if latest is None:
+            missing = "" if self.root.exists() else ", which does not exist"
+            raise CheckpointError(f"there is no checkpoint in {self.root}{missing}; give the folder of a run")
+        return latest
 
     def _entries(self) -> list[Path]:
         return sorted(self.root.iterdir()) if self.root.is_dir() else []
@@ -213,7 +209,7 @@ def locate(path: str | Path) -> Path:
     """Return the folder of one checkpoint: `path`, or the latest of a run; opening it says what is wrong with it."""
     run = RunFolder(Path(path))
     is_run = run.root.is_dir() and ((run.root / POINTER).exists() or run.iterations())
-    return run.resolve_or_itself() if is_run else run.root
+    return run.resolve() if is_run else run.root
 
 
 # ---- publishing ------------------------------------------------------------------------------------------------------
@@ -344,10 +340,6 @@ class CheckpointStore:
     def resolve(self, iteration: int | None = None) -> Path:
         """Return what `RunFolder.resolve` does on rank 0, and raise what it raises; collective."""
         return self._found(lambda: self._folder.resolve(iteration)) or self.root
-
-    def resolve_or_itself(self, iteration: int | None = None) -> Path:
-        """Return what `RunFolder.resolve_or_itself` does on rank 0, and raise what it raises; collective."""
-        return self._found(lambda: self._folder.resolve_or_itself(iteration)) or self.root
 
     def _found(self, find: Callable[[], Path | None]) -> Path | None:
         def name() -> str | None:

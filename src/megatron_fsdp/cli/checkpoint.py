@@ -29,7 +29,7 @@ from megatron_fsdp.checkpoint.diff import Tolerance, diff
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
-from megatron_fsdp.checkpoint.inspect import Inspection, ListedEntry, inspect_folder, list_checkpoints, show
+from megatron_fsdp.checkpoint.inspect import Inspection, ListedEntry, inspect_folder, show
 from megatron_fsdp.checkpoint.kinds import GROUP_META, as_json, dtype_name
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
 from megatron_fsdp.checkpoint.ranks import together
@@ -54,7 +54,6 @@ _OPTIMIZERS = {
 _STATISTICS = ("min", "max", "mean", "norm", "non-finite", "zeros")
 _REFERENCE_RTOL, _REFERENCE_ATOL = 1e-5, 1e-8
 _SHOWN = 50
-_EQUAL = "elements are equal where |a - b| <= atol + rtol * |b|"
 _SCOPE = re.compile(r"[\w.]+(,[\w.]+)*")
 
 
@@ -107,7 +106,7 @@ def _opened(path: str) -> CheckpointFolder:
     "inspect",
     "kind, iteration, keys, shapes, dtypes, bytes; one tensor or object",
     "Describe a checkpoint: torch_dist (all three generations), fsdp_dtensor, or any other of "
-    "torch.distributed.checkpoint; of a run its checkpoints, and the latest one. With KEY print one tensor or "
+    "torch.distributed.checkpoint; of a run its latest one. With KEY print one tensor or "
     "object; only the chunks that are needed are read, and of a large tensor the first corner is shown unless "
     "--slice says otherwise. Exit status: 0; 1 if it has problems, which are listed; 2 if it cannot be read.",
     _DIR,
@@ -127,17 +126,9 @@ def _inspect(args: argparse.Namespace) -> int:
         return _show(args)
     if args.slice:
         raise ConfigurationError("--slice is for one tensor; give its KEY too")
-    run = list_checkpoints(args.checkpoint_dir)
-    if run and not args.json:
-        rows = [
-            [item.name, in_bytes(item.nbytes), "latest" if item.is_latest else "" if item.is_whole else "unfinished"]
-            for item in run
-        ]
-        write_table(["checkpoint", "bytes", ""], rows, right=["bytes"])
-        write_line()
     found = inspect_folder(_opened(args.checkpoint_dir), args.filter, with_statistics=args.stats)
     if args.json:
-        write_json({**found.to_json(), "run": [item._asdict() for item in run]})
+        write_json(found.to_json())
     else:
         _write_inspection(found, args)
     return EXIT_DIFFERENT if found.problems else EXIT_SAME
@@ -229,7 +220,11 @@ def _show(args: argparse.Namespace) -> int:
     "is in memory at a time. Exit status: 0 they are the same, 1 they differ, 2 one cannot be read.",
     _arg("checkpoint_1", metavar="A", help=_DIR_HELP),
     _arg("checkpoint_2", metavar="B", help=_DIR_HELP),
-    _arg("--rtol", type=float, help=f"{_EQUAL} (default 0; of compare-two-checkpoint {_REFERENCE_RTOL})"),
+    _arg(
+        "--rtol",
+        type=float,
+        help=f"equal: |a - b| <= atol + rtol * |b| (default 0; of compare-two-checkpoint {_REFERENCE_RTOL})",
+    ),
     _arg("--atol", type=float, help=f"see --rtol (default 0; of compare-two-checkpoint {_REFERENCE_ATOL})"),
     _flag("--bitwise", help="equal bits: 0.0 and -0.0 differ, and so do unlike NaN"),
     _flag("--all", help=f"list all differences, not only the first {_SHOWN}"),
@@ -269,7 +264,24 @@ def _diff(args: argparse.Namespace) -> int:
     _JSON,
 )
 def _verify(args: argparse.Namespace) -> int:
-    folders, pointer_problem = _to_verify(args.checkpoint_dir, every=args.all)
+    given, pointer_problem = args.checkpoint_dir, None
+    folders = [given]
+    if iteration_of(given.name) is not None or (given / METADATA).exists() or (given / FILE_NAME).exists():
+        if args.all:
+            raise CheckpointError(f"{given} is one checkpoint; --all takes the folder of a run")
+    else:
+        folders = sorted(path for path in given.glob("iter_*") if iteration_of(path.name) is not None)
+        try:
+            latest = RunFolder(given).latest()
+            if latest is not None:
+                folders = sorted({*folders, latest}) if args.all else [latest]
+        except CheckpointError as error:
+            pointer_problem = str(error)
+        if not folders and pointer_problem is None:
+            what = f"holds no checkpoint: neither {METADATA} nor {POINTER} nor iter_* folders"
+            raise CheckpointError(
+                f"{given} {what if given.is_dir() else 'is not a folder; give a checkpoint or a run'}"
+            )
     reports = [verify(folder, deep=not args.quick) for folder in folders]
     if args.json:
         write_json({"checkpoints": [report.to_dict() for report in reports], "pointer": pointer_problem})
@@ -278,29 +290,6 @@ def _verify(args: argparse.Namespace) -> int:
             write_line(line)
     is_well = pointer_problem is None and all(report.is_whole for report in reports)
     return EXIT_SAME if is_well else EXIT_DIFFERENT
-
-
-def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
-    """Return the folders to verify, and what is wrong with the pointer to the latest."""
-    if not given.is_dir():
-        raise CheckpointError(f"{given} is not a folder; give a checkpoint or the folder of a run")
-    beside = (given / METADATA, given / FILE_NAME)  # one of them may be missing
-    if iteration_of(given.name) is not None or any(path.exists() for path in beside):
-        if every:
-            raise CheckpointError(f"{given} is one checkpoint; --all takes the folder of a run")
-        return [given], None
-    problem, latest = None, None
-    try:
-        latest = RunFolder(given).latest()
-    except CheckpointError as error:
-        problem = str(error)
-    inside = sorted(path for path in given.iterdir() if iteration_of(path.name) is not None and path.is_dir())
-    if every and latest is not None and latest not in inside:
-        inside.append(latest)
-    chosen = inside if every or latest is None else [latest]
-    if not chosen and problem is None:
-        raise CheckpointError(f"{given} holds no checkpoint: neither {METADATA} nor {POINTER} nor iter_* folders")
-    return chosen, problem
 
 
 # ---- to other files --------------------------------------------------------------------------------------------------
@@ -315,8 +304,7 @@ def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
     _arg("file", metavar="FILE", type=Path, help="must not exist"),
 )
 def _to_torch(args: argparse.Namespace) -> int:
-    report = to_torch_save(_opened(args.checkpoint_dir), args.file)
-    return _write_repacked(args.file, report)
+    return _write_repacked(args.file, to_torch_save(_opened(args.checkpoint_dir), args.file))
 
 
 @_command(

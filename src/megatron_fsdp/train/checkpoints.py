@@ -124,7 +124,7 @@ def with_saved_batch(job: Job, origin: Origin, rank: Rank, say: Say) -> Job:
     options, training = job.options, job.options.training
     if origin.folder is None or training.global_batch_size or (options.checkpoint.finetune and not origin.is_own):
         return job
-    folder = CheckpointFolder(CheckpointStore(origin.folder).resolve_or_itself())
+    folder = CheckpointFolder(CheckpointStore(origin.folder).resolve())
 
     def saved() -> int | None:
         facts = folder.read_object("trainer.facts") if "trainer.facts" in folder.objects else []

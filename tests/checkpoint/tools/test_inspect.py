@@ -13,7 +13,6 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.inspect import (
     BLOCK,
     inspect_folder,
-    list_checkpoints,
     natural_order,
     parse_part,
     show,
@@ -126,21 +125,12 @@ def test_the_folder_of_a_run_means_its_latest_checkpoint(tmp_path: Path) -> None
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     assert locate(tmp_path).name == "iter_0000002"
     assert locate(tmp_path / "iter_0000010").name == "iter_0000010"
-    (tmp_path / "iter_0000020").mkdir()
-    listed = list_checkpoints(tmp_path)
-    assert [(item.iteration, item.is_latest, item.is_whole) for item in listed] == [
-        (2, True, True),
-        (10, False, True),
-        (20, False, False),
-    ]
-    assert listed[0].nbytes == sum(path.stat().st_size for path in (tmp_path / "iter_0000002").iterdir())
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     with pytest.raises(CheckpointError, match="no whole checkpoint of that name"):
         locate(tmp_path)
 
 
 def test_folders_that_hold_none_are_refused_by_name(tmp_path: Path) -> None:
-    assert list_checkpoints(tmp_path) == list_checkpoints(tmp_path / "none") == []
     with pytest.raises(CheckpointError, match="is not a folder"):
         CheckpointFolder(locate(tmp_path / "none"))
     with pytest.raises(CheckpointError, match=r"has no \.metadata"):

@@ -205,41 +205,25 @@ def key_variants(module: nn.Module, key: str) -> tuple[str, ...]:
 
 def map_keys(keys: Iterable[str], key_mapping: KeyMapping | None) -> dict[str, str]:
     """Map keys, as renamed by the user's mapping, to keys in the file."""
-    rename = _renaming(key_mapping)
+    if not (key_mapping is None or isinstance(key_mapping, Mapping) or callable(key_mapping)):
+        raise ConfigurationError(
+            f"key_mapping is a {type(key_mapping).__name__}; give a dict from regular expressions to replacements, "
+            "or a function from key to name"
+        )
     found: dict[str, str] = {}
     for key in keys:
-        name = rename(key)
+        name = key_mapping(key) if callable(key_mapping) else key
+        try:
+            for pattern, replacement in key_mapping.items() if isinstance(key_mapping, Mapping) else ():
+                name = re.sub(pattern, replacement, name, count=1)
+        except (re.error, TypeError) as error:
+            raise ConfigurationError(f"key_mapping {key_mapping} is no set of regular expressions: {error}") from error
         if name in found:
             raise CheckpointError(
                 f"key_mapping gives {found[name]!r} and {key!r} the same name {name!r}; make it tell them apart"
             )
         found[name] = key
     return found
-
-
-def _renaming(key_mapping: KeyMapping | None) -> Callable[[str], str]:
-    if key_mapping is None:
-        return lambda key: key
-    if not isinstance(key_mapping, Mapping):
-        if not callable(key_mapping):
-            raise ConfigurationError(
-                f"key_mapping is a {type(key_mapping).__name__}; give a dict from regular expressions to replacements, "
-                "or a function from key to name"
-            )
-        return key_mapping
-    try:
-        patterns = [(re.compile(pattern), replacement) for pattern, replacement in key_mapping.items()]
-    except (re.error, TypeError) as error:
-        raise ConfigurationError(
-            f"key_mapping {dict(key_mapping)} is no set of regular expressions: {error}"
-        ) from error
-
-    def rename(key: str) -> str:
-        for pattern, replacement in patterns:
-            key = pattern.sub(replacement, key, count=1)
-        return key
-
-    return rename
 
 
 def is_ignored(module: nn.Module, attribute: str, names: Sequence[str]) -> bool:

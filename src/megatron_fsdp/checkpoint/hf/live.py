@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron_fsdp.sharding.shards import Box
 
 Piece = tuple[Box, torch.Tensor]
 
+_TORCH_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _COPIES = {"modules_to_save", "original_module", "token_adapter", "trainable_tokens_delta"}
 """Modules of peft that hold whole copies of base weights."""
 
@@ -95,15 +97,11 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "load and save outside of that"
             )
         inner = getattr(model, "module", None)
-        if not _is_wrapper(model) or not isinstance(inner, nn.Module):
+        # Ours cannot be imported into this layer, so it is known by its method.
+        is_wrapper = isinstance(model, _TORCH_WRAPPERS) or hasattr(type(model), "install_optimized_model_weights")
+        if not is_wrapper or not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def _is_wrapper(model: nn.Module) -> bool:
-    """Return whether a module is a wrapper; ours cannot be imported into this layer, so its method is checked."""
-    torch_wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    return isinstance(model, torch_wrappers) or hasattr(type(model), "install_optimized_model_weights")
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -144,9 +142,12 @@ def live_tensors(module: nn.Module) -> list[LiveTensor]:
     """List parameters and persistent buffers of an unwrapped model, each once, in the order of its modules."""
     names: dict[int, list[str]] = {}
     first: dict[int, tuple[torch.Tensor, bool]] = {}
-    for name, tensor, is_parameter in _named_tensors(module):
-        names.setdefault(id(tensor), []).append(name)
-        first.setdefault(id(tensor), (tensor, is_parameter))
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        lasting = {name: each for name, each in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for name, tensor in chain(part._parameters.items(), lasting.items()):
+            if tensor is not None:
+                names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
+                first.setdefault(id(tensor), (tensor, name in part._parameters))
     told: Any = getattr(module, "all_tied_weights_keys", None)
     tied = told if isinstance(told, dict) else ()  # names that transformers leaves out of files
     found = []
@@ -154,17 +155,6 @@ def live_tensors(module: nn.Module) -> list[LiveTensor]:
         own = [name for name in names[key] if name not in tied] or names[key]
         found.append(LiveTensor(own[0], tuple(names[key]), tensor, is_parameter))
     return found
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, param in part._parameters.items():
-            if param is not None:
-                yield dot + name, param, True
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield dot + name, buffer, False
 
 
 def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
@@ -176,7 +166,10 @@ def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
     if hasattr(module, "get_base_model"):  # not where transformers' own add_adapter put them in
         base = peft_model.get_base_model()
         tuner_prefix = str(getattr(peft_model.base_model, "prefix", tuner_prefix))
-    added = _added_names(base)
+    added: set[str] = set()  # what adapters have added to layers, as peft's layers list them
+    for name, part in base.named_modules():
+        listed: Any = (getattr(part, "adapter_layer_names", ()), getattr(part, "other_param_names", ()))
+        added.update(f"{name}.{own}" for names in listed if isinstance(names, tuple) for own in names)
     found = []
     for tensor in live_tensors(base):
         parts = tensor.name.split(".")
@@ -185,24 +178,11 @@ def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
                 f"{tensor.name}: adapters with modules_to_save or trainable tokens hold copies of base weights; load "
                 "the base model before adding the adapters"
             )
-        if not any(part.startswith(tuner_prefix) for part in parts) and not _is_inside(tensor.name, added):
+        is_added = any(".".join(parts[:count]) in added for count in range(1, len(parts) + 1))
+        if not is_added and not any(part.startswith(tuner_prefix) for part in parts):
             aliases = tuple(_without_base_layer(alias) for alias in tensor.aliases)
             found.append(replace(tensor, name=_without_base_layer(tensor.name), aliases=aliases))
     return base, found
-
-
-def _added_names(base: nn.Module) -> set[str]:
-    """Return the names that adapters have added to layers, as peft's layers list them."""
-    added: set[str] = set()
-    for name, part in base.named_modules():
-        listed: Any = (getattr(part, "adapter_layer_names", ()), getattr(part, "other_param_names", ()))
-        added.update(f"{name}.{own}" for names in listed if isinstance(names, tuple) for own in names)
-    return added
-
-
-def _is_inside(name: str, modules: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
 
 
 def _without_base_layer(name: str) -> str:
