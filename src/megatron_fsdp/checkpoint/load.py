@@ -192,7 +192,7 @@ def _random_states(
 ) -> tuple[Callable[[], None], str]:
     """Read and test the random states to restore last, so that damage changes nothing."""
     keys = [key for key in folder.objects if key.startswith(f"{RNG}.")]
-    if f"{RNG}.topology" not in keys:
+    if f"{RNG}.topology" not in keys or not any(key.endswith(".states") for key in keys):
         return lambda: None, "none that this library has saved, so the streams go on as they are"
     place = rng.logical_rank_of(model, group)
     same = folder.read_object(f"{RNG}.topology") == place.topology
