@@ -133,7 +133,7 @@ def test_experts_load_into_another_number_of_expert_parallel_ranks(
     check_loaded(run_ranks(to_ep * to_dp, load_and_save, kind, to, to_strategy, source, target), source, target)
 
 
-@pytest.mark.full(short=["stacked"])
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_outer_axis_and_a_mesh_in_another_order(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     hybrid: Sizes = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))

@@ -7,14 +7,12 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.kinds import (
-    Kind,
     as_json,
     dtype_name,
     read_common,
@@ -49,50 +47,10 @@ class TensorStatistics:
     zeros: int
 
 
-@dataclass(frozen=True)
-class ListedEntry:
-    """One listed key; `nbytes` are those of the elements, or of the stored object, which has no shape and dtype."""
-
-    type: str
-    key: str
-    nbytes: int
-    shape: list[int] | None
-    dtype: str | None
-    chunks: int
-    files: list[str]
-    statistics: TensorStatistics | None = None
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What `inspect` says of a checkpoint: the keys that the filter let through, and how many it left out (`hidden`).
-
-    `marker` is the content of `metadata.json`, `mcore_data` the true shapes of flattened tensors (generation G1).
-    """
-
-    path: Path
-    kind: Kind
-    marker: dict[str, Any]
-    common: dict[str, Any]
-    entries: list[ListedEntry]
-    hidden: int
-    files: dict[str, int]
-    mcore_data: dict[str, Any]
-    problems: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the description as in `docs/schemas/inspect.schema.json`."""
-        told = {name: value for name, value in asdict(self).items() if name != "kind"}
-        for entry in told["entries"]:
-            if entry["statistics"] is None:
-                del entry["statistics"]
-        return {"schema_version": SCHEMA_VERSION, **told, **asdict(self.kind), "path": str(self.path)}
-
-
 def inspect_folder(
     folder: CheckpointFolder, pattern: str | None = None, *, with_statistics: bool = False
-) -> Inspection:
-    """Describe an open checkpoint."""
+) -> dict[str, Any]:
+    """Describe an open checkpoint and the keys that a regular expression finds, as docs/schemas/inspect.schema.json."""
     wanted = compiled(pattern)
     problems = [f"{item.name} is {item.state}: {item.reason}" for item in side_file_problems(folder)]
     problems += [] if folder.tensors else ["it holds no tensors"]
@@ -103,28 +61,37 @@ def inspect_folder(
         problems.append(str(error))
     keys = natural_order([*folder.tensors, *folder.objects])
     kept = [key for key in keys if wanted.search(key)]
-    return Inspection(
-        path=folder.path,
-        kind=recognise(folder),
-        marker=as_json(read_marker(folder.path)),
-        common=common,
-        entries=[_listed(folder, key, with_statistics) for key in kept],
-        hidden=len(keys) - len(kept),
-        files={name: (folder.path / name).stat().st_size for name in sorted(folder.files)},
-        mcore_data=as_json(getattr(folder.metadata, "mcore_data", None) or {}),
-        problems=problems,
-    )
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "path": str(folder.path),
+        **asdict(recognise(folder)),
+        "marker": as_json(read_marker(folder.path)),
+        "common": common,
+        "entries": [_listed(folder, key, with_statistics) for key in kept],
+        "hidden": len(keys) - len(kept),
+        "files": {name: (folder.path / name).stat().st_size for name in sorted(folder.files)},
+        "mcore_data": as_json(getattr(folder.metadata, "mcore_data", None) or {}),  # true shapes of generation G1
+        "problems": problems,
+    }
 
 
-def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> ListedEntry:
-    if key in folder.objects:
-        span = folder.objects[key].span
-        return ListedEntry("object", key, span.length, None, None, 1, [span.file])
-    entry = folder.tensors[key]
-    files = sorted({chunk.span.file for chunk in entry.chunks})
-    found = statistics_of(values for _, values in folder.parts(key)) if with_statistics else None
-    dtype = dtype_name(entry.dtype)
-    return ListedEntry("tensor", key, entry.nbytes, list(entry.shape), dtype, len(entry.chunks), files, found)
+def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> dict[str, Any]:
+    """Describe one key; the bytes are those of the elements, or of the stored object, which has no shape and dtype."""
+    entry = folder.tensors.get(key)
+    if entry is None:
+        span, nothing = folder.objects[key].span, dict.fromkeys(("shape", "dtype"))
+        return {"type": "object", "key": key, "nbytes": span.length, **nothing, "chunks": 1, "files": [span.file]}
+    told = {
+        "type": "tensor",
+        "key": key,
+        "nbytes": entry.nbytes,
+        "shape": list(entry.shape),
+        "dtype": dtype_name(entry.dtype),
+        "chunks": len(entry.chunks),
+        "files": sorted({chunk.span.file for chunk in entry.chunks}),
+    }
+    found = asdict(statistics_of(values for _, values in folder.parts(key))) if with_statistics else None
+    return told if found is None else {**told, "statistics": found}
 
 
 def compiled(pattern: str | None) -> re.Pattern[str]:

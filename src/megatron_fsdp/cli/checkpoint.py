@@ -13,7 +13,6 @@ import pprint
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from megatron_fsdp.checkpoint.diff import Tolerance, diff
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
-from megatron_fsdp.checkpoint.inspect import Inspection, ListedEntry, inspect_folder, show
-from megatron_fsdp.checkpoint.kinds import GROUP_META, as_json, dtype_name
+from megatron_fsdp.checkpoint.inspect import inspect_folder, show
+from megatron_fsdp.checkpoint.kinds import GROUP_META, as_json, dtype_name, recognise
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
 from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of, locate
@@ -126,53 +125,46 @@ def _inspect(args: argparse.Namespace) -> int:
         return _show(args)
     if args.slice:
         raise ConfigurationError("--slice is for one tensor; give its KEY too")
-    found = inspect_folder(_opened(args.checkpoint_dir), args.filter, with_statistics=args.stats)
+    folder = _opened(args.checkpoint_dir)
+    found = inspect_folder(folder, args.filter, with_statistics=args.stats)
     if args.json:
-        write_json(found.to_json())
-    else:
-        _write_inspection(found, args)
-    return EXIT_DIFFERENT if found.problems else EXIT_SAME
-
-
-def _write_inspection(found: Inspection, args: argparse.Namespace) -> None:
-    write_facts(_facts(found))
+        write_json(found)
+        return EXIT_DIFFERENT if found["problems"] else EXIT_SAME
+    entries, common = found["entries"], found["common"]
+    tensors, objects = ([entry for entry in entries if entry["type"] == kind] for kind in ("tensor", "object"))
+    count = sum(math.prod(entry["shape"]) for entry in tensors)
+    size_of_tensors, size_of_objects = (in_bytes(sum(entry["nbytes"] for entry in kind)) for kind in (tensors, objects))
+    facts = {
+        "path": found["path"],
+        "format": recognise(folder).title,
+        "optimizer": _OPTIMIZERS[found["optimizer"]] + (", keys with chained_<n>." if found["is_chained"] else ""),
+        **{name: str(common[name]) for name in ("iteration", "checkpoint_version") if name in common},
+        "common state": ", ".join(sorted(common.keys() - {"iteration", "checkpoint_version"})),
+        "tensors": f"{len(tensors)}, {count:,} elements, {size_of_tensors}",
+        "objects": f"{len(objects)}, {size_of_objects}",
+        "files": f"{len(found['files'])}, {in_bytes(sum(found['files'].values()))}",
+        "flattened": f"{len(found['mcore_data'])} tensors (mcore_data)" if found["mcore_data"] else "",
+    }
+    write_facts([(name, text) for name, text in facts.items() if text])
     write_line()
-    shown = [entry for entry in found.entries if args.all or not entry.key.startswith(GROUP_META)]
+    shown = [entry for entry in entries if args.all or not entry["key"].startswith(GROUP_META)]
     if shown:
         titles = ["key", "type", "shape", "bytes", "chunks", *(_STATISTICS if args.stats else ())]
         write_table(titles, [_row(entry)[: len(titles)] for entry in shown], right=["bytes", "chunks", *_STATISTICS])
-    hidden = len(found.entries) - len(shown)
-    if hidden:
-        write_line(f"({hidden} keys under {GROUP_META}* are not listed; --all lists them)")
-    if found.hidden:
-        write_line(f"({found.hidden} keys do not match --filter)")
-    for problem in found.problems:
+    if len(entries) > len(shown):
+        write_line(f"({len(entries) - len(shown)} keys under {GROUP_META}* are not listed; --all lists them)")
+    if found["hidden"]:
+        write_line(f"({found['hidden']} keys do not match --filter)")
+    for problem in found["problems"]:
         write_line(f"problem: {problem}")
+    return EXIT_DIFFERENT if found["problems"] else EXIT_SAME
 
 
-def _facts(found: Inspection) -> list[tuple[str, str]]:
-    tensors, objects = ([entry for entry in found.entries if entry.type == kind] for kind in ("tensor", "object"))
-    chained = ", keys with chained_<n>." if found.kind.is_chained else ""
-    told: dict[str, str] = {
-        "path": str(found.path),
-        "format": found.kind.title,
-        "optimizer": _OPTIMIZERS[found.kind.optimizer] + chained,
-        **{name: str(found.common[name]) for name in ("iteration", "checkpoint_version") if name in found.common},
-        "common state": ", ".join(sorted(found.common.keys() - {"iteration", "checkpoint_version"})),
-        "tensors": f"{len(tensors)}, {sum(math.prod(entry.shape or ()) for entry in tensors):,} elements, "
-        f"{in_bytes(sum(entry.nbytes for entry in tensors))}",
-        "objects": f"{len(objects)}, {in_bytes(sum(entry.nbytes for entry in objects))}",
-        "files": f"{len(found.files)}, {in_bytes(sum(found.files.values()))}",
-        "flattened": f"{len(found.mcore_data)} tensors (mcore_data)" if found.mcore_data else "",
-    }
-    return [(name, text) for name, text in told.items() if text]
-
-
-def _row(entry: ListedEntry) -> list[str]:
-    shape, numbers = "" if entry.shape is None else str(tuple(entry.shape)), [""] * len(_STATISTICS)
-    if entry.statistics is not None:
-        numbers = ["-" if n is None else f"{n:.6g}" for n in asdict(entry.statistics).values()]
-    return [entry.key, entry.dtype or "object", shape, in_bytes(entry.nbytes), str(entry.chunks), *numbers]
+def _row(entry: dict[str, Any]) -> list[str]:
+    shape, numbers = "" if entry["shape"] is None else str(tuple(entry["shape"])), [""] * len(_STATISTICS)
+    if "statistics" in entry:
+        numbers = ["-" if n is None else f"{n:.6g}" for n in entry["statistics"].values()]
+    return [entry["key"], entry["dtype"] or "object", shape, in_bytes(entry["nbytes"]), str(entry["chunks"]), *numbers]
 
 
 @_command(

@@ -31,12 +31,12 @@ SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "schemas" / "inspect.s
 @pytest.mark.parametrize("generation", ["G1", "G2", "G3"])
 def test_each_generation_of_torch_dist_is_told(tmp_path: Path, generation: str) -> None:
     found = inspect_folder(builders.save_torch_dist(tmp_path / "a", generation))
-    assert (found.kind.format, found.kind.generation, found.kind.optimizer) == ("torch_dist", generation, "model_space")
-    assert found.common["iteration"] == 7
-    assert [found.common["args"][name] for name in ("num_layers", "swiglu", "num_experts")] == [2, True, None]
-    assert found.marker["sharded_backend"] == "torch_dist"
-    assert bool(found.mcore_data) == (generation == "G1")
-    assert found.problems == []
+    assert (found["format"], found["generation"], found["optimizer"]) == ("torch_dist", generation, "model_space")
+    assert found["common"]["iteration"] == 7
+    assert [found["common"]["args"][name] for name in ("num_layers", "swiglu", "num_experts")] == [2, True, None]
+    assert found["marker"]["sharded_backend"] == "torch_dist"
+    assert bool(found["mcore_data"]) == (generation == "G1")
+    assert found["problems"] == []
 
 
 @pytest.mark.parametrize("optimizer", ["none", "model_space", "bucket_space"])
@@ -46,24 +46,24 @@ def test_the_layout_of_the_optimizer_is_told(tmp_path: Path, optimizer: str) -> 
 
 def test_keys_shapes_and_bytes(tmp_path: Path) -> None:
     found = inspect_folder(builders.save_fsdp_dtensor(tmp_path / "a"))
-    assert (found.kind.format, found.kind.generation, found.kind.optimizer) == ("fsdp_dtensor", None, "per_parameter")
-    assert found.common["iteration"] == 7
-    by_key = {entry.key: entry for entry in found.entries}
+    assert (found["format"], found["generation"], found["optimizer"]) == ("fsdp_dtensor", None, "per_parameter")
+    assert found["common"]["iteration"] == 7
+    by_key = {entry["key"]: entry for entry in found["entries"]}
     weight = by_key["model.module.layers.2.weight"]
-    assert (weight.shape, weight.dtype, weight.nbytes, weight.chunks) == ([4, 3], "float32", 48, 1)
-    assert weight.files == ["__0_0.distcp"]
-    assert found.files["__0_0.distcp"] == (tmp_path / "a" / "__0_0.distcp").stat().st_size
-    assert by_key["iteration"].shape is None
-    order = [entry.key for entry in found.entries if entry.key.startswith("model.")]
+    assert tuple(weight[name] for name in ("shape", "dtype", "nbytes", "chunks")) == ([4, 3], "float32", 48, 1)
+    assert weight["files"] == ["__0_0.distcp"]
+    assert found["files"]["__0_0.distcp"] == (tmp_path / "a" / "__0_0.distcp").stat().st_size
+    assert by_key["iteration"]["shape"] is None
+    order = [entry["key"] for entry in found["entries"] if entry["key"].startswith("model.")]
     assert order == [f"model.module.{name}" for name in ("layers.2.weight", "layers.10.weight", "norm.weight")]
 
 
 def test_plain_checkpoints_and_filters(tmp_path: Path) -> None:
     folder = builders.save({"a": {"w": torch.zeros(2, 3), "x": 1}, "b": torch.zeros(4)}, tmp_path / "a")
     found = inspect_folder(folder, r"^a\.")
-    assert (found.kind.format, found.kind.optimizer) == ("dcp", "none")
-    assert [entry.key for entry in found.entries] == ["a.w", "a.x"]
-    assert found.hidden == 1
+    assert (found["format"], found["optimizer"]) == ("dcp", "none")
+    assert [entry["key"] for entry in found["entries"]] == ["a.w", "a.x"]
+    assert found["hidden"] == 1
     with pytest.raises(ConfigurationError, match="not a regular expression"):
         inspect_folder(folder, "(")
 
@@ -77,12 +77,12 @@ def test_the_json_follows_the_schema(tmp_path: Path, kind: str) -> None:
         folder = builders.save_fsdp_dtensor(path)
     else:
         folder = builders.save({"w": torch.tensor([1.0, math.nan]), "o": {1, 2}, "n": torch.full((2,), math.inf)}, path)
-    told = inspect_folder(folder, with_statistics=kind == "stats").to_json()
+    told = inspect_folder(folder, with_statistics=kind == "stats")
     assert json_schema.problems(json.loads(json.dumps(told, allow_nan=False)), SCHEMA) == []
 
 
 def test_the_schema_checker_finds_what_is_wrong(tmp_path: Path) -> None:
-    told = inspect_folder(builders.save({"w": torch.zeros(2)}, tmp_path / "a")).to_json()
+    told = inspect_folder(builders.save({"w": torch.zeros(2)}, tmp_path / "a"))
     for change in ({"format": "zip"}, {"hidden": -1}, {"hidden": True}, {"surplus": 1}, {"files": {"x": "y"}}):
         assert len(json_schema.problems({**told, **change}, SCHEMA)) == 1, change
     told["entries"][0]["shape"] = [1.5]
@@ -94,9 +94,9 @@ def test_problems_are_named(tmp_path: Path) -> None:
     (folder.path / "common.pt").write_bytes((folder.path / "common.pt").read_bytes()[:100])
     (folder.path / "metadata.json").unlink()
     found = inspect_folder(folder)
-    assert "metadata.json is missing" in found.problems[0]
-    assert "common.pt is not an archive" in found.problems[1]
-    assert sum(entry.type == "tensor" for entry in found.entries) == len(folder.tensors)
+    assert "metadata.json is missing" in found["problems"][0]
+    assert "common.pt is not an archive" in found["problems"][1]
+    assert sum(entry["type"] == "tensor" for entry in found["entries"]) == len(folder.tensors)
 
 
 def test_statistics_of_chunks_are_those_of_the_whole() -> None:

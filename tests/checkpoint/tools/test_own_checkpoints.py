@@ -46,13 +46,15 @@ def test_our_own_checkpoints(run_ranks: RunRanks, tmp_path: Path) -> None:
     three, one = CheckpointFolder(locate(tmp_path / "three")), CheckpointFolder(locate(tmp_path / "one"))
 
     found = inspect_folder(three)
-    assert (found.kind.format, found.kind.optimizer, found.kind.has_manifest) == ("fsdp_dtensor", "per_parameter", True)
-    assert found.common["iteration"] == 5
-    assert found.problems == []
-    assert any(entry.chunks > 1 for entry in found.entries)
+    assert (found["format"], found["optimizer"], found["has_manifest"]) == ("fsdp_dtensor", "per_parameter", True)
+    assert found["common"]["iteration"] == 5
+    assert found["problems"] == []
+    assert any(entry["chunks"] > 1 for entry in found["entries"])
     compared = diff(three, one, pattern=r"^(model|optimizer\.state)\.")
     assert compared.is_same
-    assert compared.compared == sum(entry.key.startswith(("model.", "optimizer.state.")) for entry in found.entries)
+    assert compared.compared == sum(
+        entry["key"].startswith(("model.", "optimizer.state.")) for entry in found["entries"]
+    )
 
     back = tmp_path / "back" / "iter_0000005"
     to_torch_save(three, tmp_path / "all.pt")
