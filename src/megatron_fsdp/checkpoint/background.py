@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
+from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.comm.agreement import raise_together, world_size_of
 from megatron_fsdp.comm.groups import duplicate_group
 from megatron_fsdp.dtensor.chunks import carry_description

@@ -17,8 +17,7 @@ from megatron_fsdp.checkpoint.background import BackgroundSaver
 from megatron_fsdp.checkpoint.load import facts_of, load_checkpoint
 from megatron_fsdp.checkpoint.naming import ITERATION, MODEL, OPTIMIZER, Extras
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
-from megatron_fsdp.checkpoint.ranks import together
-from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.report import LoadReport, together
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import ConfigurationError

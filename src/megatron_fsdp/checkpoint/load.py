@@ -32,8 +32,7 @@ from megatron_fsdp.checkpoint import naming, optimizer_state, rng
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import ITERATION, MODEL, OPTIMIZER, PREFIX, RNG, Extras, KeyPath, Stateful
 from megatron_fsdp.checkpoint.optimizer_state import GROUPS, KIND, META, STATE
-from megatron_fsdp.checkpoint.ranks import together
-from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
+from megatron_fsdp.checkpoint.report import LoadReport, report_of_all, together
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, world_size_of

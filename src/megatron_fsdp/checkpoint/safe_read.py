@@ -32,12 +32,15 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_fsdp.errors import CheckpointError
 
 FOREIGN_PACKAGES = frozenset({"megatron", "transformer_engine", "apex", "modelopt", "nvidia_resiliency_ext", "nemo"})
 """Packages whose classes may stand in a checkpoint: never imported, what was stored of them is kept as `Opaque`."""
+
+_PLANNING = "torch.distributed.checkpoint."
+"""Where the classes of plans lie, which some writers keep and nobody reads: kept so, too, unless the table has them."""
 
 MAX_OBJECT_BYTES = 4 << 30
 _MAX_JSON_BYTES = 1 << 30
@@ -328,7 +331,8 @@ class RestrictedUnpickler(pickle._Unpickler):
         """Return the entry of the table."""
         name = (module_name, global_name)
         found = _names().get(name) or self._foreign.get(name)
-        if found is None and module_name.partition(".")[0] in FOREIGN_PACKAGES:
+        is_foreign = module_name.startswith(_PLANNING) or module_name.partition(".")[0] in FOREIGN_PACKAGES
+        if found is None and is_foreign:
             found = self._foreign[name] = type(global_name, (Opaque,), {"qualified_name": ".".join(name)})
         if found is None:
             raise _refusal(self.where, ".".join(name))
@@ -463,26 +467,13 @@ class MCoreMetadata(metadata.Metadata):
     mcore_data: dict[str, Any] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class MCoreSavePlan(planner.SavePlan):
-    """Stands for Megatron's class of this name."""
-
-    mcore_data: dict[str, Any] | None = None
-
-
 _DATACLASSES: tuple[Any, ...] = (
     metadata.Metadata,
     metadata.TensorStorageMetadata,
     metadata.BytesStorageMetadata,
     metadata.ChunkStorageMetadata,
     metadata.MetadataIndex,
-    metadata.StorageMeta,
     filesystem._StorageInfo,
-    filesystem._StoragePrefix,
-    planner.SavePlan,
-    planner.WriteItem,
-    planner.TensorWriteData,
-    planner.BytesIOWriteData,
 )
 _DICTS = (collections.OrderedDict, collections.Counter)
 _KEYED = {set, frozenset, collections.OrderedDict}
@@ -490,7 +481,7 @@ _SEQUENCES = {list, tuple, set, frozenset, torch.Size}
 _ATOMS = {int, float, complex, bool, type(None), torch.dtype, torch.device, torch.layout}
 _ATOMS |= {torch.Tensor, torch.nn.Parameter}
 _FILLED_BY_THEMSELVES = {metadata.TensorProperties}
-_FILLED_BY_DICT = {*_DATACLASSES, MCoreMetadata, MCoreSavePlan, argparse.Namespace, *_DICTS}
+_FILLED_BY_DICT = {*_DATACLASSES, MCoreMetadata, argparse.Namespace, *_DICTS}
 _CLASSES_OF_DATA = _FILLED_BY_THEMSELVES | _FILLED_BY_DICT
 
 
@@ -499,15 +490,14 @@ def _names() -> dict[tuple[str, str], Any]:
     """Return what stands for the names in pickles; functions take what an honest pickle gives, and nothing else."""
     kept = (*_DATACLASSES, metadata.TensorProperties)
     names: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in kept}
-    for enumeration in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType):
-        names[enumeration.__module__, enumeration.__name__] = _of(enumeration, (int, str))
+    formats = metadata._MEM_FORMAT_ENCODING
+    names[formats.__module__, formats.__name__] = _of(formats, (int, str))
     dtypes = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
     names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in dtypes}
     names |= {("torch._utils", name): _rebuilt(getattr(torch._utils, name)) for name in _TENSOR_FUNCTIONS}
     kinds = torch.storage._dtype_to_storage_type_map().items()
     names |= {("torch", name): StorageKind(dtype) for dtype, name in kinds if name[0] != "Q"}
-    for kind in (MCoreMetadata, MCoreSavePlan):
-        names["megatron.core.dist_checkpointing.strategies.torch", kind.__name__] = kind
+    names["megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"] = MCoreMetadata
     names |= {
         ("torch", "Size"): _of(torch.Size, (list, tuple)),
         ("torch", "device"): _of(torch.device, (str,), (int,)),
@@ -522,14 +512,9 @@ def _names() -> dict[tuple[str, str], Any]:
         ("numpy", "ndarray"): _ARRAY,
         ("numpy", "dtype"): _dtype,
     }
-    builtins: dict[str, Any] = {
-        "slice": slice,
-        "complex": complex,
-        "bytearray": _bytearray,
-        "bytes": _of(bytes),
-    }  # protocol 2 stores b"" so
-    builtins |= {"set": set, "frozenset": frozenset, "range": range, "xrange": range}
-    for name, stands_for in builtins.items():
+    builtins = {"slice": slice, "complex": complex, "set": set, "frozenset": frozenset, "range": range, "xrange": range}
+    plain = {**builtins, "bytearray": _bytearray, "bytes": _of(bytes)}  # protocol 2 stores b"" so
+    for name, stands_for in plain.items():
         names["builtins", name] = names["__builtin__", name] = stands_for
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"):

@@ -38,7 +38,7 @@ from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.archive import load_object, write_archive
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal, checksum_box, combine
 from megatron_fsdp.checkpoint.naming import flatten
-from megatron_fsdp.checkpoint.ranks import in_short
+from megatron_fsdp.checkpoint.report import in_short
 from megatron_fsdp.comm.agreement import by_value, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
+from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import open_file
 from megatron_fsdp.comm.agreement import rank_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from megatron_fsdp.checkpoint.archive import load_object_file, write_archive
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.hf.files import portions
-from megatron_fsdp.checkpoint.kinds import COMMON_FILE
+from megatron_fsdp.checkpoint.inspect import COMMON_FILE
 from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.safe_read import Opaque, ReadingBudget, reading, shortened
 from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, TensorSource, write_state

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
-from megatron_fsdp.checkpoint.kinds import COMMON_FILE, MARKER, read_common_file, side_file_problems
+from megatron_fsdp.checkpoint.inspect import COMMON_FILE, MARKER, read_common_file, side_file_problems
 from megatron_fsdp.checkpoint.manifest import CHECKSUM_NAME, Manifest, checksum_box, combine
 from megatron_fsdp.checkpoint.report import listed
 from megatron_fsdp.checkpoint.safe_read import printable, reading, shortened

@@ -28,10 +28,9 @@ from megatron_fsdp.checkpoint.diff import Tolerance, diff
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
-from megatron_fsdp.checkpoint.inspect import inspect_folder, show
-from megatron_fsdp.checkpoint.kinds import GROUP_META, as_json, dtype_name, recognise
+from megatron_fsdp.checkpoint.inspect import GROUP_META, as_json, dtype_name, inspect_folder, recognise, show
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
-from megatron_fsdp.checkpoint.ranks import together
+from megatron_fsdp.checkpoint.report import together
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of, locate
 from megatron_fsdp.checkpoint.torch_save import RepackReport, from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import verify

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.hf import load_hf, save_hf
-from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE
+from megatron_fsdp.checkpoint.hf.live import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.saving import Cut, lay_out_files
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens

@@ -15,10 +15,10 @@ from megatron_fsdp.checkpoint.inspect import (
     inspect_folder,
     natural_order,
     parse_part,
+    recognise,
     show,
     statistics_of,
 )
-from megatron_fsdp.checkpoint.kinds import recognise
 from megatron_fsdp.checkpoint.store import locate
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box

@@ -26,8 +26,8 @@ from megatron_fsdp.checkpoint.convert.plan import (
     needed_objects,
 )
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
-from megatron_fsdp.checkpoint.kinds import read_common, recognise, side_file_problems
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
+from megatron_fsdp.checkpoint.inspect import read_common, recognise, side_file_problems
+from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import Opaque
 from megatron_fsdp.checkpoint.save import ObjectSource, TensorSource, write_state
 from megatron_fsdp.checkpoint.store import (

@@ -22,8 +22,7 @@ from torch import nn
 from megatron_fsdp.checkpoint.convert.names import canonical_name
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import is_repeated, own_name
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
-from megatron_fsdp.checkpoint.report import some_of
+from megatron_fsdp.checkpoint.report import decided_by_first, some_of, together
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.checkpoint.store import new_folder, replace_text
 from megatron_fsdp.comm.agreement import gather_objects

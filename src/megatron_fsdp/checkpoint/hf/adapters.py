@@ -11,13 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import ADAPTER_FILE, WeightFiles, open_folder
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
+from megatron_fsdp.checkpoint.hf.live import FileTensor, Followed, LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.loading import Match, load_matched
 from megatron_fsdp.checkpoint.hf.saving import Cut, save_files
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
-from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.report import LoadReport, decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 

@@ -10,21 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.file_tensors import (
+from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor, WeightFiles, open_folder, portions
+from megatron_fsdp.checkpoint.hf.live import (
     CannotFollowError,
     FileTensor,
     KeyMapping,
+    LiveTensor,
     Part,
+    Piece,
+    base_tensors,
     file_tensors,
+    install_weights,
     is_ignored,
     key_variants,
     map_keys,
     other_file_keys,
+    unwrap,
 )
-from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor, WeightFiles, open_folder, portions
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, base_tensors, install_weights, unwrap
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
-from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
+from megatron_fsdp.checkpoint.report import LoadReport, decided_by_first, report_of_all, together
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import CheckpointError
 

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
-from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, file_tensors
 from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, write_file
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, own_class, unwrap
+from megatron_fsdp.checkpoint.hf.live import FileTensor, LiveTensor, file_tensors, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
+from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.checkpoint.save import TensorSource, write_state
 from megatron_fsdp.checkpoint.store import new_folder, new_shared_folder, require_apart
