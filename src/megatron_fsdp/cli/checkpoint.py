@@ -60,11 +60,11 @@ _SCOPE = re.compile(r"[\w.]+(,[\w.]+)*")
 
 _Run = Callable[[argparse.Namespace], int]
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
-_COMMANDS: list[tuple[list[str], str | None, str, tuple[_Argument, ...], _Run]] = []
+_COMMANDS: list[tuple[list[str], str, str, tuple[_Argument, ...], _Run]] = []
 
 
-def _command(names: str, title: str | None, description: str, *arguments: _Argument) -> Callable[[_Run], _Run]:
-    """Declare the command that a function runs, with aliases behind its name; without a title it is not listed."""
+def _command(names: str, title: str, description: str, *arguments: _Argument) -> Callable[[_Run], _Run]:
+    """Declare the command that a function runs, with aliases behind its name."""
 
     def declare(run: _Run) -> _Run:
         _COMMANDS.append((names.split(), title, description, arguments, run))
@@ -86,11 +86,6 @@ _DIR = _arg("checkpoint_dir", metavar="DIR", help=_DIR_HELP)
 _OUTPUT = {"type": Path, "help": "the folder to make; must not exist, or be empty"}
 _FILTER = _arg("--filter", metavar="REGEX", help="only keys that contain a match of this regular expression")
 _JSON = _flag("--json", help="print JSON")
-_SLICE = _arg(
-    "--slice",
-    metavar="PART",
-    help="of the tensor KEY, such as 0:2,:8 or 3,-1 (write --slice=-1 if it starts with -)",
-)
 
 
 def _opened(path: str) -> CheckpointFolder:
@@ -101,11 +96,10 @@ def _opened(path: str) -> CheckpointFolder:
 
 
 @_command(
-    "inspect",
+    "inspect show print-tensor",
     "kind, iteration, keys, shapes, dtypes, bytes; one tensor or object",
     "Describe a checkpoint: torch_dist (all three generations), fsdp_dtensor, or any other of "
-    "torch.distributed.checkpoint; of a run its latest one. With KEY print one tensor or "
-    "object; only the chunks that are needed are read, and of a large tensor the first corner is shown unless "
+    "torch.distributed.checkpoint. With KEY print one tensor or object, of a large tensor the first corner unless "
     "--slice says otherwise. Exit status: 0; 1 if it has problems, which are listed; 2 if it cannot be read.",
     _DIR,
     _arg("key", metavar="KEY", nargs="?", help="print this tensor or object"),
@@ -116,7 +110,7 @@ def _opened(path: str) -> CheckpointFolder:
         "--not-ignore-param-to-group-meta",
         help=f"also list the keys under {GROUP_META}*, which are left out of tables otherwise",
     ),
-    _SLICE,
+    _arg("--slice", metavar="PART", help="of the tensor KEY, as 0:2,:8 or 3,-1 (write --slice=-1 if it starts with -)"),
     _JSON,
 )
 def _inspect(args: argparse.Namespace) -> int:
@@ -166,15 +160,6 @@ def _row(entry: dict[str, Any]) -> list[str]:
     return [entry["key"], entry["dtype"] or "object", shape, in_bytes(entry["nbytes"]), str(entry["chunks"]), *numbers]
 
 
-@_command(
-    "show print-tensor",
-    None,
-    "Print one tensor or object, as inspect DIR KEY does.",
-    _DIR,
-    _arg("key", metavar="KEY", help="as `inspect` lists it"),
-    _SLICE,
-    _JSON,
-)
 def _show(args: argparse.Namespace) -> int:
     folder = _opened(args.checkpoint_dir)
     value, box = show(folder, args.key, args.slice)
@@ -487,8 +472,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="checkpoint_command", metavar="COMMAND", required=True, parser_class=_CommandParser
     )
     for (name, *aliases), title, description, arguments, run in _COMMANDS:
-        shown: dict[str, Any] = {} if title is None else {"help": title}
-        added = commands.add_parser(name, description=description, aliases=aliases, **shown)
+        added = commands.add_parser(name, help=title, description=description, aliases=aliases)
         for names, settings in arguments:
             added.add_argument(*names, **settings)
         added.set_defaults(run=run if run is _convert else partial(_on_first_rank, run))
