@@ -98,9 +98,7 @@ class SealingPlanner(DefaultSavePlanner):
         key, described = write_item.index.fqn, write_item.tensor_data
         source = self.state_dict[key]
         data: torch.Tensor | io.BytesIO
-        if isinstance(source, ObjectSource):
-            data = io.BytesIO(source.read())
-        elif isinstance(source, TensorSource) and described is not None:
+        if isinstance(source, TensorSource) and described is not None:
             data = source.read(Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes)))
         else:
             data = super().resolve_data(write_item)
@@ -271,13 +269,6 @@ class TensorSource:
             chunk = ChunkStorageMetadata(offsets, torch.Size(box.lengths))
             described = TensorWriteData(chunk, properties, torch.Size(self.shape))
             yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=described)
-
-
-@dataclass(frozen=True)
-class ObjectSource:
-    """An object to write; `read` gives the bytes of one `torch.save`."""
-
-    read: Callable[[], bytes]
 
 
 def _require_whole(state: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from megatron_fsdp.checkpoint.hf.files import portions
 from megatron_fsdp.checkpoint.inspect import COMMON_FILE
 from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.safe_read import Opaque, ReadingBudget, reading, shortened
-from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, TensorSource, write_state
+from megatron_fsdp.checkpoint.save import KeyPath, TensorSource, write_state
 from megatron_fsdp.checkpoint.store import new_file, new_folder
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
@@ -165,25 +165,20 @@ def from_torch_save(source: Path, target: Path, *, chunk_bytes: int = CHUNK_BYTE
     return RepackReport(len(tensors), nbytes, len(leaves) - len(tensors), tuple(notes))
 
 
-def _source(key: str, value: Any, chunk_bytes: int, notes: list[str]) -> TensorSource | ObjectSource:
-    if not isinstance(value, torch.Tensor):
-        return ObjectSource(partial(_stored, value, key, notes))
-    boxes = list(portions(whole_box(value.shape), value.dtype.itemsize, chunk_bytes))
-    return TensorSource(tuple(value.shape), value.dtype, boxes, partial(_part, value))
+def _source(key: str, value: Any, chunk_bytes: int, notes: list[str]) -> Any:
+    """Return what is written: of a tensor its chunks, of an object one that can be pickled."""
+    if isinstance(value, torch.Tensor):
+        boxes = list(portions(whole_box(value.shape), value.dtype.itemsize, chunk_bytes))
+        return TensorSource(tuple(value.shape), value.dtype, boxes, partial(_part, value))
+    try:
+        torch.save(value, io.BytesIO())
+    except Exception:  # noqa: BLE001  # stand-ins for classes of other packages; pickle raises anything
+        return plain(value, key, notes)
+    return value
 
 
 def _part(values: torch.Tensor, box: Box) -> torch.Tensor:
     return values.detach()[box.indices].resolve_conj().resolve_neg().contiguous()
-
-
-def _stored(value: Any, key: str, notes: list[str]) -> bytes:
-    stream = io.BytesIO()
-    try:
-        torch.save(value, stream)
-    except Exception:  # noqa: BLE001  # stand-ins for classes of other packages; pickle raises anything
-        stream = io.BytesIO()
-        torch.save(plain(value, key, notes), stream)
-    return stream.getvalue()
 
 
 # ---- objects that torch's safe loader accepts ------------------------------------------------------------------------

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,7 +19,6 @@ from megatron_fsdp.checkpoint.convert.plan import (
     ConversionPlan,
     ConvertOptions,
     Move,
-    Value,
     make_plan,
     needed_objects,
 )
@@ -29,7 +26,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.inspect import read_common, recognise, side_file_problems
 from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import Opaque
-from megatron_fsdp.checkpoint.save import ObjectSource, TensorSource, write_state
+from megatron_fsdp.checkpoint.save import TensorSource, write_state
 from megatron_fsdp.checkpoint.store import (
     POINTER,
     RELEASE,
@@ -159,28 +156,12 @@ def _write(
     mine = [plan.moves[at] for at in share_out([move.nbytes for move in plan.moves], rank, world_size_of(group))]
     total = sum(move.nbytes for move in mine)
     told = None if progress is None else lambda done: progress(min(done, total), total)
-    values = plan.values if rank == 0 else ()
-
-    state: dict[str, Any] = {
-        move.target: TensorSource(move.shape, move.dtype, [whole_box(move.shape)], lambda _, m=move: opened.read(m))
-        for move in mine
-    } | _small(values)
-    paths = {move.target: move.path for move in mine} | {value.target: value.path for value in values}
-    write_state(state, folder, group, paths=paths, progress=told)
-
-
-def _small(values: Iterable[Value]) -> dict[str, Any]:
-    """Return the values as they are written, by key; objects that parameters of a group share are serialised once."""
-    saved: dict[int, ObjectSource] = {}  # ids stay valid: the plan holds the values
-
-    def serialised(value: object) -> ObjectSource:
-        if id(value) not in saved:
-            stream = io.BytesIO()
-            torch.save(value, stream)
-            saved[id(value)] = ObjectSource(stream.getvalue)
-        return saved[id(value)]
-
-    return {each.target: each.value if isinstance(each.value, Tensor) else serialised(each.value) for each in values}
+    state: dict[str, Any] = {value.target: value.value for value in plan.values} if rank == 0 else {}
+    for move in mine:
+        read = partial(opened.read, move)
+        state[move.target] = TensorSource(move.shape, move.dtype, [whole_box(move.shape)], lambda _, read=read: read())
+    paths = {each.target: each.path for each in (*plan.moves, *plan.values)}
+    write_state(state, folder, group, paths={key: paths[key] for key in state}, progress=told)
 
 
 def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:
