@@ -204,21 +204,6 @@ def side_file_problems(folder: CheckpointFolder) -> list[SideFileProblem]:
 # ---- what it holds ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TensorStatistics:
-    """Statistics of one tensor, of its finite elements but for the counts; of complex numbers, of their magnitudes.
-
-    None without finite elements; mean and norm (the root of the sum of squares) are in float64, None on overflow.
-    """
-
-    minimum: float | None
-    maximum: float | None
-    mean: float | None
-    norm: float | None
-    non_finite: int
-    zeros: int
-
-
 def inspect_folder(
     folder: CheckpointFolder, pattern: str | None = None, *, with_statistics: bool = False
 ) -> dict[str, Any]:
@@ -262,8 +247,9 @@ def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> dict[s
         "chunks": len(entry.chunks),
         "files": sorted({chunk.span.file for chunk in entry.chunks}),
     }
-    found = asdict(statistics_of(values for _, values in folder.parts(key))) if with_statistics else None
-    return told if found is None else {**told, "statistics": found}
+    if with_statistics:
+        told["statistics"] = statistics_of(values for _, values in folder.parts(key))
+    return told
 
 
 def compiled(pattern: str | None) -> re.Pattern[str]:
@@ -286,8 +272,11 @@ def natural_order(keys: Iterable[str]) -> list[str]:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def statistics_of(chunks: Iterable[torch.Tensor]) -> TensorStatistics:
-    """Compute statistics of a tensor that is given in chunks."""
+def statistics_of(chunks: Iterable[torch.Tensor]) -> dict[str, float | None]:
+    """Compute statistics of a tensor that is given in chunks: of its finite elements, of complex ones their magnitudes.
+
+    None without finite elements; mean and norm (the root of the sum of squares) are in float64, None on overflow.
+    """
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
     finite_count = non_finite = zeros = 0
     for chunk in chunks:
@@ -303,14 +292,10 @@ def statistics_of(chunks: Iterable[torch.Tensor]) -> TensorStatistics:
                 total += float(finite.sum())
                 squares += float(finite.square().sum())
                 finite_count += finite.numel()
-    if not finite_count:
-        return TensorStatistics(None, None, None, 0.0, non_finite, zeros)
-    mean, norm = _if_finite(total / finite_count), _if_finite(math.sqrt(squares))
-    return TensorStatistics(low, high, mean, norm, non_finite, zeros)
-
-
-def _if_finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    mean, norm = total / finite_count if finite_count else math.nan, math.sqrt(squares)
+    found = {"minimum": low, "maximum": high, "mean": mean, "norm": norm}
+    numbers = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    return {**numbers, "non_finite": non_finite, "zeros": zeros}
 
 
 # ---- one tensor or object --------------------------------------------------------------------------------------------
