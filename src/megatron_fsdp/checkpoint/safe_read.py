@@ -162,7 +162,7 @@ _MAX_KEY_ITEMS, _MAX_KEY_DEPTH, _MAX_KEY_NUMBER = 64, 2, 1 << 64
 _PLAIN_KEYS = frozenset({float, bool, type(None), torch.dtype, torch.device})
 _TEXTS = {str, bytes, bytearray}
 _CONTAINERS = (list, tuple, set, frozenset, dict, torch.Size, collections.OrderedDict, collections.Counter)
-_ELEMENT_COSTS: dict[type, int] = {**dict.fromkeys(_TEXTS, 1), **dict.fromkeys(_CONTAINERS, ELEMENT_BYTES)}
+_PART_COSTS: dict[type, int] = {**dict.fromkeys(_TEXTS, 1), **dict.fromkeys(_CONTAINERS, ELEMENT_BYTES)}
 
 
 class OverBudgetError(Exception):
@@ -196,12 +196,8 @@ class ReadingBudget:
 
     def spend_on(self, given: Collection[Any]) -> None:
         """Count what is handed to a function that may copy it: elements of containers, characters of text."""
-        cost = ELEMENT_BYTES * len(given)
-        for part in given:
-            each = _ELEMENT_COSTS.get(type(part))
-            if each is not None:
-                cost += each * len(part)
-        self.spend(cost)
+        parts = sum(_PART_COSTS[type(part)] * len(part) for part in given if type(part) in _PART_COSTS)
+        self.spend(ELEMENT_BYTES * len(given) + parts)
 
     def spend_on_keys(self, keys: Iterable[Any]) -> Iterator[Any]:
         """Yield keys one by one, each counted before it is hashed and compared with others of its hash."""
@@ -231,11 +227,6 @@ def key_cost(key: Any, depth: int = 0) -> int:
     if kind in _PLAIN_KEYS or isinstance(key, enum.Enum):
         return ELEMENT_BYTES
     raise pickle.UnpicklingError(f"a key of type {kind.__name__}, or one that is too large or nests too deep")
-
-
-def text_cost(value: Any) -> int:
-    """Return what a text counts where it is met again; 0 for short ones and for what is no text."""
-    return len(value) if type(value) in _TEXTS and len(value) > _SHORT else 0
 
 
 # ---- pickles ---------------------------------------------------------------------------------------------------------
@@ -319,12 +310,8 @@ class RestrictedUnpickler(pickle._Unpickler):
                 cost = ELEMENT_BYTES * (1 + len(parts)) + (
                     here.nbytes if isinstance(here, np.ndarray | np.generic) else 0
                 )
-                for part in parts:
-                    if type(part) in _TEXTS:
-                        cost += text_cost(part)
-                    elif type(part) not in _ATOMS:
-                        below.append(part)
-                self._budget.spend(cost)
+                self._budget.spend(cost + sum(len(part) for part in parts if type(part) in _TEXTS))
+                below += [part for part in parts if type(part) not in _ATOMS and type(part) not in _TEXTS]
             level = below
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
