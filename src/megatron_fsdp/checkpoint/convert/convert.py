@@ -156,12 +156,14 @@ def _write(
     mine = [plan.moves[at] for at in share_out([move.nbytes for move in plan.moves], rank, world_size_of(group))]
     total = sum(move.nbytes for move in mine)
     told = None if progress is None else lambda done: progress(min(done, total), total)
-    state: dict[str, Any] = {value.target: value.value for value in plan.values} if rank == 0 else {}
+    values = plan.values if rank == 0 else ()
+    state: dict[str, Any] = {}
     for move in mine:
         read = partial(opened.read, move)
         state[move.target] = TensorSource(move.shape, move.dtype, [whole_box(move.shape)], lambda _, read=read: read())
-    paths = {each.target: each.path for each in (*plan.moves, *plan.values)}
-    write_state(state, folder, group, paths={key: paths[key] for key in state}, progress=told)
+    state |= {value.target: value.value for value in values}
+    paths = {move.target: move.path for move in mine} | {value.target: value.path for value in values}
+    write_state(state, folder, group, paths=paths, progress=told)
 
 
 def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:
