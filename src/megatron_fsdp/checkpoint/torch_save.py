@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ def _assembled(folder: CheckpointFolder, key: str, file: Path) -> Any:
             with file.open("wb") as stream:
                 os.posix_fallocate(stream.fileno(), 0, entry.nbytes)
         mapped = torch.UntypedStorage.from_file(str(file), True, entry.nbytes)
-        values = torch.empty(0, dtype=entry.dtype).set_(mapped).view(entry.shape)  # type: ignore[call-overload]
+        values = torch.empty(0, dtype=entry.dtype).set_(cast(torch.UntypedStorage, mapped)).view(entry.shape)
     for box, part in folder.parts(key):
         values[box.indices] = part
         del part  # before the next one is read

@@ -189,17 +189,18 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
     files = opened.file_problems()
     _check_files(opened, files, report)
     keys = dict.fromkeys([*opened.tensors, *opened.objects])
-    for key, problem in opened.differences(sealed).items() if sealed is not None else ():
-        is_tensor = key in opened.tensors or (key not in opened and key in sealed.tensors)
+    known = sealed or Manifest({}, {})
+    for key, problem in opened.differences(known).items() if sealed is not None else ():
+        is_tensor = key in opened.tensors or (key not in opened and key in known.tensors)
         found = Finding("tensor" if is_tensor else "object", printable(key, 4096), problem)
         if key not in opened:
             report.missing.append(found)
-        elif key not in sealed:
+        elif key not in known:
             report.unexpected.append(found)
         else:
             report.damaged.append(found)
             del keys[key]
-    same_kind = sealed if sealed is not None and sealed.checksum_name == CHECKSUM_NAME else Manifest({}, {})
+    same_kind = known if known.checksum_name == CHECKSUM_NAME else Manifest({}, {})
     problems = {k: f"{s.file} {files[s.file]}" for k, s in opened.spans() if k in keys and s.file in files}
     if deep:
         rest = [key for key in keys if key not in problems]
@@ -207,8 +208,8 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
         report.nbytes = sum(entry.nbytes for entry in opened.tensors.values())
         report.nbytes += sum(entry.span.length for entry in opened.objects.values())
     without = NO_MANIFEST if sealed is None else "the manifest does not know it"
-    if sealed is not None and sealed.checksum_name != CHECKSUM_NAME:
-        without = f"the manifest has checksums of another kind, {printable(sealed.checksum_name):.50}"
+    if known is not same_kind:
+        without = f"the manifest has checksums of another kind, {printable(known.checksum_name):.50}"
     for key in keys:
         unsure = NOT_READ if not deep else None if key in same_kind else without
         kind: Literal["tensor", "object"] = "tensor" if key in opened.tensors else "object"

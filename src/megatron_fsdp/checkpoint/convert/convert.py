@@ -157,10 +157,11 @@ def _write(
     total = sum(move.nbytes for move in mine)
     told = None if progress is None else lambda done: progress(min(done, total), total)
     values = plan.values if rank == 0 else ()
-    state: dict[str, Any] = {}
-    for move in mine:
-        read = partial(opened.read, move)
-        state[move.target] = TensorSource(move.shape, move.dtype, [whole_box(move.shape)], lambda _, read=read: read())
+
+    def source_of(move: Move) -> TensorSource:
+        return TensorSource(move.shape, move.dtype, [whole_box(move.shape)], lambda _: opened.read(move))
+
+    state: dict[str, Any] = {move.target: source_of(move) for move in mine}
     state |= {value.target: value.value for value in values}
     paths = {move.target: move.path for move in mine} | {value.target: value.path for value in values}
     write_state(state, folder, group, paths=paths, progress=told)

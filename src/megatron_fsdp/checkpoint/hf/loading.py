@@ -140,9 +140,9 @@ class Match:
             for key, name in others.items()
             if name in self._shapes
         }
-        for tensor in lost:
-            if not self._place(tensor, lambda name: renamed.get(name, [])):
-                self._note_missing(tensor)
+        for absent in lost:
+            if not self._place(absent, lambda name: renamed.get(name, [])):
+                self._note_missing(absent)
         for key in sorted(stored.keys() - self._used):
             if is_ignored(module, "_keys_to_ignore_on_load_unexpected", [key]):
                 self.notes.append(f"{key} is stored and was left out, as the model asks")
