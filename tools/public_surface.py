@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("", ".automodel", ".checkpoint", ".checkpoint.hf", ".ddp", ".doctor", ".plan", ".trace", ".train")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-_COMMAND = re.compile(r"^    ([a-z][\w-]+)(?:  |$)", re.MULTILINE)
+_COMMAND = re.compile(r"^    ([a-z][\w-]+)(?:  | \(|$)", re.MULTILINE)  # aliases follow in parentheses
 
 
 def published_modules() -> list[str]:

@@ -119,7 +119,7 @@ def test_python_ends_when_the_save_has_ended(tmp_path: Path) -> None:
         "def save(state, group):\n"
         "    time.sleep(0.3)\n"
         "    total = str(state['a'].sum().item())\n"
-        "    store.over(group).write(1, lambda folder: (folder / '.metadata').write_text(total))\n"
+        "    store.write(1, lambda folder: (folder / '.metadata').write_text(total), group=group)\n"
         "    raise ValueError('told at the end')\n"
         "saver.start({'a': torch.ones(5)}, save)\n"
     )
@@ -180,8 +180,8 @@ def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], 
             def save(state: dict[str, Any], group: Any, iteration: int = iteration, go: threading.Event = go) -> None:
                 assert go.wait(LIMIT_S)
                 places.append([tensor.to_local().data_ptr() for tensor in state["model"].values()])
-                store.over(group).write(
-                    iteration, lambda folder: dcp.save(state, checkpoint_id=folder, process_group=group)
+                store.write(
+                    iteration, lambda folder: dcp.save(state, checkpoint_id=folder, process_group=group), group=group
                 )
 
             state = state_of(model, optimizer)
@@ -227,11 +227,11 @@ def errors_of_one_rank(root: Path) -> dict[str, str]:
 
         saver.start(state, alone)
         said["alone"] = message_of(saver.wait)
-        saver.start(state, lambda _, group: store.over(group).write(10, writer))
+        saver.start(state, lambda _, group: store.write(10, writer, group=group))
         said["store"] = message_of(lambda: saver.start(state, alone))
         saver.start({"a": torch.ones(2, device="meta" if rank == 1 else "cpu")}, alone)
         said["copy"] = message_of(saver.wait)
-        saver.start(state, lambda _, group: store.over(group).write(20, lambda folder: mark_from_first(folder, rank)))
+        saver.start(state, lambda _, group: store.write(20, lambda folder: mark_from_first(folder, rank), group=group))
     said["latest"] = str(store.iterations())
     return said
 
@@ -268,7 +268,7 @@ def save_in_a_part(root: Path) -> list[str]:
             (folder / f"rank{rank}").write_text("")
             mark_from_first(folder, dist.get_rank(group))
 
-        saver.start({}, lambda _, twin: mine.over(twin).write(1, writer))
+        saver.start({}, lambda _, twin: mine.write(1, writer, group=twin))
     folder = CheckpointStore(mine.root, group=group).resolve()
     return sorted(path.name for path in folder.iterdir())
 

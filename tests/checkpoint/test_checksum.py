@@ -69,12 +69,6 @@ def test_a_flipped_bit_changes_the_sum(place: int, bit: int) -> None:
     assert whole(values) != before
 
 
-def test_moved_elements_change_the_sum() -> None:
-    values = torch.randn(64, 32, generator=torch.Generator().manual_seed(3))
-    halves = torch.cat([values[32:], values[:32]])
-    assert len({whole(v) for v in (values, halves, values.roll(1, 0), values.flip(1), values.T.reshape(64, 32))}) == 5
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.float16, torch.int8, torch.uint8, torch.bool, torch.int64, torch.complex64, torch.complex128],
@@ -96,39 +90,3 @@ def test_the_sum_is_fixed_for_good() -> None:
     """Manifests outlive versions: these numbers may never change under this name."""
     assert manifest.CHECKSUM_NAME == "multilinear64-v1"
     assert whole(torch.arange(100_000, dtype=torch.float32)) == 6577949694269529600
-
-
-DTYPES_WITH_SIGNS = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128, torch.int64]
-
-
-@pytest.mark.parametrize("dtype", DTYPES_WITH_SIGNS)
-def test_signs_do_not_cancel(dtype: torch.dtype) -> None:
-    values = (torch.arange(64) + 1).to(dtype).reshape(8, 8)
-    pair = values.clone()
-    pair[1, 2], pair[5, 5] = -pair[1, 2], -pair[5, 5]
-    assert len({whole(values), whole(-values), whole(pair)}) == 3
-    if dtype.is_complex:
-        assert whole(values * 1j) != whole((values * 1j).conj().resolve_conj())
-        assert whole((values * 1j).conj()) == whole((values * 1j).conj().resolve_conj())
-
-
-def test_swapped_blocks_of_simple_values_do_not_cancel() -> None:
-    values = torch.ones(4, 65536)
-    values[3, 43171] = values[2, 54009] = -1
-    assert whole(values) != whole(values[[0, 1, 3, 2]])
-    few = torch.tensor([1.0, 2.0], dtype=torch.float64)[
-        torch.randint(0, 2, (4096,), generator=torch.Generator().manual_seed(0))
-    ]
-    sums = {whole(few.roll(shift)) for shift in range(2048)}
-    assert len(sums) == 2048
-
-
-@given(st.integers(0, 65535), st.integers(1, 65535), st.integers(0, 3), st.integers(1, 3))
-def test_rectangles_of_flipped_signs_do_not_cancel(column: int, aside: int, row: int, below: int) -> None:
-    values = torch.ones(4, 65536)
-    other = values.clone()
-    for i, j in ((row, column), ((row + below) % 4, (column + aside) % 65536)):
-        values[i, j] = -1
-    for i, j in ((row, (column + aside) % 65536), ((row + below) % 4, column)):
-        other[i, j] = -1
-    assert whole(values) != whole(other)

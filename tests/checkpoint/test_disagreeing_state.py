@@ -12,7 +12,7 @@ from torch import nn
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
-from megatron_fsdp.errors import CheckpointError, MegatronFSDPError
+from megatron_fsdp.errors import CheckpointError
 from tests.checkpoint.test_rank_arguments import build, told
 from tests.conftest import RunRanks
 
@@ -70,29 +70,6 @@ def test_ranks_that_hold_different_tensors_under_one_name_are_refused(run_ranks:
     assert left == ["iter_0000001", "latest_checkpointed_iteration.txt"]
 
 
-def save_on_bad_rank(root: str) -> str:
-    class Lost:
-        def state_dict(self) -> dict[str, Any]:
-            if dist.get_rank() == 1:
-                raise OSError("the position file is gone")
-            return {"sample": 1}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise NotImplementedError
-
-    model, optimizer = build()
-    with pytest.raises(CheckpointError) as caught:
-        save_checkpoint(model, optimizer, root, iteration=1, extra={"data": Lost()})
-    return str(caught.value)
-
-
-def test_an_error_on_one_rank_is_everybodys(run_ranks: RunRanks, tmp_path: Path) -> None:
-    first, second = run_ranks(2, save_on_bad_rank, str(tmp_path))
-    assert first == second
-    assert "rank 1: OSError: the position file is gone" in first
-    assert list(tmp_path.iterdir()) == []
-
-
 # ---- random states --------------------------------------------------------------------------------------------------
 
 
@@ -134,28 +111,6 @@ def test_damaged_random_states_change_nothing(run_ranks: RunRanks, tmp_path: Pat
         assert "rank 1: " in said[kind]
         assert words in said[kind]
         assert "in memory now" not in said[kind]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_bytes_of_random_states_that_are_damaged_change_nothing(tmp_path: Path) -> None:
-    model, _ = build()
-    save_checkpoint(model, None, tmp_path, iteration=1)
-    reader = dcp.FileSystemReader(tmp_path / "iter_0000001")
-    places = {index.fqn: place for index, place in reader.read_metadata().storage_data.items()}
-    place = places["rng_state.(0, 0).0.states"]
-    data = tmp_path / "iter_0000001" / place.relative_path
-    raw = bytearray(data.read_bytes())
-    middle = place.offset + place.length // 2
-    raw[middle : middle + 64] = bytes(byte ^ 255 for byte in raw[middle : middle + 64])
-    data.write_bytes(raw)
-    with torch.no_grad():
-        model.weight.fill_(7.0)
-    with pytest.raises(MegatronFSDPError, match="rng_state") as caught:
-        load_checkpoint(model, None, tmp_path)
-    assert "in memory now" not in str(caught.value)
-    assert bool((model.weight == 7.0).all())
-    load_checkpoint(model, None, tmp_path, with_rng=False)
-    assert not bool((model.weight == 7.0).any())
 
 
 # ---- a checkpoint that is also the folder of a run ------------------------------------------------------------------

@@ -28,7 +28,6 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.rng import place_in
 from megatron_fsdp.ema import ShardedEMA
-from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement, hybrid_arguments, place_tensors, tensor_arguments
 from tests.support.on_ranks import fixed_seed
@@ -381,17 +380,6 @@ def test_a_resumed_run_equals_a_whole_one(runs: dict[int, Runs], ranks: int, ind
         assert "verified: " in resumed["report"]
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("ranks", CASES)
-def test_the_job_skips_steps_and_its_ranks_go_their_own_ways(runs: dict[int, Runs], ranks: int) -> None:
-    for index, case in enumerate(CASES[ranks]):
-        replicas = ranks // 2 if case.arrangement == "tensor" else ranks
-        outcomes = [runs[ranks].whole[rank][index] for rank in range(ranks)]
-        assert outcomes[0]["counter"]["skipped"] == len(INFINITE_AT)
-        assert len({outcome["losses"][0] for outcome in outcomes}) == replicas
-        assert len({outcome["streams"]["torch"].numpy().tobytes() for outcome in outcomes}) == ranks
-
-
 @pytest.mark.parametrize(
     ("part", "spoilt"),
     [
@@ -457,21 +445,6 @@ def test_a_place_of_each_rank_is_kept_under_a_name_for_each(run_ranks: RunRanks,
     for rank, (differences, report) in enumerate(run_ranks(2, keep_places, str(tmp_path), 1)):
         assert differences[:-1] == [0] * 12
         assert f"in the checkpoint and not asked for: data{1 - rank}" in report
-
-
-def lose_a_key(root: str) -> str:
-    model, counter = nn.Linear(3, 2), Counter()
-    counter.state = {"skipped": 3}
-    save_checkpoint(model, None, root, iteration=1, extra={"counter": counter})
-    with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(model, None, root, extra={"counter": Counter()})
-    return str(caught.value)
-
-
-def test_what_a_part_of_the_job_lacks_is_named(run_ranks: RunRanks, tmp_path: Path) -> None:
-    told = run_ranks(2, lose_a_key, str(tmp_path))
-    assert told[0] == told[1]
-    assert "missing:\n  counter.seconds\n" in told[0]
 
 
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())

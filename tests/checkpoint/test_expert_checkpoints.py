@@ -15,7 +15,7 @@ from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.arrangements import FLAT, Arrangement
+from tests.support.arrangements import Arrangement
 from tests.support.dcp_contents import assert_same_contents, contents
 from tests.support.experts import Experts, ListedExperts, Sizes, build_with_experts, experts_of
 from tests.support.models import ModelCase, token_case
@@ -134,16 +134,6 @@ def test_experts_load_into_another_number_of_expert_parallel_ranks(
 
 
 @pytest.mark.full
-def test_it_is_numbered_as_a_model_without_expert_parallelism(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """What EP ranks saved goes on in a model that holds all experts, as one that was never divided."""
-    source, target = str(tmp_path / "source"), str(tmp_path / "target")
-    run_ranks(2, save, "listed", experts_of(sizes(2, 1)), 3, source)
-    check_loaded(run_ranks(2, load_and_save, "listed", FLAT, 3, source, target), source, target)
-    run_ranks(2, save, "listed", FLAT, 3, str(tmp_path / "flat"))
-    assert contents(str(tmp_path / "flat" / "plain")).keys() == contents(f"{source}/plain").keys()
-
-
-@pytest.mark.full(short=["stacked"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_outer_axis_and_a_mesh_in_another_order(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     hybrid: Sizes = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))

@@ -40,7 +40,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
 from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.checkpoint.safe_read import load_metadata
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder
-from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save
+from megatron_fsdp.checkpoint.torch_save import from_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import CheckpointError
@@ -702,8 +702,7 @@ def test_what_nests_too_deep_to_be_shown_is_one_line(folder: Path, capsys: pytes
 def test_flat_keys_are_counted_before_they_are_made(tmp_path: Path) -> None:
     """Each of 30,000 leaves would be called by the name of 100 KB above it."""
     torch.save({"k" * 100_000: dict.fromkeys(map(str, range(30_000)))}, tmp_path / "state.pt")
-    for nesting in ("torch", "own"):
-        refused(lambda: from_torch_save(tmp_path / "state.pt", tmp_path / "out", nesting=nesting), "far more memory")  # noqa: B023
+    refused(lambda: from_torch_save(tmp_path / "state.pt", tmp_path / "out"), "far more memory")
     assert not (tmp_path / "out").exists()
 
 

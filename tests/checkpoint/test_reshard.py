@@ -122,8 +122,6 @@ def test_one_to_four_ranks_and_hybrids_in_every_direction(
     check(run_ranks, ODD, saved, loaded, tmp_path)
 
 
-@pytest.mark.full(short=["plans"])
-@pytest.mark.parametrize("names", [["FSDP x TP", "ZeRO-1 x TP of another plan"], TENSOR_PARALLEL], ids=["plans", "all"])
-def test_tensor_parallel_sizes_in_every_direction(run_ranks: RunRanks, names: Collection[str], tmp_path: Path) -> None:
-    places = {name: TENSOR_PARALLEL[name] for name in names}
-    check(run_ranks, DENSE, places, places, tmp_path)
+@pytest.mark.full
+def test_tensor_parallel_sizes_in_every_direction(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check(run_ranks, DENSE, TENSOR_PARALLEL, TENSOR_PARALLEL, tmp_path)

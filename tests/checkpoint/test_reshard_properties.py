@@ -235,15 +235,3 @@ def test_what_one_layout_saves_any_other_loads(tensors: Tensors, saved: Arrangem
         file = File([each[index] for each in before], whole)
         for rank in after:
             assert torch.equal(file.read(rank[index]), local_of(rank[index], whole))
-
-
-def test_every_number_of_ranks_loads_what_every_other_saved() -> None:
-    """1 to 16 ranks on one axis: rows that do not divide, one huge row, a single element, and none."""
-    tensors = Tensors(((7, 3), (1, 23), (1,), (), (0, 3)), (None,) * 5)
-    by_ranks = {ranks: descriptions(tensors, Arrangement(ranks)) for ranks in range(1, MAX_RANKS + 1)}
-    for index, shape in enumerate(tensors.shapes):
-        whole = whole_of(shape, index)
-        files = {ranks: File([each[index] for each in found], whole) for ranks, found in by_ranks.items()}
-        for saved, loaded in itertools.product(by_ranks, by_ranks):
-            for rank in by_ranks[loaded]:
-                assert torch.equal(files[saved].read(rank[index]), local_of(rank[index], whole))

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -159,36 +158,3 @@ def test_state_dicts_need_no_collectives_and_torch_needs_a_few(run_ranks: RunRan
         assert own == dict.fromkeys(own, 0)
         assert 0 < found["save"] < 20
         assert 0 < found["load"] < 20
-
-
-class Hollow(nn.Module):
-    """Parameters without elements, and one with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.none = nn.Parameter(torch.empty(0, 3))
-        self.some = nn.Parameter(torch.randn(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.some.sum() + self.none.sum()
-
-
-@pytest.mark.parametrize("strategy", [0, 3])
-@on_ranks(2)
-def test_tensors_without_elements_are_saved_and_loaded(tmp_path: Path, strategy: int) -> None:
-    folder = str(tmp_path / "saved")
-    model = Hollow()
-    wrapped, optimizer = fully_shard(model, torch.optim.Adam(model.parameters()), zero_dp_strategy=strategy)
-    wrapped(torch.ones(2)).sum().backward()
-    optimizer.step()
-    state = {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=folder)
-    before = wrapped.full_parameters()
-    with torch.no_grad():
-        for param in wrapped.parameters():
-            param.zero_()
-    dcp.load(state, checkpoint_id=folder)
-    wrapped.load_state_dict(state["model"])
-    after = wrapped.full_parameters()
-    same = [torch.equal(before[name], after[name]) for name in before]
-    assert same == [True, True]

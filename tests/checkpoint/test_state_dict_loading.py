@@ -140,26 +140,6 @@ def test_what_does_not_fit_is_listed_at_once_and_nothing_is_loaded(run_ranks: Ru
     assert issubclass(CheckpointError, RuntimeError)  # which torch raises
 
 
-def only_one_rank() -> str | None:
-    """Each rank judges what it was given; nothing waits for the others."""
-    model = wrap()
-    state = dict(model.state_dict())
-    if dist.get_rank() == 1:
-        del state["module.a.bias"]
-    try:
-        model.load_state_dict(state)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-def test_a_problem_of_one_rank_is_raised_there_without_a_hang(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, only_one_rank)
-    assert first is None
-    assert second is not None
-    assert "module.a.bias" in second
-
-
 def without_prefix() -> list[str]:
     """The state dict of an unsharded model, as it is and as the error says; and one that has nothing in common."""
     model = wrap()

@@ -1,12 +1,7 @@
 """The folder of a run: what is found, what is refused, what is kept, and ranks that meet different things."""
 
 import errno
-import resource
-import signal
-import warnings
 from collections.abc import Callable
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -243,38 +238,6 @@ def test_a_root_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"saving iteration 10 in .* failed \(NotADirectoryError"):
             CheckpointStore(root).write(10, fill)
     assert (tmp_path / "file").read_text() == "in the way"
-
-
-def save_too_much(connection: Connection, root: Path) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))
-    store = CheckpointStore(root)
-    state = {"weight": torch.zeros(100_000)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it saves without a process group
-        try:
-            store.write(20, lambda folder: dcp.save(state, checkpoint_id=folder))
-        except CheckpointError as error:
-            connection.send(str(error))
-        else:
-            connection.send("saved")
-
-
-def test_a_file_system_that_takes_no_more_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    write_each(store, 10)
-    context = get_context("forkserver")
-    here, there = context.Pipe()
-    process = context.Process(target=save_too_much, args=(there, tmp_path), daemon=True)
-    process.start()
-    assert here.poll(60.0)
-    said = here.recv()
-    process.join()
-    assert "saving" in said
-    assert "File too large" in said or "enforce fail" in said or "unexpected pos" in said
-    assert "Traceback" not in said
-    assert store.latest() == store.path_of(10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", POINTER]
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------

@@ -408,6 +408,7 @@ def check(root: Path, newest: int) -> int:
     return found
 
 
+@pytest.mark.full
 def test_a_whole_checkpoint_is_found_whenever_the_saver_is_killed(tmp_path: Path) -> None:
     root = tmp_path / "run"
     interrupted, newest = kill_savers(root)

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import device
 
+from megatron_fsdp.checkpoint.diff import diff
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.tools.diff import diff
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve

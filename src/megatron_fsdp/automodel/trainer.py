@@ -19,7 +19,7 @@ from megatron_fsdp.automodel.gradients import accumulation_context, clip_grad_no
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.hf import load_adapter, load_hf
 from megatron_fsdp.checkpoint.hf.live import unwrap
-from megatron_fsdp.checkpoint.ranks import decided_by_first
+from megatron_fsdp.checkpoint.report import decided_by_first
 from megatron_fsdp.errors import ConfigurationError
 
 STATE_FOLDER = "training_state"

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
+from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.comm.agreement import raise_together, world_size_of
 from megatron_fsdp.comm.groups import duplicate_group
 from megatron_fsdp.dtensor.chunks import carry_description
@@ -161,7 +161,7 @@ class BackgroundSaver:
     """Saves states from a thread, one at a time, with one copy of this rank's part in host memory.
 
         saver = BackgroundSaver()
-        saver.start(state, lambda state, group: store.over(group).write(10, writer_of(state, group)))
+        saver.start(state, lambda state, group: store.write(10, writer_of(state, group), group=group))
         ...                                     # training goes on; it may change what was saved
         saver.close()                           # or wait(); before torch.distributed is taken down
 

@@ -17,8 +17,7 @@ from megatron_fsdp.checkpoint.background import BackgroundSaver
 from megatron_fsdp.checkpoint.load import facts_of, load_checkpoint
 from megatron_fsdp.checkpoint.naming import ITERATION, MODEL, OPTIMIZER, Extras
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
-from megatron_fsdp.checkpoint.ranks import together
-from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.report import LoadReport, together
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import ConfigurationError
@@ -108,11 +107,15 @@ class Checkpointer:
         } | facts_of(optimizer, extra, with_rng)
         doing = f"saving iteration {iteration!r} in {self.store.root}"
         target, state = together(doing, prepare, self._group, facts)
-        _join_stages(state, model, self._group)
+        place = naming.place_of(model)
+        if place.size > 1 and optimizer is not None:  # the stages of a pipeline name the parameter groups of all
+            section = state[OPTIMIZER]
+            section[optimizer_state.GROUPS] = naming.groups_of_all(section[optimizer_state.GROUPS], place, self._group)
 
         def write(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Path:
-            store = self.store.over(group)
-            return store.write(iteration, lambda folder: write_state(state, folder, group), overwrite=overwrite)
+            return self.store.write(
+                iteration, lambda folder: write_state(state, folder, group), overwrite=overwrite, group=group
+            )
 
         if not self._is_in_background:
             return write(state, self._group)
@@ -215,11 +218,3 @@ def collect(
         state |= rng.collect(rng.logical_rank_of(model, group), naming.device_of(model))
     state |= {name: as_extra(value).state_dict() for name, value in (extra or {}).items()}
     return state
-
-
-def _join_stages(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Let the state of a pipeline stage name the parameter groups of all stages; collective over the pipeline."""
-    place = naming.place_of(model)
-    if place.size > 1 and OPTIMIZER in state:
-        section = state[OPTIMIZER]
-        section[optimizer_state.GROUPS] = naming.groups_of_all(section[optimizer_state.GROUPS], place, group)

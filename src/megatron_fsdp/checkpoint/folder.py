@@ -177,16 +177,13 @@ def _check_paths(metadata: object, where: str, budget: ReadingBudget) -> None:
     found = getattr(metadata, "planner_data", None)
     lengths: dict[tuple[Any, ...], int] = {}
     for key, path in found.items() if isinstance(found, dict) else ():
-        if not (isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(map(_is_step, path))):
+        is_path = isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH
+        if not (is_path and all(type(n) is str or (type(n) is int and 0 <= n < _MAX_LIST_ITEMS) for n in path)):
             raise CheckpointError(f"{where} says of {key!a:.200} that it nests in something that is no path")
         for place, step in enumerate(path):
             if type(step) is int and step >= (known := lengths.get(path[:place], 0)):
                 lengths[path[:place]] = step + 1
                 budget.spend(ELEMENT_BYTES * (step + 1 - known))
-
-
-def _is_step(step: object) -> bool:
-    return type(step) is str or (type(step) is int and 0 <= step < _MAX_LIST_ITEMS)
 
 
 def is_plain_name(name: object) -> bool:
@@ -217,7 +214,7 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes inside of a tensor hold each element once, in time linear in their number.
+    """Return whether boxes inside of a tensor hold each element once, in time linear in their number.
 
     Their volumes are added up, with every coordinate moved to a random place of its own: that of the whole tensor comes
     out where each element is in one box, and else with odds of (number of dimensions) / `_PRIME`.
@@ -283,13 +280,34 @@ class CheckpointFolder:
         self._indices: dict[str, BoxIndex] = {}
         self._places: dict[ChunkEntry, int | None] = {}
         where = str(self.path / METADATA)
-        raw = _metadata_bytes(self.path)
+        try:
+            if not self.path.is_dir():
+                raise CheckpointError(f"{self.path} is not a folder; give the folder of one checkpoint")
+            if not (self.path / METADATA).is_file():
+                raise CheckpointError(
+                    f"{self.path} has no {METADATA}, so it is not a (finished) checkpoint{_hint(self.path)}"
+                )
+            raw = read_file(self.path / METADATA)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
         self.metadata: Metadata = load_metadata(raw, where)
         with reading(where):
             self.tensors, self.objects = _entries_of(self.metadata, where)
             _check_paths(self.metadata, where, ReadingBudget(len(raw)))
-        if check:
-            self._require_files_and_manifest()
+        if not check:
+            return
+        problems = [f"{name} {problem}" for name, problem in self.file_problems().items()]
+        if problems:
+            raise CheckpointError(
+                f"{self.path} is incomplete: {'; '.join(problems[:8])}; restore the files, or use another checkpoint"
+            )
+        found = {} if self.manifest is None else self.differences(self.manifest)
+        if found:
+            first = ", ".join(printable(key) for key in list(found)[:4])
+            raise CheckpointError(
+                f"{self.path}: {METADATA} and {FILE_NAME} describe different checkpoints ({len(found)} entries differ, "
+                f"such as {first}); `mfsdp checkpoint verify` lists them"
+            )
 
     def __contains__(self, key: str) -> bool:
         return key in self.tensors or key in self.objects
@@ -334,32 +352,18 @@ class CheckpointFolder:
                 found[name] = f"has {has} bytes, and {told[name]} in it are pointed to: the same ones again and again"
         return found
 
-    def _require_files_and_manifest(self) -> None:
-        problems = [f"{name} {problem}" for name, problem in self.file_problems().items()]
-        if problems:
-            raise CheckpointError(
-                f"{self.path} is incomplete: {'; '.join(problems[:8])}; restore the files, or use another checkpoint"
-            )
-        found = {} if self.manifest is None else self.differences(self.manifest)
-        if found:
-            first = ", ".join(printable(key) for key in list(found)[:4])
-            raise CheckpointError(
-                f"{self.path}: {METADATA} and {FILE_NAME} describe different checkpoints ({len(found)} entries differ, "
-                f"such as {first}); `mfsdp checkpoint verify` lists them"
-            )
-
     def differences(self, sealed: Manifest) -> dict[str, str]:
         """Describe the tensors and objects of which metadata and manifest say different things, by key."""
         here = {key: f"{entry.shape} of {entry.dtype}" for key, entry in self.tensors.items()}
         there = {key: f"{seal.shape} of {seal.dtype}" for key, seal in sealed.tensors.items()}
         here |= dict.fromkeys(self.objects, "an object")
         there |= dict.fromkeys(sealed.objects, "an object")
-        found = {}
-        for key in sorted(here.keys() | there.keys()):
-            own, other = here.get(key, "nothing"), there.get(key, "nothing")
-            if own != other:
-                found[key] = f"is {own} in {METADATA} and {printable(other)} in {FILE_NAME}"
-        return found
+        pairs = {key: (here.get(key, "nothing"), there.get(key, "nothing")) for key in here.keys() | there.keys()}
+        return {
+            key: f"is {own} in {METADATA} and {printable(other)} in {FILE_NAME}"
+            for key, (own, other) in sorted(pairs.items())
+            if own != other
+        }
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
@@ -503,19 +507,6 @@ class CheckpointFolder:
 
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
-
-
-def _metadata_bytes(folder: Path) -> bytes:
-    """Return the file with the metadata of a folder."""
-    path = folder / METADATA
-    try:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder; give the folder of one checkpoint")
-        if not path.is_file():
-            raise CheckpointError(f"{folder} has no {METADATA}, so it is not a (finished) checkpoint{_hint(folder)}")
-        return read_file(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
 
 def _hint(folder: Path) -> str:

@@ -32,8 +32,7 @@ from megatron_fsdp.checkpoint import naming, optimizer_state, rng
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import ITERATION, MODEL, OPTIMIZER, PREFIX, RNG, Extras, KeyPath, Stateful
 from megatron_fsdp.checkpoint.optimizer_state import GROUPS, KIND, META, STATE
-from megatron_fsdp.checkpoint.ranks import together
-from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
+from megatron_fsdp.checkpoint.report import LoadReport, report_of_all, together
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, world_size_of
@@ -42,16 +41,6 @@ from megatron_fsdp.sharding.shards import Box
 
 _STATE, _META, _GROUPS = f"{OPTIMIZER}.{STATE}.", f"{OPTIMIZER}.{META}.", f"{OPTIMIZER}.{GROUPS}"
 _KIND = f"{OPTIMIZER}.{KIND}"
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Everything that is decided before the first tensor is read."""
-
-    folder: CheckpointFolder
-    match: Match
-    parts: tuple[OptimizerMatch | ExtraMatch, ...]
-    iteration: int | None
 
 
 def load_checkpoint(
@@ -94,36 +83,40 @@ def load_checkpoint(
             same on every rank. Nothing was changed, unless the message says otherwise.
         ConfigurationError: The arguments do not belong together, or ranks give different ones.
     """
-    folder = CheckpointStore(root, group=group).resolve_or_itself(iteration)
+    folder = CheckpointStore(root, group=group).resolve(iteration)
     doing = f"loading {folder}"
     notes: list[str] = []
 
-    def prepare() -> tuple[_Plan, LoadReport, dict[str, Any], Callable[[], None]]:
+    def prepare() -> tuple[Match, LoadReport, dict[str, Any], Callable[[], None]]:
         stored = CheckpointFolder(folder)
-        plan = _plan(stored if view is None else view(stored), model, optimizer, extra or {})
-        report = plan.match.report(plan.iteration)
+        match = _matched(stored if view is None else view(stored), model, optimizer, extra or {})
+        report = match.report()
         if strict:
             report.require_complete(str(folder))
         if verify or (verify is None and stored.manifest is not None):
             unread = {*({OPTIMIZER} if optimizer is None else ()), *(() if with_rng else {RNG})}
             without = () if verify else unread
             notes.append(require_sound(stored, rank_of(group), world_size_of(group), without))
-        objects = {key: plan.folder.read_object(key) for key in plan.match.objects}
+        objects = {key: match.folder.read_object(key) for key in match.objects}
         if not with_rng:
-            return plan, report, objects, lambda: None
-        restore_rng, told = _random_states(plan.folder, model, group)
+            return match, report, objects, lambda: None
+        restore_rng, told = _random_states(match.folder, model, group)
         notes.append(f"random states: {told}")
-        return plan, report, objects, restore_rng
+        return match, report, objects, restore_rng
 
     def install() -> None:
-        _install(plan, objects, model)
+        install_weights = getattr(model, "install_optimized_model_weights", None)
+        if install_weights is not None:
+            install_weights()
+        for part in match.parts:
+            part.install(objects)
         restore_rng()
 
     compares = "where there is a manifest" if verify is None else str(bool(verify))
     asked = {"iteration": repr(iteration), "strict": str(bool(strict)), "verify": compares}
     asked |= facts_of(optimizer, extra, with_rng)
-    plan, report, objects, restore_rng = together(doing, prepare, group, asked)
-    together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(plan)), group)
+    match, report, objects, restore_rng = together(doing, prepare, group, asked)
+    together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(match)), group)
     together(doing, lambda: _telling("its weights are in memory now: load a whole one", install), group)
     report = replace(report, notes=(*report.notes, *notes))
     return report if naming.place_of(model).size == 1 else report_of_all(report, group)
@@ -139,24 +132,31 @@ def facts_of(optimizer: torch.optim.Optimizer | None, extra: Extras | None, with
     }
 
 
-def _plan(opened: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras) -> _Plan:
+def _matched(
+    folder: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras
+) -> Match:
+    """Match everything that was asked for with what is stored."""
     naming.check_names(extra)
     if not getattr(model, "is_param_fsdp_distributed", True):
         raise ConfigurationError(
             "the model shows full parameters at the moment, whose values are dropped afterwards; load outside of "
             "full_parameters_context(), forward and backward"
         )
-    match = Match()
-    states = match_model(match, opened, model)
-    parts: list[OptimizerMatch | ExtraMatch] = []
-    if optimizer is not None:
-        parts.append(OptimizerMatch(match, opened, optimizer, model))
-    parts += states
-    parts += [match_extra(match, opened, (name,), optimizer_state.as_extra(target)) for name, target in extra.items()]
-    note_left_out(match, opened, {MODEL, *([] if optimizer is None else [OPTIMIZER]), *extra})
-    _note_dtypes(match, opened)
-    iteration = opened.read_object(ITERATION) if ITERATION in opened.objects else None
-    return _Plan(opened, match, tuple(parts), iteration if type(iteration) is int else None)
+    match = Match(folder)
+    states = match_model(match, model)
+    match.parts += [] if optimizer is None else [OptimizerMatch(match, optimizer, model)]
+    match.parts += states
+    match.parts += [match_extra(match, (name,), optimizer_state.as_extra(target)) for name, target in extra.items()]
+    asked = {MODEL, ITERATION, RNG, *([] if optimizer is None else [OPTIMIZER]), *extra}
+    # No section has a dot in its name; a first part that has is a flat name.
+    left = {path_of(folder, key)[0].partition(".")[0] for key in match.keys_below("")} - asked
+    if left:
+        match.notes.append(f"in the checkpoint and not asked for: {', '.join(sorted(left)[:12])}")
+    cast = [key for key, target in match.tensors.items() if folder.tensors[key].dtype != target.dtype]
+    if cast:
+        told = f"{cast[0]} from {folder.tensors[cast[0]].dtype} to {match.tensors[cast[0]].dtype}"
+        match.notes.append(f"{len(cast)} tensors were cast, as {told}")
+    return match
 
 
 def _telling(what_is_left: str, act: Callable[[], None]) -> None:
@@ -167,23 +167,13 @@ def _telling(what_is_left: str, act: Callable[[], None]) -> None:
         raise CheckpointError(f"{error} ({what_is_left})") from error
 
 
-def _note_dtypes(match: Match, folder: CheckpointFolder) -> None:
-    cast = [key for key, target in match.tensors.items() if folder.tensors[key].dtype != target.dtype]
-    if cast:
-        first = cast[0]
-        match.notes.append(
-            f"{len(cast)} tensors were cast, as {first} from {folder.tensors[first].dtype} to "
-            f"{match.tensors[first].dtype}"
-        )
-
-
-def _read(plan: _Plan) -> None:
+def _read(match: Match) -> None:
     """Read what this rank holds of each tensor, one stored chunk at a time; no communication.
 
     torch's reader is not used: it reads a chunk as often as parts of it are wanted, and believes what a file says of
     itself.
     """
-    folder, targets = plan.folder, plan.match.tensors
+    folder, targets = match.folder, match.tensors
     with torch.no_grad(), folder.kept_open():
         for key, target in targets.items():
             if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
@@ -196,20 +186,12 @@ def _read(plan: _Plan) -> None:
                     del values  # before the next one is read
 
 
-def _install(plan: _Plan, objects: Mapping[str, Any], model: nn.Module) -> None:
-    install_weights = getattr(model, "install_optimized_model_weights", None)
-    if install_weights is not None:
-        install_weights()
-    for part in plan.parts:
-        part.install(objects)
-
-
 def _random_states(
     folder: CheckpointFolder, model: nn.Module, group: dist.ProcessGroup | None
 ) -> tuple[Callable[[], None], str]:
     """Read and test the random states to restore last, so that damage changes nothing."""
     keys = [key for key in folder.objects if key.startswith(f"{RNG}.")]
-    if f"{RNG}.topology" not in keys:
+    if f"{RNG}.topology" not in keys or not any(key.endswith(".states") for key in keys):
         return lambda: None, "none that this library has saved, so the streams go on as they are"
     place = rng.logical_rank_of(model, group)
     same = folder.read_object(f"{RNG}.topology") == place.topology
@@ -222,12 +204,14 @@ def _random_states(
 
 @dataclass
 class Match:
-    """What to read, where it goes, and what does not fit (as in `LoadReport`).
+    """What to read of a folder, where it goes, and what does not fit (as in `LoadReport`).
 
-    Tensors go to live ones, or to blank ones that are installed once read. `model_keys` are by names without prefixes,
-    of which the checkpoint's model has so many `module.`.
+    `parts` are installed once everything is read. Tensors go to live ones, or to blank ones that are installed then.
+    `model_keys` are by names without prefixes, of which the checkpoint's model has so many `module.`.
     """
 
+    folder: CheckpointFolder
+    parts: list[OptimizerMatch | ExtraMatch] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
@@ -237,9 +221,13 @@ class Match:
     model_keys: dict[str, str] = field(default_factory=dict)
     prefixes: int = 1
 
-    def want_tensor(self, folder: CheckpointFolder, key: str, target: torch.Tensor) -> bool:
+    def keys_below(self, prefix: str) -> list[str]:
+        """List the keys of tensors, then those of objects, that begin so."""
+        return [key for key in [*self.folder.tensors, *self.folder.objects] if key.startswith(prefix)]
+
+    def want_tensor(self, key: str, target: torch.Tensor) -> bool:
         """Request a tensor; record and return False if the checkpoint has another shape or an object there."""
-        entry = folder.tensors.get(key)
+        entry = self.folder.tensors.get(key)
         if entry is None:
             self.missing.append(key)
             self.notes.append(f"{key} is an object in the checkpoint and a tensor here")
@@ -250,23 +238,24 @@ class Match:
         self.tensors[key] = target
         return True
 
-    def report(self, iteration: int | None) -> LoadReport:
+    def report(self) -> LoadReport:
         """Return the report for the caller."""
+        iteration = self.folder.read_object(ITERATION) if ITERATION in self.folder.objects else None
         return LoadReport(
             tuple(sorted([*self.tensors, *self.objects])),
             tuple(sorted(self.missing)),
             tuple(sorted(self.unexpected)),
             dict(sorted(self.reshaped.items())),
             tuple(self.notes),
-            iteration,
+            iteration if type(iteration) is int else None,
         )
 
 
-def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> list[ExtraMatch]:
+def match_model(match: Match, model: nn.Module) -> list[ExtraMatch]:
     """Match every parameter and buffer of a model; return the `_extra_state` of its modules."""
     live = {key.removeprefix(PREFIX): value for key, value in naming.model_section(model).items()}
-    keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(f"{MODEL}.")]
-    names, match.prefixes = naming.unwrapped([key.removeprefix(f"{MODEL}.") for key in keys], live.__contains__)
+    keys = [key.removeprefix(f"{MODEL}.") for key in match.keys_below(f"{MODEL}.")]
+    names, match.prefixes = naming.unwrapped(keys, live.__contains__)
     stored = match.model_keys = {name: f"{MODEL}.{full}" for name, full in names.items()}
     states: list[ExtraMatch] = []
     inside: set[str] = set()
@@ -276,38 +265,24 @@ def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> lis
             if key is None:
                 match.missing.append(f"{MODEL}.{PREFIX}{name}")
             else:
-                match.want_tensor(folder, key, value)
+                match.want_tensor(key, value)
             continue
         below = [each for each in stored if each == name or each.startswith(f"{name}.")]
         inside.update(below)
-        head = path_of(folder, stored[below[0]])[:2] if below else (MODEL, PREFIX + name)
-        states.append(match_extra(match, folder, head, _ModuleState(model, name, value)))
-    _forgive_ties(match, model, stored)
+        head = path_of(match.folder, stored[below[0]])[:2] if below else (MODEL, PREFIX + name)
+        states.append(match_extra(match, head, _ModuleState(model, name, value)))
+    names_of: dict[int, list[str]] = defaultdict(list)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names_of[id(param)].append(naming.saved_name(model, name))
+    for tied in names_of.values():
+        if any(name in stored for name in tied):  # one name of a tied parameter is enough
+            spare = {f"{MODEL}.{PREFIX}{name}" for name in tied if name not in stored}
+            match.missing = [key for key in match.missing if key not in spare]
     known = live.keys() | inside
     match.unexpected += [
         key for name, key in stored.items() if name not in known and not naming.is_elsewhere(model, name)
     ]
     return states
-
-
-def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> None:
-    """Drop the other names of a tied parameter from the missing ones if one of its names is stored."""
-    names_of: dict[int, list[str]] = defaultdict(list)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names_of[id(param)].append(naming.saved_name(model, name))
-    for names in names_of.values():
-        if any(name in stored for name in names):
-            spare = {f"{MODEL}.module.{name}" for name in names if name not in stored}
-            match.missing = [key for key in match.missing if key not in spare]
-
-
-def note_left_out(match: Match, folder: CheckpointFolder, asked: Collection[str]) -> None:
-    """Note which sections of the checkpoint were not requested."""
-    # No section has a dot in its name; a first part that has is a flat name.
-    sections = {path_of(folder, key)[0].partition(".")[0] for key in [*folder.tensors, *folder.objects]}
-    left = sorted(sections - {*asked, ITERATION, RNG})
-    if left:
-        match.notes.append(f"in the checkpoint and not asked for: {', '.join(left[:12])}")
 
 
 class _ModuleState:
@@ -337,26 +312,21 @@ class ExtraMatch:
 
     def install(self, objects: Mapping[str, Any]) -> None:
         """Load the state once tensors and objects are read; without any, the object stays as it is."""
-        found = _filled(self.leaves, objects)
+        found = {path: objects[leaf] if isinstance(leaf, str) else leaf for path, leaf in self.leaves.items()}
         if found:
             self.target.load_state_dict(found[()] if () in found else naming.unflatten(found))
 
 
-def _filled(leaves: Mapping[KeyPath, torch.Tensor | str], objects: Mapping[str, Any]) -> dict[KeyPath, Any]:
-    """Put objects that were read in the place of their keys."""
-    return {path: objects[leaf] if isinstance(leaf, str) else leaf for path, leaf in leaves.items()}
-
-
-def match_extra(match: Match, folder: CheckpointFolder, head: KeyPath, target: Stateful) -> ExtraMatch:
+def match_extra(match: Match, head: KeyPath, target: Stateful) -> ExtraMatch:
     """Match the state of one of the caller's own objects, or the extra state of a module.
 
     What only the checkpoint has, and plain tensors of another length, are read as they are: whether they fit is for the
     object's `load_state_dict` to say.
     """
-    name, cut = ".".join(head), len(head)
+    folder, name, cut = match.folder, ".".join(head), len(head)
     leaves, paths = naming.flatten(naming.unflatten({head: target.state_dict()}))
     live = {paths[key]: value for key, value in leaves.items()}
-    keys = [key for key in [*folder.tensors, *folder.objects] if key == name or key.startswith(f"{name}.")]
+    keys = [key for key in match.keys_below(name) if key == name or key.startswith(f"{name}.")]
     order = {key: place for place, key in enumerate(folder.metadata.planner_data or ())}  # as dicts had their keys
     keys.sort(key=lambda key: order.get(key, len(order)))
     found = {path_of(folder, key): key for key in keys}
@@ -380,7 +350,7 @@ def match_extra(match: Match, folder: CheckpointFolder, head: KeyPath, target: S
             make_blank = getattr(target, "blank", None)
             here = None if make_blank is None else make_blank(path[cut:], entry.shape, entry.dtype)
             here = torch.empty(entry.shape, dtype=entry.dtype) if here is None else here
-        if match.want_tensor(folder, key, here):
+        if match.want_tensor(key, here):
             stored[path[cut:]] = here
     return ExtraMatch(target, stored)
 
@@ -401,16 +371,14 @@ class OptimizerMatch:
     none that fits; `rest` are the keys of what else is stored.
     """
 
-    def __init__(
-        self, match: Match, folder: CheckpointFolder, optimizer: torch.optim.Optimizer, model: nn.Module
-    ) -> None:
+    def __init__(self, match: Match, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self.leaves: dict[str, dict[KeyPath, torch.Tensor | str]] = {}
         self.options: dict[str, dict[str, Any]] = {}
         self.kept: set[str] = set()
         self.rest: dict[str, str] = {}
-        self._match, self._folder, self._optimizer, self._model = match, folder, optimizer, model
+        self._match, self._folder, self._optimizer, self._model = match, match.folder, optimizer, model
         self._names = optimizer_state.named_parameters_of(optimizer, model)
-        self._keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(f"{OPTIMIZER}.")]
+        self._keys = match.keys_below(f"{OPTIMIZER}.")
         if self._keys:
             self._match_all()
         else:
@@ -419,7 +387,7 @@ class OptimizerMatch:
         try:
             self._merged = optimizer_state.merged_options(self._names, optimizer.param_groups, self.options)
         except ConfigurationError as error:
-            raise CheckpointError(f"{folder.path}: {error}") from error
+            raise CheckpointError(f"{match.folder.path}: {error}") from error
 
     def _match_all(self) -> None:
         model, listed = self._model, naming.listed_names(self._optimizer, self._model, self._names)
@@ -441,20 +409,15 @@ class OptimizerMatch:
 
     def install(self, objects: Mapping[str, Any]) -> None:
         """Load state and options once tensors and objects are read."""
-        rest = {name: objects[key] for name, key in self.rest.items()}
-        state = self.state(objects)
-        optimizer_state.install(self._optimizer, self._names, state, self.kept, self._merged, rest)
-
-    def state(self, objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the state by parameter, once tensors and objects are read."""
-        made = {}
+        state = {}
         for name, leaves in self.leaves.items():
-            slots = _filled(leaves, objects)
+            slots = {path: objects[leaf] if isinstance(leaf, str) else leaf for path, leaf in leaves.items()}
             step = self.options.get(name, {}).get("step")  # where Megatron keeps the step counter
             if ("step",) not in slots and isinstance(step, int | float):
                 slots["step",] = torch.tensor(float(step))
-            made[name] = naming.unflatten(slots)
-        return made
+            state[name] = naming.unflatten(slots)
+        rest = {name: objects[key] for name, key in self.rest.items()}
+        optimizer_state.install(self._optimizer, self._names, state, self.kept, self._merged, rest)
 
     def _slots(self) -> dict[str, dict[KeyPath, str]]:
         """Return the key of each slot, by parameter and path of the slot."""
@@ -507,7 +470,7 @@ class OptimizerMatch:
                 if isinstance(here, torch.Tensor)
                 else optimizer_state.blank_slot(view, slot[-1], entry.shape, entry.dtype)
             )
-            if self._match.want_tensor(self._folder, key, target):
+            if self._match.want_tensor(key, target):
                 self.leaves.setdefault(name, {})[slot] = target
         self._match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
 

@@ -63,7 +63,10 @@ class Manifest:
                 f"{path} is of version {version}, and this library reads up to version {VERSION}; update the library"
             )
         try:
-            tensors = {key: _tensor_seal(value) for key, value in found["tensors"].items()}
+            tensors = {
+                key: TensorSeal(_lengths(seal["shape"]), _text(seal["dtype"]), _text(seal["checksum"]))
+                for key, seal in found["tensors"].items()
+            }
             objects = {key: _text(value) for key, value in found["objects"].items()}
             facts, name = dict(found["facts"]), _text(found["checksum_name"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -73,11 +76,10 @@ class Manifest:
         return cls(tensors, objects, facts, version, name)
 
 
-def _tensor_seal(value: Any) -> TensorSeal:
-    shape = value["shape"]
-    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
-        raise ValueError(f"shape {str(shape)[:100]}")
-    return TensorSeal(tuple(shape), _text(value["dtype"]), _text(value["checksum"]))
+def _lengths(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(length) is int and length >= 0 for length in value):
+        raise ValueError(f"shape {str(value)[:100]}")
+    return tuple(value)
 
 
 def _text(value: Any) -> str:
@@ -116,13 +118,15 @@ def checksum_box(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[i
     words = _words(values)
     shape, offsets = (*shape, words.shape[-1]), (*offsets, 0)
     lengths = tuple(words.shape)
-    run_dims = _contiguous_dims(lengths, shape)  # these trailing dimensions form runs of the flattened tensor
-    outer = len(lengths) - run_dims
+    cut = [dim for dim, (length, total) in enumerate(zip(lengths, shape, strict=True)) if length != total]
+    outer = cut[-1] if cut else 0  # the trailing dimensions from here on form runs of the flattened tensor
     run = math.prod(lengths[outer:])
     runs = words.reshape(-1, run)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    starts = _starts(lengths[:outer], strides[:outer], first)
+    starts = torch.tensor([first], dtype=torch.int64)  # of the runs, in the flattened tensor
+    for length, stride in zip(lengths[:outer], strides, strict=False):
+        starts = (starts[:, None] + torch.arange(length, dtype=torch.int64) * stride).reshape(-1)
     if run >= BLOCK // 16 or runs.shape[0] == 1:
         return _total([_run_sum(runs[position], start) for position, start in enumerate(starts.tolist())])
     rows = max(1, BLOCK // run)
@@ -151,20 +155,6 @@ def _words(values: torch.Tensor) -> torch.Tensor:
     return values.view(_WORDS.get(values.element_size(), torch.int32))
 
 
-def _contiguous_dims(lengths: Sequence[int], shape: Sequence[int]) -> int:
-    """Count the trailing dimensions of a box that are contiguous in the flattened tensor."""
-    cut = [dim for dim, (length, total) in enumerate(zip(lengths, shape, strict=True)) if length != total]
-    return len(lengths) - cut[-1] if cut else len(lengths)
-
-
-def _starts(lengths: Sequence[int], strides: Sequence[int], first: int) -> torch.Tensor:
-    """Return the flattened index of the first word of each run of a box."""
-    starts = torch.tensor([first], dtype=torch.int64)
-    for length, stride in zip(lengths, strides, strict=True):
-        starts = (starts[:, None] + torch.arange(length, dtype=torch.int64) * stride).reshape(-1)
-    return starts
-
-
 def _run_sum(words: torch.Tensor, start: int) -> torch.Tensor:
     """Sum over consecutive words; block by block, where all but the lowest digit of the place are constant."""
     done, numel = 0, words.shape[0]
@@ -173,14 +163,12 @@ def _run_sum(words: torch.Tensor, start: int) -> torch.Tensor:
     while done < numel:
         block, inside = divmod(start + done, BLOCK)
         count = min(BLOCK - inside, numel - done)
-        part = _dot(words[done : done + count].to(torch.int64), low[inside : inside + count])
+        here, weights = words[done : done + count].to(torch.int64), low[inside : inside + count]
+        # Accelerators have no dot of integers.
+        part = torch.dot(here, weights) if here.device.type == "cpu" else (here * weights).sum()
         sums.append(part * _high_part(block) if block else part)
         done += count
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-
-
-def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.dot(a, b) if a.device.type == "cpu" else (a * b).sum()  # accelerators have no dot of integers
 
 
 def _weights(places: torch.Tensor) -> torch.Tensor:

@@ -87,16 +87,10 @@ def is_key(key: str) -> bool:
     return not any(unicodedata.category(character) in ("Cc", "Cs") for character in key)
 
 
-def is_walked(value: object) -> bool:
-    """Return whether `flatten` walks into a value."""
-    if not isinstance(value, dict) or type(value) not in (dict, OrderedDict):
-        return False
-    return bool(value) and all(isinstance(key, str) for key in value)
-
-
 def _leaves(state: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     for key, value in state.items():
-        if is_walked(value):
+        is_plain = isinstance(value, dict) and type(value) in (dict, OrderedDict)
+        if is_plain and value and all(isinstance(inner, str) for inner in value):
             yield from _leaves(value, (*path, key))
         else:
             yield (*path, key), value
@@ -153,22 +147,22 @@ def groups_of_all(own: Groups, place: PipelinePlace, group: dist.ProcessGroup | 
 
 def join_groups(stages: Sequence[Groups]) -> Groups:
     """Join groups: by position if all stages have groups of the same options, else by their options."""
-    first = [_options(group) for group in stages[0]]
-    if all(alike([_options(group) for group in groups], first) for groups in stages):
+
+    def options(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in group.items() if name != "params"}
+
+    first = [options(group) for group in stages[0]]
+    if all(alike([options(group) for group in groups], first) for groups in stages):
         rows: list[Groups] = [list(row) for row in zip(*stages, strict=True)]
     else:
         rows = []
         for group in (group for groups in stages for group in groups):
-            row = next((row for row in rows if alike(_options(row[0]), _options(group))), None)
+            row = next((row for row in rows if alike(options(row[0]), options(group))), None)
             if row is None:
                 rows.append([group])
             else:
                 row.append(group)
     return [{**row[0], "params": [name for group in row for name in group["params"]]} for row in rows]
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -205,17 +199,12 @@ def unwrapped(
     Returns:
         Stored name by the name without prefixes, and how many were taken.
     """
-    most = min((_prefixes(name) for name in stored), default=0)
+    most = 0
+    while stored and most < _MOST_WRAPPERS and all(name.startswith(PREFIX, most * len(PREFIX)) for name in stored):
+        most += 1
     guesses = sorted(range(most + 1), key=lambda count: (count != first_guess, -count))
     best = max(guesses, key=lambda count: sum(known(name[count * len(PREFIX) :]) for name in stored))
     return {name[best * len(PREFIX) :]: name for name in stored}, best
-
-
-def _prefixes(name: str) -> int:
-    count = 0
-    while count < _MOST_WRAPPERS and name.startswith(PREFIX, count * len(PREFIX)):
-        count += 1
-    return count
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:

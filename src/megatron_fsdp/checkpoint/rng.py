@@ -100,13 +100,14 @@ def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) 
         f"saved with (tensor, data{', pipeline' if has_stages else ''}) ranks {topology}, now "
         f"{tuple(place.topology)}, so every rank was seeded anew from the saved states and its logical rank"
     )
-    return partial(_seed_all, _seed(found, place)), told
+    seed = _seed(found, place)
 
+    def seed_all() -> None:
+        random.seed(seed)
+        torch.manual_seed(seed)  # accelerators too
+        np.random.seed(seed % 2**32)
 
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)  # accelerators too
-    np.random.seed(seed % 2**32)
+    return seed_all, told
 
 
 def _states_of(found: Any, key: str) -> Mapping[str, Any]:

@@ -32,12 +32,15 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_fsdp.errors import CheckpointError
 
 FOREIGN_PACKAGES = frozenset({"megatron", "transformer_engine", "apex", "modelopt", "nvidia_resiliency_ext", "nemo"})
 """Packages whose classes may stand in a checkpoint: never imported, what was stored of them is kept as `Opaque`."""
+
+_PLANNING = "torch.distributed.checkpoint."
+"""Where the classes of plans lie, which some writers keep and nobody reads: kept so, too, unless the table has them."""
 
 MAX_OBJECT_BYTES = 4 << 30
 _MAX_JSON_BYTES = 1 << 30
@@ -159,7 +162,7 @@ _MAX_KEY_ITEMS, _MAX_KEY_DEPTH, _MAX_KEY_NUMBER = 64, 2, 1 << 64
 _PLAIN_KEYS = frozenset({float, bool, type(None), torch.dtype, torch.device})
 _TEXTS = {str, bytes, bytearray}
 _CONTAINERS = (list, tuple, set, frozenset, dict, torch.Size, collections.OrderedDict, collections.Counter)
-_ELEMENT_COSTS: dict[type, int] = {**dict.fromkeys(_TEXTS, 1), **dict.fromkeys(_CONTAINERS, ELEMENT_BYTES)}
+_PART_COSTS: dict[type, int] = {**dict.fromkeys(_TEXTS, 1), **dict.fromkeys(_CONTAINERS, ELEMENT_BYTES)}
 
 
 class OverBudgetError(Exception):
@@ -193,12 +196,8 @@ class ReadingBudget:
 
     def spend_on(self, given: Collection[Any]) -> None:
         """Count what is handed to a function that may copy it: elements of containers, characters of text."""
-        cost = ELEMENT_BYTES * len(given)
-        for part in given:
-            each = _ELEMENT_COSTS.get(type(part))
-            if each is not None:
-                cost += each * len(part)
-        self.spend(cost)
+        parts = sum(_PART_COSTS[type(part)] * len(part) for part in given if type(part) in _PART_COSTS)
+        self.spend(ELEMENT_BYTES * len(given) + parts)
 
     def spend_on_keys(self, keys: Iterable[Any]) -> Iterator[Any]:
         """Yield keys one by one, each counted before it is hashed and compared with others of its hash."""
@@ -228,11 +227,6 @@ def key_cost(key: Any, depth: int = 0) -> int:
     if kind in _PLAIN_KEYS or isinstance(key, enum.Enum):
         return ELEMENT_BYTES
     raise pickle.UnpicklingError(f"a key of type {kind.__name__}, or one that is too large or nests too deep")
-
-
-def text_cost(value: Any) -> int:
-    """Return what a text counts where it is met again; 0 for short ones and for what is no text."""
-    return len(value) if type(value) in _TEXTS and len(value) > _SHORT else 0
 
 
 # ---- pickles ---------------------------------------------------------------------------------------------------------
@@ -316,19 +310,16 @@ class RestrictedUnpickler(pickle._Unpickler):
                 cost = ELEMENT_BYTES * (1 + len(parts)) + (
                     here.nbytes if isinstance(here, np.ndarray | np.generic) else 0
                 )
-                for part in parts:
-                    if type(part) in _TEXTS:
-                        cost += text_cost(part)
-                    elif type(part) not in _ATOMS:
-                        below.append(part)
-                self._budget.spend(cost)
+                self._budget.spend(cost + sum(len(part) for part in parts if type(part) in _TEXTS))
+                below += [part for part in parts if type(part) not in _ATOMS and type(part) not in _TEXTS]
             level = below
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return the entry of the table."""
         name = (module_name, global_name)
         found = _names().get(name) or self._foreign.get(name)
-        if found is None and module_name.partition(".")[0] in FOREIGN_PACKAGES:
+        is_foreign = module_name.startswith(_PLANNING) or module_name.partition(".")[0] in FOREIGN_PACKAGES
+        if found is None and is_foreign:
             found = self._foreign[name] = type(global_name, (Opaque,), {"qualified_name": ".".join(name)})
         if found is None:
             raise _refusal(self.where, ".".join(name))
@@ -463,26 +454,13 @@ class MCoreMetadata(metadata.Metadata):
     mcore_data: dict[str, Any] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class MCoreSavePlan(planner.SavePlan):
-    """Stands for Megatron's class of this name."""
-
-    mcore_data: dict[str, Any] | None = None
-
-
 _DATACLASSES: tuple[Any, ...] = (
     metadata.Metadata,
     metadata.TensorStorageMetadata,
     metadata.BytesStorageMetadata,
     metadata.ChunkStorageMetadata,
     metadata.MetadataIndex,
-    metadata.StorageMeta,
     filesystem._StorageInfo,
-    filesystem._StoragePrefix,
-    planner.SavePlan,
-    planner.WriteItem,
-    planner.TensorWriteData,
-    planner.BytesIOWriteData,
 )
 _DICTS = (collections.OrderedDict, collections.Counter)
 _KEYED = {set, frozenset, collections.OrderedDict}
@@ -490,7 +468,7 @@ _SEQUENCES = {list, tuple, set, frozenset, torch.Size}
 _ATOMS = {int, float, complex, bool, type(None), torch.dtype, torch.device, torch.layout}
 _ATOMS |= {torch.Tensor, torch.nn.Parameter}
 _FILLED_BY_THEMSELVES = {metadata.TensorProperties}
-_FILLED_BY_DICT = {*_DATACLASSES, MCoreMetadata, MCoreSavePlan, argparse.Namespace, *_DICTS}
+_FILLED_BY_DICT = {*_DATACLASSES, MCoreMetadata, argparse.Namespace, *_DICTS}
 _CLASSES_OF_DATA = _FILLED_BY_THEMSELVES | _FILLED_BY_DICT
 
 
@@ -499,15 +477,14 @@ def _names() -> dict[tuple[str, str], Any]:
     """Return what stands for the names in pickles; functions take what an honest pickle gives, and nothing else."""
     kept = (*_DATACLASSES, metadata.TensorProperties)
     names: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in kept}
-    for enumeration in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType):
-        names[enumeration.__module__, enumeration.__name__] = _of(enumeration, (int, str))
+    formats = metadata._MEM_FORMAT_ENCODING
+    names[formats.__module__, formats.__name__] = _of(formats, (int, str))
     dtypes = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
     names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in dtypes}
     names |= {("torch._utils", name): _rebuilt(getattr(torch._utils, name)) for name in _TENSOR_FUNCTIONS}
     kinds = torch.storage._dtype_to_storage_type_map().items()
     names |= {("torch", name): StorageKind(dtype) for dtype, name in kinds if name[0] != "Q"}
-    for kind in (MCoreMetadata, MCoreSavePlan):
-        names["megatron.core.dist_checkpointing.strategies.torch", kind.__name__] = kind
+    names["megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"] = MCoreMetadata
     names |= {
         ("torch", "Size"): _of(torch.Size, (list, tuple)),
         ("torch", "device"): _of(torch.device, (str,), (int,)),
@@ -522,14 +499,9 @@ def _names() -> dict[tuple[str, str], Any]:
         ("numpy", "ndarray"): _ARRAY,
         ("numpy", "dtype"): _dtype,
     }
-    builtins: dict[str, Any] = {
-        "slice": slice,
-        "complex": complex,
-        "bytearray": _bytearray,
-        "bytes": _of(bytes),
-    }  # protocol 2 stores b"" so
-    builtins |= {"set": set, "frozenset": frozenset, "range": range, "xrange": range}
-    for name, stands_for in builtins.items():
+    builtins = {"slice": slice, "complex": complex, "set": set, "frozenset": frozenset, "range": range, "xrange": range}
+    plain = {**builtins, "bytearray": _bytearray, "bytes": _of(bytes)}  # protocol 2 stores b"" so
+    for name, stands_for in plain.items():
         names["builtins", name] = names["__builtin__", name] = stands_for
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"):

@@ -38,7 +38,7 @@ from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.archive import load_object, write_archive
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal, checksum_box, combine
 from megatron_fsdp.checkpoint.naming import flatten
-from megatron_fsdp.checkpoint.ranks import in_short
+from megatron_fsdp.checkpoint.report import in_short
 from megatron_fsdp.comm.agreement import by_value, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
@@ -98,9 +98,7 @@ class SealingPlanner(DefaultSavePlanner):
         key, described = write_item.index.fqn, write_item.tensor_data
         source = self.state_dict[key]
         data: torch.Tensor | io.BytesIO
-        if isinstance(source, ObjectSource):
-            data = io.BytesIO(source.read())
-        elif isinstance(source, TensorSource) and described is not None:
+        if isinstance(source, TensorSource) and described is not None:
             data = source.read(Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes)))
         else:
             data = super().resolve_data(write_item)
@@ -108,7 +106,13 @@ class SealingPlanner(DefaultSavePlanner):
             raw = data.getvalue()
             digest = self.seal.objects[key] = hashlib.sha256(raw).hexdigest()
             if digest not in self._readable:
-                _require_readable(raw, key)
+                try:
+                    load_object(raw, key)
+                except CheckpointError as error:
+                    raise ConfigurationError(
+                        f"{key} holds an object that could not be read back ({error}); store numbers, text, lists, "
+                        "dicts, tensors or NumPy arrays instead"
+                    ) from error
                 self._readable.add(digest)
         else:
             assert described is not None, "torch describes every tensor that it writes"
@@ -161,7 +165,14 @@ class SealingWriter(FileSystemWriter):
         """Write the manifest on one rank, then the metadata, whose presence marks a whole checkpoint."""
         seals = [found.storage_data for of_rank in results for found in of_rank if found.index == _SEAL]
         written = [[found for found in of_rank if found.index != _SEAL] for of_rank in results]
-        text = _manifest_of(metadata, seals).to_json()
+        tensors = {}
+        for key, found in metadata.state_dict_metadata.items():
+            if isinstance(found, TensorStorageMetadata):
+                total = combine(seal.tensors.get(key, 0) for seal in seals)
+                tensors[key] = TensorSeal(tuple(found.size), str(found.properties.dtype), f"{total:016x}")
+        objects = {key: digest for seal in seals for key, digest in seal.objects.items()}
+        facts = {"megatron_fsdp": __version__, "torch": str(torch.__version__), "ranks": len(seals)}
+        text = Manifest(tensors, objects, facts).to_json()
         with (Path(self.path) / manifest.FILE_NAME).open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -191,7 +202,10 @@ def _require_alike(plans: Sequence[SavePlan]) -> None:
         return
     key = next(iter(differing))
     found = [{_kind(item) for item in plan.items if item.index.fqn == key} for plan in plans]
-    told = by_value([" and ".join(sorted(map(_kind_in_words, kinds))) or "nothing" for kinds in found])
+    words = [
+        sorted(f"{kind[1]} of shape {tuple(kind[0])}" if kind else "an object" for kind in kinds) for kinds in found
+    ]
+    told = by_value([" and ".join(kinds) or "nothing" for kinds in words])
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
     raise CheckpointError(
         f"{key}{more} is not the same on all ranks: {told}; of plain tensors one copy is stored, so keep what is "
@@ -202,22 +216,6 @@ def _require_alike(plans: Sequence[SavePlan]) -> None:
 def _kind(item: WriteItem) -> tuple[torch.Size, torch.dtype] | None:
     described = item.tensor_data
     return None if described is None else (described.size, described.properties.dtype)
-
-
-def _kind_in_words(kind: tuple[torch.Size, torch.dtype] | None) -> str:
-    return "an object" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
-
-
-def _manifest_of(metadata: Metadata, seals: Sequence[Seal]) -> Manifest:
-    """Make the manifest of what ranks have written."""
-    tensors = {}
-    for key, found in metadata.state_dict_metadata.items():
-        if isinstance(found, TensorStorageMetadata):
-            total = combine(seal.tensors.get(key, 0) for seal in seals)
-            tensors[key] = TensorSeal(tuple(found.size), str(found.properties.dtype), f"{total:016x}")
-    objects = {key: digest for seal in seals for key, digest in seal.objects.items()}
-    facts = {"megatron_fsdp": __version__, "torch": str(torch.__version__), "ranks": len(seals)}
-    return Manifest(tensors, objects, facts)
 
 
 def write_state(
@@ -273,16 +271,6 @@ class TensorSource:
             yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=described)
 
 
-@dataclass(frozen=True)
-class ObjectSource:
-    """An object to write; `read` gives the bytes of one `torch.save`."""
-
-    read: Callable[[], bytes]
-
-
-# ---- what cannot be saved --------------------------------------------------------------------------------------------
-
-
 def _require_whole(state: Mapping[str, Any]) -> None:
     """Refuse to save other ranks' DTensors from one process, as after torch.distributed was shut down."""
     for key, value in flatten(state)[0].items():
@@ -292,13 +280,3 @@ def _require_whole(state: Mapping[str, Any]) -> None:
                 "more), so this process alone would save a part of it; save, and wait for saves in the background, "
                 "before destroy_process_group()"
             )
-
-
-def _require_readable(raw: bytes, key: str) -> None:
-    try:
-        load_object(raw, key)
-    except CheckpointError as error:
-        raise ConfigurationError(
-            f"{key} holds an object that could not be read back ({error}); store numbers, text, lists, dicts, tensors "
-            "or NumPy arrays instead"
-        ) from error

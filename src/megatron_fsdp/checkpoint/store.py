@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
+from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import open_file
 from megatron_fsdp.comm.agreement import rank_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -154,33 +154,29 @@ class RunFolder:
         return found
 
     def resolve(self, iteration: int | None = None) -> Path:
-        """Return the checkpoint of an iteration, or the latest one."""
-        if iteration is None:
-            latest = self.latest()
-            if latest is None:
-                missing = "" if self.root.exists() else ", which does not exist"
-                raise CheckpointError(f"there is no checkpoint in {self.root}{missing}; give the folder of a run")
-            return latest
-        wanted = self.path_of(iteration)
-        self._require_folder()
-        found = self.find(iteration)
-        if found is None:
-            state = f"is not whole: it has no {MARK_OF_WHOLE}" if wanted.exists() else "does not exist"
-            raise CheckpointError(f"{wanted} {state}; {self._whole_ones()}")
-        return found
-
-    def resolve_or_itself(self, iteration: int | None = None) -> Path:
-        """Return the checkpoint of an iteration, the root if it is itself a checkpoint, or the latest one."""
-        if iteration is not None or not is_whole(self.root):
-            return self.resolve(iteration)
-        others = self.iterations()
-        if others:
-            raise CheckpointError(
-                f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}), and the folder of a run with "
-                f"checkpoints of its own; give the folder of one of these, as {self.find(others[-1])}, or move its "
-                f"{POINTER} and iter_ folders elsewhere to load the other one"
-            )
-        return self.root
+        """Return the checkpoint of an iteration; without one the root if it is itself a checkpoint, or the latest."""
+        if iteration is not None:
+            wanted = self.path_of(iteration)
+            self._require_folder()
+            found = self.find(iteration)
+            if found is None:
+                state = f"is not whole: it has no {MARK_OF_WHOLE}" if wanted.exists() else "does not exist"
+                raise CheckpointError(f"{wanted} {state}; {self._whole_ones()}")
+            return found
+        if is_whole(self.root):
+            others = self.iterations()
+            if others:
+                raise CheckpointError(
+                    f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}), and the folder of a run with "
+                    f"checkpoints of its own; give the folder of one of these, as {self.find(others[-1])}, or move its "
+                    f"{POINTER} and iter_ folders elsewhere to load the other one"
+                )
+            return self.root
+        latest = self.latest()
+        if latest is None:
+            missing = "" if self.root.exists() else ", which does not exist"
+            raise CheckpointError(f"there is no checkpoint in {self.root}{missing}; give the folder of a run")
+        return latest
 
     def _entries(self) -> list[Path]:
         return sorted(self.root.iterdir()) if self.root.is_dir() else []
@@ -213,7 +209,7 @@ def locate(path: str | Path) -> Path:
     """Return the folder of one checkpoint: `path`, or the latest of a run; opening it says what is wrong with it."""
     run = RunFolder(Path(path))
     is_run = run.root.is_dir() and ((run.root / POINTER).exists() or run.iterations())
-    return run.resolve_or_itself() if is_run else run.root
+    return run.resolve() if is_run else run.root
 
 
 # ---- publishing ------------------------------------------------------------------------------------------------------
@@ -300,147 +296,6 @@ def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> 
     return upto[:-keep_last]
 
 
-class Publisher:
-    """Writes to the folder of a run, on rank 0. What a save writes is locked until `claims` is closed."""
-
-    def __init__(self, folder: RunFolder, ops: FileOps) -> None:
-        self.folder, self.ops = folder, ops
-        self.claims = ExitStack()
-        self._may_replace = False
-
-    def begin(self, iteration: int, overwrite: bool) -> Path:
-        """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into."""
-        root, target = self.folder.root, self.folder.path_of(iteration)
-        if is_whole(root):
-            raise CheckpointError(
-                f"{root} is a checkpoint itself (it has a {MARK_OF_WHOLE}); save in another folder, which holds "
-                "nothing but the run's checkpoints"
-            )
-        self._may_replace = iteration in self._clear_leftovers() or overwrite
-        found = self.folder.find(iteration)
-        if (found or target.exists()) and not self._may_replace:
-            state = "exists" if found else f"exists, without a {MARK_OF_WHOLE}"
-            raise CheckpointError(f"{target} {state}; pass overwrite=True to replace it, or save another iteration")
-        while True:
-            staging = root / hidden_name(target.name, "partial")
-            self.ops.make_folder(staging)
-            if claim(staging, self.claims) and staging.exists():
-                return staging
-            # Another process took it for left over before it was claimed.
-
-    def publish(self, staging: Path, iteration: int, keep_last: int | None) -> None:
-        """Rename a written folder, point the pointer to it, and delete what is not kept.
-
-        An error before the pointer has moved undoes all of it; a later one is a warning, but for the last step that
-        makes the move survive a power failure.
-        """
-        if not is_whole(staging):
-            raise CheckpointError(f"the writer has left no {MARK_OF_WHOLE} in {staging}")
-        self.ops.sync_tree(staging)
-        root, target = self.folder.root, self.folder.path_of(iteration)
-        pointer = root / hidden_name(POINTER, "partial")
-        with ExitStack() as undo:
-            undo.callback(self.ops.remove, pointer)
-            self.ops.write_file(pointer, str(iteration))
-            claim(pointer, self.claims)
-            if target.exists():
-                if not self._may_replace:
-                    raise CheckpointError(
-                        f"another process has saved {target} meanwhile; give each run a folder of its own"
-                    )
-                claim(target, self.claims)
-                aside = root / hidden_name(target.name, "replaced")
-                self.ops.rename(target, aside)
-                undo.callback(self.ops.rename, aside, target)
-            self.ops.rename(staging, target)
-            undo.callback(self.ops.rename, target, staging)
-            self.ops.sync(root)
-            self.ops.rename(pointer, root / POINTER)
-            undo.pop_all()
-        self.ops.sync(root)
-        self._clear_replaced(iteration)
-        for old in to_prune(self.folder.iterations(), iteration, keep_last):
-            self._discard(self.folder.path_of(old), folder_name(old))
-
-    def remove(self, path: Path) -> None:
-        """Delete what no reader looks at, if it exists; failures are warnings."""
-        with _warning_of(f"{path} could not be deleted"):
-            self.ops.remove(path)
-
-    def _discard(self, path: Path, name: str) -> None:
-        """Delete a checkpoint, if it exists, under another hidden name, so that no reader sees half of it."""
-        hidden = self.folder.root / hidden_name(name, "discarded")
-        with _warning_of(f"{path} could not be deleted"):
-            if path.exists():
-                self.ops.rename(path, hidden)
-                self.ops.remove(hidden)
-
-    def _clear_leftovers(self) -> set[int]:
-        """Remove leftovers of killed processes; what a living one has claimed stays.
-
-        Return the iterations that were renamed by one that could not move the pointer any more: a run that resumes from
-        the pointer reaches them again, and may replace them.
-        """
-        never_pointed_to: set[int] = set()
-        for entry in self.folder.hidden():
-            with ExitStack() as held:
-                if not claim(entry.path, held):
-                    continue
-                iteration = self._iteration_in(entry)
-                if entry.purpose == "replaced":
-                    self._restore_or_discard(entry)
-                elif iteration is not None and self._is_unpointed(iteration):
-                    never_pointed_to.add(iteration)
-                else:
-                    self.remove(entry.path)
-        return never_pointed_to
-
-    def _iteration_in(self, entry: Hidden) -> int | None:
-        """Return the iteration that a hidden pointer names; None for anything else."""
-        if entry.name != POINTER:
-            return None
-        try:
-            found = self.folder.pointed(entry.path)
-        except CheckpointError:  # a process was killed while it wrote it
-            return None
-        return found if isinstance(found, int) else None
-
-    def _is_unpointed(self, iteration: int) -> bool:
-        """Return whether a checkpoint is there and the pointer does not name it."""
-        try:
-            return self.folder.path_of(iteration).exists() and self.folder.pointed() != iteration
-        except CheckpointError:  # the pointer says nonsense, and is about to be replaced
-            return True
-
-    def _restore_or_discard(self, entry: Hidden) -> None:
-        """Restore the name of a checkpoint that was about to be replaced, if no other has taken it."""
-        published = self.folder.root / entry.name
-        if not published.exists():
-            with _warning_of(f"{entry.path} could not be renamed to {published.name}"):
-                self.ops.rename(entry.path, published)
-        elif is_whole(published):
-            self._discard(entry.path, entry.name)
-
-    def _clear_replaced(self, iteration: int) -> None:
-        """Remove the previous version of an iteration, and pointers that mark it as never pointed to."""
-        for entry in self.folder.hidden():
-            if entry.purpose == "replaced" and entry.name == folder_name(iteration):
-                self._discard(entry.path, entry.name)
-            elif self._iteration_in(entry) == iteration:
-                self.remove(entry.path)
-
-
-@contextlib.contextmanager
-def _warning_of(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        warnings.warn(f"{what} ({type(error).__name__}: {error})", RuntimeWarning, stacklevel=3)
-
-
-# ---- all ranks -------------------------------------------------------------------------------------------------------
-
-
 class CheckpointStore:
     """The folder of a run, in Megatron's convention, shared by the ranks of a group (None: all, or this process alone).
 
@@ -468,13 +323,7 @@ class CheckpointStore:
         self.group = group
         self._patience_s = patience_s
         self._folder = RunFolder(self.root)
-        self._publisher = Publisher(self._folder, FileOps() if ops is None else ops)
-
-    def over(self, group: dist.ProcessGroup | None) -> CheckpointStore:
-        """Return this store over another group of the same ranks, as a background save needs."""
-        return CheckpointStore(
-            self.root, keep_last=self.keep_last, group=group, patience_s=self._patience_s, ops=self._publisher.ops
-        )
+        self._ops = FileOps() if ops is None else ops
 
     def path_of(self, iteration: int) -> Path:
         """Return where the checkpoint of an iteration is published (as `RunFolder.path_of`); not collective."""
@@ -492,10 +341,6 @@ class CheckpointStore:
         """Return what `RunFolder.resolve` does on rank 0, and raise what it raises; collective."""
         return self._found(lambda: self._folder.resolve(iteration)) or self.root
 
-    def resolve_or_itself(self, iteration: int | None = None) -> Path:
-        """Return what `RunFolder.resolve_or_itself` does on rank 0, and raise what it raises; collective."""
-        return self._found(lambda: self._folder.resolve_or_itself(iteration)) or self.root
-
     def _found(self, find: Callable[[], Path | None]) -> Path | None:
         def name() -> str | None:
             path = find()
@@ -505,7 +350,9 @@ class CheckpointStore:
         found = decided_by_first(name, f"looking into {self.root}", self.group)
         return None if found is None else self.root / found
 
-    def write(self, iteration: int, writer: Writer, *, overwrite: bool = False) -> Path:
+    def write(
+        self, iteration: int, writer: Writer, *, overwrite: bool = False, group: dist.ProcessGroup | None = None
+    ) -> Path:
         """Save a whole checkpoint, or nothing; collective.
 
         Every rank calls the writer with the same hidden folder, in which some rank has to leave `.metadata`; what it
@@ -513,28 +360,157 @@ class CheckpointStore:
         disk (those in the cache of another machine only that one can: its writer has to), the folder gets its name, the
         pointer moves to it, and old checkpoints go (docs/checkpoints.md says what a kill at any moment leaves).
 
+        Args:
+            iteration: Names the checkpoint.
+            writer: Writes this rank's files.
+            overwrite: Whether a checkpoint of this iteration may be replaced.
+            group: Another group of the same ranks, as a background save needs; None: the store's.
+
         Raises:
             CheckpointError: A rank has met an error, the ranks share no file system, or the iteration exists; the same
                 message on every rank. Nothing was published, and what was written is removed.
             ConfigurationError: The iteration is no whole number from 0, or ranks give different ones.
         """
-        with self._publisher.claims:
-            begun, doing = decided_by_first(
-                lambda: (self._publisher.begin(iteration, overwrite).name, f"saving {self.path_of(iteration)}"),
-                f"saving iteration {iteration} in {self.root}",
-                self.group,
-            )
+        group = self.group if group is None else group
+        with ExitStack() as claims:  # what is written is locked until the end
+
+            def begin() -> tuple[str, bool, str]:
+                staging, may_replace = self._begin(iteration, overwrite, claims)
+                return staging.name, may_replace, f"saving {self.path_of(iteration)}"
+
+            begun, may_replace, doing = decided_by_first(begin, f"saving iteration {iteration} in {self.root}", group)
             staging, same = self.root / begun, {"iteration": repr(iteration)}
-            is_first = rank_of(self.group) == 0  # read now: torch.distributed may be shut down after an error
+            is_first = rank_of(group) == 0  # read now: torch.distributed may be shut down after an error
             try:
-                together(doing, lambda: require_seen(staging, self._patience_s), self.group, same)
-                together(doing, lambda: writer(staging), self.group)
-                decided_by_first(lambda: self._publisher.publish(staging, iteration, self.keep_last), doing, self.group)
+                together(doing, lambda: require_seen(staging, self._patience_s), group, same)
+                together(doing, lambda: writer(staging), group)
+                decided_by_first(lambda: self._publish(staging, iteration, may_replace, claims), doing, group)
             except BaseException:
                 if is_first:
-                    self._publisher.remove(staging)
+                    self._remove(staging)
                 raise
         return self.path_of(iteration)
+
+    # ---- what rank 0 does ----
+
+    def _begin(self, iteration: int, overwrite: bool, claims: ExitStack) -> tuple[Path, bool]:
+        """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into.
+
+        Return it, and whether a checkpoint of this iteration may be replaced.
+        """
+        target = self.path_of(iteration)
+        if is_whole(self.root):
+            raise CheckpointError(
+                f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}); save in another folder, which holds "
+                "nothing but the run's checkpoints"
+            )
+        may_replace = iteration in self._clear_leftovers() or overwrite
+        found = self._folder.find(iteration)
+        if (found or target.exists()) and not may_replace:
+            state = "exists" if found else f"exists, without a {MARK_OF_WHOLE}"
+            raise CheckpointError(f"{target} {state}; pass overwrite=True to replace it, or save another iteration")
+        while True:
+            staging = self.root / hidden_name(target.name, "partial")
+            self._ops.make_folder(staging)
+            if claim(staging, claims) and staging.exists():
+                return staging, may_replace
+            # Another process took it for left over before it was claimed.
+
+    def _publish(self, staging: Path, iteration: int, may_replace: bool, claims: ExitStack) -> None:
+        """Rename a written folder, point the pointer to it, and delete what is not kept.
+
+        An error before the pointer has moved undoes all of it; a later one is a warning, but for the last step that
+        makes the move survive a power failure.
+        """
+        if not is_whole(staging):
+            raise CheckpointError(f"the writer has left no {MARK_OF_WHOLE} in {staging}")
+        self._ops.sync_tree(staging)
+        target, pointer = self.path_of(iteration), self.root / hidden_name(POINTER, "partial")
+        with ExitStack() as undo:
+            undo.callback(self._ops.remove, pointer)
+            self._ops.write_file(pointer, str(iteration))
+            claim(pointer, claims)
+            if target.exists():
+                if not may_replace:
+                    raise CheckpointError(
+                        f"another process has saved {target} meanwhile; give each run a folder of its own"
+                    )
+                claim(target, claims)
+                aside = self.root / hidden_name(target.name, "replaced")
+                self._ops.rename(target, aside)
+                undo.callback(self._ops.rename, aside, target)
+            self._ops.rename(staging, target)
+            undo.callback(self._ops.rename, target, staging)
+            self._ops.sync(self.root)
+            self._ops.rename(pointer, self.root / POINTER)
+            undo.pop_all()
+        self._ops.sync(self.root)
+        for entry in self._folder.hidden():
+            if entry.purpose == "replaced" and entry.name == target.name:
+                self._discard(entry.path, entry.name)
+            elif self._iteration_in(entry) == iteration:  # it marked this one as never pointed to
+                self._remove(entry.path)
+        for old in to_prune(self._folder.iterations(), iteration, self.keep_last):
+            self._discard(self.path_of(old), folder_name(old))
+
+    def _remove(self, path: Path) -> None:
+        """Delete what no reader looks at, if it exists; failures are warnings."""
+        with _warning_of(f"{path} could not be deleted"):
+            self._ops.remove(path)
+
+    def _discard(self, path: Path, name: str) -> None:
+        """Delete a checkpoint, if it exists, under another hidden name, so that no reader sees half of it."""
+        hidden = self.root / hidden_name(name, "discarded")
+        with _warning_of(f"{path} could not be deleted"):
+            if path.exists():
+                self._ops.rename(path, hidden)
+                self._ops.remove(hidden)
+
+    def _clear_leftovers(self) -> set[int]:
+        """Remove leftovers of killed processes; what a living one has claimed stays.
+
+        Return the iterations that were renamed by one that could not move the pointer any more: a run that resumes from
+        the pointer reaches them again, and may replace them.
+        """
+        never_pointed_to: set[int] = set()
+        for entry in self._folder.hidden():
+            with ExitStack() as held:
+                if not claim(entry.path, held):
+                    continue
+                iteration, published = self._iteration_in(entry), self.root / entry.name
+                if iteration is not None and self._is_unpointed(iteration):
+                    never_pointed_to.add(iteration)
+                elif entry.purpose != "replaced":
+                    self._remove(entry.path)
+                elif not published.exists():
+                    with _warning_of(f"{entry.path} could not be renamed to {published.name}"):
+                        self._ops.rename(entry.path, published)
+                elif is_whole(published):
+                    self._discard(entry.path, entry.name)
+        return never_pointed_to
+
+    def _iteration_in(self, entry: Hidden) -> int | None:
+        """Return the iteration that a hidden pointer names; None for anything else."""
+        try:
+            found = self._folder.pointed(entry.path) if entry.name == POINTER else None
+        except CheckpointError:  # a process was killed while it wrote it
+            return None
+        return found if isinstance(found, int) else None
+
+    def _is_unpointed(self, iteration: int) -> bool:
+        """Return whether a checkpoint is there and the pointer does not name it."""
+        try:
+            return self.path_of(iteration).exists() and self._folder.pointed() != iteration
+        except CheckpointError:  # the pointer says nonsense, and is about to be replaced
+            return True
+
+
+@contextlib.contextmanager
+def _warning_of(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{what} ({type(error).__name__}: {error})", RuntimeWarning, stacklevel=3)
 
 
 def require_seen(folder: Path, patience_s: float) -> None:

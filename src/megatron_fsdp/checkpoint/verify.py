@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
-from megatron_fsdp.checkpoint.kinds import COMMON_FILE, MARKER, read_common_file, side_file_problems
+from megatron_fsdp.checkpoint.inspect import COMMON_FILE, MARKER, read_common_file, side_file_problems
 from megatron_fsdp.checkpoint.manifest import CHECKSUM_NAME, Manifest, checksum_box, combine
 from megatron_fsdp.checkpoint.report import listed
 from megatron_fsdp.checkpoint.safe_read import printable, reading, shortened
@@ -189,20 +189,29 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
     files = opened.file_problems()
     _check_files(opened, files, report)
     keys = dict.fromkeys([*opened.tensors, *opened.objects])
-    for key in _compare_descriptions(opened, sealed, report) if sealed is not None else ():
-        del keys[key]
-    problems: dict[str, str] = {}
-    for key, span in opened.spans():
-        if key in keys and span.file in files:
-            problems[key] = f"{span.file} {files[span.file]}"
+    known = sealed or Manifest({}, {})
+    for key, problem in opened.differences(known).items() if sealed is not None else ():
+        is_tensor = key in opened.tensors or (key not in opened and key in known.tensors)
+        found = Finding("tensor" if is_tensor else "object", printable(key, 4096), problem)
+        if key not in opened:
+            report.missing.append(found)
+        elif key not in known:
+            report.unexpected.append(found)
+        else:
+            report.damaged.append(found)
+            del keys[key]
+    same_kind = known if known.checksum_name == CHECKSUM_NAME else Manifest({}, {})
+    problems = {k: f"{s.file} {files[s.file]}" for k, s in opened.spans() if k in keys and s.file in files}
     if deep:
-        same_kind = sealed if sealed is not None and sealed.checksum_name == CHECKSUM_NAME else Manifest({}, {})
         rest = [key for key in keys if key not in problems]
         problems |= _content_problems(opened, same_kind, rest, thorough=True)
         report.nbytes = sum(entry.nbytes for entry in opened.tensors.values())
         report.nbytes += sum(entry.span.length for entry in opened.objects.values())
+    without = NO_MANIFEST if sealed is None else "the manifest does not know it"
+    if known is not same_kind:
+        without = f"the manifest has checksums of another kind, {printable(known.checksum_name):.50}"
     for key in keys:
-        unsure = _why_unverified(sealed, key) if deep else NOT_READ
+        unsure = NOT_READ if not deep else None if key in same_kind else without
         kind: Literal["tensor", "object"] = "tensor" if key in opened.tensors else "object"
         if key in problems:
             report.damaged.append(Finding(kind, key, problems[key]))
@@ -215,12 +224,9 @@ def _check_files(opened: CheckpointFolder, problems: Mapping[str, str], report: 
     for name, problem in problems.items():
         missing = not (opened.path / name).exists()
         (report.missing if missing else report.damaged).append(Finding("file", name, problem))
-    beside = list(side_file_problems(opened))
-    for side in beside:
-        (report.missing if side.state == "missing" else report.damaged).append(
-            Finding("file", printable(side.name), side.reason)
-        )
-    known = {*opened.files, *KNOWN_FILES, *(side.name for side in beside)}
+    for side in side_file_problems(opened):
+        (report.missing if side.state == "missing" else report.damaged).append(Finding("file", side.name, side.reason))
+    known = {*opened.files, *KNOWN_FILES}
     try:
         present = sorted(opened.path.iterdir())
     except OSError as error:
@@ -235,28 +241,3 @@ def _check_files(opened: CheckpointFolder, problems: Mapping[str, str], report: 
             read_common_file(opened)
         except CheckpointError as error:
             report.damaged.append(Finding("file", COMMON_FILE, str(error)))
-
-
-def _compare_descriptions(opened: CheckpointFolder, sealed: Manifest, report: VerifyReport) -> set[str]:
-    """Report the keys of which metadata and manifest say different things; return those that both have."""
-    in_both = set()
-    for key, problem in opened.differences(sealed).items():
-        is_tensor = key in opened.tensors or (key not in opened and key in sealed.tensors)
-        found = Finding("tensor" if is_tensor else "object", printable(key, 4096), problem)
-        if key not in opened:
-            report.missing.append(found)
-        elif key not in sealed:
-            report.unexpected.append(found)
-        else:
-            report.damaged.append(found)
-            in_both.add(key)
-    return in_both
-
-
-def _why_unverified(sealed: Manifest | None, key: str) -> str | None:
-    """Return why there is nothing to compare a tensor or object with; None if there is."""
-    if sealed is None:
-        return NO_MANIFEST
-    if sealed.checksum_name != CHECKSUM_NAME:
-        return f"the manifest has checksums of another kind, {printable(sealed.checksum_name):.50}"
-    return None if key in sealed else "the manifest does not know it"

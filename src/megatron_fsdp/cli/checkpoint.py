@@ -24,16 +24,15 @@ from megatron_fsdp.checkpoint.convert.convert import ConversionMismatchError, Co
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json, read_group_map_json
 from megatron_fsdp.checkpoint.convert.names import ALL, AUTO, NONE
 from megatron_fsdp.checkpoint.convert.plan import FP32, MODEL, ConvertOptions
+from megatron_fsdp.checkpoint.diff import Tolerance, diff
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
-from megatron_fsdp.checkpoint.kinds import GROUP_META, as_json, dtype_name
+from megatron_fsdp.checkpoint.inspect import GROUP_META, as_json, dtype_name, inspect_folder, recognise, show
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
-from megatron_fsdp.checkpoint.ranks import together
+from megatron_fsdp.checkpoint.report import together
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of, locate
-from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
-from megatron_fsdp.checkpoint.tools.inspect import Inspection, ListedEntry, inspect_folder, list_checkpoints, show
-from megatron_fsdp.checkpoint.tools.torch_save import RepackReport, from_torch_save, to_torch_save
+from megatron_fsdp.checkpoint.torch_save import RepackReport, from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import run_guarded
 from megatron_fsdp.cli.output import in_bytes, write_error, write_facts, write_json, write_line, write_table
@@ -53,7 +52,6 @@ _OPTIMIZERS = {
 _STATISTICS = ("min", "max", "mean", "norm", "non-finite", "zeros")
 _REFERENCE_RTOL, _REFERENCE_ATOL = 1e-5, 1e-8
 _SHOWN = 50
-_EQUAL = "elements are equal where |a - b| <= atol + rtol * |b|"
 _SCOPE = re.compile(r"[\w.]+(,[\w.]+)*")
 
 
@@ -62,11 +60,11 @@ _SCOPE = re.compile(r"[\w.]+(,[\w.]+)*")
 
 _Run = Callable[[argparse.Namespace], int]
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
-_COMMANDS: list[tuple[list[str], str | None, str, tuple[_Argument, ...], _Run]] = []
+_COMMANDS: list[tuple[list[str], str, str, tuple[_Argument, ...], _Run]] = []
 
 
-def _command(names: str, title: str | None, description: str, *arguments: _Argument) -> Callable[[_Run], _Run]:
-    """Declare the command that a function runs, with aliases behind its name; without a title it is not listed."""
+def _command(names: str, title: str, description: str, *arguments: _Argument) -> Callable[[_Run], _Run]:
+    """Declare the command that a function runs, with aliases behind its name."""
 
     def declare(run: _Run) -> _Run:
         _COMMANDS.append((names.split(), title, description, arguments, run))
@@ -88,11 +86,6 @@ _DIR = _arg("checkpoint_dir", metavar="DIR", help=_DIR_HELP)
 _OUTPUT = {"type": Path, "help": "the folder to make; must not exist, or be empty"}
 _FILTER = _arg("--filter", metavar="REGEX", help="only keys that contain a match of this regular expression")
 _JSON = _flag("--json", help="print JSON")
-_SLICE = _arg(
-    "--slice",
-    metavar="PART",
-    help="of the tensor KEY, such as 0:2,:8 or 3,-1 (write --slice=-1 if it starts with -)",
-)
 
 
 def _opened(path: str) -> CheckpointFolder:
@@ -103,11 +96,10 @@ def _opened(path: str) -> CheckpointFolder:
 
 
 @_command(
-    "inspect",
+    "inspect show print-tensor",
     "kind, iteration, keys, shapes, dtypes, bytes; one tensor or object",
     "Describe a checkpoint: torch_dist (all three generations), fsdp_dtensor, or any other of "
-    "torch.distributed.checkpoint; of a run its checkpoints, and the latest one. With KEY print one tensor or "
-    "object; only the chunks that are needed are read, and of a large tensor the first corner is shown unless "
+    "torch.distributed.checkpoint. With KEY print one tensor or object, of a large tensor the first corner unless "
     "--slice says otherwise. Exit status: 0; 1 if it has problems, which are listed; 2 if it cannot be read.",
     _DIR,
     _arg("key", metavar="KEY", nargs="?", help="print this tensor or object"),
@@ -118,7 +110,7 @@ def _opened(path: str) -> CheckpointFolder:
         "--not-ignore-param-to-group-meta",
         help=f"also list the keys under {GROUP_META}*, which are left out of tables otherwise",
     ),
-    _SLICE,
+    _arg("--slice", metavar="PART", help="of the tensor KEY, as 0:2,:8 or 3,-1 (write --slice=-1 if it starts with -)"),
     _JSON,
 )
 def _inspect(args: argparse.Namespace) -> int:
@@ -126,132 +118,100 @@ def _inspect(args: argparse.Namespace) -> int:
         return _show(args)
     if args.slice:
         raise ConfigurationError("--slice is for one tensor; give its KEY too")
-    run = list_checkpoints(args.checkpoint_dir)
-    if run and not args.json:
-        rows = [
-            [item.name, in_bytes(item.nbytes), "latest" if item.is_latest else "" if item.is_whole else "unfinished"]
-            for item in run
-        ]
-        write_table(["checkpoint", "bytes", ""], rows, right=["bytes"])
-        write_line()
-    found = inspect_folder(_opened(args.checkpoint_dir), args.filter, with_statistics=args.stats)
+    folder = _opened(args.checkpoint_dir)
+    found = inspect_folder(folder, args.filter, with_statistics=args.stats)
     if args.json:
-        write_json({**found.to_json(), "run": [item._asdict() for item in run]})
-    else:
-        _write_inspection(found, args)
-    return EXIT_DIFFERENT if found.problems else EXIT_SAME
-
-
-def _write_inspection(found: Inspection, args: argparse.Namespace) -> None:
-    write_facts(_facts(found))
+        write_json(found)
+        return EXIT_DIFFERENT if found["problems"] else EXIT_SAME
+    entries, common = found["entries"], found["common"]
+    tensors, objects = ([entry for entry in entries if entry["type"] == kind] for kind in ("tensor", "object"))
+    count = sum(math.prod(entry["shape"]) for entry in tensors)
+    size_of_tensors, size_of_objects = (in_bytes(sum(entry["nbytes"] for entry in kind)) for kind in (tensors, objects))
+    facts = {
+        "path": found["path"],
+        "format": recognise(folder).title,
+        "optimizer": _OPTIMIZERS[found["optimizer"]] + (", keys with chained_<n>." if found["is_chained"] else ""),
+        **{name: str(common[name]) for name in ("iteration", "checkpoint_version") if name in common},
+        "common state": ", ".join(sorted(common.keys() - {"iteration", "checkpoint_version"})),
+        "tensors": f"{len(tensors)}, {count:,} elements, {size_of_tensors}",
+        "objects": f"{len(objects)}, {size_of_objects}",
+        "files": f"{len(found['files'])}, {in_bytes(sum(found['files'].values()))}",
+        "flattened": f"{len(found['mcore_data'])} tensors (mcore_data)" if found["mcore_data"] else "",
+    }
+    write_facts([(name, text) for name, text in facts.items() if text])
     write_line()
-    shown = [entry for entry in found.entries if args.all or not entry.key.startswith(GROUP_META)]
+    shown = [entry for entry in entries if args.all or not entry["key"].startswith(GROUP_META)]
     if shown:
         titles = ["key", "type", "shape", "bytes", "chunks", *(_STATISTICS if args.stats else ())]
-        rows = [_row(entry, with_statistics=args.stats) for entry in shown]
-        write_table(titles, rows, right=["bytes", "chunks", *_STATISTICS])
-    hidden = len(found.entries) - len(shown)
-    if hidden:
-        write_line(f"({hidden} keys under {GROUP_META}* are not listed; --all lists them)")
-    if found.hidden:
-        write_line(f"({found.hidden} keys do not match --filter)")
-    for problem in found.problems:
+        write_table(titles, [_row(entry)[: len(titles)] for entry in shown], right=["bytes", "chunks", *_STATISTICS])
+    if len(entries) > len(shown):
+        write_line(f"({len(entries) - len(shown)} keys under {GROUP_META}* are not listed; --all lists them)")
+    if found["hidden"]:
+        write_line(f"({found['hidden']} keys do not match --filter)")
+    for problem in found["problems"]:
         write_line(f"problem: {problem}")
+    return EXIT_DIFFERENT if found["problems"] else EXIT_SAME
 
 
-def _facts(found: Inspection) -> list[tuple[str, str]]:
-    tensors, objects = ([entry for entry in found.entries if entry.type == kind] for kind in ("tensor", "object"))
-    chained = ", keys with chained_<n>." if found.kind.is_chained else ""
-    told: dict[str, str] = {
-        "path": str(found.path),
-        "format": found.kind.title,
-        "optimizer": _OPTIMIZERS[found.kind.optimizer] + chained,
-        **{name: str(found.common[name]) for name in ("iteration", "checkpoint_version") if name in found.common},
-        "common state": ", ".join(sorted(found.common.keys() - {"iteration", "checkpoint_version"})),
-        "tensors": f"{len(tensors)}, {sum(math.prod(entry.shape or ()) for entry in tensors):,} elements, "
-        f"{in_bytes(sum(entry.nbytes for entry in tensors))}",
-        "objects": f"{len(objects)}, {in_bytes(sum(entry.nbytes for entry in objects))}",
-        "files": f"{len(found.files)}, {in_bytes(sum(found.files.values()))}",
-        "flattened": f"{len(found.mcore_data)} tensors (mcore_data)" if found.mcore_data else "",
-    }
-    return [(name, text) for name, text in told.items() if text]
+def _row(entry: dict[str, Any]) -> list[str]:
+    shape, numbers = "" if entry["shape"] is None else str(tuple(entry["shape"])), [""] * len(_STATISTICS)
+    if "statistics" in entry:
+        numbers = ["-" if n is None else f"{n:.6g}" for n in entry["statistics"].values()]
+    return [entry["key"], entry["dtype"] or "object", shape, in_bytes(entry["nbytes"]), str(entry["chunks"]), *numbers]
 
 
-def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
-    shape = "" if entry.shape is None else str(tuple(entry.shape))
-    row = [entry.key, entry.dtype or "object", shape, in_bytes(entry.nbytes), str(entry.chunks)]
-    found = entry.statistics
-    if not with_statistics:
-        return row
-    if found is None:
-        return [*row, *("" for _ in _STATISTICS)]
-    numbers = (found.minimum, found.maximum, found.mean, found.norm)
-    return [*row, *("-" if n is None else f"{n:.6g}" for n in numbers), str(found.non_finite), str(found.zeros)]
-
-
-@_command(
-    "show print-tensor",
-    None,
-    "Print one tensor or object, as inspect DIR KEY does.",
-    _DIR,
-    _arg("key", metavar="KEY", help="as `inspect` lists it"),
-    _SLICE,
-    _JSON,
-)
 def _show(args: argparse.Namespace) -> int:
-    found = show(_opened(args.checkpoint_dir), args.key, args.slice)
-    entry, box, size = found.entry, found.box, in_bytes(found.nbytes)
-    if entry is None or box is None:
+    folder = _opened(args.checkpoint_dir)
+    value, box = show(folder, args.key, args.slice)
+    if box is None:
+        nbytes = folder.objects[args.key].span.length
         if args.json:
-            write_json({"key": found.key, "type": "object", "bytes": found.nbytes, "value": as_json(found.value)})
+            write_json({"key": args.key, "type": "object", "bytes": nbytes, "value": as_json(value)})
         else:
-            write_facts([("key", found.key), ("type", f"object, {size}")])
-            write_line(pprint.pformat(found.value, width=120, compact=True))
+            write_facts([("key", args.key), ("type", f"object, {in_bytes(nbytes)}")])
+            write_line(pprint.pformat(value, width=120, compact=True))
         return EXIT_SAME
+    entry = folder.tensors[args.key]
     dtype, chunks = dtype_name(entry.dtype), len(entry.chunks)
     part = f"[{', '.join(f'{index.start}:{index.stop}' for index in box.indices)}]"
     if args.json:
         told = {"key": entry.key, "type": "tensor", "shape": list(entry.shape), "dtype": dtype, "bytes": entry.nbytes}
-        write_json({**told, "chunks": chunks, "part": part, "values": as_json(_numbers(found.value))})
+        values = torch.view_as_real(value.resolve_conj()) if value.dtype.is_complex else value
+        values = values.to(torch.float64) if values.dtype.is_floating_point else values
+        write_json({**told, "chunks": chunks, "part": part, "values": as_json(values.tolist())})
     else:
-        facts = [("key", entry.key), ("type", f"{dtype} {entry.shape}, {size}"), ("chunks", str(chunks))]
-        write_facts([*facts, *([] if box.lengths == entry.shape else [("part", part)])])
-        write_line(str(found.value))
+        facts = [("key", entry.key), ("type", f"{dtype} {entry.shape}, {in_bytes(entry.nbytes)}")]
+        write_facts([*facts, ("chunks", str(chunks)), *([] if box.lengths == entry.shape else [("part", part)])])
+        write_line(str(value))
     return EXIT_SAME
-
-
-def _numbers(values: torch.Tensor) -> Any:
-    if values.dtype.is_complex:
-        values = torch.view_as_real(values.resolve_conj())
-    listed: Any = values.to(torch.float64).tolist() if values.dtype.is_floating_point else values.tolist()
-    return listed
 
 
 # ---- diff and verify -------------------------------------------------------------------------------------------------
 
 
-def _comparison(name: str, title: str | None, rtol: float, atol: float) -> Callable[[_Run], _Run]:
-    return _command(
-        name,
-        title,
-        "Compare all tensors and objects of two checkpoints by value, however each is cut into chunks; one chunk of "
-        "each is in memory at a time. Exit status: 0 they are the same, 1 they differ, 2 one cannot be read.",
-        _arg("checkpoint_1", metavar="A", help=_DIR_HELP),
-        _arg("checkpoint_2", metavar="B", help=_DIR_HELP),
-        _arg("--rtol", type=float, default=rtol, help=f"{_EQUAL} (default %(default)s)"),
-        _arg("--atol", type=float, default=atol, help="see --rtol (default %(default)s)"),
-        _flag("--bitwise", help="equal bits: 0.0 and -0.0 differ, and so do unlike NaN"),
-        _flag("--all", help=f"list all differences, not only the first {_SHOWN}"),
-        _FILTER,
-        _JSON,
-    )
-
-
-@_comparison("diff", "compare two checkpoints", 0.0, 0.0)
-@_comparison("compare-two-checkpoint", None, _REFERENCE_RTOL, _REFERENCE_ATOL)
+@_command(
+    "diff compare-two-checkpoint",
+    "compare two checkpoints",
+    "Compare all tensors and objects of two checkpoints by value, however each is cut into chunks; one chunk of each "
+    "is in memory at a time. Exit status: 0 they are the same, 1 they differ, 2 one cannot be read.",
+    _arg("checkpoint_1", metavar="A", help=_DIR_HELP),
+    _arg("checkpoint_2", metavar="B", help=_DIR_HELP),
+    _arg(
+        "--rtol",
+        type=float,
+        help=f"equal: |a - b| <= atol + rtol * |b| (default 0; of compare-two-checkpoint {_REFERENCE_RTOL})",
+    ),
+    _arg("--atol", type=float, help=f"see --rtol (default 0; of compare-two-checkpoint {_REFERENCE_ATOL})"),
+    _flag("--bitwise", help="equal bits: 0.0 and -0.0 differ, and so do unlike NaN"),
+    _flag("--all", help=f"list all differences, not only the first {_SHOWN}"),
+    _FILTER,
+    _JSON,
+)
 def _diff(args: argparse.Namespace) -> int:
-    given = (args.rtol, args.atol)
-    rtol, atol = (0.0, 0.0) if args.bitwise and given == (_REFERENCE_RTOL, _REFERENCE_ATOL) else given
+    usual = (0.0, 0.0)
+    if args.checkpoint_command == "compare-two-checkpoint" and not args.bitwise:
+        usual = (_REFERENCE_RTOL, _REFERENCE_ATOL)
+    rtol, atol = (own if given is None else given for given, own in zip((args.rtol, args.atol), usual, strict=True))
     tolerance = Tolerance(rtol, atol, args.bitwise)
     found = diff(_opened(args.checkpoint_1), _opened(args.checkpoint_2), tolerance, args.filter)
     if args.json:
@@ -259,11 +219,11 @@ def _diff(args: argparse.Namespace) -> int:
     elif found.is_same:
         write_line(f"the same: {found.compared} keys")
     else:
-        shown = len(found.differences) if args.all else _SHOWN
-        for item in found.differences[:shown]:
+        shown = found.differences if args.all else found.differences[:_SHOWN]
+        for item in shown:
             write_line(f"{item.key}: {item.told}")
-        if len(found.differences) > shown:
-            write_line(f"... and {len(found.differences) - shown} more (--all lists them)")
+        if len(found.differences) > len(shown):
+            write_line(f"... and {len(found.differences) - len(shown)} more (--all lists them)")
         write_line(f"{len(found.differences)} keys differ; {found.compared} were compared")
     return EXIT_SAME if found.is_same else EXIT_DIFFERENT
 
@@ -280,7 +240,24 @@ def _diff(args: argparse.Namespace) -> int:
     _JSON,
 )
 def _verify(args: argparse.Namespace) -> int:
-    folders, pointer_problem = _to_verify(args.checkpoint_dir, every=args.all)
+    given, pointer_problem = args.checkpoint_dir, None
+    folders = [given]
+    if iteration_of(given.name) is not None or (given / METADATA).exists() or (given / FILE_NAME).exists():
+        if args.all:
+            raise CheckpointError(f"{given} is one checkpoint; --all takes the folder of a run")
+    else:
+        folders = sorted(path for path in given.glob("iter_*") if iteration_of(path.name) is not None)
+        try:
+            latest = RunFolder(given).latest()
+            if latest is not None:
+                folders = sorted({*folders, latest}) if args.all else [latest]
+        except CheckpointError as error:
+            pointer_problem = str(error)
+        if not folders and pointer_problem is None:
+            what = f"holds no checkpoint: neither {METADATA} nor {POINTER} nor iter_* folders"
+            raise CheckpointError(
+                f"{given} {what if given.is_dir() else 'is not a folder; give a checkpoint or a run'}"
+            )
     reports = [verify(folder, deep=not args.quick) for folder in folders]
     if args.json:
         write_json({"checkpoints": [report.to_dict() for report in reports], "pointer": pointer_problem})
@@ -289,29 +266,6 @@ def _verify(args: argparse.Namespace) -> int:
             write_line(line)
     is_well = pointer_problem is None and all(report.is_whole for report in reports)
     return EXIT_SAME if is_well else EXIT_DIFFERENT
-
-
-def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
-    """Return the folders to verify, and what is wrong with the pointer to the latest."""
-    if not given.is_dir():
-        raise CheckpointError(f"{given} is not a folder; give a checkpoint or the folder of a run")
-    beside = (given / METADATA, given / FILE_NAME)  # one of them may be missing
-    if iteration_of(given.name) is not None or any(path.exists() for path in beside):
-        if every:
-            raise CheckpointError(f"{given} is one checkpoint; --all takes the folder of a run")
-        return [given], None
-    problem, latest = None, None
-    try:
-        latest = RunFolder(given).latest()
-    except CheckpointError as error:
-        problem = str(error)
-    inside = sorted(path for path in given.iterdir() if iteration_of(path.name) is not None and path.is_dir())
-    if every and latest is not None and latest not in inside:
-        inside.append(latest)
-    chosen = inside if every or latest is None else [latest]
-    if not chosen and problem is None:
-        raise CheckpointError(f"{given} holds no checkpoint: neither {METADATA} nor {POINTER} nor iter_* folders")
-    return chosen, problem
 
 
 # ---- to other files --------------------------------------------------------------------------------------------------
@@ -324,11 +278,9 @@ def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
     "torch.load(weights_only=True) reads.",
     _DIR,
     _arg("file", metavar="FILE", type=Path, help="must not exist"),
-    _flag("--tensors-only", help="leave out everything that is no tensor"),
 )
 def _to_torch(args: argparse.Namespace) -> int:
-    report = to_torch_save(_opened(args.checkpoint_dir), args.file, tensors_only=args.tensors_only)
-    return _write_repacked(args.file, report)
+    return _write_repacked(args.file, to_torch_save(_opened(args.checkpoint_dir), args.file))
 
 
 @_command(
@@ -338,16 +290,9 @@ def _to_torch(args: argparse.Namespace) -> int:
     "number of ranks. The file is read without running code from it.",
     _arg("file", metavar="FILE", type=Path, help="of torch.save, in the zip format (torch 1.6 and later)"),
     _arg("output_dir", metavar="DIR", **_OUTPUT),
-    _arg(
-        "--nesting",
-        choices=("torch", "own"),
-        default="torch",
-        help="torch: keys as torch.distributed.checkpoint.save gives them (default); own: as this library's training "
-        "writes them, with lists in one piece",
-    ),
 )
 def _from_torch(args: argparse.Namespace) -> int:
-    return _write_repacked(args.output_dir, from_torch_save(args.file, args.output_dir, nesting=args.nesting))
+    return _write_repacked(args.output_dir, from_torch_save(args.file, args.output_dir))
 
 
 def _write_repacked(target: Path, found: RepackReport) -> int:
@@ -402,50 +347,42 @@ def _map(args: argparse.Namespace) -> int:
 # ---- convert ---------------------------------------------------------------------------------------------------------
 
 
-def _conversion(name: str, title: str | None) -> Callable[[_Run], _Run]:
-    return _command(
-        name,
-        title,
-        "Convert a torch_dist checkpoint of Megatron to fsdp_dtensor. Run it as it is, or on several processes with "
-        "torchrun; it needs no GPU.",
-        _arg("source", metavar="SRC", type=Path, help="iter_* folder of torch_dist, or a run: its latest"),
-        _arg("target", metavar="DST", **_OUTPUT),
-        _arg("--from", dest="source_format", choices=["torch_dist"], default="torch_dist"),
-        _arg("--to", dest="target_format", choices=["fsdp_dtensor"], default="fsdp_dtensor"),
-        _arg("--param-to-param-group-map-json", metavar="MAP", type=Path, help="parameter groups, as map writes them"),
-        _arg("--groups", choices=["infer", "map", "none"], help="where groups come from: a map if given, else infer"),
-        _arg("--masters", choices=[FP32, MODEL], default=FP32, help="fp32 master weights (default), or the model's"),
-        _flag("--weights-only", help="leave optimizer state and random generators behind"),
-        _arg("--model-prefix", "--output-model-weight-prefix", metavar="P", default="model.module"),
-        _arg(
-            "--optimizer-prefix",
-            "--output-optimizer-state-prefix",
-            metavar="P",
-            help="default: optimizer.state and one module. for each wrapper of the run",
-        ),
-        _arg("--group-prefix", metavar="P", help="default: as the optimizer prefix, in param_to_group_meta"),
-        _flag("--rename-mtp-keys", dest="rename_mtp", help="transformer_layer -> mtp_model_layer"),
-        _flag("--dry-run", help="say what would be done, and write nothing"),
-        _flag("--verify", help="read the output back and compare it with the source"),
-        _flag("--write-tracker", help="point latest_checkpointed_iteration.txt beside DST to it"),
-        _flag("--json", help="print a report for scripts"),
-        _flag("--oom-traceback", help=argparse.SUPPRESS),  # nothing to trace: one tensor is held at a time
-    )
-
-
-_SCOPES = (
+@_command(
+    "convert convert-torch-dist-to-fsdp-dtensor",
+    "convert a torch_dist checkpoint to fsdp_dtensor",
+    "Convert a torch_dist checkpoint of Megatron to fsdp_dtensor. Run it as it is, or on several processes with "
+    "torchrun; it needs no GPU.",
+    _arg("source", metavar="SRC", type=Path, help="iter_* folder of torch_dist, or a run: its latest"),
+    _arg("target", metavar="DST", **_OUTPUT),
+    _arg("--from", dest="source_format", choices=["torch_dist"], default="torch_dist"),
+    _arg("--to", dest="target_format", choices=["fsdp_dtensor"], default="fsdp_dtensor"),
     _arg(
         "--swiglu",
+        "--swiglu-modules",
         metavar="auto|all|none|MODULE,...",
-        help="which MLPs are gated, so that fc1 becomes a gate (_w) and an up (_v) half; alone it means all; auto (the "
-        "default) goes by the checkpoint's arguments and shapes",
+        default=AUTO,
+        help="which MLPs are gated, so that fc1 becomes a gate (_w) and an up (_v) half; --swiglu alone means all; "
+        "auto (the default) goes by the checkpoint's arguments and shapes",
     ),
-    _arg("--swiglu-modules", metavar="MODULE,...", help="the same as --swiglu MODULE,..."),
+    _arg("--param-to-param-group-map-json", metavar="MAP", type=Path, help="parameter groups, as map writes them"),
+    _arg("--groups", choices=["infer", "map", "none"], help="where groups come from: a map if given, else infer"),
+    _arg("--masters", choices=[FP32, MODEL], default=FP32, help="fp32 master weights (default), or the model's"),
+    _flag("--weights-only", help="leave optimizer state and random generators behind"),
+    _arg("--model-prefix", "--output-model-weight-prefix", metavar="P", default="model.module"),
+    _arg(
+        "--optimizer-prefix",
+        "--output-optimizer-state-prefix",
+        metavar="P",
+        help="default: optimizer.state and one module. for each wrapper of the run",
+    ),
+    _arg("--group-prefix", metavar="P", help="default: as the optimizer prefix, in param_to_group_meta"),
+    _flag("--rename-mtp-keys", dest="rename_mtp", help="transformer_layer -> mtp_model_layer"),
+    _flag("--dry-run", help="say what would be done, and write nothing"),
+    _flag("--verify", help="read the output back and compare it with the source"),
+    _flag("--write-tracker", help="point latest_checkpointed_iteration.txt beside DST to it"),
+    _JSON,
+    _flag("--oom-traceback", help=argparse.SUPPRESS),  # nothing to trace: one tensor is held at a time
 )
-
-
-@_conversion("convert", "convert a torch_dist checkpoint to fsdp_dtensor")
-@_conversion("convert-torch-dist-to-fsdp-dtensor", None)
 def _convert(args: argparse.Namespace) -> int:
     """Convert, in one process or on every rank that torchrun has started; the first one prints."""
     is_first, started_here = os.environ.get("RANK", "0") == "0", False
@@ -472,13 +409,11 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> ConvertOptions:
-    if args.enable_msc:
-        raise ConfigurationError("--enable-msc asks for remote storage; give local folders, and leave it out")
     path = args.param_to_param_group_map_json
-    names = ("groups", "masters", "weights_only", "model_prefix", "optimizer_prefix", "group_prefix", "rename_mtp")
+    names = ("swiglu", "groups", "masters", "weights_only", "model_prefix", "optimizer_prefix", "group_prefix")
     return ConvertOptions(
-        swiglu=args.swiglu or args.swiglu_modules or AUTO,
         param_to_group=None if path is None else read_group_map_json(path),
+        rename_mtp=args.rename_mtp,
         **{name: getattr(args, name) for name in names},
     )
 
@@ -511,64 +446,40 @@ def _write_conversion(report: ConversionReport, args: argparse.Namespace) -> Non
         write_line(line)
 
 
-def _with_swiglu_values(argv: Sequence[str], is_reference: bool) -> list[str]:
-    """Give each lone `--swiglu` the value "all", and join it with its value where it has one.
-
-    It may stand alone before the folders; argparse would take the first of them for its value.
-    """
-    result: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        if word == "--swiglu":
-            has_value = bool(rest) and _is_scope(rest[0]) and not is_reference
-            word = f"--swiglu={rest.pop(0) if has_value else ALL}"
-        result.append(word)
-    return result
-
-
-def _is_scope(word: str) -> bool:
-    """Return whether the word after `--swiglu` is its value, and not a folder."""
-    return word in (AUTO, ALL, NONE) or (_SCOPE.fullmatch(word) is not None and not Path(word).exists())
-
-
 # ---- the parser ------------------------------------------------------------------------------------------------------
+
+
+class _CommandParser(Parser):
+    """A parser whose option `--swiglu` may stand alone before folders, which argparse would take for its value."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        words: list[str] = []
+        for word in args:
+            if words and words[-1] == "--swiglu":
+                is_value = word in (AUTO, ALL, NONE) or (_SCOPE.fullmatch(word) and not Path(word).exists())
+                words[-1:] = [f"--swiglu={word}"] if is_value else [f"--swiglu={ALL}", word]
+            else:
+                words.append(word)
+        if words and words[-1] == "--swiglu":
+            words[-1] = f"--swiglu={ALL}"
+        return super().parse_known_args(words, namespace)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands for checkpoints."""
     parser.description = _DESCRIPTION
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    commands = parser.add_subparsers(
+        dest="checkpoint_command", metavar="COMMAND", required=True, parser_class=_CommandParser
+    )
     for (name, *aliases), title, description, arguments, run in _COMMANDS:
-        shown: dict[str, Any] = {} if title is None else {"help": title}
-        added: Any = commands.add_parser(name, description=description, aliases=aliases, **shown)
+        added = commands.add_parser(name, help=title, description=description, aliases=aliases)
         for names, settings in arguments:
             added.add_argument(*names, **settings)
-        # An option of Megatron-LM's inspector that is not supported: accepted, so that it is refused with a message.
-        added.add_argument("--enable-msc", action="store_true", help=argparse.SUPPRESS)
         added.set_defaults(run=run if run is _convert else partial(_on_first_rank, run))
-        if run is _convert:
-            one_of = added.add_mutually_exclusive_group()
-            for names, settings in _SCOPES:
-                one_of.add_argument(*names, **settings)
-            added.parse_known_args = partial(_parse, added.parse_known_args, title is None)
-
-
-def _parse(
-    parse: Any, is_reference: bool, argv: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-) -> Any:
-    return parse(_with_swiglu_values(sys.argv[1:] if argv is None else argv, is_reference), namespace)
 
 
 def _on_first_rank(run: _Run, args: argparse.Namespace) -> int:
-    if os.environ.get("RANK", "0") != "0":
-        return EXIT_SAME
-    if args.enable_msc:
-        raise ConfigurationError(
-            "--enable-msc is not supported: only folders of the file system can be read; mount or copy the checkpoint, "
-            "and leave the option out"
-        )
-    return run(args)
+    return run(args) if os.environ.get("RANK", "0") == "0" else EXIT_SAME
 
 
 def inspector(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ import torch
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.groups import dump_param_to_param_group_map
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
+from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, world_size_of
@@ -124,7 +124,7 @@ def with_saved_batch(job: Job, origin: Origin, rank: Rank, say: Say) -> Job:
     options, training = job.options, job.options.training
     if origin.folder is None or training.global_batch_size or (options.checkpoint.finetune and not origin.is_own):
         return job
-    folder = CheckpointFolder(CheckpointStore(origin.folder).resolve_or_itself())
+    folder = CheckpointFolder(CheckpointStore(origin.folder).resolve())
 
     def saved() -> int | None:
         facts = folder.read_object("trainer.facts") if "trainer.facts" in folder.objects else []

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from megatron_fsdp.checkpoint.ranks import decided_by_first
+from megatron_fsdp.checkpoint.report import decided_by_first
 from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.config.hang_log import FOLDER_VARIABLE

@@ -72,13 +72,6 @@ def test_a_folder_whose_name_looks_like_a_module_is_a_folder(
     assert gated_keys(tmp_path / "out") == 2
 
 
-def test_both_swiglu_options_at_once_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["convert", "a", "b", "--swiglu", "--swiglu-modules", "decoder"])
-    assert stop.value.code == 2
-    assert "not allowed with argument" in capsys.readouterr().err
-
-
 def test_defect_17_a_dry_run_writes_nothing_and_tells_every_move(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,7 +115,6 @@ def test_defect_17_failures_have_an_exit_status(
         (str(source), str(source)): "is the checkpoint that is read",
         (str(source), str(source / "sub")): "is inside",
         (str(source), str(tmp_path / "out"), "--groups", "map"): "needs --param-to-param-group-map-json",
-        (str(source), str(tmp_path / "out"), "--enable-msc"): "give local folders",
         (
             str(source),
             str(tmp_path / "out"),

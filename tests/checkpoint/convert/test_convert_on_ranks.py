@@ -85,23 +85,6 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_left(run_ranks: 
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"]
 
 
-def convert_where_one_rank_sees_nothing(source: str, target: str) -> str:
-    mine = source if dist.get_rank() == 0 else f"{source}_elsewhere"
-    try:
-        convert(mine, target)
-    except CheckpointError as error:
-        return str(error).partition(" failed ")[2]
-    return "nothing was raised"
-
-
-def test_a_rank_that_cannot_open_the_source_stops_all(run_ranks: RunRanks, tmp_path: Path) -> None:
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
-    messages = run_ranks(2, convert_where_one_rank_sees_nothing, str(source), str(tmp_path / "out"))
-    assert len(set(messages)) == 1
-    assert "rank 1: CheckpointError" in messages[0]
-    assert "is not a folder" in messages[0]
-
-
 def test_verification_finds_one_changed_element_and_publishes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,9 +120,3 @@ def test_of_the_folder_of_a_run_the_latest_is_taken_and_an_empty_target_too(tmp_
     (run / "latest_checkpointed_iteration.txt").write_text("9")
     with pytest.raises(CheckpointError, match="says 9, but there is no whole checkpoint of that name"):
         convert(run, tmp_path / "other")
-
-
-def test_a_folder_of_other_names_is_refused_with_a_hint(tmp_path: Path) -> None:
-    write_torch_dist(tmp_path / "mine", make_truth(SPEC))
-    with pytest.raises(CheckpointError, match=r"it contains some: mine: give one of these"):
-        convert(tmp_path, tmp_path / "out")

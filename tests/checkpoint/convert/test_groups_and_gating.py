@@ -17,7 +17,7 @@ from megatron_fsdp.checkpoint.convert.groups import (
 )
 from megatron_fsdp.checkpoint.convert.groups import group_map as map_of
 from megatron_fsdp.checkpoint.convert.names import canonical_name, decide_gating, parse_object_key, pieces
-from megatron_fsdp.checkpoint.convert.plan import ConvertOptions, Prefixes
+from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
@@ -166,18 +166,6 @@ def test_options_that_cannot_be_are_refused(arguments: dict[str, object], messag
         ConvertOptions(**arguments)  # type: ignore[arg-type]
 
 
-def test_prefixes_follow_the_wrappers() -> None:
-    half, full = Prefixes(ConvertOptions(), is_fp32=False), Prefixes(ConvertOptions(), is_fp32=True)
-    assert half.of_state("w", "exp_avg") == ("optimizer", "state", "module.module.module.w", "exp_avg")
-    assert full.of_group("w") == ("optimizer", "param_to_group_meta", "module.module.w")
-    assert half.of_weight("w") == ("model", "module.w")
-    chosen = ConvertOptions(model_prefix="model", optimizer_prefix="optimizer.state", group_prefix="groups.of")
-    own = Prefixes(chosen, is_fp32=False)
-    assert own.of_weight("w") == ("model", "w")
-    assert own.of_state("w", "exp_avg") == ("optimizer", "state", "w", "exp_avg")
-    assert own.of_group("w") == ("groups", "of", "w")
-
-
 def test_names_of_objects_and_wrapped_parameters() -> None:
     assert parse_object_key("rng_state/shard_0.1_1.2") == ("rng_state", False)
     assert parse_object_key("rng_state/shard_0.0_1.1") == ("rng_state", True)
@@ -297,7 +285,6 @@ def test_a_checkpoint_that_is_no_map_is_refused(tmp_path: Path, content: dict[st
     ("text", "message"),
     [
         ("[" * 200_000, "cannot read the map of parameter groups from .*map.json"),
-        ('{"a": 1, "b": 0, "a": 0}', "cannot read the map .*map.json: names that stand there twice: a"),
         ("[1]", "a JSON list"),
         ("{", "cannot read the map"),
         ('{"w": 1.5}', "w: 1.5"),

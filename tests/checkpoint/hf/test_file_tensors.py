@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.hf.file_tensors import (
+from megatron_fsdp.checkpoint.hf.live import (
     CannotFollowError,
     FileTensor,
     Followed,

@@ -16,7 +16,6 @@ from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, FolderRead
 from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, save_reference, shard
 from tests.conftest import RunRanks
-from tests.support.arrangements import hybrid_arguments
 
 pytest.importorskip("transformers")
 
@@ -60,10 +59,6 @@ def load(
     return Loaded(logits(model), report, count, held, model.full_parameters(), cuts)
 
 
-def hybrid_2x2() -> dict[str, Any]:
-    return hybrid_arguments(2, 2)
-
-
 @pytest.mark.full(short=["gpt2-3-3-9KB", "mixtral-3-3-9KB", "qwen_moe-2-2-5GB"])
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "strategy", "max_bytes"),
@@ -102,14 +97,6 @@ def test_each_rank_reads_the_bytes_of_its_shards_and_no_others(run_ranks: RunRan
     assert max(f.bytes_read for f in found) < total / 4 * 1.1
     low, high = (pick(f.bytes_read for f in found) for pick in (min, max))
     assert found[0].report.notes == (f"read {total} bytes on 4 ranks, {low} to {high} on each",)
-
-
-def test_hybrid_sharding_reads_the_shards_of_each_replica(run_ranks: RunRanks, tmp_path: Path) -> None:
-    wanted = save_reference(tmp_path, "mixtral")
-    total = sum(p.numel() for p in build("mixtral").parameters()) * 4
-    found = run_ranks(4, load, "mixtral", str(tmp_path), 3, hybrid_2x2)
-    assert all(torch.equal(f.logits, wanted) for f in found)
-    assert sum(f.bytes_read for f in found) == 2 * total
 
 
 # ---- dtypes, buffers, names ------------------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.hf import load_hf, save_hf
-from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE
+from megatron_fsdp.checkpoint.hf.live import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.saving import Cut, lay_out_files
-from megatron_fsdp.ema import ShardedEMA
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
 from tests.conftest import RunRanks
@@ -189,27 +188,6 @@ def test_modules_without_a_config_and_their_buffers_are_saved(run_ranks: RunRank
     assert same_tensors(stored(tmp_path), first)
 
 
-def save_averages(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model = shard(build("llama"))
-    average = ShardedEMA(model, decay=0.5)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(3)
-    average.update()
-    with average.applied():
-        save_hf(model, folder)
-        averages = model.full_parameters()
-    return averages, model.full_parameters()
-
-
-def test_averages_are_saved_while_they_are_applied(run_ranks: RunRanks, tmp_path: Path) -> None:
-    averages, weights = run_ranks(2, save_averages, str(tmp_path))[0]
-    assert same_tensors(stored(tmp_path), averages)
-    plain = dict(build("llama").named_parameters())
-    assert all(torch.allclose(value, 2 * plain[name]) for name, value in averages.items())
-    assert all(torch.equal(value, 3 * plain[name]) for name, value in weights.items())
-
-
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -220,18 +198,6 @@ def refuse(folder: str, options: dict[str, Any], spoil: Callable[[nn.Module], No
     with pytest.raises(CheckpointError) as raised:
         save_hf(model, folder, **options)
     return str(raised.value)
-
-
-def test_a_folder_that_holds_something_is_left_alone(run_ranks: RunRanks, tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").write_text("mine")
-    (tmp_path / "file").write_text("mine")
-    (message,) = set(run_ranks(2, refuse, str(tmp_path / "full"), {}))
-    assert "is not empty" in message
-    (message,) = set(run_ranks(2, refuse, str(tmp_path / "file"), {}))
-    assert "is no folder" in message
-    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
-    assert found == ["file", "full", "full/notes.txt"]
 
 
 def with_a_full_disk(folder: str) -> str:
@@ -339,13 +305,6 @@ def test_tied_weights_are_stored_once_and_loaded_from_either_name(tmp_path: Path
     both = build("gpt2").eval()
     assert load_hf(both, tmp_path / "out").is_complete  # twice the same is no contradiction
     assert torch.equal(logits(both), logits(model))
-
-
-def test_an_untied_model_does_not_take_a_tied_one(tmp_path: Path) -> None:
-    save_hf(build("gpt2"), tmp_path / "out")
-    untied = build("gpt2", tie_word_embeddings=False)
-    with pytest.raises(CheckpointError, match=r"1 missing(.|\n)*lm_head.weight"):
-        load_hf(untied, tmp_path / "out")
 
 
 # ---- wrappers --------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fsdp.checkpoint.diff import BLOCK, Tolerance, compare_piece, diff, tensor_difference
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import alike
-from megatron_fsdp.checkpoint.tools.diff import BLOCK, Tolerance, compare_piece, diff, tensor_difference
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.tools import builders

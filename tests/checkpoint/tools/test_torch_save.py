@@ -4,19 +4,16 @@ import argparse
 import collections
 import os
 import pathlib
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
+from megatron_fsdp.checkpoint.torch_save import from_torch_save, to_torch_save
 from megatron_fsdp.errors import CheckpointError
 from tests.checkpoint.tools import builders
 from tests.support import hostile
@@ -50,25 +47,14 @@ def many_kinds() -> dict[Any, Any]:
     }
 
 
-def repacked(state: dict[Any, Any], path: Path, nesting: str = "torch") -> dict[Any, Any]:
+def repacked(state: dict[Any, Any], path: Path) -> dict[Any, Any]:
     torch.save(state, path / "in.pt")
-    from_torch_save(path / "in.pt", path / "dcp", nesting=nesting, chunk_bytes=40)
+    from_torch_save(path / "in.pt", path / "dcp", chunk_bytes=40)
     to_torch_save(CheckpointFolder(path / "dcp"), path / "out.pt")
     return torch.load(path / "out.pt", weights_only=True)
 
 
-def test_there_and_back_changes_nothing(tmp_path: Path) -> None:
-    state = many_kinds()
-    back = repacked(state, tmp_path, "own")
-    state["model"]["complex"] = state["model"]["complex"].resolve_conj()
-    assert builders.is_same(state, back)
-    assert list(back["model"]) == list(state["model"])
-    assert {type(key) for key in back["optimizer"]["state"]} == {int}
-    assert len(CheckpointFolder(tmp_path / "dcp").tensors["model.a.w"].chunks) == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "in.pt", "out.pt"]
-
-
-def test_what_torch_forgets_of_the_shape_of_a_state(tmp_path: Path) -> None:
+def test_there_and_back_changes_what_torch_changes(tmp_path: Path) -> None:
     """Keys that are numbers become text, and containers without elements are left out, as by torch's own converters."""
     state = many_kinds()
     back = repacked(state, tmp_path)
@@ -76,7 +62,11 @@ def test_what_torch_forgets_of_the_shape_of_a_state(tmp_path: Path) -> None:
     state["optimizer"]["state"] = {"0": state["optimizer"]["state"][0]}
     del state["empty"]
     assert builders.is_same(state, back)
-    assert "optimizer.state.0.exp_avg" in CheckpointFolder(tmp_path / "dcp").tensors
+    assert list(back["model"]) == list(state["model"])
+    folder = CheckpointFolder(tmp_path / "dcp")
+    assert "optimizer.state.0.exp_avg" in folder.tensors
+    assert len(folder.tensors["model.a.w"].chunks) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "in.pt", "out.pt"]
 
 
 def test_tensors_of_the_file_do_not_share_storage(tmp_path: Path) -> None:
@@ -109,29 +99,8 @@ def test_the_folder_has_a_manifest(tmp_path: Path) -> None:
     assert len(one.tensors) == len(one.objects) == 1
 
 
-KEYS = st.sampled_from(["a", "b", "a.b"])
-LEAVES = st.one_of(st.integers(), st.none(), st.text(max_size=2), st.just(()), st.floats(width=32))
-STATES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.one_of(KEYS, st.integers(0, 3)), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=25)
-@given(st.dictionaries(KEYS, STATES, min_size=1, max_size=3))
-def test_any_nested_state_comes_back(state: dict[Any, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            back = repacked(state, Path(folder), "own")
-        except CheckpointError as error:
-            assert "would be stored" in str(error)  # noqa: PT017  # two leaves of one key cannot be
-            return
-    assert builders.is_same(state, back)
-
-
 def test_entries_that_would_have_one_key_are_refused(tmp_path: Path) -> None:
-    for state in ({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}}, {1: {"a": 1}, "1": {"b": 2}}):
+    for state in ({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}}, {1: {"a": 1}, "1": {"a": 2}}):
         torch.save(state, tmp_path / "in.pt")
         with pytest.raises(CheckpointError, match="rename one"):
             from_torch_save(tmp_path / "in.pt", tmp_path / "dcp")
@@ -164,17 +133,16 @@ def test_objects_become_what_the_safe_loader_takes(tmp_path: Path) -> None:
     assert found["rng"][2] == 1.5
     assert found["dtype"] is torch.float32
     assert "args: Namespace became dict" in report.notes
-    assert "rng.1: ndarray became Tensor" in report.notes
+    assert "rng: ndarray became Tensor" in report.notes
 
 
-def test_torch_dist_is_written_flat_and_tensors_alone_if_asked(tmp_path: Path) -> None:
+def test_torch_dist_is_written_flat(tmp_path: Path) -> None:
     folder = builders.save_torch_dist(tmp_path / "dcp", "G2")
-    report = to_torch_save(folder, tmp_path / "out.pt", tensors_only=True)
+    report = to_torch_save(folder, tmp_path / "out.pt")
     found = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert found.keys() == folder.tensors.keys()
+    assert found.keys() == folder.tensors.keys() | folder.objects.keys()
     assert torch.equal(found["decoder.final_layernorm.weight"], folder.read_tensor("decoder.final_layernorm.weight"))
-    assert report.objects == 0
-    assert "common.pt is not part of it" in report.notes[0]
+    assert "common.pt is not part of it" in report.notes[-1]
 
 
 class Planted:

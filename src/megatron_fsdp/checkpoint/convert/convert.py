@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,15 +19,14 @@ from megatron_fsdp.checkpoint.convert.plan import (
     ConversionPlan,
     ConvertOptions,
     Move,
-    Value,
     make_plan,
     needed_objects,
 )
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
-from megatron_fsdp.checkpoint.kinds import read_common, recognise, side_file_problems
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
+from megatron_fsdp.checkpoint.inspect import read_common, recognise, side_file_problems
+from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import Opaque
-from megatron_fsdp.checkpoint.save import ObjectSource, TensorSource, write_state
+from megatron_fsdp.checkpoint.save import TensorSource, write_state
 from megatron_fsdp.checkpoint.store import (
     POINTER,
     RELEASE,
@@ -164,23 +161,10 @@ def _write(
     def source_of(move: Move) -> TensorSource:
         return TensorSource(move.shape, move.dtype, [whole_box(move.shape)], lambda _: opened.read(move))
 
-    state = {move.target: source_of(move) for move in mine} | _small(values)
+    state: dict[str, Any] = {move.target: source_of(move) for move in mine}
+    state |= {value.target: value.value for value in values}
     paths = {move.target: move.path for move in mine} | {value.target: value.path for value in values}
     write_state(state, folder, group, paths=paths, progress=told)
-
-
-def _small(values: Iterable[Value]) -> dict[str, Any]:
-    """Return the values as they are written, by key; objects that parameters of a group share are serialised once."""
-    saved: dict[int, ObjectSource] = {}  # ids stay valid: the plan holds the values
-
-    def serialised(value: object) -> ObjectSource:
-        if id(value) not in saved:
-            stream = io.BytesIO()
-            torch.save(value, stream)
-            saved[id(value)] = ObjectSource(stream.getvalue)
-        return saved[id(value)]
-
-    return {each.target: each.value if isinstance(each.value, Tensor) else serialised(each.value) for each in values}
 
 
 def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -280,12 +264,21 @@ class TorchDistSource:
             raise CheckpointError(f"{path} is a checkpoint of {kind.title}; only torch_dist can be converted")
         for problem in side_file_problems(folder):
             raise CheckpointError(f"{path}: {problem.name} is {problem.state}: {problem.reason}")
-        cells = _find_cells(folder)
+        told = getattr(folder.metadata, "mcore_data", None) or {}
+        about = {key: told[key] for key in folder.tensors if key in told} if isinstance(told, Mapping) else {}
+        shapes = {key: found.get(_TRUE_SHAPE) for key, found in about.items() if isinstance(found, Mapping)}
+        cells = {
+            key: Cells.of(key, folder.tensors[key].shape, tuple(map(int, shape)))
+            for key, shape in shapes.items()
+            if shape is not None
+        }
         entries = [
             replace(entry, shape=cells[key].shape) if key in cells else entry for key, entry in folder.tensors.items()
         ]
-        wanted = needed_objects(folder.objects)
-        objects = {key: without_opaque(_only(folder.read_object(key))) for key in wanted}
+        objects = {key: without_opaque(folder.read_object(key)) for key in needed_objects(folder.objects)}
+        objects = {  # Megatron stores an object as a list of one
+            key: found[0] if isinstance(found, list) and len(found) == 1 else found for key, found in objects.items()
+        }
         common = CommonState.of(without_opaque(read_common(folder)))
         return cls(folder, Content(entries, list(folder.objects), common, objects), cells)
 
@@ -308,23 +301,3 @@ def without_opaque(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(without_opaque(inner) for inner in value)
     return value
-
-
-def _only(content: Any) -> Any:
-    """Unwrap an object, which Megatron stores as a list of one."""
-    return content[0] if isinstance(content, list) and len(content) == 1 else content
-
-
-def _find_cells(folder: CheckpointFolder) -> dict[str, Cells]:
-    told = getattr(folder.metadata, "mcore_data", None) or {}
-    if not isinstance(told, Mapping):
-        raise CheckpointError(
-            f"{folder.path}: mcore_data is a {type(told).__name__}, not a dict; the metadata is damaged"
-        )
-    found: dict[str, Cells] = {}
-    for key, entry in folder.tensors.items():
-        about = told.get(key)
-        shape = about.get(_TRUE_SHAPE) if isinstance(about, Mapping) else None
-        if shape is not None:
-            found[key] = Cells.of(key, tuple(entry.shape), tuple(int(size) for size in shape))
-    return found

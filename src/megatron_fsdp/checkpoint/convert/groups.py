@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,7 @@ from torch import nn
 from megatron_fsdp.checkpoint.convert.names import canonical_name
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import is_repeated, own_name
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
-from megatron_fsdp.checkpoint.report import some_of
+from megatron_fsdp.checkpoint.report import decided_by_first, some_of, together
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.checkpoint.store import new_folder, replace_text
 from megatron_fsdp.comm.agreement import gather_objects
@@ -184,21 +182,16 @@ def dump_param_to_param_group_map(
         return {global_name(name): index for name, index in found.items()} if global_name else found
 
     def write() -> None:
-        merged = _merge(everyone)
+        merged: dict[str, int] = {}
+        differing = [n for each in everyone for n, index in each.items() if merged.setdefault(n, index) != index]
+        if differing:
+            raise CheckpointError(f"ranks put {some_of(differing)} into different parameter groups")
         with new_folder(folder) as temporary:
             save_alone(merged, checkpoint_id=temporary)
 
     everyone = gather_objects(together(doing, own, group), group)
     decided_by_first(write, doing, group)
     return folder
-
-
-def _merge(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    merged: dict[str, int] = {}
-    differing = [name for each in maps for name, index in each.items() if merged.setdefault(name, index) != index]
-    if differing:
-        raise CheckpointError(f"ranks put {some_of(differing)} into different parameter groups")
-    return merged
 
 
 def export_group_map_json(
@@ -218,8 +211,8 @@ def export_group_map_json(
         CheckpointError: The folder cannot be read, or holds something else than a map.
     """
     folder = Path(folder)
-    bare = {re.sub(r"^(module\.)+", "", name): index for name, index in read_group_map(folder).items()}
-    found = {f"{model_prefix}.{name}": index for name, index in bare.items()}
+    stored = read_group_map(folder)
+    found = {re.sub(r"^(module\.)*", f"{model_prefix}.", name): index for name, index in stored.items()}
     path = Path(out) if out is not None else folder / MAP_FILE
     try:
         replace_text(path, json.dumps(found, indent=2) + "\n")
@@ -231,31 +224,22 @@ def export_group_map_json(
 def read_group_map(folder: str | Path) -> dict[str, int]:
     """Read the map from a DCP folder, with the names as stored."""
     opened = CheckpointFolder(folder)
-    found: dict[str, Any] = {key: opened.read_object(key) for key in opened.objects}
-    found |= {key: opened.read_tensor(key).tolist() for key, entry in opened.tensors.items() if not entry.shape}
     odd = [key for key, entry in opened.tensors.items() if entry.shape]
     if odd:
         raise CheckpointError(f"{folder} holds tensors ({some_of(odd)}), so it is not a map of parameter groups")
-    return _checked(found, str(folder))
+    found = {key: opened.read_object(key) for key in opened.objects}
+    return _checked(found | {key: opened.read_tensor(key) for key in opened.tensors}, str(folder))
 
 
 def read_group_map_json(path: str | Path) -> dict[str, int]:
     """Read the map from a JSON file."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_named_once)
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read the map of parameter groups from {path}: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a JSON {type(found).__name__}; a map of parameter groups is an object")
     return _checked(found, str(path))
-
-
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        raise ValueError(f"names that stand there twice: {some_of(twice)}")
-    return found
 
 
 def _checked(found: Mapping[str, Any], where: str) -> dict[str, int]:

@@ -98,9 +98,9 @@ def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool =
         raise CheckpointError(f"{model_key} has {inner[0]} rows, which do not divide into a gate and an up projection")
     for index in product(*(range(size) for size in shape[:leading])):
         name = _spell(model_key, index, rename_mtp)
-        for suffix, first, rows in _halves(inner, gated):
-            start = (first, *(0 for _ in inner[1:])) if inner else ()
-            size = (rows, *inner[1:]) if inner else ()
+        for half, suffix in enumerate(("_w", "_v") if gated else ("",)):
+            size = (inner[0] // 2, *inner[1:]) if gated else inner
+            start = (half * size[0], *(0 for _ in size[1:])) if gated else (0,) * len(inner)
             yield Piece(
                 _HALF.sub(r"\1", name),
                 name + suffix,
@@ -146,11 +146,6 @@ def _stacked_layers(components: Sequence[str]) -> list[int]:
         for place, (this, following) in enumerate(pairwise(components))
         if this == "layers" and not following.isdigit()
     ]
-
-
-def _halves(shape: tuple[int, ...], gated: bool) -> list[tuple[str, int, int]]:
-    rows = shape[0] if shape else 0
-    return [("_w", 0, rows // 2), ("_v", rows // 2, rows // 2)] if gated else [("", 0, rows)]
 
 
 @dataclass(frozen=True)

@@ -227,11 +227,6 @@ class ConvertOptions:
             if prefix is not None and (not prefix.strip(".") or prefix != prefix.strip(".") or ".." in prefix):
                 raise ConfigurationError(f"--{name.replace('_', '-')} is {prefix!r}; give names joined by single dots")
 
-    @property
-    def group_source(self) -> str:
-        """The resolved source of parameter groups."""
-        return self.groups or (INFER if self.param_to_group is None else MAP)
-
 
 class Prefixes:
     """The prefixes of an output: the adapter, MegatronFSDP and, in half precision, one wrapper more add `module.`."""
@@ -315,8 +310,9 @@ def make_plan(source: Content, options: ConvertOptions) -> ConversionPlan:
     if not options.weights_only:
         moves += _state_moves(sorted_in, cut, prefixes)
         optimised = {piece.parameter for key in sorted_in.with_state() for piece in cut[key]}
+        how = options.groups or (INFER if options.param_to_group is None else MAP)
         about = [Parameter(name, own[0].parameter_ndim, name in optimised) for name, own in parameters.items()]
-        assignment = assign(about, source.common.groups, options.group_source, options.param_to_group)
+        assignment = assign(about, source.common.groups, how, options.param_to_group)
         stepless = optimised if "step" not in sorted_in.states else set()
         values = _group_values(parameters, assignment, stepless, source.common, prefixes)
     members = _members(parameters, assignment)
@@ -379,17 +375,14 @@ def _sort(source: Content, options: ConvertOptions) -> _Sorted:
             "it is; save again with --dist-ckpt-optim-fully-reshardable, or convert with --weights-only"
         )
     for slot, key, entry in states:
-        _require_same_shape(entry, result.weights[key], may_be_scalar=slot != _MASTER)
+        weight = result.weights[key]
+        is_scalar = slot != _MASTER and entry.shape == weight.shape[: leading_axes(weight.key)]
+        if entry.shape != weight.shape and not is_scalar:
+            raise CheckpointError(
+                f"{entry.key} has shape {entry.shape}, but {weight.key} has {weight.shape}; they belong together"
+            )
         result.states.setdefault(slot, {})[key] = entry
     return result
-
-
-def _require_same_shape(state: TensorEntry, weight: TensorEntry, may_be_scalar: bool) -> None:
-    scalar_shape = weight.shape[: leading_axes(weight.key)]
-    if state.shape != weight.shape and not (may_be_scalar and state.shape == scalar_shape):
-        raise CheckpointError(
-            f"{state.key} has shape {state.shape}, but {weight.key} has {weight.shape}; they belong together"
-        )
 
 
 def _move(entry: TensorEntry, piece: Piece, path: KeyPath) -> Move:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import ADAPTER_FILE, WeightFiles, open_folder
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
+from megatron_fsdp.checkpoint.hf.live import FileTensor, Followed, LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.loading import Match, load_matched
 from megatron_fsdp.checkpoint.hf.saving import Cut, save_files
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
-from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.report import LoadReport, decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -107,7 +103,13 @@ def load_adapter(
     """
     module, folder = _peft_model(model, adapter_name), Path(folder)
     own = module.peft_config[adapter_name]
-    files = replace(decided_by_first(lambda: _open_adapter(folder, own), f"opening {folder}", group), folder=folder)
+
+    def open_adapter() -> WeightFiles:
+        files = open_folder(folder, ADAPTER_FILE, None)
+        check_config(read_json(folder / _CONFIG_FILE), own, folder / _CONFIG_FILE)
+        return files
+
+    files = replace(decided_by_first(open_adapter, f"opening {folder}", group), folder=folder)
 
     def match() -> Match:
         live = _all_live(module)
@@ -177,16 +179,6 @@ def _peft_model(model: nn.Module, adapter_name: str) -> Any:
     return module
 
 
-def _open_adapter(folder: Path, own: Any) -> WeightFiles:
-    files = open_folder(folder, ADAPTER_FILE, None)
-    path = folder / _CONFIG_FILE
-    stored = read_json(path)
-    if not isinstance(stored, dict):
-        raise CheckpointError(f"{path} is no adapter config")
-    check_config(stored, own, path)
-    return files
-
-
 def _write_config(module: Any, adapter_name: str, folder: Path) -> None:
     """Write the config as peft's own `save_pretrained` does."""
     config = copy.deepcopy(module.peft_config[adapter_name])
@@ -203,14 +195,23 @@ def _write_config(module: Any, adapter_name: str, folder: Path) -> None:
 # ---- whether the same weights compute the same -----------------------------------------------------------------------
 
 
-def check_config(stored: Mapping[str, Any], config: Any, where: object) -> None:
+def check_config(stored: Any, config: Any, where: object) -> None:
     """Refuse a stored config with which the same weights compute something else than the model's adapter."""
-    own, defaults = _as_json(config.to_dict()), _default_config(config)  # older releases of peft do not know all fields
-    for name in sorted(own, key=lambda name: (name != "peft_type", name)):
-        theirs = stored.get(name, defaults.get(name))
-        if _meaning(name, theirs) != _meaning(name, own[name]):
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{where} is no adapter config")
+    own = config.to_dict()
+    kind, known = stored.get("peft_type"), {name: stored[name] for name in own.keys() & stored.keys()}
+    if kind != own["peft_type"]:
+        theirs = {"peft_type": kind}
+    else:
+        try:
+            theirs = type(config)(**known).to_dict()  # older releases of peft do not know all fields
+        except (TypeError, ValueError, ImportError) as error:
+            raise CheckpointError(f"{where} is no {type(config).__name__} of the installed peft: {error}") from error
+    for name, value in theirs.items():
+        if _meaning(name, value) != _meaning(name, own[name]):
             raise CheckpointError(
-                f"{where} has {name}={theirs!r}, and the model's adapter {name}={own[name]!r}, with which the "
+                f"{where} has {name}={value!r}, and the model's adapter {name}={own[name]!r}, with which the "
                 "same weights compute something else; make the adapter with the stored config"
             )
     for name in sorted(stored.keys() - own.keys()):
@@ -221,30 +222,10 @@ def check_config(stored: Mapping[str, Any], config: Any, where: object) -> None:
             )
 
 
-def _default_config(config: Any) -> dict[str, Any]:
-    """Return peft's values of the fields that a stored config lacks."""
-    found = {}
-    for field in dataclasses.fields(config):
-        if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-    return _as_json(found)
-
-
-def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(
-        json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
-    )
-    return found
-
-
 def _meaning(name: str, value: Any) -> Any:
-    """Normalise a value for comparison: None for harmless ones, lists of strings sorted."""
+    """Normalise a value for comparison: None for harmless ones, and for whatever is off or empty."""
     if name in _HARMLESS or "dropout" in name:
         return None
     if name in _INIT_FIELDS and (not isinstance(value, str) or value in _PLAIN_INITS):
         return None
-    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-        return sorted(value) or None  # a set in the config, stored in any order
     return value or None

@@ -98,25 +98,38 @@ def open_folder(folder: Path, single_file: str = MODEL_FILE, index_file: str | N
         return WeightFiles(folder, tensors, {single_file: nbytes})
     if index_file is None or not (folder / index_file).is_file():
         raise CheckpointError(_nothing_here(folder, single_file, index_file))
-    return _open_indexed(folder, index_file)
+    weight_map = _read_weight_map(folder / index_file)
+    tensors, sizes = {}, {}
+    for file in sorted(set(weight_map.values())):
+        here, sizes[file] = read_header(folder / file)
+        tensors |= here
+    found = {key: tensor.file for key, tensor in tensors.items()}
+    for key, _ in sorted(found.items() ^ weight_map.items()):
+        raise CheckpointError(
+            f"{folder / index_file} says that tensor {key!r} is in {weight_map.get(key, 'no file')}, and it is in "
+            f"{found.get(key, 'none')}; the folder is damaged, copy it anew"
+        )
+    return WeightFiles(folder, tensors, sizes)
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
     """Read the tensors of one file by key, and its size in bytes; the library checks the header against the bytes."""
+    tensors = {}
     with _safe_open(path) as file:
-        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        found = {key: (str(part.get_dtype()), tuple(part.get_shape())) for key, part in slices.items()}
-    for key, (dtype, _) in found.items():
-        if dtype not in DTYPES:
-            raise CheckpointError(
-                f"tensor {key!r} in {path} has dtype {dtype!r}, which is not read here; known are {', '.join(DTYPES)}"
-            )
-    tensors = {key: StoredTensor(key, path.name, DTYPES[dtype], shape) for key, (dtype, shape) in found.items()}
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            part = file.get_slice(key)
+            dtype = str(part.get_dtype())
+            if dtype not in DTYPES:
+                raise CheckpointError(
+                    f"tensor {key!r} in {path} has dtype {dtype!r}, which is not read here; known are "
+                    f"{', '.join(DTYPES)}"
+                )
+            tensors[key] = StoredTensor(key, path.name, DTYPES[dtype], tuple(part.get_shape()))
     return tensors, path.stat().st_size
 
 
 def _safe_open(path: Path) -> Any:
-    """Map a regular file into memory; opening a pipe would block."""
+    """Map a regular file into memory."""
     safetensors: Any = require("safetensors", "a Hugging Face folder")
     try:
         return safetensors.safe_open(path, "pt")
@@ -125,27 +138,6 @@ def _safe_open(path: Path) -> Any:
             f"{path} cannot be read as safetensors ({shortened(str(error))}); it was cut off, is damaged or of another "
             "format, copy it anew"
         ) from error
-
-
-def _open_indexed(folder: Path, index_file: str) -> WeightFiles:
-    weight_map = _read_weight_map(folder / index_file)
-    tensors: dict[str, StoredTensor] = {}
-    sizes: dict[str, int] = {}
-    for file in sorted(set(weight_map.values())):
-        path = folder / file
-        if not path.is_file():
-            key = next(key for key, value in weight_map.items() if value == file)
-            raise CheckpointError(f"{path} is missing; {index_file} names it for {key!r}")
-        here, sizes[file] = read_header(path)
-        for key in here:
-            if weight_map.get(key) != file:
-                said = f"says it is in {weight_map[key]}" if key in weight_map else "does not know it"
-                raise CheckpointError(f"{path} holds tensor {key!r}, and {index_file} {said}; the folder is damaged")
-        tensors.update(here)
-    for key, file in weight_map.items():
-        if key not in tensors:
-            raise CheckpointError(f"{index_file} says that tensor {key!r} is in {folder / file}, and it is not")
-    return WeightFiles(folder, tensors, sizes)
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
@@ -158,6 +150,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
             raise CheckpointError(
                 f"{path} says that tensor {key!r} is in {file!r}; only a safetensors file of this folder may be named"
             )
+        if not (path.parent / file).is_file():  # opening a pipe would block
+            raise CheckpointError(f"{path.parent / file} is missing; {path.name} names it for {key!r}")
     return weight_map
 
 
@@ -173,8 +167,7 @@ def _nothing_here(folder: Path, single_file: str, index_file: str | None) -> str
         if os.path.lexists(folder / name):
             return f"{folder / name} is no file (but a folder, a pipe or a link to nothing); put the file itself there"
     others = sorted(path.name for path in folder.glob("*.safetensors"))
-    seen = f"; it holds {', '.join(others[:4])}, rename it or give another folder" if others else ""
-    return f"{folder} holds {wanted}{seen}"
+    return f"{folder} holds {wanted}{f'; it holds {others[0]}, rename it or give another folder' if others else ''}"
 
 
 # ---- boxes of them ---------------------------------------------------------------------------------------------------

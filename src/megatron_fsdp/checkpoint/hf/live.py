@@ -1,16 +1,19 @@
-"""The tensors of a live model that belong in a checkpoint, under any wrappers and adapters."""
+"""The tensors of a model: live ones, under any wrappers and adapters, and what they are in Hugging Face files."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from megatron_fsdp.dtensor.foreign import boxes_here
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
@@ -19,6 +22,7 @@ from megatron_fsdp.sharding.shards import Box
 
 Piece = tuple[Box, torch.Tensor]
 
+_TORCH_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _COPIES = {"modules_to_save", "original_module", "token_adapter", "trainable_tokens_delta"}
 """Modules of peft that hold whole copies of base weights."""
 
@@ -95,15 +99,11 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "load and save outside of that"
             )
         inner = getattr(model, "module", None)
-        if not _is_wrapper(model) or not isinstance(inner, nn.Module):
+        # Ours cannot be imported into this layer, so it is known by its method.
+        is_wrapper = isinstance(model, _TORCH_WRAPPERS) or hasattr(type(model), "install_optimized_model_weights")
+        if not is_wrapper or not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def _is_wrapper(model: nn.Module) -> bool:
-    """Return whether a module is a wrapper; ours cannot be imported into this layer, so its method is checked."""
-    torch_wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    return isinstance(model, torch_wrappers) or hasattr(type(model), "install_optimized_model_weights")
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -144,9 +144,12 @@ def live_tensors(module: nn.Module) -> list[LiveTensor]:
     """List parameters and persistent buffers of an unwrapped model, each once, in the order of its modules."""
     names: dict[int, list[str]] = {}
     first: dict[int, tuple[torch.Tensor, bool]] = {}
-    for name, tensor, is_parameter in _named_tensors(module):
-        names.setdefault(id(tensor), []).append(name)
-        first.setdefault(id(tensor), (tensor, is_parameter))
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        lasting = {name: each for name, each in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for name, tensor in chain(part._parameters.items(), lasting.items()):
+            if tensor is not None:
+                names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
+                first.setdefault(id(tensor), (tensor, name in part._parameters))
     told: Any = getattr(module, "all_tied_weights_keys", None)
     tied = told if isinstance(told, dict) else ()  # names that transformers leaves out of files
     found = []
@@ -154,17 +157,6 @@ def live_tensors(module: nn.Module) -> list[LiveTensor]:
         own = [name for name in names[key] if name not in tied] or names[key]
         found.append(LiveTensor(own[0], tuple(names[key]), tensor, is_parameter))
     return found
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, param in part._parameters.items():
-            if param is not None:
-                yield dot + name, param, True
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield dot + name, buffer, False
 
 
 def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
@@ -176,7 +168,10 @@ def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
     if hasattr(module, "get_base_model"):  # not where transformers' own add_adapter put them in
         base = peft_model.get_base_model()
         tuner_prefix = str(getattr(peft_model.base_model, "prefix", tuner_prefix))
-    added = _added_names(base)
+    added: set[str] = set()  # what adapters have added to layers, as peft's layers list them
+    for name, part in base.named_modules():
+        listed: Any = (getattr(part, "adapter_layer_names", ()), getattr(part, "other_param_names", ()))
+        added.update(f"{name}.{own}" for names in listed if isinstance(names, tuple) for own in names)
     found = []
     for tensor in live_tensors(base):
         parts = tensor.name.split(".")
@@ -185,25 +180,236 @@ def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
                 f"{tensor.name}: adapters with modules_to_save or trainable tokens hold copies of base weights; load "
                 "the base model before adding the adapters"
             )
-        if not any(part.startswith(tuner_prefix) for part in parts) and not _is_inside(tensor.name, added):
+        is_added = any(".".join(parts[:count]) in added for count in range(1, len(parts) + 1))
+        if not is_added and not any(part.startswith(tuner_prefix) for part in parts):
             aliases = tuple(_without_base_layer(alias) for alias in tensor.aliases)
             found.append(replace(tensor, name=_without_base_layer(tensor.name), aliases=aliases))
     return base, found
 
 
-def _added_names(base: nn.Module) -> set[str]:
-    """Return the names that adapters have added to layers, as peft's layers list them."""
-    added: set[str] = set()
-    for name, part in base.named_modules():
-        listed: Any = (getattr(part, "adapter_layer_names", ()), getattr(part, "other_param_names", ()))
-        added.update(f"{name}.{own}" for names in listed if isinstance(names, tuple) for own in names)
-    return added
-
-
-def _is_inside(name: str, modules: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
-
-
 def _without_base_layer(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+# ---- what they are in files ------------------------------------------------------------------------------------------
+#
+# transformers keeps some weights in memory in another form than in files: the experts of a layer are one tensor, of
+# which every file tensor is a slice. Its own conversions run here on tensors of the meta device, so nothing is copied:
+# a slice is a view, and its strides and offset tell which part of the model tensor it is.
+
+KeyMapping = Mapping[str, str] | Callable[[str], str]
+"""From keys in files to names in the model: regular expressions with their replacements, applied one after another,
+each to its first match (as by `re.sub(..., count=1)`), or a function."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a file tensor that is a box of a model tensor, element by element in the same order.
+
+    `offsets` and `at` are where it begins in the model tensor and the file tensor. `dims` has for each dimension of the
+    file tensor that of the model tensor, or None for one of length 1 that only the file tensor has; dimensions of the
+    model tensor that are not named have length 1. `lengths` are along the dimensions of the file tensor.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    at: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def file_box(self) -> Box:
+        """The box in the file tensor."""
+        return Box(self.at, self.lengths)
+
+    @property
+    def model_box(self) -> Box:
+        """The box in the model tensor."""
+        return self.to_model(self.file_box)
+
+    def to_model(self, box: Box) -> Box:
+        """Translate a box of the file tensor, inside of this part, to the model tensor."""
+        offsets, lengths = list(self.offsets), [1] * len(self.offsets)
+        for dim, at, offset, length in zip(self.dims, self.at, box.offsets, box.lengths, strict=True):
+            if dim is not None:
+                offsets[dim] += offset - at
+                lengths[dim] = length
+        return Box(tuple(offsets), tuple(lengths))
+
+    def to_file(self, box: Box) -> Box:
+        """Translate a box of the model tensor, inside of this part, to the file tensor."""
+        offsets, lengths = list(self.at), [1] * len(self.at)
+        for index, dim in enumerate(self.dims):
+            if dim is not None:
+                offsets[index] += box.offsets[dim] - self.offsets[dim]
+                lengths[index] = box.lengths[dim]
+        return Box(tuple(offsets), tuple(lengths))
+
+
+class CannotFollowError(CheckpointError):
+    """A conversion does more than slice and concatenate tensors."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a file, covered by disjoint parts of model tensors."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int]) -> FileTensor:
+        """Make a file tensor that is one whole model tensor."""
+        zeros, all_dims = (0,) * len(shape), tuple(range(len(shape)))
+        return cls(tuple(shape), (Part(name, zeros, all_dims, zeros, tuple(shape)),))
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the model tensors it is made of."""
+        return {part.name for part in self.parts}
+
+
+class Followed(TorchFunctionMode):
+    """Follows what is made of a model's tensors inside of the block: slices, and slices that are put together.
+
+    `tensors` are those of the model, on the meta device.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self.tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+        self._names = {_storage(tensor): name for name, tensor in self.tensors.items()}
+        self._joined: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, and note what it puts together."""
+        name, options = getattr(func, "__name__", ""), kwargs or {}
+        if name == "contiguous":  # a copy would be of unknown origin
+            return args[0]
+        made = func(*args, **options)
+        if name in ("cat", "concat", "stack"):
+            pieces, dim = list(args[0]), options.get("dim", args[1] if len(args) > 1 else 0)
+            pieces = [piece.unsqueeze(dim) for piece in pieces] if name == "stack" else pieces
+            self._joined[_storage(made)] = made, dim % made.ndim, pieces
+        return made
+
+    def file_tensor(self, tensor: torch.Tensor) -> FileTensor:
+        """Return which parts of the model's tensors a tensor holds."""
+        return FileTensor(tuple(tensor.shape), tuple(self._parts(tensor, (0,) * tensor.ndim)))
+
+    def _parts(self, tensor: torch.Tensor, at: tuple[int, ...]) -> Iterator[Part]:
+        storage = _storage(tensor)
+        whole, dim, pieces = self._joined.get(storage, (None, 0, []))
+        if whole is not None and _has_layout_of(tensor, whole):
+            for piece in pieces:
+                yield from self._parts(piece, at)
+                at = (*at[:dim], at[dim] + piece.shape[dim], *at[dim + 1 :])
+            return
+        if storage not in self._names:
+            raise CannotFollowError(
+                "transformers converts weights by more than taking slices and putting them together, such as by "
+                f"transposing; seen at a tensor of shape {tuple(tensor.shape)}"
+            )
+        name = self._names[storage]
+        yield _slice_of(name, self.tensors[name], tensor, at)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.stride() == other.stride() and not tensor.storage_offset()
+
+
+def _slice_of(name: str, whole: torch.Tensor, view: torch.Tensor, at: tuple[int, ...]) -> Part:
+    """Return which box of a contiguous tensor a view of it is."""
+    shape = tuple(view.shape)
+    if _has_layout_of(view, whole):
+        return Part(name, (0,) * len(shape), tuple(range(len(shape))), at, shape)
+    dim_of_step = {step: dim for dim, step in enumerate(whole.stride()) if whole.shape[dim] > 1}
+    dims = tuple(dim_of_step.get(step) if n != 1 else None for n, step in zip(shape, view.stride(), strict=True))
+    offsets, rest = [], int(view.storage_offset())
+    for n, step in zip(whole.shape, whole.stride(), strict=True):
+        first, rest = divmod(rest, step) if n > 1 else (0, rest)
+        offsets.append(first)
+    kept = [dim for dim in dims if dim is not None]
+    part = Part(name, tuple(offsets), dims, at, shape)
+    inside = all(a + n <= m for a, n, m in zip(offsets, part.model_box.lengths, whole.shape, strict=True))
+    if rest or kept != sorted(set(kept)) or len(kept) != sum(n != 1 for n in shape) or not inside:
+        raise CannotFollowError(f"transformers stores of {name} what is no slice of it, such as its transpose")
+    return part
+
+
+# ---- keys in files ---------------------------------------------------------------------------------------------------
+
+
+def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
+    """Return what transformers would write, by key in the file; a model tensor may be in several (experts)."""
+    if not _is_of_transformers(module):
+        return {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with with_own_classes(module), Followed(shapes) as followed:
+        stored = revert_weight_conversion(module, dict(followed.tensors))
+    return {key: followed.file_tensor(tensor) for key, tensor in stored.items()}
+
+
+def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
+    """Return the names in the model to which transformers renames keys of older files, by key."""
+    if not _is_of_transformers(module):
+        return {}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, apply_renamings
+
+    with with_own_classes(module):
+        conversions = get_model_conversion_mapping(module)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    renamed = {key: apply_renamings(key, renamings) for key in keys}
+    return {key: name for key, name in renamed.items() if name != key}
+
+
+def key_variants(module: nn.Module, key: str) -> tuple[str, ...]:
+    """Return the keys of a tensor: as it is, and with or without the prefix of the base model (as of `LlamaModel`)."""
+    prefix = getattr(module, "base_model_prefix", "")
+    if not isinstance(prefix, str) or not prefix:
+        return (key,)
+    dot = f"{prefix}."
+    return (key, key.removeprefix(dot)) if key.startswith(dot) else (key, dot + key)
+
+
+def map_keys(keys: Iterable[str], key_mapping: KeyMapping | None) -> dict[str, str]:
+    """Map keys, as renamed by the user's mapping, to keys in the file."""
+    if not (key_mapping is None or isinstance(key_mapping, Mapping) or callable(key_mapping)):
+        raise ConfigurationError(
+            f"key_mapping is a {type(key_mapping).__name__}; give a dict from regular expressions to replacements, "
+            "or a function from key to name"
+        )
+    found: dict[str, str] = {}
+    for key in keys:
+        name = key_mapping(key) if callable(key_mapping) else key
+        try:
+            for pattern, replacement in key_mapping.items() if isinstance(key_mapping, Mapping) else ():
+                name = re.sub(pattern, replacement, name, count=1)
+        except (re.error, TypeError) as error:
+            raise ConfigurationError(f"key_mapping {key_mapping} is no set of regular expressions: {error}") from error
+        if name in found:
+            raise CheckpointError(
+                f"key_mapping gives {found[name]!r} and {key!r} the same name {name!r}; make it tell them apart"
+            )
+        found[name] = key
+    return found
+
+
+def is_ignored(module: nn.Module, attribute: str, names: Sequence[str]) -> bool:
+    """Return whether a model declares that a tensor may be missing, or may be unexpected."""
+    patterns: Any = getattr(module, attribute, None) or ()
+    return any(re.search(pattern, name) for pattern in patterns for name in names)
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
+    )

@@ -10,24 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.file_tensors import (
+from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor, WeightFiles, open_folder, portions
+from megatron_fsdp.checkpoint.hf.live import (
     CannotFollowError,
     FileTensor,
     KeyMapping,
+    LiveTensor,
     Part,
+    Piece,
+    base_tensors,
     file_tensors,
+    install_weights,
     is_ignored,
     key_variants,
     map_keys,
     other_file_keys,
+    unwrap,
 )
-from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor, WeightFiles, open_folder, portions
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, base_tensors, install_weights, unwrap
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
-from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
+from megatron_fsdp.checkpoint.report import LoadReport, decided_by_first, report_of_all, together
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.sharding.shards import Box
 
 Source = tuple[Part, StoredTensor]
 _Described = list[tuple[str, FileTensor]]
@@ -123,48 +125,45 @@ class Match:
         self._shapes = {name: tensor.shape for tensor in live for name in tensor.aliases}
         self._used: set[str] = set()
         self._by_name: dict[str, _Described] = {}
-        self._learn_file_tensors()
-        lost = [tensor for tensor in live if not self._place(tensor, self._stored_for)]
-        renamed = self._renamed({name for tensor in lost for name in tensor.aliases})
-        for tensor in lost:
-            if not self._place(tensor, lambda name: renamed.get(name, [])):
-                self._note_missing(tensor)
-        self._note_unexpected()
-
-    def report(self) -> LoadReport:
-        """Report what this rank found."""
-        loaded = tuple(wanted.live.name for wanted in self.wanted)
-        return LoadReport(loaded, tuple(self.missing), tuple(self.unexpected), self.reshaped, tuple(self.notes))
-
-    def _learn_file_tensors(self) -> None:
         try:
-            described = file_tensors(self._module, self._shapes)
+            described = file_tensors(module, self._shapes)
         except CannotFollowError as error:
             described = {}
             self.notes.append(f"tensors were looked for only as the model names them: {error}")
         for key, tensor in described.items():
             for name in tensor.names:
                 self._by_name.setdefault(name, []).append((key, tensor))
+        lost = [tensor for tensor in live if not self._place(tensor, self._stored_for)]
+        others = other_file_keys(module, sorted(stored.keys() - self._used)) if lost else {}
+        renamed = {
+            name: [(key, FileTensor.of(name, self._shapes[name]))]
+            for key, name in others.items()
+            if name in self._shapes
+        }
+        for absent in lost:
+            if not self._place(absent, lambda name: renamed.get(name, [])):
+                self._note_missing(absent)
+        for key in sorted(stored.keys() - self._used):
+            if is_ignored(module, "_keys_to_ignore_on_load_unexpected", [key]):
+                self.notes.append(f"{key} is stored and was left out, as the model asks")
+            else:
+                self.unexpected.append(key)
+
+    def report(self) -> LoadReport:
+        """Report what this rank found."""
+        loaded = tuple(wanted.live.name for wanted in self.wanted)
+        return LoadReport(loaded, tuple(self.missing), tuple(self.unexpected), self.reshaped, tuple(self.notes))
 
     def _stored_for(self, name: str) -> _Described:
         """Return the stored keys of a tensor with their parts; empty if it is not stored."""
-        whole = [(name, FileTensor.of(name, self._shapes[name]))]
-        return self._stored_as(self._by_name.get(name, [])) or self._stored_as(whole)
-
-    def _stored_as(self, described: _Described) -> _Described:
-        keys = [(self._stored_key(key), tensor) for key, tensor in described]
-        found = [(key, tensor) for key, tensor in keys if key is not None]
-        return found if len(found) == len(described) else []
+        for described in (self._by_name.get(name, []), [(name, FileTensor.of(name, self._shapes[name]))]):
+            found = [(stored, tensor) for key, tensor in described if (stored := self._stored_key(key)) is not None]
+            if found and len(found) == len(described):
+                return found
+        return []
 
     def _stored_key(self, key: str) -> str | None:
         return next((variant for variant in key_variants(self._module, key) if variant in self._stored), None)
-
-    def _renamed(self, names: set[str]) -> dict[str, _Described]:
-        """Return unused stored keys that transformers renames to one of these names."""
-        if not names:
-            return {}
-        others = other_file_keys(self._module, sorted(self._stored.keys() - self._used))
-        return {name: [(key, FileTensor.of(name, self._shapes[name]))] for key, name in others.items() if name in names}
 
     def _place(self, live: LiveTensor, stored_for: Callable[[str], _Described]) -> bool:
         """Record where a tensor is stored; return False if it is not."""
@@ -201,13 +200,6 @@ class Match:
             absent = next(key for key in keys if self._stored_key(key) is None)
             self.notes.append(f"{live.name} is stored only in part: {len(there)} of {len(keys)}, not {absent}")
 
-    def _note_unexpected(self) -> None:
-        for key in sorted(self._stored.keys() - self._used):
-            if is_ignored(self._module, "_keys_to_ignore_on_load_unexpected", [key]):
-                self.notes.append(f"{key} is stored and was left out, as the model asks")
-            else:
-                self.unexpected.append(key)
-
 
 # ---- checks --------------------------------------------------------------------------------------------------------
 
@@ -216,7 +208,6 @@ def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
     """Return the memory to load into, by name; nothing is written yet."""
     held = {wanted.live.name: wanted.live.pieces() for wanted in match.wanted}
     for wanted in match.wanted:
-        _check_memory(wanted.live, held[wanted.live.name])
         for _, stored in wanted.sources:
             _check_dtype(wanted.live, stored)
     files.check_here()
@@ -225,16 +216,6 @@ def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
         for name, double in wanted.doubles.items():
             _check_tied(wanted, name, double, held[wanted.live.name], reader)
     return held
-
-
-def _check_memory(live: LiveTensor, pieces: Sequence[Piece]) -> None:
-    """Refuse tensors whose elements overlap in memory, which torch refuses to write to."""
-    for _, view in pieces:
-        if torch._debug_has_internal_overlap(view) == 1:
-            raise CheckpointError(
-                f"several elements of {live.name} share one place of memory (strides {view.stride()}), so it cannot "
-                "be loaded into; make it contiguous in the model, or leave it out of its state (persistent=False)"
-            )
 
 
 def _check_dtype(live: LiveTensor, stored: StoredTensor) -> None:
@@ -255,19 +236,15 @@ def _check_tied(
     dtype = wanted.live.dtype
     for piece, _ in pieces:
         for box in portions(piece, dtype.itemsize):
-            one, other = (_stored_box(sources, box, dtype, reader) for sources in (wanted.sources, double))
-            if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            one, other = (torch.empty(box.lengths, dtype=dtype) for _ in range(2))
+            _copy(wanted.sources, [(box, one)], reader)
+            _copy(double, [(box, other)], reader)
+            if not torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)):
                 raise CheckpointError(
                     f"{wanted.live.name} and {name} are one tied weight in the model, and two different ones in "
                     f"{reader.folder} (they differ at or behind {box.offsets}); untie them in the model "
                     "(tie_word_embeddings=False), or store one"
                 )
-
-
-def _stored_box(sources: Sequence[Source], box: Box, dtype: torch.dtype, reader: FolderReader) -> torch.Tensor:
-    found = torch.empty(box.lengths, dtype=dtype)
-    _copy(sources, [(box, found)], reader)
-    return found.view(-1)
 
 
 def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: WeightFiles) -> int:

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
-from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, file_tensors
 from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, write_file
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, own_class, unwrap
+from megatron_fsdp.checkpoint.hf.live import FileTensor, LiveTensor, file_tensors, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
-from megatron_fsdp.checkpoint.ranks import decided_by_first, together
+from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.checkpoint.save import TensorSource, write_state
 from megatron_fsdp.checkpoint.store import new_folder, new_shared_folder, require_apart
@@ -85,8 +84,7 @@ def save_hf(
             "save_adapter (those of peft.get_peft_model), or merge them into the model first"
         )
     folder = Path(folder)
-    live = _saved(module, live_tensors(module))
-
+    live = _saved(module)
     dtypes = {dtype or tensor.dtype for tensor in live if tensor.dtype.is_floating_point}
 
     def write_the_rest(temporary: Path) -> None:
@@ -100,10 +98,10 @@ def save_hf(
     save_files(live, lambda shapes: file_tensors(module, shapes), cut, folder, write_the_rest, group)
 
 
-def _saved(module: nn.Module, live: Sequence[LiveTensor]) -> list[LiveTensor]:
-    """Leave out what a model of transformers does not store."""
+def _saved(module: nn.Module) -> list[LiveTensor]:
+    """List the tensors that a model stores; transformers leaves some out."""
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
-    return [tensor for tensor in live if tensor.name not in ignored]
+    return [tensor for tensor in live_tensors(module) if tensor.name not in ignored]
 
 
 def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: Mapping[str, Any]) -> None:
@@ -125,22 +123,18 @@ def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: M
 # ---- the files beside the weights ------------------------------------------------------------------------------------
 
 
-def _is_carried(path: Path) -> bool:
-    """Return whether a file beside weights describes the model or its tokenizer, not weights or a training run."""
-    if path.is_dir():
-        return path.name in _FOLDERS
-    if path.name.endswith(".index.json") or path.name in _NOT_CARRIED:
-        return False
-    return path.suffix in _SUFFIXES or path.name.partition(".")[0] in _NAMES
-
-
 def _carry_files(source: Path, target: Path, dtype: torch.dtype | None) -> None:
     """Copy everything but weights from one folder of a model to another, and set the dtype in the config."""
     if not (source / _CONFIG_FILE).is_file():
         raise CheckpointError(f"{source} has no {_CONFIG_FILE}; give the local folder of a model")
-    for path in filter(_is_carried, sorted(source.iterdir())):
-        copy_one = shutil.copytree if path.is_dir() else shutil.copyfile
-        copy_one(path, target / path.name)
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            if path.name in _FOLDERS:
+                shutil.copytree(path, target / path.name)
+            continue
+        is_of_weights = path.name.endswith(".index.json") or path.name in _NOT_CARRIED  # or of a training run
+        if not is_of_weights and (path.suffix in _SUFFIXES or path.name.partition(".")[0] in _NAMES):
+            shutil.copyfile(path, target / path.name)
     if dtype is not None:
         described = read_json(target / _CONFIG_FILE)
         field = "torch_dtype" if "torch_dtype" in described and "dtype" not in described else "dtype"
@@ -255,22 +249,22 @@ def save_files(
         write_the_rest(temporary)
         _write_index(files, temporary)
 
+    def write_own(shards: Path, temporary: Path) -> None:
+        try:
+            source = CheckpointFolder(shards)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the ranks do not hold the whole model ({error}); all ranks that share it have to take part (see the "
+                "argument group), and each has to have another part or the same one"
+            ) from error
+        write_files(own, tensors, source, temporary)
+
     with new_shared_folder(folder, group) as temporary:
         shards = temporary / _SHARDS
         decided_by_first(lambda: write_first(temporary), f"saving to {folder}", group)
         write_state(sources, shards, group, paths={})
-        together(f"writing {folder}", lambda: write_files(own, tensors, _all_shards(shards), temporary), group)
+        together(f"writing {folder}", lambda: write_own(shards, temporary), group)
         decided_by_first(lambda: shutil.rmtree(shards), f"saving to {folder}", group)
-
-
-def _all_shards(folder: Path) -> CheckpointFolder:
-    try:
-        return CheckpointFolder(folder)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"the ranks do not hold the whole model ({error}); all ranks that share it have to take part (see the "
-            "argument group), and each has to have another part or the same one"
-        ) from error
 
 
 def _source(live: LiveTensor, cut: Cut) -> TensorSource:
@@ -378,13 +372,12 @@ def _model_of(folder: Path) -> nn.Module:
 
 def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
     """Return the keys of a checkpoint that hold a model's tensors, by name in the model."""
-    live = live_tensors(model)
-    known = {alias for tensor in live for alias in tensor.aliases}
+    known = {alias for tensor in live_tensors(model) for alias in tensor.aliases}
     section = f"{MODEL}."
     below = [key.removeprefix(section) for key in source.tensors if key.startswith(section)]
     stored = {name: section + key for name, key in unwrapped(below, known.__contains__)[0].items()}
     kind, found, missing = type(model).__name__, {}, []
-    for tensor in _saved(model, live):
+    for tensor in _saved(model):
         keys = [stored[alias] for alias in tensor.aliases if alias in stored]
         if not keys:
             missing.append(tensor.name)
@@ -396,7 +389,13 @@ def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
                     f"{source.path} has {key} of shape {source.tensors[key].shape}, and {kind} of the config "
                     f"{tensor.shape}; give the config that the model was trained with"
                 )
-        _check_same(source, keys)
+        for key in keys[1:]:
+            for box, values in source.parts(keys[0]):
+                if not torch.equal(values, source.read_box(key, box.offsets, box.lengths)):
+                    raise CheckpointError(
+                        f"{source.path}: {keys[0]} and {key} are one tied weight in the config's model, and differ; "
+                        "give a config with tie_word_embeddings=false"
+                    )
     for what, names in (("lacks", missing), ("has, beyond the model,", sorted(stored.keys() - known))):
         if names:
             raise CheckpointError(
@@ -404,14 +403,3 @@ def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
                 "config that the model was trained with (models that are not of transformers cannot be exported)"
             )
     return found
-
-
-def _check_same(source: CheckpointFolder, keys: Sequence[str]) -> None:
-    """Refuse different values of what is one tied weight in the model."""
-    for key in keys[1:]:
-        for box, values in source.parts(keys[0]):
-            if not torch.equal(values, source.read_box(key, box.offsets, box.lengths)):
-                raise CheckpointError(
-                    f"{source.path}: {keys[0]} and {key} are one tied weight in the config's model, and differ; give a "
-                    "config with tie_word_embeddings=false"
-                )

@@ -10,10 +10,17 @@ import numpy as np
 import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, TensorEntry
-from megatron_fsdp.checkpoint.kinds import COMMON_FILE, as_json, dtype_name, read_common_file
+from megatron_fsdp.checkpoint.inspect import (
+    BLOCK,
+    COMMON_FILE,
+    as_json,
+    compiled,
+    dtype_name,
+    natural_order,
+    read_common_file,
+)
 from megatron_fsdp.checkpoint.naming import alike
 from megatron_fsdp.checkpoint.safe_read import read_file
-from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 

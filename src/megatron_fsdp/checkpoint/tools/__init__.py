@@ -1,1 +1,0 @@
-"""Looking into checkpoints, comparing them, and plain `torch.save` files: one process, on the CPU, chunk by chunk."""
