@@ -20,7 +20,6 @@ from megatron_fsdp.errors import MissingPackageError, warn_caller
 EXTRAS: Mapping[str, Mapping[str, str]] = {
     "hf": {"transformers": "5.23", "safetensors": "0.5"},
     "train": {
-        "rich": "13",
         "tokenizers": "0.20",
         "datasets": "3",
         "matplotlib": "3.8",

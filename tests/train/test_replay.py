@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.measure import StepRecord
+from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.recorder import METRICS_FILE, read_lines
 from megatron_fsdp.train.replay import first_difference, replay
 from tests.conftest import RunRanks
