@@ -133,7 +133,7 @@ def audits(*words: str) -> Audit:
     return Audit(job_of(*words), *(None,) * 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.full(short=["gradient"])
+@pytest.mark.full
 @pytest.mark.parametrize("what", SAID)
 def test_a_fault_is_found_where_its_step_is_audited(run_ranks: RunRanks, tmp_path: Path, what: str) -> None:
     """So with the probability of the share, which is that of the steps that are audited."""

@@ -40,11 +40,9 @@ def runs_of(
 
 CASES = {
     "one": (1, (*UNITS, "optim_grads_params")),
-    "two": (2, (*UNITS, "optim_grads_params")),
     "three": (3, (*UNITS, "optim_grads")),
     "buckets": (2, ("--use-distributed-optimizer",)),
     "whole": (3, ()),
-    "hybrid": (4, (*UNITS, "optim_grads_params", "--num-distributed-optimizer-instances", "2")),
     "fully hybrid": (
         4,
         (

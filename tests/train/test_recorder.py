@@ -173,7 +173,7 @@ class Display(Writer):
 
 def started(folder: Path, steps: int) -> tuple[Recorder, Display]:
     display = Display()
-    recorder = Recorder(display.seen.append, folder, {"metrics.jsonl": JsonLines(folder), "display": display})
+    recorder = Recorder(display.seen.append, {"metrics.jsonl": JsonLines(folder), "display": display})
     recorder.start(Progress(steps=steps))
     return recorder, display
 
@@ -190,12 +190,9 @@ def test_every_step_stands_once_after_restarts_and_a_kill(tmp_path: Path) -> Non
     with path.open("a") as file:
         file.write('{"step": 5, "sam')  # killed while it wrote
     second, _ = started(tmp_path, 3)
-    assert second.last_loss == record(3).loss
-    assert second.evaluations == [Evaluation(2, 1.5)]
     second.on_steps([record(4, loss=9.0), record(5)])
     second.close()
     expected = [record(1), record(2), record(3), record(4, loss=9.0), record(5)]
-    assert second.last_loss == record(5).loss
     assert read_lines(path, StepRecord) == expected
     assert len(path.read_text().splitlines()) == 5
     assert read_lines(tmp_path / "evaluations.jsonl", Evaluation) == [Evaluation(2, 1.5)]
@@ -209,8 +206,7 @@ def test_a_run_from_the_start_begins_anew_and_other_ranks_keep_and_write_nothing
     other.on_steps([record(2)])
     other.close()
     assert read_lines(tmp_path / "metrics.jsonl", StepRecord) == [record(1)]
-    second, _ = started(tmp_path, 0)
-    assert second.last_loss is None
+    started(tmp_path, 0)
     assert read_lines(tmp_path / "metrics.jsonl", StepRecord) == []
 
 

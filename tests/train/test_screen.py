@@ -23,20 +23,20 @@ def shown_by(*options: str) -> str:
 def test_the_first_rank_prints_a_line_an_interval_and_the_folder_gets_everything(
     run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
 ) -> None:
-    steps = ("--train-iters", "60", "--log-interval", "20", "--eval-interval", "30", "--global-batch-size", "5")
+    steps = ("--train-iters", "12", "--log-interval", "4", "--eval-interval", "6", "--global-batch-size", "5")
     text, nothing = run_ranks(2, shown_by, *steps, *data, "--out", str(tmp_path))
     assert nothing == ""
     shown = [line[:25].rstrip(" 0123456789.") for line in text.splitlines() if line.startswith("step ")]
-    figures, losses = ([f"step {step:>5}/60  {what}" for step in (20, 30, 40, 60)] for what in ("loss", "held-out"))
+    figures, losses = ([f"step {step:>5}/12  {what}" for step in (4, 6, 8, 12)] for what in ("loss", "held-out"))
     assert shown == [figures[0], figures[1], losses[1] + " l", figures[2], figures[3], losses[3] + " l"]
     assert "\nbatch       global 5 = 2 ranks x 2 microbatches x 2 - 3 that only fill up\n" in text
 
     records = read_lines(tmp_path / "metrics.jsonl", StepRecord)
-    assert [record.step for record in records] == list(range(1, 61))
+    assert [record.step for record in records] == list(range(1, 13))
     assert all(record.tflops > 0 for record in records)
-    assert all((0 < record.exposed_share < 1) == (record.step % 20 == 0) for record in records)
+    assert all((0 < record.exposed_share < 1) == (record.step % 4 == 0) for record in records)
     found = json.loads((tmp_path / "applied.json").read_text(), parse_constant=pytest.fail)
-    assert (found["options"]["train_iters"], found["origins"]["train_iters"]) == (60, "command line")
+    assert (found["options"]["train_iters"], found["origins"]["train_iters"]) == (12, "command line")
     summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
-    assert summary["progress"]["steps"] == 60
+    assert summary["progress"]["steps"] == 12
     assert summary["evaluations"][-1]["loss"] == summary["held_out_loss"]

@@ -7,8 +7,7 @@ import math
 import re
 import shlex
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -282,57 +281,40 @@ class _Wandb(_Tracker):
         self._run.finish()
 
 
-class Recorder:
+class Recorder(Writer):
     """Passes what is measured on to writers; what these raise never ends the run."""
 
-    def __init__(self, say: Say, folder: Path | None = None, writers: Mapping[str, Writer] | None = None) -> None:
-        """Know also what an earlier run of this one left in `folder`; only the first rank has one, and writers."""
+    def __init__(self, say: Say, writers: Mapping[str, Writer] | None = None) -> None:
+        """Write by `writers`, which only the first rank has."""
         self.say = say
-        self.last_loss: float | None = None  # of the last step
-        self.evaluations: list[Evaluation] = []
-        self._folder, self._writers = folder, dict(writers or {})
+        self._writers = dict(writers or {})
         self._failed: set[str] = set()
 
     def start(self, progress: Progress) -> None:
-        """Begin, or resume: later steps are dropped, since these steps run again."""
-        if self._folder is not None:
-            found = read_lines(self._folder / EVALUATIONS_FILE, Evaluation)
-            self.evaluations = [each for each in found if each.step <= progress.steps]
-            for record in read_lines(self._folder / METRICS_FILE, StepRecord):
-                self.last_loss = record.loss if record.step <= progress.steps else self.last_loss
-        for name in list(self._writers):
-            with self._forgiving(name, drops=True):
-                self._writers[name].start(progress)
+        """Start the writers; one that cannot is dropped."""
+        self._tell("start", progress)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Pass on steps."""
-        self.last_loss = records[-1].loss
-        for name, writer in self._writers.items():
-            with self._forgiving(name):
-                writer.on_steps(records)
+        self._tell("on_steps", records)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Keep and pass on a held-out loss."""
-        self.evaluations.append(evaluation)
-        for name, writer in self._writers.items():
-            with self._forgiving(name):
-                writer.on_evaluation(evaluation)
+        """Pass on a held-out loss."""
+        self._tell("on_evaluation", evaluation)
 
     def close(self) -> None:
         """Close the writers."""
-        for name, writer in self._writers.items():
-            with self._forgiving(name):
-                writer.close()
+        self._tell("close")
 
-    @contextmanager
-    def _forgiving(self, name: str, *, drops: bool = False) -> Iterator[None]:
-        """Say once what a writer raises; one that cannot even start is dropped."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  # whatever a tracker or a disk raises, training goes on
-            if drops:
-                del self._writers[name]
-            if name not in self._failed:
-                self._failed.add(name)
-                told = _WHO.sub("", str(error))  # without the passwords of addresses
-                self.say(f"{name} cannot be written ({told}): training goes on, with gaps in it or without it")
+    def _tell(self, method: str, *args: object) -> None:
+        """Call a method of each writer, and say once what a writer raises."""
+        for name, writer in list(self._writers.items()):
+            try:
+                getattr(writer, method)(*args)
+            except Exception as error:  # noqa: BLE001  # whatever a tracker or a disk raises, training goes on
+                if method == "start":
+                    del self._writers[name]
+                if name not in self._failed:
+                    self._failed.add(name)
+                    told = _WHO.sub("", str(error))  # without the passwords of addresses
+                    self.say(f"{name} cannot be written ({told}): training goes on, with gaps in it or without it")

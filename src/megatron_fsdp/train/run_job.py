@@ -28,7 +28,7 @@ from megatron_fsdp.train.data.preparation import prepare_data
 from megatron_fsdp.train.data.tokens import TokenData, make_feed
 from megatron_fsdp.train.failures import memory_told, telling_of_memory
 from megatron_fsdp.train.loop import Run, evaluate, train
-from megatron_fsdp.train.measure import Evaluation, Progress, Speed, describe_peak, peak_bytes, peak_tflops
+from megatron_fsdp.train.measure import Evaluation, Progress, Speed, StepRecord, describe_peak, peak_bytes, peak_tflops
 from megatron_fsdp.train.models.build import model_flops
 from megatron_fsdp.train.models.trained import Trained, build
 from megatron_fsdp.train.options import flag_for
@@ -37,11 +37,13 @@ from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.recorder import (
     APPLIED_FILE,
+    EVALUATIONS_FILE,
     METRICS_FILE,
     Recorder,
     applied,
     find_writers,
     header_rows,
+    read_lines,
     to_json,
 )
 
@@ -98,12 +100,14 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
         final = Evaluation(done.steps, evaluate(job, trained, data, FINAL_TIMES))
         peaks, meaning = gather_objects(peak_bytes(trained)), describe_peak(trained)
     if rank.is_first:
-        before = [each for each in recorder.evaluations if each.step != final.step]  # which has fewer samples
+        records = read_lines(folder / METRICS_FILE, StepRecord)
+        before = read_lines(folder / EVALUATIONS_FILE, Evaluation)
         summary = {
             **applied(job),
             "progress": asdict(done),
-            "last_training_loss": recorder.last_loss,
-            "evaluations": [asdict(each) for each in (*before, final)],
+            "last_training_loss": records[-1].loss if records else None,
+            # The final one has more samples than another one after the same step.
+            "evaluations": [asdict(each) for each in before if each.step != final.step] + [asdict(final)],
             "held_out_loss": final.loss,
             "peaks_bytes": peaks,
             "peak_meaning": meaning,
@@ -134,7 +138,7 @@ def make_recorder(run: Run, say: Say, folder: Path) -> Recorder:
         return Recorder(say)
     found = {**applied(run.job), "facts": facts_of(run.job, run.data)}
     write_json(folder / APPLIED_FILE, found, say)
-    return Recorder(say, folder, find_writers(run.job, folder, found["options"], say))
+    return Recorder(say, find_writers(run.job, folder, found["options"], say))
 
 
 def write_json(path: Path, values: object, say: Say) -> None:

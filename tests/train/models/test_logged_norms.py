@@ -37,7 +37,7 @@ def plainly_logged(values: dict[str, Any]) -> list[tuple[float, float]]:
     return list(zip(norms, zeros, strict=True))
 
 
-@pytest.mark.full(short=["units", "pipeline"])
+@pytest.mark.full(short=["units"])
 @pytest.mark.parametrize(
     ("ranks", "values"),
     [
