@@ -118,7 +118,7 @@ def making_tokens_for_ever(argv: Sequence[str]) -> int:
     return trainer(argv)
 
 
-@pytest.mark.full
+@pytest.mark.full(short=["0"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_while_tokens_are_made(victim: int, tmp_path: Path) -> None:
     run = Started(making_tokens_for_ever, tmp_path, "--max-restarts", "1", "--exit-interval", "1")

@@ -48,17 +48,14 @@ class _Handler(logging.Handler):
 @contextmanager
 def library_messages(say: Say, level: int | None = None) -> Iterator[None]:
     """Print log messages inside the block: of all loggers from `level` on; None: the library's, from INFO on."""
-    library, root, handler = logging.getLogger(LIBRARY_LOGGER), logging.getLogger(), _Handler(say)
-    shown = library if level is None else root
-    before = library.level, root.level
+    shown, handler = logging.getLogger(LIBRARY_LOGGER if level is None else None), _Handler(say)
+    before = shown.level
     shown.addHandler(handler)
     shown.setLevel(logging.INFO if level is None else level)
-    library.setLevel(logging.INFO if level is None else logging.NOTSET)  # that of the root logger
     try:
         yield
     finally:
-        library.setLevel(before[0])
-        root.setLevel(before[1])
+        shown.setLevel(before)
         shown.removeHandler(handler)
 
 

@@ -79,7 +79,7 @@ def _bfloat16_draws_round_float32_draws() -> bool:
 
 
 @pytest.mark.skipif(not _bfloat16_draws_round_float32_draws(), reason="torch 2.11 draws other values in bfloat16")
-@pytest.mark.full
+@pytest.mark.full(short=["llama3-8b-8gpu"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains_as_one_process_does(run_ranks: RunRanks, name: str, tmp_path: Path) -> None:
     words = words_of(name, tmp_path)

@@ -123,18 +123,9 @@ class Source:
     files: tuple[Path, ...]  # in an order that depends on names only
 
     def listing(self) -> list[tuple[str, int, int]]:
-        """Return path, size in bytes and time of the last change (ns) of every file; -1 for a link to nothing."""
-        found = []
-        for file in self.files:
-            try:
-                state = file.stat()
-            except OSError as error:
-                if not (isinstance(error, FileNotFoundError) and file.is_symlink()):
-                    raise ConfigurationError(f"--data-path: {file} cannot be read ({error.strerror})") from None
-                found.append((str(file.absolute()), -1, -1))
-            else:
-                found.append((str(file.absolute()), state.st_size, state.st_mtime_ns))
-        return found
+        """Return path, size in bytes and time of the last change (ns) of every file."""
+        states = [(file.absolute(), file.stat()) for file in self.files]
+        return [(str(path), state.st_size, state.st_mtime_ns) for path, state in states]
 
 
 def find_source(path: Path | None) -> Source:
@@ -173,7 +164,8 @@ def _walk(folder: Path, skipped: frozenset[str] = SKIPPED_FOLDERS) -> Iterator[P
             continue
         seen.add(here)
         subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith(".") and name != POINTER)
+        files = (Path(place, name) for name in sorted(names) if not name.startswith(".") and name != POINTER)
+        yield from (file for file in files if file.exists())  # some are links to nothing
 
 
 def _library() -> Source:
