@@ -48,29 +48,27 @@ VERSION = 5  # of the folder of tokens; raise it when the same text gives other 
 PREFIX = "tokens"  # of the pair in this folder
 SIDE_FILE = "tokens.json"
 TOKENIZER_FILE = "tokenizer.json"
-SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
 _BATCH = 2**23  # characters encoded in one go
 
 LIBRARY_BYTES = 24 * 1024**2  # of the default text: seconds of tokenizing
 PIECE = 2**20  # characters; a longer file is tokenized in pieces that end with a line where there is one
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-_MADE_BY_RUNS = frozenset({"applied.json", "tokens.json", MARK_OF_WHOLE})
+_MADE_BY_RUNS = frozenset({"applied.json", SIDE_FILE, MARK_OF_WHOLE})
 """A folder with one of these holds results of a run, its tokens, or a checkpoint."""
 _DATASET_MARKS = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})
 _BEGINNING = 2**16  # bytes of a file that tell whether it is text
 _ROWS = 256  # of a data set, read in one go
 
-Piece = tuple[str, bool]
-"""A part of a document, not empty, and whether the document ends with it."""
-
 BPE_VOCAB_SIZE = 8192
+SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
 END_OF_TEXT = "<|end|>"
 ENDS = (END_OF_TEXT, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
 """End-of-text tokens to look for, in this order, in tokenizers that do not name theirs."""
-
-
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+
+Piece = tuple[str, bool]
+"""A part of a document, not empty, and whether the document ends with it."""
 
 
 def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
