@@ -253,6 +253,7 @@ PRESETS = (
 """The configurations in examples/presets, with their ranks and machine."""
 
 TABLES: dict[str, Callable[[], str]] = {
+    **training_flags_table.TABLES,
     "accumulation": lambda: str(on_ranks(2, accumulation_costs.measured_table)),
     "ddp_defaults": ddp_config_table.different_defaults,
     "ddp_fields": ddp_config_table.fields,
@@ -311,7 +312,6 @@ PICTURES = {
 
 WHOLE: dict[str, Callable[[], str]] = {
     "performance.md": lambda: render_performance(published()),
-    "training_flags.md": training_flags_table.render,
 }
 """Pages that are generated from their first line to their last."""
 

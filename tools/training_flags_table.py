@@ -1,37 +1,12 @@
-"""Write docs/training_flags.md: every flag of `mfsdp train`, its default, meaning and effect; and what is refused."""
+"""The tables of docs/training_flags.md: every flag of `mfsdp train`, its default and meaning; and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
+from megatron_fsdp.train.options import SECTIONS, Option, flag_for, options_of
 from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
-from megatron_fsdp.train.options.options import SECTIONS, Option, flag_for, options_of
-from tools.training_flags_words import DIFFERENT_DEFAULTS, INTRODUCTION, RULES, SECTION_WORDS
-
-
-def render() -> str:
-    """The whole document."""
-    parts = [INTRODUCTION.rstrip()]
-    for attribute, cls in SECTIONS.items():
-        summary = (cls.__doc__ or "").partition("\n")[0]
-        parts += [f"## {attribute}", f"{summary} {SECTION_WORDS.get(attribute, '')}".rstrip(), option_table(cls)]
-    parts += ["## ddp", SECTION_WORDS["ddp"]]
-    parts += ["## Other spellings", table(("flag", "same as"), alias_rows())]
-    parts += ["## Flags of Megatron-LM with one possible value", table(("flag", "value", "what happens"), fixed_rows())]
-    parts += ["## Flags of Megatron-LM without an effect", _TAKEN, table(("flags", "why"), by_reason(EXPLAINED))]
-    refused = table(("flags", "why, and what to do"), by_reason(REFUSED))
-    parts += ["## Flags of Megatron-LM that are refused", refused]
-    parts += ["## Defaults that differ from Megatron-LM's", table(("flag", "there", "here", "why"), DIFFERENT_DEFAULTS)]
-    parts += ["## Rules that differ from Megatron-LM's", RULES_WORDS, table(("when", "Megatron-LM", "here"), RULES)]
-    return "\n\n".join(parts) + "\n"
-
-
-_TAKEN = "They are taken, and a notice in the header of the run says why they change nothing."
-
-RULES_WORDS = (
-    "Where Megatron-LM checks or changes flags because of other flags and this trainer does something else. What is "
-    "changed or has no effect is always named in a notice."
-)
 
 
 def option_table(cls: type) -> str:
@@ -83,3 +58,13 @@ def shown(value: object) -> str:
     if value is None or value in ((), ""):
         return "none"
     return f"`{str(value).removeprefix('torch.')}`"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{f"flags_{name}": partial(option_table, cls) for name, cls in SECTIONS.items()},
+    "flags_respelled": lambda: table(("flag", "same as"), alias_rows()),
+    "flags_with_one_value": lambda: table(("flag", "value", "what happens"), fixed_rows()),
+    "flags_without_effect": lambda: table(("flags", "why"), by_reason(EXPLAINED)),
+    "flags_refused": lambda: table(("flags", "why, and what to do"), by_reason(REFUSED)),
+}
+"""By the name in the page."""

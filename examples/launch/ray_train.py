@@ -20,8 +20,7 @@ def train_on_worker(config: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from megatron_fsdp.train.options.command_line import parse_options
-    from megatron_fsdp.train.options.job import World
-    from megatron_fsdp.train.options.resolve import resolve
+    from megatron_fsdp.train.options.job import World, resolve
     from megatron_fsdp.train.program import find_device_type
     from megatron_fsdp.train.ranks import Rank
     from megatron_fsdp.train.run_job import run_job

@@ -19,7 +19,7 @@ from megatron_fsdp.errors import MissingPackageError, warn_caller
 
 EXTRAS: Mapping[str, Mapping[str, str]] = {
     "hf": {"transformers": "5.23", "safetensors": "0.5"},
-    "train": {"rich": "13", "tokenizers": "0.20", "datasets": "3", "tensorboard": "2.17"},
+    "train": {"tokenizers": "0.20", "datasets": "3", "tensorboard": "2.17"},
     "float8": {"torchao": "0.18"},
 }
 """Extra -> package -> oldest version that works; a test compares it with pyproject.toml."""
@@ -30,8 +30,8 @@ def require(package: str, for_what: str, instead: str = "") -> ModuleType:
 
     Args:
         package: Its name, and that of its module.
-        for_what: What needs it, as the subject of a sentence: "--hf-model", "a model of this config".
-        instead: What else the user may do: "give an import path".
+        for_what: What needs it, as the subject of a sentence: "--hf-model", "a picture".
+        instead: What else the user may do: "leave the picture out".
 
     Raises:
         MissingPackageError: It is not installed, too old, or cannot be imported.

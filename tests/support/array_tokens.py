@@ -6,9 +6,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fsdp.train.data.batches import Feed, Microbatches, SampleOrder
-from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.data.token_file import TokenFile
+from megatron_fsdp.train.data.tokens import Feed, Microbatches, SampleOrder, TokenData, TokenFile
 from megatron_fsdp.train.options.job import Job
 
 

@@ -13,8 +13,7 @@ from torch import device
 from megatron_fsdp.checkpoint.diff import diff
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.run_job import run_job
 from tests.support.forked_programs import Program, trainer

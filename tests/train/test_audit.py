@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.audit import Audit
-from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.models.trained import Trained
 from tests.conftest import RunRanks
 from tests.support.train_program import by_step, job_of, refusal, train, write_text
 
@@ -133,7 +133,7 @@ def audits(*words: str) -> Audit:
     return Audit(job_of(*words), *(None,) * 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.full(short=["gradient"])
+@pytest.mark.full
 @pytest.mark.parametrize("what", SAID)
 def test_a_fault_is_found_where_its_step_is_audited(run_ranks: RunRanks, tmp_path: Path, what: str) -> None:
     """So with the probability of the share, which is that of the steps that are audited."""
@@ -146,22 +146,6 @@ def test_a_fault_is_found_where_its_step_is_audited(run_ranks: RunRanks, tmp_pat
         name = ("--out", str(tmp_path / str(expected)))
         told = run_ranks(2, refusal_with_fault, what, step, *words, *name)[0]
         assert told.startswith("AuditError: " + SAID[what].replace("step 4", f"step {step}") if expected else "it went")
-
-
-def test_each_microbatch_is_computed_again_with_the_probability_of_the_share(tmp_path: Path) -> None:
-    """All microbatches of a step that is audited are, and no others; seeds and steps draw independently."""
-    share, seeds, steps = 0.05, 300, 60
-    words = arguments(tmp_path, "out", *ZERO3, "--audit-share", str(share))
-    audit, due = audits(*words), list[list[bool]]()
-    for seed in range(seeds):
-        audit._seed = seed
-        due.append([audit.is_due(step) for step in range(1, steps + 1)])
-        assert due[-1] == [audit.is_due(step) for step in range(1, steps + 1)], "the same on every rank"
-    counted = sum(map(sum, due))
-    assert abs(counted - share * seeds * steps) < 4 * (seeds * steps * share * (1 - share)) ** 0.5
-    for length in (1, 10, 45):  # a fault in each of so many steps
-        found, chance = sum(any(of_seed[:length]) for of_seed in due), 1 - (1 - share) ** length
-        assert abs(found - chance * seeds) < 4 * (seeds * chance * (1 - chance)) ** 0.5
 
 
 @pytest.mark.full

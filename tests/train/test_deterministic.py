@@ -40,11 +40,9 @@ def runs_of(
 
 CASES = {
     "one": (1, (*UNITS, "optim_grads_params")),
-    "two": (2, (*UNITS, "optim_grads_params")),
     "three": (3, (*UNITS, "optim_grads")),
     "buckets": (2, ("--use-distributed-optimizer",)),
     "whole": (3, ()),
-    "hybrid": (4, (*UNITS, "optim_grads_params", "--num-distributed-optimizer-instances", "2")),
     "fully hybrid": (
         4,
         (
@@ -64,10 +62,6 @@ def test_losses_norms_and_checkpoints_do_not_depend_on_ranks_and_strategies(
 ) -> None:
     (first, saved), *others = runs_of(run_ranks, tmp_path, CASES)
     assert len(first[0]) == 8
-    for name in CASES:
-        rows = json.loads((tmp_path / name / SUMMARY_FILE).read_text())["comparison"]
-        assert [row["measured"] for row in rows] == [row["formula"] for row in rows]
-        assert (rows[0]["measured"] > 0) is (name != "one")
     for found, saves in others:
         assert found == first
         assert of_training(differences(saved / STEP_8, saves / STEP_8)) == []

@@ -85,6 +85,7 @@ def test_asked_to_end_while_it_saves(numbers: tuple[int, ...], saving: tuple[str
     assert [path.name for path in run.saved.iterdir() if path.name.startswith((".iter_", ".latest_"))] == []
 
 
+@pytest.mark.full
 def test_killed_once_too_often_while_it_saves_in_the_background(tmp_path: Path) -> None:
     options = ("--save-interval", "3", "--async-save", "--max-restarts", "1", "--keep-last", "2")
     run = Started(saving_slowly, tmp_path, *options)
@@ -117,7 +118,7 @@ def making_tokens_for_ever(argv: Sequence[str]) -> int:
     return trainer(argv)
 
 
-@pytest.mark.full
+@pytest.mark.full(short=["0"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_while_tokens_are_made(victim: int, tmp_path: Path) -> None:
     run = Started(making_tokens_for_ever, tmp_path, "--max-restarts", "1", "--exit-interval", "1")

@@ -5,9 +5,7 @@ import errno
 import io
 import itertools
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_fsdp.checkpoint import checkpointer
 from tests.conftest import RunRanks
-from tests.support.train_program import by_step, differences, metrics, refusal, run, train
+from tests.support.train_program import by_step, differences, metrics, refusal, train
 from tests.train.test_resume import NUMBERS, POINTER, output_after_restart, saved
 
 
@@ -75,33 +73,6 @@ def test_one_save_too_many_that_fails_ends_the_run_and_the_last_one_always(
     told = run_ranks(2, train_on_a_full_disk, (1,), *options, "--out", str(tmp_path / "1"))
     assert "END NotSavedError: the last save failed: " in told[1]
     assert saved(tmp_path / "last") == ["iter_0000004"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for one checkpoint and not for two."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(place)]
-    if sys.platform != "linux" or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a file system")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-@pytest.mark.full
-def test_a_disk_that_is_full_ends_the_run_with_its_own_code(
-    data: tuple[str, str], tmp_path: Path, small_disk: Path
-) -> None:
-    limits = ("--save-interval", "1", "--max-failed-saves", "1")
-    options = ("--save", str(small_disk / "s"), *limits)
-    shown, errors = run(*data, *options, "--out", str(tmp_path / "out"), code=6)
-    assert "No space left on device" in errors
-    assert "2 saves in a row failed" in errors
-    kept = saved(small_disk / "s")
-    assert kept
-    assert (small_disk / "s" / POINTER).read_text().strip() == str(int(kept[-1][-7:]))
-    assert shown.count("training goes on") == 1
 
 
 def flip(folder: Path) -> None:

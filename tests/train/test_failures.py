@@ -1,6 +1,5 @@
 """What ended a rank on its way to the person who started the run, over streams that may be closed, full, or unread."""
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -34,12 +33,6 @@ def test_cause_is_the_first_error_and_not_its_echo(tmp_path: Path, monkeypatch: 
     assert cause.text.endswith("KeyError: 'w'\n")
 
 
-def test_wrong_setting_is_one_line(tmp_path: Path) -> None:
-    write_failure(raised(ConfigurationError("no text")), tmp_path / "0.json")
-    cause = find_cause({0: failed(0, tmp_path / "0.json")})
-    assert (cause.text, cause.code) == ("no text", 2)
-
-
 def test_killed_rank_is_the_cause_and_its_peers_are_echoes(tmp_path: Path) -> None:
     write_failure(raised(RuntimeError("connection closed by peer")), tmp_path / "0.json")
     failures = {0: failed(0, tmp_path / "0.json"), 1: failed(1, tmp_path / "missing.json", exitcode=-9)}
@@ -55,13 +48,6 @@ def test_what_only_one_thing_can_cause_comes_before_what_follows_from_it(tmp_pat
     aborted = failed(2, tmp_path / "missing.json", exitcode=-6)
     cause = find_cause({0: failed(0, tmp_path / "0.json"), 1: failed(1, tmp_path / "1.json"), 2: aborted})
     assert (cause.rank, cause.code, cause.text) == (1, 6, "no room")
-
-
-def test_error_goes_to_the_file_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert report_failure(raised(ConfigurationError("no text")), rank=1) == 2
-    assert report_failure(raised(OSError("disk")), rank=1) == 1
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "disk"
 
 
 def test_exit_code_survives_where_the_error_cannot_be_written(
@@ -124,3 +110,9 @@ def test_words_are_told_on_a_line_of_their_own_and_closed_streams_nothing(
     monkeypatch.setattr(sys, "stderr", None)  # closed from the start
     monkeypatch.setattr(sys, "stdout", None)
     tell("one")
+
+
+def test_wrong_setting_is_one_line(tmp_path: Path) -> None:
+    write_failure(raised(ConfigurationError("no text")), tmp_path / "0.json")
+    cause = find_cause({0: failed(0, tmp_path / "0.json")})
+    assert (cause.text, cause.code) == ("no text", 2)

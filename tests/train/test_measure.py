@@ -2,60 +2,32 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_fsdp.plan.sharded import optimizer_bytes as plan_optimizer_bytes
 from megatron_fsdp.trace.recorder import Recorder
-from megatron_fsdp.train.engines.trained import build
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.measure import (
     Evaluation,
-    ExposedCommunication,
     Speed,
     StepRecord,
-    as_planned,
     optimizer_bytes,
     peak_by_name,
     peak_bytes,
     peak_tflops,
 )
+from megatron_fsdp.train.models.trained import build
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import World, resolve
 from tests.conftest import RunRanks
 from tests.support.array_tokens import feed_of, token_data
 from tests.support.on_ranks import on_ranks
 from tests.support.train_program import this_rank
-from tests.train.engines.runs import NoCheckpoints, Silent
-
-
-def test_optimizer_bytes_count_adam_twice_and_its_step_counter() -> None:
-    weight = torch.nn.Parameter(torch.zeros(3, 5))
-    optimizer = torch.optim.AdamW([weight])
-    weight.grad = torch.ones(3, 5)
-    optimizer.step()
-    assert optimizer_bytes(optimizer) == 2 * 15 * 4 + 4
-
-
-@pytest.mark.parametrize("kind", ["adam", "adamw8bit", "muon", "sgd", "sgd --sgd-momentum 0"])
-@on_ranks(2)
-def test_the_formula_of_optimizer_state_is_that_of_the_optimizer_to_the_byte(kind: str) -> None:
-    flags = ["--preset", "tiny", "--seq-length", "16", "--optimizer", *kind.split()]
-    job = resolve(parse_options(flags), World(2, "cpu"))
-    built = build(job, 256, this_rank())
-    assert built.inside is not None
-    for param in built.model.parameters():
-        param.grad = torch.zeros_like(param)
-    assert optimizer_bytes(built.optimizer) == 0
-    built.optimizer.step()
-    planned = as_planned(built.inside, job, defers=built.defers)
-    assert plan_optimizer_bytes(planned) == optimizer_bytes(built.optimizer)
-    assert (optimizer_bytes(built.optimizer) == 0) == (kind == "sgd --sgd-momentum 0")
+from tests.train import records as stored
+from tests.train.models.runs import NoCheckpoints, Silent
 
 
 @on_ranks(2)
@@ -77,9 +49,10 @@ def test_state_that_rests_on_the_host_is_not_counted_in_the_peak() -> None:
 
 def test_speeds_of_a_step_of_half_a_second() -> None:
     speed = Speed(tokens=1000, flops=6e12, ranks=4, peak_tflops=12.0)
-    assert (speed.tokens_per_s(0.5), speed.tflops(0.5), speed.mfu(0.5)) == (2000.0, 3.0, 0.25)
-    assert math.isnan(Speed(1000).tflops(0.5))
-    assert math.isnan(Speed(1000, flops=1e12).mfu(0.5))
+    found = speed.timed(stored.record(1), 0.5, 2.0)
+    assert (found.step_s, found.elapsed_s, found.tokens_per_s, found.tflops, found.mfu) == (0.5, 2.0, 2000.0, 3.0, 0.25)
+    assert math.isnan(Speed(1000).timed(stored.record(1), 0.5, 2.0).tflops)
+    assert math.isnan(Speed(1000, flops=1e12).timed(stored.record(1), 0.5, 2.0).mfu)
 
 
 def test_peaks_go_by_the_name_of_the_device_and_others_are_not_known() -> None:
@@ -91,12 +64,6 @@ def test_peaks_go_by_the_name_of_the_device_and_others_are_not_known() -> None:
     assert math.isnan(peak_tflops(job, torch.device("cpu")))
     assert math.isnan(peak_tflops(job, torch.device("cuda")))  # which computes in float32
     assert peak_tflops(told, torch.device("cpu")) == 2.5
-
-
-def test_perplexity_of_any_loss() -> None:
-    assert Evaluation(1, 2.0).perplexity == math.exp(2.0)
-    assert Evaluation(1, 1e4).perplexity == math.inf
-    assert math.isnan(Evaluation(1, math.nan).perplexity)
 
 
 SIZES = {"--seq-length": 16, "--micro-batch-size": 2, "--train-iters": 7, "--log-interval": 3}
@@ -171,15 +138,7 @@ def test_each_step_has_its_own_speed(run_ranks: RunRanks) -> None:
         assert math.isclose(record.mfu, record.tflops / 0.5)
 
 
-class _Foreign:
-    """An engine that cannot be observed."""
-
-    inside = None
-    device = torch.device("cpu")
-
-
-def test_an_engine_without_phases_is_not_measured() -> None:
-    meter = ExposedCommunication(_Foreign(), is_wanted=True)  # type: ignore[arg-type]
-    with meter.step(is_measured=True), nullcontext():
-        pass
-    assert math.isnan(meter.take_share())
+def test_perplexity_of_any_loss() -> None:
+    assert Evaluation(1, 2.0).perplexity == math.exp(2.0)
+    assert Evaluation(1, 1e4).perplexity == math.inf
+    assert math.isnan(Evaluation(1, math.nan).perplexity)

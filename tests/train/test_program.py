@@ -104,9 +104,3 @@ def test_wrong_data_is_said_once(tmp_path: Path) -> None:
     assert errors.count("error: the ") == 1
     assert "one sample needs 17" in errors
     assert "Traceback" not in shown + errors
-
-
-def test_wrong_option_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
-    shown, errors = run("--micro-batch-size", "0", "--out", str(tmp_path / "out"), code=2)
-    assert (shown, errors) == ("", "error: invalid --micro-batch-size 0: give 1 or more\n")
-    assert not (tmp_path / "out").exists()

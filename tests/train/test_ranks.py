@@ -79,13 +79,6 @@ def test_what_goes_wrong_on_one_machine_is_raised_on_all(run_ranks: RunRanks, ki
     assert found == [(True, said), (False, said), (True, said)]
 
 
-def test_without_torchrun_all_ranks_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert [is_first_here(Rank(index, 2, torch.device("cpu"), 1)) for index in (0, 1)] == [True, False]
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert is_first_here(Rank(8, 16, torch.device("cpu"), 1))
-
-
 def agreed(counts: list[str]) -> int:
     rank = this_rank()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[rank.index]
@@ -244,3 +237,10 @@ def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
     assert list(by_step(out, "loss")) == list(range(1, STEPS + 1))
     assert by_step(out, *NUMBERS) == by_step(alone, *NUMBERS)
     assert differences(saved / LAST, alone / "saved" / LAST) == []
+
+
+def test_without_torchrun_all_ranks_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert [is_first_here(Rank(index, 2, torch.device("cpu"), 1)) for index in (0, 1)] == [True, False]
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert is_first_here(Rank(8, 16, torch.device("cpu"), 1))

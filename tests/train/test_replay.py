@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.measure import StepRecord
+from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.recorder import METRICS_FILE, read_lines
 from megatron_fsdp.train.replay import first_difference, replay
 from tests.conftest import RunRanks
@@ -56,6 +56,7 @@ CASES = {
 }
 
 
+@pytest.mark.full(short=["zero3"])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_of_several_ranks_are_the_same_bits_on_one(run_ranks: RunRanks, tmp_path: Path, case: str) -> None:
     ranks, options = CASES[case]
@@ -64,6 +65,7 @@ def test_steps_of_several_ranks_are_the_same_bits_on_one(run_ranks: RunRanks, tm
     assert asdict(found) == {"first": 4, "last": 6, "digests": 2, "difference": None}
 
 
+@pytest.mark.full(short=["accumulate-gradients"])
 @pytest.mark.parametrize(("method", "what"), [("accumulate", "gradients"), ("update", "weights")])
 def test_a_bit_that_a_rank_got_wrong_is_named(run_ranks: RunRanks, tmp_path: Path, method: str, what: str) -> None:
     words = arguments(tmp_path, *UNITS, "optim_grads_params", "--log-digests-interval", "1")

@@ -6,24 +6,18 @@ import json
 import os
 import shutil
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.loop import Outcome
-from megatron_fsdp.train.measure import Progress
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recorder import METRICS_FILE
 from megatron_fsdp.train.run_job import (
     SUMMARY_FILE,
-    Results,
-    claim_folder,
     claim_results,
-    early_words,
-    show,
-    stopped_words,
+    end_told,
 )
 from tests.conftest import RunRanks
 from tests.support.train_program import job_of, refusal, train, write_text
@@ -58,9 +52,6 @@ def test_a_run_that_was_ended_after_its_last_save_gets_its_results(run_ranks: Ru
     again = json.loads((out / "summary.json").read_text())
     assert again["held_out_loss"] == whole["held_out_loss"]
     assert (out / "evaluations.jsonl").read_text() == evaluated
-    (told,) = run_ranks(1, output_of, *same)
-    assert f"itsresultsarethere:{out}" in told
-    assert "held-outloss" not in told
 
     other = tmp_path / "measured"
     for measuring in ((*data, "--load", str(saved), "--out", str(other)), same):
@@ -93,21 +84,6 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
         take(job)
 
 
-def test_one_run_at_a_time_saves_into_a_folder(tmp_path: Path) -> None:
-    saves = tmp_path / "saves"
-    job = job_of("--out", str(saves), "--save", str(saves))
-    again = job_of("--out", str(saves), "--save", str(saves), restarts=1)
-    with ExitStack() as held:
-        claim_folder(saves, ".claim-of-saves", "--save", job, held)
-        with ExitStack() as other, pytest.raises(ConfigurationError, match="another run writes into it"):
-            claim_folder(saves, ".claim-of-saves", "--save", job, other)
-        with ExitStack() as other:
-            claim_folder(saves, ".claim-of-saves", "--save", again, other)
-        assert take(job) == saves  # results of the same run may lie there
-    with ExitStack() as held:
-        claim_folder(saves, ".claim-of-saves", "--save", job, held)
-
-
 def test_a_run_without_a_folder_has_one_of_its_name_or_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,25 +95,15 @@ def test_a_run_without_a_folder_has_one_of_its_name_or_of_its_own(
         assert take(job_of()).name.endswith(f"-{os.getpid()}")
 
 
-def test_a_loss_beyond_all_floats_is_shown() -> None:
-    console = Console(file=io.StringIO(), width=200)
-    results = Results(1000.0, (1,), "peak [/x]")
-    show(console, Path("[/y]"), Outcome(Progress(3), is_interrupted=False), results)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "held-out loss 1000.000 nats per token, perplexity inf" in shown
-    assert "peak memory per rank (peak [/x])" in shown
-    assert "summary: [/y]" in shown
-
-
 def test_a_run_that_ends_early_says_why() -> None:
-    job = job_of("--exit-interval", "5")
-    assert early_words(job, 5) == "ended after 5 of 8 steps, as --exit-interval 5 says (from the command line)"
-    assert early_words(job, 4) == "ended after 4 of 8 steps, as --exit-duration-in-mins 5 says (from the preset tiny)"
-    assert early_words(job, 8) == ""
-    assert early_words(job_of("--skip-train"), 0) == ""
+    job, limit = job_of("--exit-interval", "5"), "--exit-duration-in-mins 5 says (from the preset tiny)"
+    told = partial(end_told, is_interrupted=False)
+    assert told(job, 5) == "ended after 5 of 8 steps, as --exit-interval 5 says (from the command line)"
+    assert told(job, 4) == f"ended after 4 of 8 steps, as {limit}"
+    assert told(job, 8) == told(job_of("--skip-train"), 0) == ""
 
 
-def test_a_run_that_is_asked_to_end_in_its_last_step_says_how_to_get_results() -> None:
-    job = job_of("--save", "a")
-    assert stopped_words(job, 7) == "stopped and saved after 7 steps; --load a goes on from there"
-    assert stopped_words(job, 8).startswith("stopped and saved after all 8 steps; --load a --skip-train measures")
+def test_a_run_that_is_asked_to_end_says_how_to_go_on() -> None:
+    told = partial(end_told, job_of("--save", "a"), is_interrupted=True)
+    assert told(7) == "stopped and saved after 7 steps; --load a goes on from there"
+    assert told(8).startswith("stopped and saved after all 8 steps; --load a --skip-train measures")

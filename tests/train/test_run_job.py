@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_fsdp.train.measure import StepRecord
-from megatron_fsdp.train.options.command_line import Layer, assemble, find_preset
-from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.command_line import PRESETS, Layer, assemble
+from megatron_fsdp.train.options.job import World, resolve
 from megatron_fsdp.train.recorder import read_lines
 from megatron_fsdp.train.run_job import run_job
 from tests.conftest import RunRanks
@@ -26,7 +25,7 @@ OPTIONS: dict[str, Any] = {
 
 def train(options: dict[str, Any]) -> None:
     rank = this_rank()
-    layers = (Layer("preset tiny", find_preset("tiny"), gives_way=True), Layer("command line", options))
+    layers = (Layer("preset tiny", PRESETS["tiny"], gives_way=True), Layer("command line", options))
     run_job(resolve(assemble(layers), World(rank.count, "cpu")), rank)
 
 

@@ -4,11 +4,10 @@ import os
 import pickle
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.command_line import read_config_file
+from megatron_fsdp.train.options.command_line import parse_options
 from tests.support.train_program import environment, run, write_text
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY")
@@ -33,7 +32,7 @@ def config(folder: Path, text: str) -> Path:
 def test_yaml_runs_no_code(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     with pytest.raises(ConfigurationError, match="not YAML"):
-        read_config_file(config(tmp_path, f"lr: !!python/object/apply:os.mkdir ['{marker}']\n"))
+        parse_options(["--config", str(config(tmp_path, f"lr: !!python/object/apply:os.mkdir ['{marker}']\n"))])
     assert not marker.exists()
 
 
@@ -47,8 +46,6 @@ def test_a_planted_pickle_is_not_opened(tmp_path: Path) -> None:
     loading = ("--load", str(folder), "--train-iters", "2", "--out", str(tmp_path / "1"))
     _, errors = run("--data-path", text, *loading, code=2)
     assert "error: " in errors
-    np.save(tmp_path / "tokens.npy", np.array([Planted(marker)], dtype=object), allow_pickle=True)
-    run("--data-path", str(tmp_path / "tokens.npy"), "--out", str(tmp_path / "2"), code=2)
     assert not marker.exists()
     os.mkdir(marker)  # what is planted would have worked  # noqa: PTH102
     with pytest.raises(FileExistsError):

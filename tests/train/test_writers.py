@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.measure import Evaluation, Progress
+from megatron_fsdp.train.measure import Evaluation, Progress, Writer
 from megatron_fsdp.train.options.checks import require_packages
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.program import start_ranks
-from megatron_fsdp.train.recorder import Writer, applied, find_writers, step_scalars
+from megatron_fsdp.train.recorder import applied, find_writers, step_scalars
 from tests.train.records import record
 
 SECRET = "zq7secret"
@@ -27,7 +26,10 @@ def job_of(*flags: str) -> Job:
 
 
 def writers_of(job: Job, folder: Path, progress: Progress) -> list[Writer]:
-    return [make(progress) for make in find_writers(job, folder, applied(job)["options"]).values()]
+    writers = list(find_writers(job, folder, applied(job)["options"], lambda _: None).values())
+    for writer in writers:
+        writer.start(progress)
+    return writers
 
 
 def train_twice(job: Job, folder: Path) -> None:
@@ -37,26 +39,6 @@ def train_twice(job: Job, folder: Path) -> None:
             writer.on_steps([record(step, loss=10.0 * start + step) for step in steps])
             writer.on_evaluation(Evaluation(steps[-1], 2.0))
             writer.close()
-
-
-def test_names_are_those_of_megatron_and_what_is_not_known_is_left_out() -> None:
-    assert step_scalars(record(2, loss_scale=8.0)) == {
-        "lm loss": 2.5,
-        "grad-norm": 1.5,
-        "learning-rate": 1e-3,
-        "loss-scale": 8.0,
-        "iteration-time": 0.5,
-        "tokens-per-second": 64.0,
-        "consumed-samples": 16.0,
-        "skipped-iterations": 0.0,
-        "mem-peak-bytes": 2.0**20,
-        "throughput": 1.25,
-        "mfu": 0.4,
-        "exposed-communication": 0.125,
-    }
-    unknown = step_scalars(record(2, tflops=math.nan, mfu=math.nan, exposed_share=math.nan, loss=math.inf))
-    assert not unknown.keys() & {"throughput", "mfu", "exposed-communication"}
-    assert unknown["lm loss"] == math.inf
 
 
 # TensorBoard's own files of messages are older than the Python that reads them.
@@ -151,3 +133,23 @@ def test_it_is_refused_before_any_rank_starts(
     monkeypatch.setattr("megatron_fsdp.train.program.launch", lambda *_: pytest.fail("ranks were started"))
     assert start_ranks(["--preset", "tiny", "--device", "cpu", "--wandb-project", "mine"]) == 2
     assert capsys.readouterr().err.startswith("error: --wandb-project needs the package wandb")
+
+
+def test_names_are_those_of_megatron_and_what_is_not_known_is_left_out() -> None:
+    assert step_scalars(record(2, loss_scale=8.0)) == {
+        "lm loss": 2.5,
+        "grad-norm": 1.5,
+        "learning-rate": 1e-3,
+        "loss-scale": 8.0,
+        "iteration-time": 0.5,
+        "tokens-per-second": 64.0,
+        "consumed-samples": 16.0,
+        "skipped-iterations": 0.0,
+        "mem-peak-bytes": 2.0**20,
+        "throughput": 1.25,
+        "mfu": 0.4,
+        "exposed-communication": 0.125,
+    }
+    unknown = step_scalars(record(2, tflops=math.nan, mfu=math.nan, exposed_share=math.nan, loss=math.inf))
+    assert not unknown.keys() & {"throughput", "mfu", "exposed-communication"}
+    assert unknown["lm loss"] == math.inf

@@ -35,11 +35,10 @@ from megatron_fsdp.plan.planning import (
 from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Recompute, Setup, find_optimizer, make_setup
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Block, Decoder, next_token_loss
+from megatron_fsdp.train.options import ModelOptions
 from megatron_fsdp.train.options.command_line import PRESETS as TRAINER_PRESETS
-from megatron_fsdp.train.options.command_line import Layer, assemble, find_preset, parse_options
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.options import ModelOptions
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.command_line import Layer, assemble, parse_options
+from megatron_fsdp.train.options.job import Job, World, resolve
 
 _AUTO = "auto"
 _MOST_RANKS = 10**7
@@ -321,7 +320,7 @@ def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str,
 
 def preset_workload(args: argparse.Namespace, ranks: ParallelRanks) -> Workload:
     """Build the workload of one rank of the trainer with a preset, which has a batch of its own."""
-    preset = assemble((Layer(f"preset {args.model}", find_preset(args.model)),))
+    preset = assemble((Layer(f"preset {args.model}", TRAINER_PRESETS[args.model]),))
     rows = args.micro_batch_size or preset.training.micro_batch_size or 1
     shape = rows, args.sequence_length or preset.model.seq_length or 1
     dtype = dtype_from_name(args.dtype or "bf16", "--dtype")

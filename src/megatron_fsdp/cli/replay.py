@@ -33,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Replay, print the result, and return the exit status."""
     if args.step < 1:
         raise ConfigurationError(f"--step {args.step} is no step: give a number from 1 on")
-    for package in ("tokenizers", "rich"):
-        require_installed(package, "the trainer")
+    require_installed("tokenizers", "the trainer")
     from megatron_fsdp.train.replay import replay
 
     found = replay(

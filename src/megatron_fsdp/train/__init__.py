@@ -14,8 +14,7 @@ _EXIT_USAGE = 2
 def main(argv: Sequence[str]) -> int:
     """Check that the trainer's packages are installed, then run `program.main`; return its exit code."""
     try:
-        for package in ("tokenizers", "rich"):
-            require_installed(package, "the trainer")
+        require_installed("tokenizers", "the trainer")
     except MissingPackageError as error:
         sys.stderr.write(f"error: {error}\n")
         return _EXIT_USAGE

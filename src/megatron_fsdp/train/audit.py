@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from megatron_fsdp.comm.agreement import gather_objects
-from megatron_fsdp.train.data.batches import Batch, make_feed
-from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.data.tokens import Batch, TokenData, make_feed
 from megatron_fsdp.train.failures import RunError
+from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.options.job import Job
 
 Digests = Mapping[str, str]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,22 +22,22 @@ from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.console import Say
+from megatron_fsdp.train.data.tokens import TokenData
 from megatron_fsdp.train.failures import NotSavedError, is_out_of_memory
 from megatron_fsdp.train.measure import Progress
 from megatron_fsdp.train.models.megatron_checkpoint import view_for
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.options import Options, flag_for
-from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.ranks import Rank
+from megatron_fsdp.train.models.trained import Trained
+from megatron_fsdp.train.options import flag_for
+from megatron_fsdp.train.options.job import Job
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
-_BATCH = "--global-batch-size"
-
-Say = Callable[[str], None]
-
+_STRICT = (
+    "pass strict=False to load what fits",
+    "give --no-strict-fsdp-dtensor-load to load what fits, or --no-load-optim where only the optimizer does not",
+)
+"""What the library advises, and what that is in options."""
 
 # ---- where a run begins ----------------------------------------------------------------------------------------------
 
@@ -70,10 +70,20 @@ def find_origin(job: Job, say: Say) -> Origin:
 
 
 def newest_sound(root: Path, say: Say) -> Path | None:
-    """Return the newest undamaged checkpoint of a run's folder; None where there is none at all. Collective."""
-    found = _candidates(root, say)
+    """Return the newest undamaged checkpoint of a run's folder; None where there is none at all. Collective.
+
+    The pointer names the newest one; where it is damaged, too, the newest that there is counts.
+    """
+    whole = CheckpointStore(root).iterations()
+    pointed = together(f"looking into {root}", lambda: _pointed(root))
+    if pointed not in whole and whole:
+        named = "has no pointer that names a checkpoint" if pointed is None else f"lacks the checkpoint {pointed}"
+        say(f"WARNING: {root} {named}: taking the newest that there is")
     problems = []
-    for path in found:
+    for number in reversed(whole):
+        path = RunFolder(root).path_of(number)
+        if pointed is not None and number > pointed:
+            continue
         try:
             together(f"verifying {path}", partial(_require_sound, path))
         except CheckpointError as error:
@@ -83,22 +93,12 @@ def newest_sound(root: Path, say: Say) -> Path | None:
             say(f"WARNING: {path} cannot be used, going back to the one before: {error}")
         else:
             return path
-    if found:
+    if problems:
         raise CheckpointError(
             f"no checkpoint in {root} can be used, and beginning anew would replace them: move them away to do so, or "
             f"bring back one that is whole ({problems[0]})"
         )
     return None
-
-
-def _candidates(root: Path, say: Say) -> list[Path]:
-    """List whole checkpoints, newest first, from the one that the pointer names on."""
-    whole = CheckpointStore(root).iterations()
-    pointed = together(f"looking into {root}", lambda: _pointed(root))
-    if pointed not in whole and whole:
-        named = "has no pointer that names a checkpoint" if pointed is None else f"lacks the checkpoint {pointed}"
-        say(f"WARNING: {root} {named}: taking the newest that there is")
-    return [RunFolder(root).path_of(number) for number in reversed(whole) if pointed is None or number <= pointed]
 
 
 def _pointed(root: Path) -> int | None:
@@ -113,30 +113,6 @@ def _require_sound(path: Path) -> None:
     folder = CheckpointFolder(path)
     if folder.manifest is not None:  # written by another program: only names, shapes and files can be checked
         require_sound(folder, rank_of(None), world_size_of(None))
-
-
-def with_saved_batch(job: Job, origin: Origin, rank: Rank, say: Say) -> Job:
-    """Return the job with as many samples in a step as the run that it resumes; collective.
-
-    With `--global-batch-size` left out, a step has one microbatch of each rank. On another number of ranks that would
-    be another run, so the number that was decided when it began is kept.
-    """
-    options, training = job.options, job.options.training
-    if origin.folder is None or training.global_batch_size or (options.checkpoint.finetune and not origin.is_own):
-        return job
-    folder = CheckpointFolder(CheckpointStore(origin.folder).resolve())
-
-    def saved() -> int | None:
-        facts = folder.read_object("trainer.facts") if "trainer.facts" in folder.objects else []
-        found = {str(name): str(value) for name, value in facts} if isinstance(facts, list) else {}
-        return int(found[_BATCH]) if _BATCH in found else None
-
-    total = together(f"reading {folder.path}", saved)
-    if total is None or total == job.batch.total:
-        return job
-    say(f"{_BATCH} {total}, as in the run that saved {folder.path}; {job.batch.total} would follow from the ranks")
-    options = replace(options, training=replace(training, global_batch_size=total))
-    return resolve(options, World(rank.count, rank.device.type, job.restarts))
 
 
 # ---- what decides its numbers ----------------------------------------------------------------------------------------
@@ -162,10 +138,6 @@ class TrainingState:
         )
         self.saved_facts = {str(name): str(value) for name, value in state["facts"]}
 
-    def changes(self) -> list[str]:
-        """Describe what has changed since the checkpoint was saved."""
-        return changes_of(self.saved_facts, self.facts)
-
 
 def changes_of(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Describe what differs of facts (`facts_of`), as far as both are known."""
@@ -176,34 +148,28 @@ def changes_of(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def facts_of(job: Job, data: TokenData) -> dict[str, str]:
     """Return what decides the losses of a run, as text, by option; the number of ranks changes only rounding."""
-    options, schedule = job.options, job.schedule
-    wsd = {"--lr-wsd-decay-iters": str(schedule.wsd_steps)} if schedule.style == "WSD" else {}
-    return {
-        "--lr": str(schedule.peak),
-        "--min-lr": str(schedule.final),
+    options, schedule, model = job.options, job.schedule, job.options.model
+    names = ["optimizer", *(("sgd_momentum",) if options.optimizer.optimizer == "sgd" else _OF_ADAM)]
+    names += ["weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss", "split"]
+    if model.source is None:  # not visible in the shapes of weights
+        names += ["num_attention_heads", "normalization", "norm_epsilon"]
+        names += ["rotary_base"] * (model.position_embedding_type == "rope")
+        names += ["moe_router_topk"] * (model.num_experts is not None)
+    facts = {
+        "--lr": schedule.peak,
+        "--min-lr": schedule.final,
         "--lr-decay-style": schedule.style,
-        "--lr-decay-iters": str(schedule.decay_steps),
-        "--lr-warmup-iters": str(schedule.warmup_steps),
-        "--lr-warmup-init": str(schedule.initial),
-        **wsd,
-        "--global-batch-size": str(job.batch.total),
-        "--seq-length": str(job.seq_length),
-        **{flag_for(name): str(options.value(name)) for name in _deciding(options)},
+        "--lr-decay-iters": schedule.decay_steps,
+        "--lr-warmup-iters": schedule.warmup_steps,
+        "--lr-warmup-init": schedule.initial,
+        **({"--lr-wsd-decay-iters": schedule.wsd_steps} if schedule.style == "WSD" else {}),
+        "--global-batch-size": job.batch.total,
+        "--seq-length": job.seq_length,
+        **{flag_for(name): options.value(name) for name in names},
         **{f"the dtype of {what}": dtype for what, dtype in job.dtypes.items()},
         "--data-path": f"text with checksum {data.checksum[:16]}",
     }
-
-
-def _deciding(options: Options) -> Iterator[str]:
-    """Yield the options that decide numbers as they were given."""
-    yield from ("optimizer", *(("sgd_momentum",) if options.optimizer.optimizer == "sgd" else _OF_ADAM))
-    yield from ("weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss", "split")
-    if options.model.source is None:  # not visible in the shapes of weights
-        yield from ("num_attention_heads", "normalization", "norm_epsilon")
-        if options.model.position_embedding_type == "rope":
-            yield "rotary_base"
-        if options.model.num_experts is not None:
-            yield "moe_router_topk"
+    return {name: str(value) for name, value in facts.items()}
 
 
 # ---- loading and saving ----------------------------------------------------------------------------------------------
@@ -215,7 +181,6 @@ class RunCheckpoints:
     While it is entered and there is a folder to save to, SIGINT, SIGTERM and SIGHUP no longer end the process:
     `is_interrupted` becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT ends
     it at once.
-    `is_finished` is true after `start` where an earlier run of the same command has done all steps.
 
     A save that fails, as on a full disk, is reported and counted, and training goes on: earlier saves stay intact.
     """
@@ -223,7 +188,6 @@ class RunCheckpoints:
     def __init__(self, job: Job, trained: Trained, data: TokenData, origin: Origin, say: Say) -> None:
         """Prepare the checkpoints of a run that begins at `origin`."""
         self.is_interrupted = False
-        self.is_finished = False
         self._job, self._trained, self._origin, self._say = job, trained, origin, say
         self._options = options = job.options.checkpoint
         self._state = TrainingState(facts_of(job, data) if options.save or options.load else {})
@@ -233,10 +197,8 @@ class RunCheckpoints:
         self._problem: CheckpointError | None = None  # of the newest save, where it failed
         self._handlers: dict[signal.Signals, Any] = {}
         self._checkpointer: Checkpointer | None = None
-        if options.save is not None:
-            self._checkpointer = Checkpointer(
-                options.save, keep_last=options.keep_last, in_background=options.async_save
-            )
+        if (folder := options.save) is not None:
+            self._checkpointer = Checkpointer(folder, keep_last=options.keep_last, in_background=options.async_save)
 
     def __enter__(self) -> Self:
         if self._checkpointer is not None:
@@ -254,35 +216,32 @@ class RunCheckpoints:
     def start(self) -> Progress:
         """Load the requested checkpoint, write the map of parameter groups if requested, and return the progress."""
         options, job, load = self._options, self._job, self._origin.folder
-        total = job.train_iters
-        saved = [] if self._checkpointer is None else self._checkpointer.store.iterations()
         if load is not None:
             self._load(load)
-        steps = self._state.progress.steps
-        is_measured_only = job.options.training.skip_train
-        if steps == total and job.load_is_optional and not is_measured_only:  # started again by the same command
-            self.is_finished = True
-            self._say(f"{load} has all {total} steps: the training is done")
-            return self._state.progress
-        if steps >= total and not is_measured_only:
-            raise ConfigurationError(f"--load {load} has {steps} steps already: give --train-iters above {steps}")
-        if saved and saved[-1] > steps:
+        done, total = self._state.progress, job.train_iters
+        if done.steps >= total and not job.options.training.skip_train:
+            if done.steps > total or not job.load_is_optional:
+                raise ConfigurationError(
+                    f"--load {load} has {done.steps} steps already: give --train-iters above {done.steps}"
+                )
+            self._say(f"{load} has all {total} steps: the training is done")  # started again by the same command
+        saved = [] if self._checkpointer is None else self._checkpointer.store.iterations()
+        if saved and saved[-1] > done.steps:
             newer = f"--save {options.save} holds a checkpoint of step {saved[-1]}"
             if not job.load_is_optional:
                 raise ConfigurationError(
-                    f"{newer}, and this run begins after step {steps}: give --load {options.save} to go on from there, "
-                    "or another folder"
+                    f"{newer}, and this run begins after step {done.steps}: give --load {options.save} to go on from "
+                    "there, or another folder"
                 )
-            self._say(f"{newer}, which its pointer does not name: this run goes on from step {steps}, and replaces it")
-        if options.dump_param_to_param_group_map is not None:
-            folder = options.dump_param_to_param_group_map
+            self._say(f"{newer}, which its pointer does not name: going on from step {done.steps} replaces it")
+        if (folder := options.dump_param_to_param_group_map) is not None:
             dump_param_to_param_group_map(self._trained.model, self._trained.optimizer, folder)
             self._say(f"wrote the map of parameter groups: {folder}")
-        return self._state.progress
+        return done
 
     def changes(self) -> list[str]:
         """Describe what decides numbers and is not as it was when the checkpoint of `start` was saved."""
-        return self._state.changes()
+        return changes_of(self._state.saved_facts, self._state.facts)
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after a step that is not the last one."""
@@ -294,8 +253,7 @@ class RunCheckpoints:
         if self._checkpointer is None or progress.steps == self._saved:
             return
         self._state.progress = decided_by_first(lambda: progress, "saving")  # clocks differ, and any rank may write it
-        if self._is_saving:
-            self._await()
+        self._await()
         options, trained = self._options, self._trained
         try:
             path = self._checkpointer.save(
@@ -309,14 +267,17 @@ class RunCheckpoints:
         except CheckpointError as error:
             self._note_failed(error)
             return
-        self._saved, self._is_saving = progress.steps, options.async_save
-        if not self._is_saving:
-            self._failed_saves, self._problem = 0, None
-        self._say(f"step {progress.steps:>5}: saving {path}" if self._is_saving else f"saved {path}")
+        self._saved, self._is_saving = progress.steps, True
+        if options.async_save:
+            self._say(f"step {progress.steps:>5}: saving {path}")
+        else:
+            self._await()
+            self._say(f"saved {path}")
 
     def _await(self) -> None:
-        """Wait for the save in the background and record its result."""
-        assert self._checkpointer is not None
+        """Wait for the save in the background, if there is one, and record its result."""
+        if self._checkpointer is None or not self._is_saving:
+            return
         self._is_saving = False
         try:
             self._checkpointer.wait()
@@ -342,8 +303,7 @@ class RunCheckpoints:
         """Wait for the save in the background; the last one must succeed."""
         if self._checkpointer is None:
             return
-        if self._is_saving:
-            self._await()
+        self._await()
         self._checkpointer.close()
         if self._problem is not None:
             raise self._not_saved(f"the last save failed: {self._problem}") from self._problem
@@ -364,20 +324,23 @@ class RunCheckpoints:
         fresh = {name: state.state_dict() for name, state in extra.items()}
         strict = options.strict_fsdp_dtensor_load
         verifies = options.verify_integrity if self._job.options.is_given("verify_integrity") else None  # if it has any
-        with in_options(), _own_group_options(trained.optimizer):
-            report: LoadReport = load_checkpoint(
-                trained.model,
-                None if without_optimizer else trained.optimizer,
-                folder,
-                extra=extra,
-                with_rng=not without_rng,
-                strict=strict,
-                verify=False if self._origin.is_compared else verifies,
-                view=view_for(trained.model, self._job.batch.total, fresh, strict=strict),
-            )
+        try:
+            with _own_group_options(trained.optimizer):
+                report: LoadReport = load_checkpoint(
+                    trained.model,
+                    None if without_optimizer else trained.optimizer,
+                    folder,
+                    extra=extra,
+                    with_rng=not without_rng,
+                    strict=strict,
+                    verify=False if self._origin.is_compared else verifies,
+                    view=view_for(trained.model, self._job.batch.total, fresh, strict=strict),
+                )
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(*_STRICT)) from error
         progress = self._state.progress
         self._say(f"loaded {folder}: step {progress.steps}, {progress.elapsed_s:.0f} s of training\n{report}")
-        for change in self._state.changes():
+        for change in self.changes():
             self._say(f"not as it was saved, so losses may differ from one run: {change}")
 
     def _extra(self) -> dict[str, Any]:
@@ -405,16 +368,3 @@ def _own_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group, options in zip(optimizer.param_groups, own, strict=True):
             group.update(options)
-
-
-@contextmanager
-def in_options() -> Iterator[None]:
-    """Name the trainer's options in errors of the library that name arguments."""
-    said = "pass strict=False to load what fits"
-    told = "give --no-strict-fsdp-dtensor-load to load what fits, or --no-load-optim where only the optimizer does not"
-    try:
-        yield
-    except CheckpointError as error:
-        if said not in str(error):
-            raise
-        raise CheckpointError(str(error).replace(said, told)) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -112,12 +113,8 @@ def write_failure(error: BaseException, path: Path) -> None:
     consequence. An error with an exit code of its own is a sentence in place of the traceback, which torchrun shows.
     """
     now_ns, code = time.time_ns(), exit_code_of(error)
-    extra = {
-        "py_callstack": "".join(traceback.format_exception(error)) if code == EXIT_FAILED else f"error: {error}",
-        "timestamp": str(now_ns // 10**9),
-        "time_ns": now_ns,
-        "exit_code": code,
-    }
+    shown = "".join(traceback.format_exception(error)) if code == EXIT_FAILED else f"error: {error}"
+    extra = {"py_callstack": shown, "timestamp": str(now_ns // 10**9), "time_ns": now_ns, "exit_code": code}
     path.write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}))
 
 
@@ -172,15 +169,10 @@ def read_failure(rank: int, failure: ProcessFailure) -> Failure:
 
 
 def tell(text: str) -> None:
-    """Write lines to standard error, if there is one; nothing where there is no text.
-
-    On a terminal they begin on a line of their own, with the cursor shown: the display of a run that was ended leaves
-    the cursor at the end of a line.
-    """
+    """Write lines to standard error, if there is one; nothing where there is no text."""
     if text and sys.stderr is not None:
         with suppress(OSError, ValueError):  # full, closed, or nobody reads it
-            new_line = "\r\n\x1b[?25h" if sys.stderr.isatty() else ""
-            sys.stderr.write(f"{new_line}{text.rstrip()}\n")
+            sys.stderr.write(f"{text.rstrip()}\n")
             sys.stderr.flush()
 
 
@@ -224,24 +216,14 @@ def telling_of_memory(describe: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def memory_told(job: Job, rank: Rank, step: int, error: BaseException) -> str:
-    """Describe what happened in which step (0: in none) on which rank, and what to try."""
+    """Describe what happened in which step (0: in none) on which rank, and what to try, the cheapest first."""
+    options, device, ways = job.options, rank.device, []
     where = "" if isinstance(error, _MET_TOGETHER) else f" on rank {rank.index}"
-    when = f"in step {step}" if step else "outside of a step"
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    lines = [
-        f"out of memory{where} {when} on {rank.device}: {reason}",
-        f"  peak so far: {peak_told(rank.device)}",
-        f"  try: {'; '.join(ways_out(job, step))}",
-        f"  {plan_command(job, rank.count)}   says what would fit",
-    ]
-    return "\n".join(lines)
-
-
-def ways_out(job: Job, step: int) -> list[str]:
-    """List what may need less memory, the cheapest first."""
-    options, ways = job.options, []
-    if job.batch.micro > 1:
-        less = job.batch.micro // 2
+    peak = f"{in_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} resident"
+    if device.type != "cpu":
+        peak = f"{in_bytes(torch.accelerator.max_memory_allocated(device))} allocated on the device"
+    if (less := job.batch.micro // 2) > 0:
         ways.append(f"--micro-batch-size {less} --global-batch-size {job.batch.total} (the same steps)")
     if options.training.recompute_granularity is None:
         ways.append("--recompute-granularity full")
@@ -249,23 +231,12 @@ def ways_out(job: Job, step: int) -> list[str]:
         ways.append("--data-parallel-sharding-strategy optim_grads_params")
     if step == 0 and not options.parallel.init_model_with_meta_device:
         ways.append("--init-model-with-meta-device")
-    return [*ways, "more ranks"]
-
-
-def plan_command(job: Job, ranks: int) -> str:
-    """Return the command line that plans this run."""
-    preset = next((said.split()[1] for said in job.options.origins.values() if said.startswith("preset ")), None)
-    model = job.options.model.hf_config or job.options.model.hf_model or preset or "MODEL"
+    preset = next((said.split()[1] for said in options.origins.values() if said.startswith("preset ")), "MODEL")
     return (
-        f"mfsdp plan {model} --ranks {ranks} --sequence-length {job.seq_length} --micro-batch-size {job.batch.micro} "
-        f"--strategy auto --dtype {str(job.dtype).removeprefix('torch.')}"
+        f"out of memory{where} {f'in step {step}' if step else 'outside of a step'} on {device}: {reason}\n"
+        f"  peak so far: {peak}\n"
+        f"  try: {'; '.join([*ways, 'more ranks'])}\n"
+        f"  mfsdp plan {options.model.source or preset} --ranks {rank.count} --sequence-length {job.seq_length} "
+        f"--micro-batch-size {job.batch.micro} --strategy auto --dtype {str(job.dtype).removeprefix('torch.')}   says "
+        "what would fit"
     )
-
-
-def peak_told(device: torch.device) -> str:
-    """Describe the peak memory of this process."""
-    if device.type != "cpu":
-        return f"{in_bytes(torch.accelerator.max_memory_allocated(device))} allocated on the device"
-    import resource  # not on every system
-
-    return f"{in_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} resident"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import gather_objects
-from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.train.audit import Audit
 from megatron_fsdp.train.checkpoints import RunCheckpoints
-from megatron_fsdp.train.data.batches import Batch, Feed, held_out_batches
-from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.data.tokens import Batch, Feed, TokenData, held_out_batches
 from megatron_fsdp.train.failures import NonFiniteStepError, memory_told, telling_of_memory
 from megatron_fsdp.train.measure import Evaluation, ExposedCommunication, Progress, Speed, StepRecord, peak_bytes
+from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank, reduce_values
 from megatron_fsdp.train.recorder import Recorder
@@ -38,45 +36,41 @@ class Run:
     data: TokenData
     feed: Feed
     rank: Rank
-    speed: Speed | None = None
+    speed: Speed
     audit: Audit | None = None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of training besides the weights."""
+def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progress, bool]:
+    """Train for as many steps as the job allows, from the keeper's progress.
 
-    progress: Progress
-    is_interrupted: bool
-    traffic: Traffic | None = None  # of the last step on this rank; None with an engine that does not count
-
-
-def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
-    """Train for as many steps as the job allows, from the keeper's progress."""
+    Returns:
+        The progress, and whether the run was asked to end.
+    """
     job, training = run.job, run.job.options.training
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
     exposed = ExposedCommunication(run.trained, is_wanted=job.options.reporting.log_exposed_communication)
     done = keeper.start()
     recorder.start(done)
     began_s, records = time.perf_counter() - done.elapsed_s, list[StepRecord]()
-    is_interrupted, traffic, inside = False, None, run.trained.inside
+    is_interrupted = False
     while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         step = done.steps + 1
         is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
         flags = keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s
-        before = None if inside is None else inside.traffic()
         with exposed.step(is_measured=is_shown), telling_of_memory(partial(memory_told, job, run.rank, step)):
             record, is_interrupted, is_late = train_step(run, done, guard, flags)
-        if inside is not None and before is not None:
-            traffic = inside.traffic().since(before)
-        record = _timed(run, record, done.elapsed_s, time.perf_counter() - began_s)
+        elapsed_s = time.perf_counter() - began_s
+        record = run.speed.timed(record, elapsed_s - done.elapsed_s, elapsed_s)
         done = Progress(step, record.samples, record.skipped, record.elapsed_s)
         records.append(record)
         is_last = is_interrupted or is_late or step == job.train_iters or _is_due(step, training.exit_interval)
         is_save, is_check = keeper.is_due(step), _is_due(step, training.eval_interval)
         if is_last or is_check or is_save or is_shown:
-            recorder.on_steps(_measured(run, records, exposed.take_share()))
+            (peak,) = reduce_values(run.rank, [float(peak_bytes(run.trained))], "max")
+            records = [replace(each, peak_bytes=int(peak)) for each in records]
+            records[-1] = replace(records[-1], exposed_share=exposed.take_share())
+            recorder.on_steps(records)
             if (is_check or is_last) and not is_interrupted:  # before the save, so that it is not missed
                 recorder.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))
             if is_save or is_last:
@@ -84,7 +78,7 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
             began_s, records = time.perf_counter() - done.elapsed_s, []  # evaluations and saves do not count
         if is_last:
             break
-    return Outcome(done, is_interrupted, traffic)
+    return done, is_interrupted
 
 
 def _is_due(step: int, interval: int | None) -> bool:
@@ -103,18 +97,18 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
     Returns:
         The step, without its times, and whether any rank was asked to end, and whether the first rank's time is over.
     """
-    trained, asked = run.trained, run.job.options.reporting
+    trained, asked, step = run.trained, run.job.options.reporting, done.steps + 1
     rate = run.job.schedule.rate(done.steps)
     for group in trained.optimizer.param_groups:
         group["lr"] = rate
     batches = run.feed.batches(done.samples)
-    if run.audit is not None and run.audit.is_due(done.steps + 1):
-        shares = run.audit.accumulate(done.steps + 1, done.samples, batches, partial(_loss_factors, run))
+    if run.audit is not None and run.audit.is_due(step):
+        shares = run.audit.accumulate(step, done.samples, batches, partial(_loss_factors, run))
     else:
         shares = trained.accumulate(batches, _loss_factors(run, batches))
     losses = shares.tolist()
-    digests = {}
-    if is_digested := asked.log_digests_interval is not None and (done.steps + 1) % asked.log_digests_interval == 0:
+    is_digested, digests = _is_due(step, asked.log_digests_interval), {}
+    if is_digested:
         digests["gradients"] = trained.digests_of("gradients")
     grad_norm = float(trained.clip(run.job.options.optimizer.clip_grad))
     share = trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
@@ -125,7 +119,7 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
         total = math.fsum(chain.from_iterable(gather_objects(losses)))  # rounded once, whatever the order
     is_finite = math.isfinite(total) and math.isfinite(grad_norm)
     record = StepRecord(
-        step=done.steps + 1,
+        step=step,
         samples=done.samples + run.job.batch.total,
         loss=total,
         grad_norm=grad_norm,
@@ -135,13 +129,13 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
         loss_scale=1.0 if trained.scale is None else trained.scale.value,
         num_zeros_in_grad=float(trained.count_zero_gradients()) if asked.log_num_zeros_in_grad else math.nan,
     )
-    guard.judge(record.step, total, grad_norm, trained)
+    guard.judge(step, total, grad_norm, trained)
     if is_finite:
         trained.update()
     else:
         trained.skip()
     if run.audit is not None:
-        run.audit.note_update(record.step)
+        run.audit.note_update(step)
     if asked.log_params_norm:
         record = replace(record, params_norm=trained.norm_of_parameters())
     if is_digested:
@@ -159,26 +153,6 @@ def _loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
         (total,) = reduce_values(run.rank, [sum(float(batch.weights.sum()) for batch in batches)], "sum")
         tokens = total * trained.data_size / run.rank.count
     return [batch.factors_per_token(tokens) for batch in batches]
-
-
-def _timed(run: Run, record: StepRecord, before_s: float, elapsed_s: float) -> StepRecord:
-    """Add the times of a step, from the seconds of training before and after it."""
-    speed, step_s = run.speed or Speed(run.job.tokens_per_step), elapsed_s - before_s
-    return replace(
-        record,
-        step_s=step_s,
-        elapsed_s=elapsed_s,
-        tokens_per_s=speed.tokens_per_s(step_s),
-        tflops=speed.tflops(step_s),
-        mfu=speed.mfu(step_s),
-    )
-
-
-def _measured(run: Run, records: Sequence[StepRecord], exposed_share: float) -> list[StepRecord]:
-    """Add to records what is measured only when steps are shown (the share to the last one); collective."""
-    (peak,) = reduce_values(run.rank, [float(peak_bytes(run.trained))], "max")
-    found = [replace(record, peak_bytes=int(peak)) for record in records]
-    return [*found[:-1], replace(found[-1], exposed_share=exposed_share)]
 
 
 def evaluate(job: Job, trained: Trained, data: TokenData, times: int = 1) -> float:
@@ -233,21 +207,17 @@ class NanGuard:
 
 def where_told(model: nn.Module) -> str:
     """Name the parameters with gradients that are not finite, and their ranks; the same on every rank, collective."""
-    ranks: dict[str, list[int]] = {}
-    for rank, names in enumerate(gather_objects(list(names_of_bad_gradients(model)))):
+    bad = []
+    for name, parameter in model.named_parameters():
+        local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if isinstance(local, Tensor) and not bool(local.isfinite().all()):
+            bad.append(name)
+    ranks: dict[str, list[str]] = {}
+    for rank, names in enumerate(gather_objects(bad)):
         for name in names:
-            ranks.setdefault(name, []).append(rank)
+            ranks.setdefault(name, []).append(str(rank))
     if not ranks:
         return ""
-    named = [f"{name} (rank {', '.join(map(str, having))})" for name, having in list(ranks.items())[:_SHOWN]]
+    named = [f"{name} (rank {', '.join(having)})" for name, having in list(ranks.items())[:_SHOWN]]
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
     return f"; not finite are the gradients of {', '.join(named)}{more}"
-
-
-def names_of_bad_gradients(model: nn.Module) -> Iterator[str]:
-    """Yield the parameters whose gradient, as far as this rank holds it, is not finite."""
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        if isinstance(local, Tensor) and local.numel() and not bool(local.isfinite().all()):
-            yield name

@@ -1,31 +1,24 @@
-"""What a run measures: its progress, losses, speed, memory and traffic."""
+"""What a run measures: its progress, losses, speed and memory; and the names and formats in which figures are shown."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.ddp import DistributedDataParallel
-from megatron_fsdp.plan.compute_profile import idle_profile
+from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.plan.machine import MACHINES
-from megatron_fsdp.plan.muon import muon_matrices
-from megatron_fsdp.plan.replay import replay_step
-from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, ParallelRanks, Setup
-from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, held_bytes
-from megatron_fsdp.plan.sharded import optimizer_bytes as plan_optimizer_bytes
 from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.trace.summary import summarise
-from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.options.job import Job
 
 
@@ -63,6 +56,38 @@ class StepRecord:
     digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of gradients and weights, by unit
 
 
+class Figure(NamedTuple):
+    """One figure of a step."""
+
+    field: str  # of `StepRecord`
+    tracker_name: str  # Megatron-LM's where it has one
+    label: str = ""  # on the console; empty: it is not shown there
+    show: Callable[[float], str] = str
+
+    def of(self, record: StepRecord) -> float | None:
+        """Return the value; None where it is not known. A loss or norm that is NaN is known to be."""
+        value = float(getattr(record, self.field))
+        return None if math.isnan(value) and self.field not in ("loss", "grad_norm") else value
+
+
+FIGURES = (
+    Figure("loss", "lm loss", "loss", "{:.3f}".format),
+    Figure("grad_norm", "grad-norm", "grad norm", "{:.2f}".format),
+    Figure("tokens_per_s", "tokens-per-second", "tokens/s", "{:,.0f}".format),
+    Figure("tflops", "throughput", "TFLOP/s/rank", lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}"),
+    Figure("mfu", "mfu", "MFU", "{:.1%}".format),
+    Figure("step_s", "iteration-time", "step", lambda value: f"{1000 * value:,.0f} ms"),
+    Figure("exposed_share", "exposed-communication", "exposed comm", "{:.1%}".format),
+    Figure("peak_bytes", "mem-peak-bytes", "memory peak", lambda value: in_bytes(int(value))),
+    Figure("learning_rate", "learning-rate", "learning rate", "{:.2e}".format),
+    Figure("skipped", "skipped-iterations", "skipped steps", "{:.0f}".format),
+    Figure("loss_scale", "loss-scale"),
+    Figure("samples", "consumed-samples"),
+    Figure("params_norm", "params-norm"),
+    Figure("num_zeros_in_grad", "num-zeros"),
+)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The mean loss on held-out text, in nats per token, after a number of steps."""
@@ -76,6 +101,25 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
 
 
+class Writer:
+    """Takes what is measured and shows or keeps it; a base class that does nothing."""
+
+    def start(self, progress: Progress) -> None:
+        """Begin, or resume: what was kept of later steps is dropped, since these steps run again."""
+
+    def on_steps(self, records: Sequence[StepRecord]) -> None:
+        """Take the steps since the last call, at least one."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """Take a held-out loss."""
+
+    def close(self) -> None:
+        """Write what is left, and close."""
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Speed:
     """The work of a step and the hardware's peak, to compute speeds from the time of a step."""
@@ -85,17 +129,14 @@ class Speed:
     ranks: int = 1  # all, whatever they cut
     peak_tflops: float = math.nan  # of one rank; NaN: not known
 
-    def tokens_per_s(self, step_s: float) -> float:
-        """Return tokens of all ranks per second, for a step of `step_s` seconds."""
-        return self.tokens / step_s
+    def timed(self, record: StepRecord, step_s: float, elapsed_s: float) -> StepRecord:
+        """Add times and speeds to a step of `step_s` seconds, with which training has taken `elapsed_s`.
 
-    def tflops(self, step_s: float) -> float:
-        """Return 10^12 operations per second and rank; NaN: not known."""
-        return self.flops / step_s / self.ranks / 1e12
-
-    def mfu(self, step_s: float) -> float:
-        """Return model FLOPs utilization (Chowdhery et al. 2022, PaLM), the share of the peak; NaN: not known."""
-        return self.tflops(step_s) / self.peak_tflops
+        MFU is model FLOPs utilization (Chowdhery et al. 2022, PaLM), the share of the peak.
+        """
+        tflops, tokens = self.flops / step_s / self.ranks / 1e12, self.tokens / step_s
+        mfu = tflops / self.peak_tflops
+        return replace(record, step_s=step_s, elapsed_s=elapsed_s, tokens_per_s=tokens, tflops=tflops, mfu=mfu)
 
 
 def peak_tflops(job: Job, device: torch.device) -> float:
@@ -114,6 +155,9 @@ def peak_by_name(device_name: str) -> float:
     return next((machine.flops / 1e12 for name, machine in MACHINES.items() if name in words), math.nan)
 
 
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
 def peak_bytes(trained: Trained) -> int:
     """Return this rank's peak memory so far: all allocations of an accelerator; on a CPU, see `describe_peak`.
 
@@ -121,18 +165,11 @@ def peak_bytes(trained: Trained) -> int:
     """
     if trained.device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(trained.device))
+    held = optimizer_bytes(trained.optimizer)
     if trained.inside is None:  # gradients are as large as weights while there are any
-        return optimizer_bytes(trained.optimizer) + sum(
-            2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad
-        )
-    return _bytes_on_device(trained.inside, trained.optimizer)
-
-
-def _bytes_on_device(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> int:
-    """Count what the engine holds at its peak, and the optimizer, but for what rests elsewhere."""
-    memory = model.memory()
-    held = optimizer_bytes(optimizer) - memory.away.get("optimizer_state", 0)
-    return memory.persistent_bytes + memory.transient_peak_bytes + held
+        return held + sum(2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad)
+    memory = trained.inside.memory()
+    return memory.persistent_bytes + memory.transient_peak_bytes + held - memory.away.get("optimizer_state", 0)
 
 
 def describe_peak(trained: Trained) -> str:
@@ -154,15 +191,16 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+# ---- communication ---------------------------------------------------------------------------------------------------
+
+
 class ExposedCommunication:
     """Records a step now and then by `trace`; does nothing with an engine that cannot be observed."""
 
     def __init__(self, trained: Trained, *, is_wanted: bool) -> None:
         """Measure how long a step waits for communication, if `is_wanted`."""
-        self._model = trained.inside if is_wanted else None
-        self._device = trained.device
-        self._recorder: Recorder | None = None
-        self._step_s = math.nan
+        self._model, self._device = trained.inside if is_wanted else None, trained.device
+        self._recorded: tuple[Recorder, float] | None = None  # with the seconds of the step
 
     @contextmanager
     def step(self, *, is_measured: bool) -> Iterator[None]:
@@ -177,7 +215,7 @@ class ExposedCommunication:
             yield
         finally:
             recorder.stop()
-        self._recorder, self._step_s = recorder, time.perf_counter() - started_s
+        self._recorded = recorder, time.perf_counter() - started_s
 
     def take_share(self) -> float:
         """Return exposed communication over the time of the step recorded last, as a mean over ranks; collective.
@@ -185,65 +223,11 @@ class ExposedCommunication:
         Exposed is the time in which communication was in flight and this rank did nothing but wait for it or, on a
         CPU, launch it (`megatron_fsdp.trace.summary.hidden_part`). NaN: nothing was recorded since the last call.
         """
-        if self._recorder is None:
+        if self._recorded is None:
             return math.nan
-        exposed_ns = sum(step.exposed_ns for step in summarise(self._recorder.result()).steps)
-        self._recorder = None
-        share = Tensor([exposed_ns / 1e9 / self._step_s]).to(self._device)
+        recorder, step_s = self._recorded
+        self._recorded = None
+        exposed_ns = sum(step.exposed_ns for step in summarise(recorder.result()).steps)
+        share = Tensor([exposed_ns / 1e9 / step_s]).to(self._device)
         dist.all_reduce(share)
         return float(share) / dist.get_world_size()
-
-
-@dataclass(frozen=True)
-class Row:
-    """A measured value of this rank beside what the planner says."""
-
-    what: str
-    measured: int
-    formula: int
-
-
-def compare(trained: Trained, step: Traffic | None, job: Job) -> tuple[Row, ...]:
-    """Compare gathers, bytes sent and memory of an optimizer step with what the planner says of the same model.
-
-    Optimizer state is that of the planner's kinds. Empty with an engine that counts nothing, and without a step.
-    """
-    model = trained.inside
-    if model is None or step is None:
-        return ()
-    planned = as_planned(model, job, defers=trained.defers)
-    names = [
-        [info.name for plan in unit.groups for info in plan.spec.parameters if plan.requires_grad]
-        for unit in planned.units
-    ]
-    replayed = replay_step(planned, idle_profile(names), MACHINES["h100"])
-    used = _bytes_on_device(model, trained.optimizer)
-    told = sum(held_bytes(planned.groups)) + plan_optimizer_bytes(planned) + replayed.borrowed_bytes
-    sent = sum(each.sent_bytes for each in replayed.transfers)
-    return (
-        Row("gathers per step", step.gathers, sum(each.is_gather for each in replayed.transfers)),
-        Row("bytes sent per step", step.gather_bytes + step.reduce_bytes, sent),
-        Row("peak bytes of weights, gradients, optimizer, communication", used, told),
-    )
-
-
-def as_planned(model: DistributedDataParallel, job: Job, *, defers: bool) -> PlannedModel:
-    """Return a wrapped model as the planner would have made it, with the groups and the memory that it has."""
-    engine, resolved, optimizer = model._engine, model.resolved, job.options.optimizer
-    *outer_axes, inner = (axis.num_ranks for axis in engine.sharding.dense.axes)
-    outer = outer_axes[0] if outer_axes else 1
-    setup = Setup(
-        ParallelRanks(inner, outer),
-        resolved.strategy,
-        resolved.outer_strategy if outer > 1 else ShardingStrategy.no_shard,
-        microbatches=job.batch.microbatches,
-        accumulation="last" if defers else "every",
-        optimizer=OPTIMIZERS[optimizer.planned_name],
-        backend="gloo" if any(group.exchanges_inner for group in engine.groups()) else "nccl",
-    )
-    units = tuple(
-        PlannedUnit(str(unit.index), "", (str(unit.index),), tuple(group.plan for group in unit.groups))
-        for unit in engine.units
-    )
-    matrices = muon_matrices(model.module) if setup.optimizer.name == MUON else {}
-    return PlannedModel(setup, units, "as wrapped", engine.memory_plan, matrices)

@@ -35,11 +35,10 @@ from megatron_fsdp.train.failures import (
     report_failure,
     tell,
 )
-from megatron_fsdp.train.options.checks import check_environment, require_packages
+from megatron_fsdp.train.options import Options
+from megatron_fsdp.train.options.checks import require_packages
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.options import Options
-from megatron_fsdp.train.options.resolve import check_backend, resolve
+from megatron_fsdp.train.options.job import Job, World, check_backend, check_environment, resolve
 from megatron_fsdp.train.ranks import join_ranks, loopback_interface, restarts_so_far
 
 CPU_RANKS = 2

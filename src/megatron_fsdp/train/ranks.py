@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +23,6 @@ from megatron_fsdp.train.failures import MEETING_VARIABLE, OutOfMemoryError
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _MEETING = timedelta(minutes=30)
 _BEAT_S = 5.0  # well below the time limit of a collective, which the work of `work_on_machines` may exceed by far
-_TOLD: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigurationError, OutOfMemoryError)}
-"""Errors whose messages are for the user."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,8 @@ def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
         is_pending = task is not None and not task.done()
         if reduce_values(rank, [float(is_pending)], "max") == [0.0]:
             break
-    error = None if task is None else task.exception()
-    kind = next((name for name, each in _TOLD.items() if isinstance(error, each)), "")
-    said = None if error is None else (kind, str(error) if kind else f"rank {rank.index}: {error!r}")
-    for name, words in filter(None, gather_objects(said)):
-        raise _TOLD.get(name, RuntimeError)(words) from error
+    error = found = None if task is None else task.exception()
+    if not isinstance(error, ConfigurationError | OutOfMemoryError | None):
+        found = RuntimeError(f"rank {rank.index}: {error!r}")
+    for met in filter(None, gather_objects(found)):
+        raise met from error

@@ -7,29 +7,26 @@ import math
 import re
 import shlex
 import uuid
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_fsdp.config.ddp_config_flags import off_flag_of
 from megatron_fsdp.package_info import __version__
-from megatron_fsdp.train.console import ConsoleWatcher
-from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.measure import Evaluation, Progress, Speed, StepRecord
+from megatron_fsdp.train.console import Display, Say
+from megatron_fsdp.train.data.tokens import TokenData
+from megatron_fsdp.train.measure import FIGURES, Evaluation, Progress, Speed, StepRecord, Writer
+from megatron_fsdp.train.options import DDP_FIELDS, OPTIONS, Options, flag_for
 from megatron_fsdp.train.options.job import BatchPlan, Job
-from megatron_fsdp.train.options.options import DDP_FIELDS, OPTIONS, Options, flag_for
 from megatron_fsdp.train.ranks import Rank
 
 APPLIED_FILE = "applied.json"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 WANDB_ID_FILE = "wandb_id.txt"
-_PRESET = "preset "
 _WANDB_STEP = "iteration"
 _WHO = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
 
@@ -58,14 +55,13 @@ def applied(job: Job) -> dict[str, Any]:
     }
 
 
-def applied_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Speed) -> list[tuple[str, str]]:
+def header_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Speed) -> list[tuple[str, str]]:
     """Return the lines of the header: what was decided, what was given and by whom, and the notices."""
     flops = "" if math.isnan(speed.flops) else f" and {speed.flops / 1e12:.3g} TFLOP"
     peak = "not known; --peak-tflops tells it, for MFU"
     if not math.isnan(speed.peak_tflops):
         peak = f"{speed.peak_tflops:.3g} TFLOP/s per rank"
     cut = " x ".join(f"{name} {size}" for name, size in asdict(job.sizes).items() if size > 1 or name == "data")
-    said = [(origin, words) for origin, words in _said(job.options).items() if not origin.startswith(_PRESET)]
     return [
         ("engine", engine_words(job)),
         ("ranks", f"{rank.count} on {rank.device.type}" + ("" if job.sizes.is_data_only else f": {cut}")),
@@ -76,14 +72,9 @@ def applied_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Spe
         ("steps", f"{job.train_iters:,} of {job.tokens_per_step:,} tokens{flops}"),
         ("peak", peak),
         ("results", str(folder)),
-        *(("as applied", f"{words} ({origin})") for origin, words in said),
+        *(("as applied", f"{words} ({origin})") for origin, words in _said(job.options).items()),
         *(("notice", notice) for notice in (*job.notices, *data.notes)),
     ]
-
-
-def preset_rows(options: Options) -> list[tuple[str, str]]:
-    """Return the options that only a preset set, on one line."""
-    return [(origin, words) for origin, words in _said(options).items() if origin.startswith(_PRESET)]
 
 
 def engine_words(job: Job) -> str:
@@ -111,8 +102,7 @@ def _spelled(options: Options, name: str) -> str:
         return flag
     if value is False:
         return (OPTIONS[name].off_flags or (f"{flag} off",))[0] if name in OPTIONS else off_flag_of(DDP_FIELDS[name])
-    words = [_word(part) for part in value] if isinstance(value, tuple) else [_word(value)]
-    return shlex.join([flag, *words])
+    return shlex.join([flag, *map(_word, value if isinstance(value, tuple) else [value])])
 
 
 def _batch_words(batch: BatchPlan) -> str:
@@ -124,9 +114,7 @@ def _batch_words(batch: BatchPlan) -> str:
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value).removeprefix("torch.")
 
 
 def _plain(value: Any) -> Any:
@@ -154,20 +142,16 @@ def from_line(line: str, cls: type[Measured]) -> Measured | None:
         found = json.loads(line)
         names = [field.name for field in fields(cls) if field.name in found]
         values: dict[str, Any] = {name: math.nan if found[name] is None else found[name] for name in names}
-        return cls(**values) if isinstance(values.get("step"), int) else None
+        return cls(**values) if line.endswith("\n") and isinstance(values.get("step"), int) else None
     except (ValueError, TypeError):
         return None
 
 
 def read_lines(path: Path, cls: type[Measured]) -> list[Measured]:
     """Read the whole lines of a file; empty if there is no file."""
-    found = [from_line(line, cls) for line in _whole_lines(path)]
-    return [measured for measured in found if measured is not None]
-
-
-def _whole_lines(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    found = [from_line(line, cls) for line in text.splitlines(keepends=True)]
+    return [measured for measured in found if measured is not None]
 
 
 def _finite(value: Any) -> Any:
@@ -181,43 +165,35 @@ def _finite(value: Any) -> Any:
 # ---- writers --------------------------------------------------------------------------------------------------------
 
 
-class Writer(Protocol):
-    """Writes steps and evaluations; made where a run begins or resumes, and later steps are removed then."""
-
-    def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """Write the steps since the last call."""
-
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Write a held-out loss."""
-
-    def close(self) -> None:
-        """Write what is left, and close."""
-
-
-Makers = Mapping[str, Callable[[Progress], Writer]]
-"""What makes each writer, by the name that messages use."""
-
-
-def find_writers(job: Job, folder: Path, config: Mapping[str, Any]) -> Makers:
-    """Return the writers of a run, for the first rank; trackers get its options as `config`, without secrets."""
+def find_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Say) -> dict[str, Writer]:
+    """Return the writers of a run by the names that messages use; trackers get its options as `config`, no secrets."""
     asked = job.options.reporting
-    makers: dict[str, Callable[[Progress], Writer]] = {METRICS_FILE: lambda progress: JsonLines(folder, progress)}
-    events, project = asked.tensorboard_dir, asked.wandb_project
-    if events is not None:
-        makers["TensorBoard"] = lambda progress: _TensorBoard(events, progress)
-    if project is not None:
-        makers["W&B"] = lambda _: _Wandb(folder, project, asked.wandb_exp_name, config)
-    return makers
+    writers: dict[str, Writer] = {METRICS_FILE: JsonLines(folder)}
+    if asked.tensorboard_dir is not None:
+        writers["TensorBoard"] = _TensorBoard(asked.tensorboard_dir)
+    if asked.wandb_project is not None:
+        named = {"project": asked.wandb_project, "name": asked.wandb_exp_name, "config": dict(config)}
+        writers["W&B"] = _Wandb(folder, named)
+    return {**writers, "the display": Display(say, job.train_iters, job.limit_s)}
 
 
-class JsonLines:
+class JsonLines(Writer):
     """Writes steps and evaluations as lines of JSON; every step is there once, however often a run restarts."""
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        """Write two files into an existing folder; drop later steps, and a line that was torn by a kill."""
+    def __init__(self, folder: Path) -> None:
+        """Write two files into an existing folder."""
         self._steps, self._evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
-        _drop_later(self._steps, StepRecord, progress.steps)
-        _drop_later(self._evaluations, Evaluation, progress.steps)
+
+    def start(self, progress: Progress) -> None:
+        """Drop later steps, and a line that was torn by a kill; files are replaced atomically."""
+        for path, kept in (
+            (self._steps, read_lines(self._steps, StepRecord)),
+            (self._evaluations, read_lines(self._evaluations, Evaluation)),
+        ):
+            if path.exists():
+                new = path.with_name(f"{path.name}.new")
+                new.write_text("".join(to_line(each) for each in kept if each.step <= progress.steps), encoding="utf-8")
+                new.replace(path)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Append steps."""
@@ -229,72 +205,46 @@ class JsonLines:
         with self._evaluations.open("a", encoding="utf-8") as file:
             file.write(to_line(evaluation))
 
-    def close(self) -> None:
-        """Do nothing: files are closed after each line."""
-
-
-def _drop_later(path: Path, cls: type[Measured], steps: int) -> None:
-    """Keep the whole lines of a file up to a step; the file is replaced atomically."""
-    lines = _whole_lines(path)
-    kept = [line for line in lines if (found := from_line(line, cls)) is not None and found.step <= steps]
-    if path.exists():
-        new = path.with_name(f"{path.name}.new")
-        new.write_text("".join(kept), encoding="utf-8")
-        new.replace(path)
-
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
     """Return a step's scalars for trackers, by Megatron-LM's names where it has them; unknown ones are left out."""
-    maybe = {
-        "throughput": record.tflops,
-        "mfu": record.mfu,
-        "exposed-communication": record.exposed_share,
-        "params-norm": record.params_norm,
-        "num-zeros": record.num_zeros_in_grad,
-    }
-    return {
-        "lm loss": record.loss,
-        "grad-norm": record.grad_norm,
-        "learning-rate": record.learning_rate,
-        "loss-scale": record.loss_scale,
-        "iteration-time": record.step_s,
-        "tokens-per-second": record.tokens_per_s,
-        "consumed-samples": float(record.samples),
-        "skipped-iterations": float(record.skipped),
-        "mem-peak-bytes": float(record.peak_bytes),
-        **{name: value for name, value in maybe.items() if not math.isnan(value)},
-    }
+    values = {figure.tracker_name: figure.of(record) for figure in FIGURES}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class _Tracker(Writer):
-    """A writer of scalars; constructors import packages, so only those that were asked for."""
+    """A writer of scalars; `start` imports a package, so only those that were asked for."""
 
-    @abstractmethod
-    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Log the scalars of steps by name."""
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log the scalars of a step by name."""
+        raise NotImplementedError
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        self.log([(record.step, step_scalars(record)) for record in records])
+        for record in records:
+            self.log(record.step, step_scalars(record))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         scalars = {"lm loss validation": evaluation.loss, "lm loss validation ppl": evaluation.perplexity}
-        self.log([(evaluation.step, scalars)])
+        self.log(evaluation.step, scalars)
 
 
 class _TensorBoard(_Tracker):
     """Writes event files through `torch.utils.tensorboard`."""
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def start(self, progress: Progress) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         make: Any = SummaryWriter
         # TensorBoard itself hides what an earlier run wrote of later steps.
-        self._writer = make(log_dir=str(folder), purge_step=progress.steps + 1)
+        self._writer = make(log_dir=str(self._folder), purge_step=progress.steps + 1)
 
-    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for step, scalars in values:
-            for name, value in scalars.items():
-                self._writer.add_scalar(name, value, step)
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -308,92 +258,63 @@ class _Wandb(_Tracker):
     over the first time.
     """
 
-    def __init__(self, folder: Path, project: str, name: str | None, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, named: Mapping[str, Any]) -> None:
+        self._folder, self._named = folder, named
+        self._run: Any = None
+
+    def start(self, progress: Progress) -> None:  # noqa: ARG002  # the run goes on where it was
         import wandb
 
-        path = folder / WANDB_ID_FILE
+        path = self._folder / WANDB_ID_FILE
         if not path.exists():
             path.write_text(uuid.uuid4().hex, encoding="utf-8")
         library: Any = wandb
-        self._run = library.init(
-            project=project,
-            name=name,
-            config=dict(config),
-            dir=str(folder),
-            id=path.read_text(encoding="utf-8").strip(),
-            resume="allow",
-            save_code=False,
-        )
+        name = path.read_text(encoding="utf-8").strip()
+        self._run = library.init(**self._named, dir=str(self._folder), id=name, resume="allow", save_code=False)
         self._run.define_metric(_WANDB_STEP)
         self._run.define_metric("*", step_metric=_WANDB_STEP)
 
-    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for step, scalars in values:
-            self._run.log({**scalars, _WANDB_STEP: step})
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({**scalars, _WANDB_STEP: step})
 
     def close(self) -> None:
         self._run.finish()
 
 
-class Recorder:
-    """Keeps what is measured, and passes it on to the display and to writers; what these raise never ends the run."""
+class Recorder(Writer):
+    """Passes what is measured on to writers; what these raise never ends the run."""
 
-    def __init__(self, display: ConsoleWatcher, folder: Path | None = None, makers: Makers | None = None) -> None:
-        """Keep also what an earlier run of this one left in `folder`; only the first rank has one, and writers."""
-        self.records: list[StepRecord] = []
-        self.evaluations: list[Evaluation] = []
-        self._display, self._folder, self._makers = display, folder, makers or {}
-        self._writers: dict[str, Writer] = {}
+    def __init__(self, say: Say, writers: Mapping[str, Writer] | None = None) -> None:
+        """Write by `writers`, which only the first rank has."""
+        self.say = say
+        self._writers = dict(writers or {})
         self._failed: set[str] = set()
 
     def start(self, progress: Progress) -> None:
-        """Begin, or resume: records of later steps are dropped, since these steps run again."""
-        if self._folder is not None:
-            steps = progress.steps
-            self.records = [r for r in read_lines(self._folder / METRICS_FILE, StepRecord) if r.step <= steps]
-            self.evaluations = [e for e in read_lines(self._folder / EVALUATIONS_FILE, Evaluation) if e.step <= steps]
-        for name, make in self._makers.items():
-            with self._forgiving(name):
-                self._writers[name] = make(progress)
-        self._display.start(progress)
+        """Start the writers; one that cannot is dropped."""
+        self._tell("start", progress)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """Keep, write and show these steps."""
-        self.records.extend(records)
-        for name, writer in self._writers.items():
-            with self._forgiving(name):
-                writer.on_steps(records)
-        self._display.on_steps(records)
+        """Pass on steps."""
+        self._tell("on_steps", records)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Keep, write and show a held-out loss."""
-        self.evaluations.append(evaluation)
-        for name, writer in self._writers.items():
-            with self._forgiving(name):
-                writer.on_evaluation(evaluation)
-        self._display.on_evaluation(evaluation)
-
-    def conclude(self, evaluation: Evaluation) -> None:
-        """Keep the final held-out loss, of more samples, in place of one after the same step."""
-        self.evaluations = [*(e for e in self.evaluations if e.step != evaluation.step), evaluation]
-
-    def say(self, text: str) -> None:
-        """Print one or more lines."""
-        self._display.say(text)
+        """Pass on a held-out loss."""
+        self._tell("on_evaluation", evaluation)
 
     def close(self) -> None:
         """Close the writers."""
-        for name, writer in self._writers.items():
-            with self._forgiving(name):
-                writer.close()
+        self._tell("close")
 
-    @contextmanager
-    def _forgiving(self, name: str) -> Iterator[None]:
-        """Say once what a writer raises."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  # whatever a tracker or a disk raises, training goes on
-            if name not in self._failed:
-                self._failed.add(name)
-                told = _WHO.sub("", str(error))  # without the passwords of addresses
-                self.say(f"{name} cannot be written ({told}): training goes on, with gaps in it or without it")
+    def _tell(self, method: str, *args: object) -> None:
+        """Call a method of each writer, and say once what a writer raises."""
+        for name, writer in list(self._writers.items()):
+            try:
+                getattr(writer, method)(*args)
+            except Exception as error:  # noqa: BLE001  # whatever a tracker or a disk raises, training goes on
+                if method == "start":
+                    del self._writers[name]
+                if name not in self._failed:
+                    self._failed.add(name)
+                    told = _WHO.sub("", str(error))  # without the passwords of addresses
+                    self.say(f"{name} cannot be written ({told}): training goes on, with gaps in it or without it")

@@ -18,15 +18,14 @@ import torch.distributed as dist
 from megatron_fsdp.checkpoint.store import RunFolder
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, changes_of, facts_of
-from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import prepare_data, tokens_folder
-from megatron_fsdp.train.engines.trained import build
+from megatron_fsdp.train.data.tokens import make_feed
 from megatron_fsdp.train.loop import NanGuard, Run, train_step
-from megatron_fsdp.train.measure import Progress, StepRecord
+from megatron_fsdp.train.measure import Progress, Speed, StepRecord
+from megatron_fsdp.train.models.trained import build
+from megatron_fsdp.train.options import CheckpointOptions, RecoveryOptions, ReportingOptions
 from megatron_fsdp.train.options.command_line import Layer, assemble, make_parser
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.options import CheckpointOptions, RecoveryOptions, ReportingOptions
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.program import find_device_type
 from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.recorder import APPLIED_FILE, METRICS_FILE, read_lines
@@ -42,8 +41,7 @@ _OF_THE_RUN = {
 """Options of the ranks, files and times of a run, which decide no number of a step."""
 
 # Not the norm of the weights, for display, which is merged rank by rank.
-_NUMBERS = ("grad_norm", "learning_rate", "loss_scale", "skipped", "num_zeros_in_grad")
-_SHOWN = 3  # units with different digests
+_COMPARED = ("loss", "gradients", "grad_norm", "learning_rate", "loss_scale", "skipped", "num_zeros_in_grad", "weights")
 
 Say = Callable[[str], None]
 
@@ -107,7 +105,7 @@ def replay(
             )
         feed = make_feed(data, job, 0, pins=device.type != "cpu")
         try:
-            return _compare_steps(Run(job, trained, data, feed, rank), done, step, records)
+            return _compare_steps(Run(job, trained, data, feed, rank, Speed(job.tokens_per_step)), done, step, records)
         finally:
             feed.close()
 
@@ -134,17 +132,13 @@ def first_difference(recorded: StepRecord, found: StepRecord) -> str | None:
 def _differences(recorded: StepRecord, found: StepRecord) -> Iterator[str]:
     if recorded.data_checksum != found.data_checksum:
         yield f"data: recorded checksum {recorded.data_checksum}, replayed {found.data_checksum}"
-    yield from _different_number("loss", recorded, found)
-    yield from _different_units("gradients", recorded, found)
-    for name in _NUMBERS:
-        yield from _different_number(name, recorded, found)
-    yield from _different_units("weights", recorded, found)
-
-
-def _different_number(name: str, recorded: StepRecord, found: StepRecord) -> Iterator[str]:
-    left, right = float(getattr(recorded, name)), float(getattr(found, name))
-    if left != right and not (math.isnan(left) and math.isnan(right)):
-        yield f"{name}: recorded {left!r} ({left.hex()}), replayed {right!r} ({right.hex()})"
+    for what in _COMPARED:
+        if what in ("gradients", "weights"):
+            yield from _different_units(what, recorded, found)
+            continue
+        left, right = float(getattr(recorded, what)), float(getattr(found, what))
+        if left != right and not (math.isnan(left) and math.isnan(right)):
+            yield f"{what}: recorded {left!r} ({left.hex()}), replayed {right!r} ({right.hex()})"
 
 
 def _different_units(what: str, recorded: StepRecord, found: StepRecord) -> Iterator[str]:
@@ -155,12 +149,8 @@ def _different_units(what: str, recorded: StepRecord, found: StepRecord) -> Iter
         left, right = ({"all units together": _sum_of(each)} for each in (left, right))
     different = [unit for unit in left if left[unit] != right[unit]]
     if different:
-        unit, more = different[0], len(different) - _SHOWN
-        others = f" (also {', '.join(different[1:_SHOWN])}{f' and {more} more' if more > 0 else ''})"
-        yield (
-            f"{what} of unit {unit}: recorded digest {left[unit]}, replayed {right[unit]}"
-            f"{others if len(different) > 1 else ''}"
-        )
+        unit, others = different[0], "" if len(different) == 1 else f" (also {', '.join(different[1:])})"
+        yield f"{what} of unit {unit}: recorded digest {left[unit]}, replayed {right[unit]}{others}"
 
 
 def _sum_of(digests: Mapping[str, str]) -> str:
@@ -181,8 +171,9 @@ def _read(folder: Path, step: int) -> tuple[dict[str, Any], dict[int, StepRecord
         ) from None
     if deterministic != "world":
         raise ConfigurationError(
-            f"{folder} was trained without --deterministic world, so one rank has other bits than {_ranks(applied)}: "
-            "train with it, then every step can be replayed"
+            f"{folder} was trained without --deterministic world, so one rank has other bits than the "
+            f"{applied['batch'].get('ranks', 'several')} ranks of the run: train with it, then every step can be "
+            "replayed"
         )
     assert isinstance(total, int)
     records = {record.step: record for record in read_lines(folder / METRICS_FILE, StepRecord)}
@@ -190,11 +181,6 @@ def _read(folder: Path, step: int) -> tuple[dict[str, Any], dict[int, StepRecord
         held = f"steps {min(records)} to {max(records)}" if records else "no steps"
         raise ConfigurationError(f"{folder / METRICS_FILE} has no step {step}: it has {held}; give one of them")
     return applied, records
-
-
-def _ranks(applied: Mapping[str, Any]) -> str:
-    ranks = applied["batch"].get("ranks", "several")
-    return f"the {ranks} ranks of the run"
 
 
 def _checkpoint_before(step: int, saves: Path | str | None, folder: Path) -> Path:
@@ -220,12 +206,10 @@ def _checkpoint_before(step: int, saves: Path | str | None, folder: Path) -> Pat
 def _job(applied: Mapping[str, Any], given: Mapping[str, str], folder: Path) -> Job:
     """Resolve the recorded options for one rank."""
     parser, options = make_parser(), applied["options"]
-    names = [name for name in applied["origins"] if name not in _OF_THE_RUN and name not in given]
-    words = [word for name in names for word in parser.words_of(name, options[name])]
-    words += [word for name, value in given.items() for word in parser.words_of(name, value)]
-    words += parser.words_of("global_batch_size", applied["batch"]["total"])
-    values, problems = parser.read(words)
-    chosen = assemble((Layer(f"config {folder / APPLIED_FILE}", values),), problems)
+    said = {name: options[name] for name in applied["origins"] if name not in _OF_THE_RUN}
+    said |= {**given, "global_batch_size": applied["batch"]["total"]}
+    values = parser.read([word for name, value in said.items() for word in parser.words_of(name, value)])
+    chosen = assemble([Layer(f"config {folder / APPLIED_FILE}", values)], parser.problems)
     return resolve(chosen, World(1, find_device_type(chosen.parallel.device)))
 
 

@@ -1,12 +1,10 @@
 """Which samples a step sees, in which order, and what feeds them: the same on any number of ranks."""
 
-import itertools
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +16,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.train.data.batches import (
+from megatron_fsdp.train.data.tokens import (
     Batch,
     Feed,
     Microbatches,
     Permutation,
     SampleOrder,
+    TokenData,
+    TokenFile,
     cut_samples,
     held_out_batches,
     make_feed,
 )
-from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.data.token_file import TokenFile
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import BatchPlan, Job, World
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import BatchPlan, Job, World, resolve
 from tests.support.array_tokens import in_memory
 from tests.support.settling import settled
 
@@ -53,16 +50,6 @@ def test_places_of_huge_texts_are_in_range_and_differ(count: int, index: int) ->
 
 def test_the_permutation_is_this_one_on_every_machine() -> None:
     assert [Permutation(10, b"key")(i) for i in range(10)] == [0, 7, 8, 6, 5, 3, 1, 9, 4, 2]
-
-
-def test_a_shuffle_leaves_about_one_place_as_it_is_and_spreads_neighbours() -> None:
-    shuffles = [[Permutation(500, bytes([key]))(i) for i in range(500)] for key in range(40)]
-    fixed = sum(place == i for shuffle in shuffles for i, place in enumerate(shuffle))
-    assert 15 <= fixed <= 80  # one of 500 on average, in each of 40 shuffles
-    firsts = Counter(shuffle[0] // 50 for shuffle in shuffles)
-    assert max(firsts.values()) <= 12  # 4 of 40 in each tenth, on average
-    steps = [abs(a - b) for shuffle in shuffles for a, b in itertools.pairwise(shuffle)]
-    assert 150 < sum(steps) / len(steps) < 183  # a third of 500: neighbours have nothing to do with each other
 
 
 @given(tokens=st.integers(2, 400), length=st.integers(1, 30), seed=st.integers(0, 9), epoch=st.integers(0, 3))
@@ -87,12 +74,6 @@ def test_the_rest_moves_so_that_no_token_is_always_left_out() -> None:
     order = SampleOrder(25, 10, 0)  # 2 samples, 4 targets over
     begins = {min(order.start(2 * epoch), order.start(2 * epoch + 1)) for epoch in range(40)}
     assert begins == {0, 1, 2, 3, 4}
-
-
-@pytest.mark.parametrize("tokens", [2, 3])
-def test_the_shortest_text_has_one_sample(tokens: int) -> None:
-    order = SampleOrder(tokens, tokens - 1, 5)
-    assert [order.start(n) for n in range(4)] == [0, 0, 0, 0]
 
 
 TOKENS = np.arange(200, dtype=np.uint8)
@@ -158,13 +139,6 @@ def test_going_on_at_any_sample_gives_what_an_uninterrupted_run_has(token_file: 
     for first in (0, 6, 12, 18, 30, 36, 6, 7, 13):  # in order, ahead, in order, back, and with another batch size
         assert equal(feed.batches(first), [plain[first, microbatch] for microbatch in range(3)])
     feed.close()
-
-
-def test_epochs_follow_each_other_within_a_step(token_file: TokenFile) -> None:
-    rows, _ = samples_of(token_file, BatchPlan(4, 2 * ORDER.samples, 2), ORDER.samples // 2)
-    assert len(rows) == 2 * ORDER.samples
-    second = rows[ORDER.samples - ORDER.samples // 2 :][: ORDER.samples]
-    assert len({tuple(row) for row in second}) == ORDER.samples
 
 
 def test_ranks_of_one_data_rank_get_equal_batches_and_other_seeds_others(token_file: TokenFile) -> None:
@@ -236,15 +210,6 @@ def test_workers_outlive_signals_that_a_rank_deals_with(
     feed.close()
 
 
-def test_no_token_travels_to_a_worker(token_file: TokenFile) -> None:
-    microbatches = Microbatches(token_file, ORDER, BatchPlan(2, 4, 1), 0)
-    size = len(pickle.dumps(microbatches))
-    expected = microbatches[0, 0]
-    sent: Any = pickle.loads(pickle.dumps(microbatches))
-    assert len(pickle.dumps(microbatches)) == size
-    assert equal([sent[0, 0]], [expected])
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_for_an_accelerator_are_pinned(token_file: TokenFile, num_workers: int) -> None:
@@ -280,3 +245,12 @@ def test_held_out_samples_are_each_counted_once_whatever_the_ranks(token_file: T
         if count > 0
     ]
     assert sorted(counted) == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]
+
+
+def test_no_token_travels_to_a_worker(token_file: TokenFile) -> None:
+    microbatches = Microbatches(token_file, ORDER, BatchPlan(2, 4, 1), 0)
+    size = len(pickle.dumps(microbatches))
+    expected = microbatches[0, 0]
+    sent: Any = pickle.loads(pickle.dumps(microbatches))
+    assert len(pickle.dumps(microbatches)) == size
+    assert equal([sent[0, 0]], [expected])

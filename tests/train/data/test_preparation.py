@@ -16,21 +16,21 @@ from tokenizers import Tokenizer
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.data.preparation import (
+    END_OF_TEXT,
     SIDE_FILE,
     TOKENIZER_FILE,
-    TokenData,
+    ByteTokenizer,
     encode_texts,
     prepare_data,
     read_data,
     tokens_folder,
+    train_bpe,
     write_data,
 )
-from megatron_fsdp.train.data.token_file import open_indexed
-from megatron_fsdp.train.data.tokenizer import END_OF_TEXT, ByteTokenizer, train_bpe
+from megatron_fsdp.train.data.tokens import TokenData, open_indexed
+from megatron_fsdp.train.options import Options
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.options import Options
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.ranks import Rank
 from tests.conftest import RunRanks
 from tests.train.data.test_token_file import write_indexed
@@ -90,28 +90,6 @@ def test_a_folder_of_text_comes_back_from_its_tokens(folder: Path, tmp_path: Pat
     assert data.notes == ()
 
 
-def test_a_data_set_on_disk_comes_back_from_its_tokens(tmp_path: Path) -> None:
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_dict({"body": TEXTS}).save_to_disk(str(tmp_path / "set"))
-    job = job_of(tmp_path / "set", "--json-key", "body", "--tokenizer-type", "bpe")
-    data = prepare(job, tmp_path / "out")
-    assert text_of(data, job.options, tmp_path / "out") == TEXTS
-    assert data.vocab_size > 256
-
-
-def test_a_tokenizer_on_disk_is_used_and_kept_with_the_tokens(folder: Path, tmp_path: Path) -> None:
-    train_bpe(TEXTS, 290).save(tmp_path / "tokenizer.json")
-    options = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
-    job = job_of(folder, *options)
-    data = prepare(job, tmp_path / "out")
-    made, _ = tokens_folder(job.options, tmp_path / "out")
-    assert (made / "tokenizer.json").exists()
-    assert text_of(data, job.options, tmp_path / "out") == TEXTS
-    assert data.vocab_size == 290
-
-
 def test_a_model_with_weights_is_trained_on_its_own_tokens(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -131,18 +109,6 @@ def test_a_model_with_weights_is_trained_on_its_own_tokens(folder: Path, tmp_pat
     assert prepare(job_of(folder, *other), tmp_path / "out").vocab_size == 270
 
 
-def test_another_end_of_a_text_beside_the_tokenizer_makes_other_tokens(folder: Path, tmp_path: Path) -> None:
-    vocabulary = train_bpe(TEXTS, 290)
-    vocabulary.save(tmp_path / "tokenizer.json")
-    settings, tokenizer = tmp_path / "tokenizer_config.json", Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    job = job_of(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path))
-    ends = []
-    for end in (END_OF_TEXT, tokenizer.id_to_token(1)):
-        settings.write_text(json.dumps({"eos_token": end}))
-        ends.append(prepare(job, tmp_path / "out").end_id)
-    assert ends == [vocabulary.end_id, 1]
-
-
 def test_megatrons_files_are_used_where_they_are_and_split_by_documents(pair: Path, tmp_path: Path) -> None:
     job = job_of(pair, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--split", "7,2,1")
     data = prepare(job, tmp_path / "out")
@@ -154,45 +120,6 @@ def test_megatrons_files_are_used_where_they_are_and_split_by_documents(pair: Pa
     assert [path.name for path in made.iterdir()] == [SIDE_FILE]
 
 
-def test_what_the_run_writes_beside_its_texts_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    written = ["--data-cache-path", "--save", "--tensorboard-dir"]
-    words = [word for flag in written for word in (flag, str(tmp_path / flag.strip("-")))]
-    for folder in (tmp_path / "out", *(tmp_path / flag.strip("-") for flag in written)):
-        folder.mkdir()
-        (folder / "file").write_text("no text to learn")
-    source = tokens_folder(job_of(tmp_path, *words).options, tmp_path / "out")[1]
-    assert [path.name for path in source.files] == ["a.txt"]
-
-
-def test_a_single_document_and_an_npy_are_cut_at_the_end(tmp_path: Path) -> None:
-    np.save(tmp_path / "ids.npy", np.arange(200, dtype=np.int64))
-    write_indexed(tmp_path / "ids", [[np.arange(200)]])
-    found = []
-    for path in (tmp_path / "ids.npy", tmp_path / "ids"):
-        job = job_of(path, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--split", "80,10,10")
-        found.append(prepare(job, tmp_path / path.suffix))
-        assert found[-1].training.open().tolist() == list(range(160))
-        assert found[-1].held_out.open().tolist() == list(range(160, 180))
-    assert found[0].checksum == found[1].checksum  # the same ids, in another type and another file
-
-
-def test_ids_with_their_tokenizer_have_text(tmp_path: Path) -> None:
-    bpe = train_bpe(TEXTS, 290)
-    bpe.save(tmp_path / "tokenizer.json")
-    write_indexed(tmp_path / "ids", [[np.append(ids, bpe.end_id)] for ids in bpe.encode(TEXTS)])
-    options = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
-    job = job_of(tmp_path / "ids", *options)
-    assert text_of(prepare(job, tmp_path / "out"), job.options, tmp_path / "out") == TEXTS
-
-
-def test_an_id_that_no_token_has_is_refused_with_its_place(pair: Path, tmp_path: Path) -> None:
-    job = job_of(pair, "--tokenizer-type", "NullTokenizer", "--vocab-size", "150")
-    with pytest.raises(ConfigurationError, match=r"token 150 of .*ids\.bin has id 150, and ids are 0 to 149"):
-        prepare(job, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 def test_tokens_are_made_once_and_used_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = ["--data-cache-path", str(tmp_path / "cache")]
     first = prepare(job_of(folder, *cache), tmp_path / "one")
@@ -201,13 +128,6 @@ def test_tokens_are_made_once_and_used_again(folder: Path, tmp_path: Path, monke
     assert again.training == first.training
     assert again.checksum == first.checksum
     assert not (tmp_path / "one").exists()
-
-
-def test_ids_of_the_user_are_not_read_again(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of(pair, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--split", "7,2,1")
-    prepare(job, tmp_path / "out")
-    monkeypatch.setattr(preparation, "digest", None)  # may not be called
-    prepare(job, tmp_path / "out")
 
 
 def test_the_folder_is_named_after_all_that_decides_the_tokens(folder: Path, tmp_path: Path) -> None:
@@ -231,6 +151,7 @@ def test_the_folder_is_named_after_all_that_decides_the_tokens(folder: Path, tmp
 def test_a_run_may_write_into_what_it_reads(folder: Path) -> None:
     job = job_of(folder)
     first = prepare(job, folder / "run")
+    (folder / "run" / "applied.json").write_text("{}")
     (folder / "run" / "metrics.jsonl").write_text("no JSON")
     assert prepare(job, folder / "run").training == first.training
 
@@ -248,28 +169,13 @@ def test_a_preparation_that_ends_early_leaves_nothing(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_when_another_machine_is_faster_its_tokens_are_used(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, original = job_of(folder), preparation.digest
-
-    def be_late(*_: object) -> str:
-        monkeypatch.setattr(preparation, "digest", original)
-        write_data(job.options, tmp_path)
-        return "another checksum"
-
-    monkeypatch.setattr(preparation, "digest", be_late)
-    assert prepare(job, tmp_path).checksum != "another checksum"
-    assert len([path for path in tmp_path.iterdir() if "tokens-" in path.name]) == 1
-
-
 def test_files_left_out_are_told(tmp_path: Path) -> None:
     path = tmp_path / "texts"
     path.mkdir()
     (path / "a.txt").write_text("text " * 200)
     (path / "b.png").write_bytes(b"\xff\xd8")
     notes = prepare(job_of(path), tmp_path / "out").notes
-    assert notes == (f"1 file is no UTF-8 text and left out, first {path / 'b.png'}",)
+    assert notes == (f"files left out, as they are no UTF-8 text: 1, first {path / 'b.png'}",)
 
 
 def refused(path: Path, out: Path, *options: str) -> str:
@@ -281,11 +187,10 @@ def refused(path: Path, out: Path, *options: str) -> str:
 def test_wrong_sources_are_refused(folder: Path, pair: Path, tmp_path: Path) -> None:
     out, empty = tmp_path / "out", tmp_path / "empty"
     empty.mkdir()
-    assert "empty holds no UTF-8 text: give a file or a folder" in refused(empty, out)
+    assert "empty holds no UTF-8 text: give a file or folder" in refused(empty, out)
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
     assert "is text, and --tokenizer-type NullTokenizer takes token ids" in refused(folder, out, *null)
     assert "holds token ids, and --tokenizer-type byte takes text" in refused(pair, out)
-    assert "--json-key body does nothing, since --data-path" in refused(folder, out, "--json-key", "body")
     assert [path.name for path in out.iterdir()] == []
     (tmp_path / "file").write_text("")
     assert "where it cannot be written, give another --data-cache-path or --out" in refused(folder, tmp_path / "file")
@@ -406,3 +311,39 @@ def test_a_tokenizer_is_trained_on_an_even_sample(
     monkeypatch.setattr(preparation, "SAMPLE_BYTES", -(-sum(map(len, TEXTS)) // 10))
     prepare(job_of(folder, "--tokenizer-type", "bpe"), tmp_path / "out")
     assert seen == TEXTS[::10]
+
+
+def test_another_end_of_a_text_beside_the_tokenizer_makes_other_tokens(folder: Path, tmp_path: Path) -> None:
+    vocabulary = train_bpe(TEXTS, 290)
+    vocabulary.save(tmp_path / "tokenizer.json")
+    settings, tokenizer = tmp_path / "tokenizer_config.json", Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    job = job_of(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path))
+    ends = []
+    for end in (END_OF_TEXT, tokenizer.id_to_token(1)):
+        settings.write_text(json.dumps({"eos_token": end}))
+        ends.append(prepare(job, tmp_path / "out").end_id)
+    assert ends == [vocabulary.end_id, 1]
+
+
+def test_ids_with_their_tokenizer_have_text(tmp_path: Path) -> None:
+    bpe = train_bpe(TEXTS, 290)
+    bpe.save(tmp_path / "tokenizer.json")
+    write_indexed(tmp_path / "ids", [[np.append(ids, bpe.end_id)] for ids in bpe.encode(TEXTS)])
+    options = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    job = job_of(tmp_path / "ids", *options)
+    assert text_of(prepare(job, tmp_path / "out"), job.options, tmp_path / "out") == TEXTS
+
+
+def test_when_another_machine_is_faster_its_tokens_are_used(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, original = job_of(folder), preparation.digest
+
+    def be_late(*_: object) -> str:
+        monkeypatch.setattr(preparation, "digest", original)
+        write_data(job.options, tmp_path)
+        return "another checksum"
+
+    monkeypatch.setattr(preparation, "digest", be_late)
+    assert prepare(job, tmp_path).checksum != "another checksum"
+    assert len([path for path in tmp_path.iterdir() if "tokens-" in path.name]) == 1

@@ -1,6 +1,5 @@
 """What `--data-path` may name, and the documents in it."""
 
-import errno
 import json
 import os
 import sys
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.data import sources
-from megatron_fsdp.train.data.sources import LIBRARY_BYTES, Source, Texts, find_source
+from megatron_fsdp.train.data import preparation
+from megatron_fsdp.train.data.preparation import LIBRARY_BYTES, Source, Texts, find_source
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:
@@ -33,20 +32,11 @@ def test_files_come_in_sorted_order_without_hidden_and_skipped_folders(tmp_path:
     assert names(find_source(tmp_path)) == ["a.txt", "b.py", "z/c.md"]
 
 
-def test_what_a_run_writes_is_not_what_it_reads(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a.txt": b"a", "runs/now/metrics.jsonl": b"{}", "runs/old/note": b"n"})
-    assert names(find_source(tmp_path, [tmp_path / "runs" / "now"])) == ["a.txt", "runs/old/note"]
-
-
-def test_listing_has_size_and_time_and_of_a_link_to_nothing_neither(tmp_path: Path) -> None:
+def test_listing_has_size_and_time_and_a_link_to_nothing_is_no_file(tmp_path: Path) -> None:
     write_files(tmp_path, {"a": b"abc"})
     os.utime(tmp_path / "a", ns=(0, 1_000_000_000))
     (tmp_path / "b").symlink_to("nowhere")
-    source = find_source(tmp_path)
-    assert source.listing() == [(str(tmp_path / "a"), 3, 1_000_000_000), (str(tmp_path / "b"), -1, -1)]
-    (tmp_path / "a").unlink()
-    with pytest.raises(ConfigurationError, match="a cannot be read"):
-        source.listing()
+    assert find_source(tmp_path).listing() == [(str(tmp_path / "a"), 3, 1_000_000_000)]
 
 
 def test_what_is_neither_a_file_nor_a_folder_is_refused(tmp_path: Path) -> None:
@@ -66,27 +56,11 @@ def test_default_is_the_standard_library_without_tests() -> None:
     assert sum(size for _, size, _ in source.listing()) <= LIBRARY_BYTES == 24 * 1024**2
 
 
-def test_default_has_whole_files_up_to_its_limit_and_a_folder_of_the_user_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_files(tmp_path, {"a.py": b"123456", "b.py": b"12345", "c.py": b"1234", "d.txt": b"1"})
-    monkeypatch.setattr("megatron_fsdp.train.data.sources.LIBRARY_BYTES", 10)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert names(find_source(None)) == ["a.py", "c.py"]
-    assert names(find_source(tmp_path)) == ["a.py", "b.py", "c.py", "d.txt"]
-
-
 @pytest.mark.parametrize("said", ["ids.part", "ids.part.bin", "ids.part.idx"])
 def test_a_pair_is_found_by_prefix_or_either_file(tmp_path: Path, said: str) -> None:
     write_files(tmp_path, {"ids.part.bin": b"", "ids.part.idx": b""})
     expected = Source("indexed", tmp_path / "ids.part", (tmp_path / "ids.part.bin", tmp_path / "ids.part.idx"))
     assert find_source(tmp_path / said) == expected
-
-
-def test_an_npy_is_token_ids_and_another_file_is_text(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a.npy": b"", "a.txt": b""})
-    assert find_source(tmp_path / "a.npy") == Source("npy", tmp_path / "a.npy", (tmp_path / "a.npy",))
-    assert find_source(tmp_path / "a.txt") == Source("texts", tmp_path / "a.txt", (tmp_path / "a.txt",))
 
 
 @pytest.mark.parametrize("marks", [["dataset_dict.json"], ["state.json", "dataset_info.json"]])
@@ -100,17 +74,16 @@ def test_a_saved_data_set_is_known_by_its_files(tmp_path: Path, marks: list[str]
 
 
 def test_links_to_folders_are_followed_and_each_folder_is_entered_once(tmp_path: Path) -> None:
-    write_files(tmp_path, {"sources/a": b"", "sources/in/b": b"", "elsewhere/c": b"", "out/d": b""})
+    write_files(tmp_path, {"sources/a": b"", "sources/in/b": b"", "elsewhere/c": b""})
     sources = tmp_path / "sources"
     for name, target in {
         "away": "elsewhere",
         "circle": "sources",
         "in/up": "sources",
         "same": "sources/in",
-        "to": "out",
     }.items():
         (sources / name).symlink_to(tmp_path / target, target_is_directory=True)
-    assert names(find_source(sources, [tmp_path / "out"])) == ["a", "away/c", "in/b"]
+    assert names(find_source(sources)) == ["a", "away/c", "in/b"]
 
 
 def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
@@ -160,30 +133,8 @@ def test_every_text_file_is_a_document_and_others_are_counted(tmp_path: Path) ->
     documents = Texts(source, "text")
     assert texts_of(documents) == ["good é\r\nx"]
     assert [path.name for path in documents.skipped] == ["b", "c"]
-    assert not documents.uses_key
     assert len(list(documents)) == 1
     assert len(documents.skipped) == 2  # of the last time, not of both
-
-
-def test_pipes_and_links_to_nothing_are_counted_and_never_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("good")
-    os.mkfifo(tmp_path / "b.jsonl")
-    (tmp_path / "c.json").symlink_to("nowhere")
-    source = find_source(tmp_path)
-    documents = Texts(source, "text")
-    assert texts_of(documents) == ["good"]
-    assert [path.name for path in documents.skipped] == ["b.jsonl", "c.json"]
-
-
-def raise_input_output_error(*_: object) -> None:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def test_json_lines_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.jsonl").write_text("{}")
-    monkeypatch.setattr(Path, "open", raise_input_output_error)
-    with pytest.raises(ConfigurationError, match=r"a\.jsonl cannot be read .Input/output error.: mend it"):
-        read(tmp_path / "a.jsonl")
 
 
 def test_a_single_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -193,7 +144,7 @@ def test_a_single_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_long_files_come_in_pieces_that_end_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE", 8)
+    monkeypatch.setattr(preparation, "PIECE", 8)
     (tmp_path / "a").write_text("0123456789\nab\ncd\nefghijklmnopqrstuvwxyz0123456789")
     pieces, ends = zip(*Texts(find_source(tmp_path), "text"), strict=True)
     assert "".join(pieces) == (tmp_path / "a").read_text()
@@ -205,7 +156,7 @@ def test_long_files_come_in_pieces_that_end_with_a_line(tmp_path: Path, monkeypa
 def test_bad_bytes_in_the_beginning_make_a_file_no_text_and_later_ones_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_BEGINNING", 4)
+    monkeypatch.setattr(preparation, "_BEGINNING", 4)
     (tmp_path / "a").write_bytes(b"aaa\xff")
     (tmp_path / "b").write_bytes(b"aaa\xc3\xa9")  # a letter is cut in two
     (tmp_path / "c").write_bytes(b"aaaa\xff")
@@ -227,28 +178,12 @@ def test_json_lines_give_their_field_and_blank_lines_nothing(tmp_path: Path) -> 
     assert read(tmp_path / "a.JSONL", "body") == ["x"]
 
 
-def test_a_json_file_is_lines_only_where_it_begins_with_one(tmp_path: Path) -> None:
-    for text, expected in (
-        ('{"text": "t"}\n{"text": "u"}\n', ["t", "u"]),
-        ('{\n  "text": "t"\n}\n', ['{\n  "text": "t"\n}\n']),
-        ("[1, 2]\n", ["[1, 2]\n"]),
-    ):
-        (tmp_path / "a.JSON").write_text(text)
-        assert read(tmp_path) == expected
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\xef\xbb\xbf")
-    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "t"}\n')
-    assert read(tmp_path) == ["a\ufeff", "t"]
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ('{"text": "a"', r"line 2 of .*a\.jsonl is not JSON"),
         ("[" * 100_000, r"line 2 of .*a\.jsonl is not JSON \(maximum recursion depth"),
-        ("[1]", r"line 2 of .*a\.jsonl is list and no object: give objects with a field 'text'"),
+        ("[1]", r"line 2 of .*a\.jsonl has no text in the field 'text': give --json-key with a field that holds text"),
         ('{"body": "a"}', r"line 2 of .*a\.jsonl has no text in the field 'text': give --json-key with one of 'body'"),
         ('{"text": 3}', r"line 2 of .*no text in the field 'text': give --json-key with a field that holds text"),
     ],
@@ -294,3 +229,28 @@ def test_a_data_set_without_rows_or_damaged_is_refused(tmp_path: Path) -> None:
     write_files(tmp_path, {"state.json": b"{}", "dataset_info.json": b"{}"})
     with pytest.raises(ConfigurationError, match="cannot be read by `datasets`"):
         read(tmp_path)
+
+
+def test_pipes_are_counted_and_never_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("good")
+    os.mkfifo(tmp_path / "b.jsonl")
+    source = find_source(tmp_path)
+    documents = Texts(source, "text")
+    assert texts_of(documents) == ["good"]
+    assert [path.name for path in documents.skipped] == ["b.jsonl"]
+
+
+def test_a_json_file_is_lines_only_where_it_begins_with_one(tmp_path: Path) -> None:
+    for text, expected in (
+        ('{"text": "t"}\n{"text": "u"}\n', ["t", "u"]),
+        ('{\n  "text": "t"\n}\n', ['{\n  "text": "t"\n}\n']),
+        ("[1, 2]\n", ["[1, 2]\n"]),
+    ):
+        (tmp_path / "a.JSON").write_text(text)
+        assert read(tmp_path) == expected
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\xef\xbb\xbf")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "t"}\n')
+    assert read(tmp_path) == ["a\ufeff", "t"]

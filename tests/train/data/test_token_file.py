@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.data import token_file
-from megatron_fsdp.train.data.token_file import TokenFile, bin_of, digest, dtype_for, idx_of, npy_tokens, open_indexed
+from megatron_fsdp.train.data import tokens as token_file
+from megatron_fsdp.train.data.tokens import TokenFile, bin_of, digest, dtype_for, idx_of, open_indexed
 
 # ---- Megatron's pair of files, written from the layout of the format -------------------------------------------------
 
@@ -64,33 +64,6 @@ def test_ids_take_the_smallest_type(vocab_size: int, dtype: str) -> None:
         dtype_for(2**31 + 1)
 
 
-@pytest.mark.parametrize("dtype", ["u1", "<i2", "<u4", "<i8"])
-def test_an_npy_is_mapped_without_its_header(tmp_path: Path, dtype: str) -> None:
-    np.save(tmp_path / "a.npy", np.arange(5, dtype=dtype))
-    assert npy_tokens(tmp_path / "a.npy").open().tolist() == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("array", "said"),
-    [
-        (np.zeros(3), r"holds float64 of shape \(3,\): give token ids"),
-        (np.zeros((2, 2), np.int64), r"holds int64 of shape \(2, 2\)"),
-        (np.array([{}], dtype=object), "is no .npy file of numbers"),
-    ],
-)
-def test_other_arrays_are_refused_and_nothing_is_unpickled(tmp_path: Path, array: np.ndarray, said: str) -> None:
-    np.save(tmp_path / "a.npy", array, allow_pickle=True)
-    with pytest.raises(ConfigurationError, match=said):
-        npy_tokens(tmp_path / "a.npy")
-
-
-@pytest.mark.parametrize("content", [b"text", b""])
-def test_what_is_no_npy_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.npy").write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"a\.npy is no \.npy file of numbers .*: give token ids"):
-        npy_tokens(tmp_path / "a.npy")
-
-
 def test_the_same_ids_have_one_checksum_in_any_type_and_any_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,12 +72,6 @@ def test_the_same_ids_have_one_checksum_in_any_type_and_any_blocks(
     monkeypatch.setattr(token_file, "_BLOCK", 2)
     assert digest(wide, 4) == first
     assert len(first) == 32
-
-
-def test_checksums_tell_ids_and_their_order_apart(tmp_path: Path) -> None:
-    contents = ([1, 2, 3], [1, 3, 2], [1, 2], [1, 2, 3, 3])
-    files = [token_bytes(tmp_path / str(place), ids) for place, ids in enumerate(contents)]
-    assert len({digest(file, 4) for file in files}) == len(files)
 
 
 @pytest.mark.parametrize(("ids", "place", "wrong"), [([0, 1, 7, 2, 9], 2, 7), ([0, 1, 2, 3, -1], 4, -1)])
@@ -165,12 +132,6 @@ def test_any_documents_come_back(
     assert documents_of(prefix) == documents
 
 
-def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
-    write_indexed(tmp_path / "ids", [[[0, 1, 2, 3], [4, 5]], [], [[7]]], "|u1")
-    assert documents_of(tmp_path / "ids") == [[0, 1, 2, 3, 4, 5], [], [7]]
-    assert open_indexed(tmp_path / "ids").lengths.tolist() == [4, 2, 1]
-
-
 def test_half_a_pair_is_refused(tmp_path: Path) -> None:
     bin_of(tmp_path / "ids").write_bytes(IDS)
     with pytest.raises(ConfigurationError, match=r"ids\.idx does not exist: .* belong together"):
@@ -183,9 +144,8 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
         (b"MMIDIDX", IDS, "does not begin as Megatron's index files do"),
         (b"X" + INDEX[1:], IDS, "does not begin as Megatron's index files do"),
         (INDEX[:9] + b"\x02" + INDEX[10:], IDS, "has version 2 and only 1 is known"),
-        (INDEX[:17] + b"\x07" + INDEX[18:], IDS, "says that ids are float32: give whole numbers"),
-        (INDEX[:17] + b"\x63" + INDEX[18:], IDS, "says that ids are the unknown code 99"),
-        (INDEX[:-1], IDS, "has 81 bytes and its header says 82: it was damaged"),
+        (INDEX[:17] + b"\x07" + INDEX[18:], IDS, "says that ids have the type 7: give whole numbers"),
+        (INDEX[:-1], IDS, "has not the 82 bytes that its header says"),
         (INDEX, IDS[:-2], r"ids\.bin has 8 bytes and its index says 10"),
         (INDEX, IDS + b"\0", r"ids\.bin has 11 bytes and its index says 10"),
         (INDEX[:50] + b"\x08" + INDEX[51:], IDS, "sequences do not lie one after another"),
@@ -206,3 +166,15 @@ def test_sequences_are_checked_beyond_the_first_block(tmp_path: Path, monkeypatc
     content[34 + 4 * 5 + 8 * 4] = 9
     with pytest.raises(ConfigurationError, match="sequences do not lie one after another"):
         open_indexed(write_pair(tmp_path / "ids", bytes(content), bytes(5)))
+
+
+def test_checksums_tell_ids_and_their_order_apart(tmp_path: Path) -> None:
+    contents = ([1, 2, 3], [1, 3, 2], [1, 2], [1, 2, 3, 3])
+    files = [token_bytes(tmp_path / str(place), ids) for place, ids in enumerate(contents)]
+    assert len({digest(file, 4) for file in files}) == len(files)
+
+
+def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "ids", [[[0, 1, 2, 3], [4, 5]], [], [[7]]], "|u1")
+    assert documents_of(tmp_path / "ids") == [[0, 1, 2, 3, 4, 5], [], [7]]
+    assert open_indexed(tmp_path / "ids").lengths.tolist() == [4, 2, 1]

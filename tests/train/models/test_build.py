@@ -9,7 +9,7 @@ import torch
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.models.build import check_fits, transformers_config
-from tests.train.engines.runs import LLAMA, job_of
+from tests.train.models.runs import LLAMA, job_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,8 +5,7 @@ import torch
 
 from megatron_fsdp.train.models.build import model_flops
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import World, resolve
 
 LAYERS, WIDTH, HEADS, INNER, IDS, LENGTH = 2, 32, 4, 48, 64, 16
 FLAGS = (

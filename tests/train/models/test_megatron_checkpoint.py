@@ -30,7 +30,7 @@ from tests.support.torch_dist import (
     parameter_shapes,
     write_torch_dist,
 )
-from tests.train.engines.runs import (
+from tests.train.models.runs import (
     DECODER,
     IDS,
     NoCheckpoints,

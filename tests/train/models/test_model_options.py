@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.command_line import Layer, assemble, find_preset
-from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.resolve import resolve
-from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, job_of
+from megatron_fsdp.train.options.command_line import PRESETS, Layer, assemble
+from megatron_fsdp.train.options.job import World, resolve
+from tests.train.models.runs import DECODER, LLAMA, MIXTRAL, job_of
 
 FSDP2 = {"use_torch_fsdp2": True}
 SHARDED = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
@@ -20,8 +19,8 @@ HF = {"hf_config": "folder", "seq_length": 8, "micro_batch_size": 1, "train_iter
     [
         ({**HF, "hidden_size": 8, "swiglu": True}, "--hidden-size, --swiglu: the shape is that of --hf-config"),
         ({**HF, "transformer_impl": "local"}, "--transformer-impl local contradicts --hf-config"),
-        ({**DECODER, "num_experts": 4}, "--num-experts 4: the decoder of this package has no experts"),
-        ({**DECODER, "position_embedding_type": "learned_absolute", "rotary_base": 5.0}, "--rotary-base 5.0 does noth"),
+        ({**DECODER, "num_experts": 4}, "--num-experts does nothing without --transformer-impl"),
+        ({**DECODER, "position_embedding_type": "learned_absolute", "rotary_base": 5.0}, "--rotary-base does nothing"),
         ({**DECODER, "max_position_embeddings": 4}, "--seq-length 8 is more than --max-position-embeddings 4"),
         ({**LLAMA, "normalization": "LayerNorm", "swiglu": False}, "give --normalization RMSNorm --swiglu too"),
         ({**LLAMA, "position_embedding_type": "learned_absolute"}, "give --position-embedding-type rope too"),
@@ -63,10 +62,10 @@ def test_refused(values: dict[str, Any], message: str) -> None:
 
 
 def test_the_shape_of_a_preset_gives_way_to_a_configuration() -> None:
-    layers = (Layer("preset tiny", find_preset("tiny")), Layer("command line", {"hf_config": "folder"}))
+    layers = (Layer("preset tiny", PRESETS["tiny"]), Layer("command line", {"hf_config": "folder"}))
     assert resolve(assemble(layers), World(2, "cpu")).options.model.hf_config is not None
 
 
 def test_a_preset_can_be_a_model_of_transformers() -> None:
-    layers = (Layer("preset tiny", find_preset("tiny")), Layer("command line", {"transformer_impl": "transformers"}))
+    layers = (Layer("preset tiny", PRESETS["tiny"]), Layer("command line", {"transformer_impl": "transformers"}))
     assert resolve(assemble(layers), World(2, "cpu")).options.model.qk_layernorm

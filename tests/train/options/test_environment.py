@@ -5,10 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.checks import check_environment
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import Job, World, check_environment, resolve
 
 CUDA, CPU = World(4, "cuda"), World(4, "cpu")
 UNITS, BUCKETS = "--preset tiny", "--preset tiny --no-use-megatron-fsdp"

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.options import OPTIONS, in_flags
+from megatron_fsdp.train.options.checks import parse_split
 from megatron_fsdp.train.options.command_line import PRESETS, parse_options
-from megatron_fsdp.train.options.job import Job, Split, World, parse_split
-from megatron_fsdp.train.options.options import OPTIONS, in_flags
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import Job, World, resolve
 
 RUN = "--preset tiny"
 IDS = "--tokenizer-type NullTokenizer --data-path ids"
@@ -32,24 +31,6 @@ def test_a_preset_is_fully_sharded_in_its_dtype(preset: str, dtype: torch.dtype)
     assert (job.dtype, job.precision.grad_comm) == (dtype, dtype)
 
 
-def test_options_win_over_the_preset() -> None:
-    words = "--preset tiny --train-iters 7 --micro-batch-size 3 --seq-length 32 --lr 0.5 --lr-warmup-iters 2"
-    job = job_of(words)
-    assert (job.train_iters, job.batch.micro, job.seq_length) == (7, 3, 32)
-    assert (job.schedule.peak, job.schedule.warmup_steps) == (0.5, 2)
-    assert job.dtype is torch.float32
-    assert job.options.model.hidden_size == PRESETS["tiny"]["hidden_size"]
-    assert job.options.origins["lr"] == "command line"
-    assert job.options.origins["hidden_size"] == "preset tiny"
-
-
-@pytest.mark.parametrize("strategy", ShardingStrategy)
-def test_each_strategy_has_a_name_and_a_number(strategy: ShardingStrategy) -> None:
-    for word in (strategy.name, str(strategy.value)):
-        job = job_of(f"{RUN} --data-parallel-sharding-strategy {word}")
-        assert job.ddp.data_parallel_sharding_strategy == strategy.name
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_each_preset_trains_on_any_ranks_without_a_notice(preset: str, ranks: int) -> None:
@@ -64,8 +45,6 @@ REFUSED = {
     "--clip-grad inf": "invalid --clip-grad inf: give a finite number, 0 or more",
     "--adam-beta1 1": "invalid --adam-beta1 1: give 0 or more, and less than 1",
     "--exit-duration-in-mins 0": "invalid --exit-duration-in-mins 0: give a number above 0",
-    "--distributed-timeout-minutes 1e9": "invalid --distributed-timeout-minutes 1e9: give at most",
-    "--distributed-timeout-minutes 600000": "invalid --distributed-timeout-minutes 600000: give at most 525600",
     "--train-iters many": "invalid --train-iters many: give a whole number",
     "--train-iters 1_": "invalid --train-iters 1_: give a whole number",
     f"--train-iters {'9' * 50}": "invalid --train-iters 999999",
@@ -83,7 +62,7 @@ REFUSED = {
     "--global-batch-size 2": "--global-batch-size 2 is less than --micro-batch-size 4",
     "--tensor-model-parallel-size 3": "4 ranks cannot be cut into tensor 3 x pipeline 1 x context 1 = 3",
     "--num-distributed-optimizer-instances 3": "--num-distributed-optimizer-instances 3 does not divide the 4",
-    "--ckpt-format torch": "--ckpt-format torch is not written or read in training",
+    "--ckpt-format torch": "invalid --ckpt-format torch: give one of fsdp_dtensor",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2": (
         "--recompute-method uniform --recompute-num-layers 2 is not possible"
     ),
@@ -126,7 +105,6 @@ REFUSED = {
         "--ddp-reduce-scatter-with-fp32-accumulation does nothing here, since gradients travel in float32"
     ),
     "--outer-dp-sharding-strategy optim": "--outer-dp-sharding-strategy optim has no effect with",
-    "--export-hf x": "--export-hf x: transformers has no class for the decoder of this package",
     # text
     "--split 1": "invalid --split 1: give",
     "--tokenizer-type HuggingFaceTokenizer": (
@@ -137,36 +115,18 @@ REFUSED = {
         "--tokenizer-model does nothing without --tokenizer-type HuggingFaceTokenizer"
     ),
     "--tokenizer-type NullTokenizer --data-path x": "--tokenizer-type NullTokenizer needs --vocab-size: give how many",
-    "--tokenizer-type NullTokenizer --vocab-size 9": (
-        "--tokenizer-type NullTokenizer needs --data-path: give the prefix"
-    ),
     "--vocab-size 300": "--vocab-size does nothing without --tokenizer-type bpe or NullTokenizer",
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --vocab-size 9": (
         "--vocab-size does nothing without --tokenizer-type bpe or NullTokenizer"
     ),
     "--tokenizer-type bpe --vocab-size 256": "--vocab-size 256 is less than the 256 bytes and the end of a text",
-    f"{IDS} --vocab-size {2**31 + 1}": f"invalid --vocab-size {2**31 + 1}: give at most {2**31}",
-    f"{IDS} --vocab-size 9 --eod-mask-loss": "--eod-mask-loss does nothing with --tokenizer-type NullTokenizer",
+    f"{IDS} --vocab-size 9 --eod-mask-loss": "--eod-mask-loss does nothing without --tokenizer-type byte or bpe",
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_not_possible_or_does_nothing_is_refused_by_its_flag(words: str) -> None:
     assert refusal(f"{RUN} {words}").startswith(REFUSED[words])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--tokenizer-type byte --eod-mask-loss",
-        "--tokenizer-type bpe --vocab-size 257",
-        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model folder",
-        f"{IDS} --vocab-size 10",
-        "--exit-duration-in-mins inf",
-    ],
-)
-def test_what_goes_together_passes(words: str) -> None:
-    assert job_of(f"{RUN} {words}").train_iters == 30
 
 
 @pytest.mark.parametrize(
@@ -216,26 +176,9 @@ def test_contradictions_name_both(words: str, first: str, second: str) -> None:
                 "--micro-batch-size 4 x 4 data-parallel ranks"
             ),
         ),
-        (
-            "--use-distributed-optimizer",
-            (
-                "--use-distributed-optimizer has no effect: --data-parallel-sharding-strategy optim_grads_params "
-                "shards the optimizer in any case"
-            ),
-        ),
-        (
-            "--no-overlap-grad-reduce",
-            (
-                "--no-overlap-grad-reduce has no effect: --data-parallel-sharding-strategy optim_grads_params reduces "
-                "gradients during backward in any case"
-            ),
-        ),
-        (
-            "--no-overlap-param-gather",
-            (
-                "--no-overlap-param-gather has no effect: --data-parallel-sharding-strategy optim_grads_params gathers "
-                "weights ahead in any case"
-            ),
+        *(
+            (flag, f"{flag} has no effect: --data-parallel-sharding-strategy optim_grads_params implies it")
+            for flag in ("--no-use-distributed-optimizer", "--no-overlap-grad-reduce", "--no-overlap-param-gather")
         ),
     ],
 )
@@ -298,21 +241,16 @@ def test_messages_about_fields_speak_of_flags(message: str, expected: str) -> No
     assert in_flags(message) == expected
 
 
-def test_a_seed_is_what_generators_take() -> None:
-    assert job_of(f"{RUN} --seed {2**63 - 1}").options.training.seed == 2**63 - 1
-    assert refusal(f"{RUN} --seed {2**63}") == f"invalid --seed {2**63}: give 0 to {2**63 - 1}"
-
-
 @pytest.mark.parametrize(
     ("text", "split"),
     [
-        ("95,5", Split(0.95, 0.05)),
-        ("1,3", Split(0.25, 0.75)),
-        ("0.5, 0.25, 0.25", Split(0.5, 0.25, 0.25)),
-        ("969,30,1", Split(0.969, 0.03, 0.001)),
+        ("95,5", (0.95, 0.05, 0)),
+        ("1,3", (0.25, 0.75, 0)),
+        ("0.5, 0.25, 0.25", (0.5, 0.25, 0.25)),
+        ("969,30,1", (0.969, 0.03, 0.001)),
     ],
 )
-def test_splits_are_shares(text: str, split: Split) -> None:
+def test_splits_are_shares(text: str, split: tuple[float, ...]) -> None:
     assert parse_split(text) == split
 
 

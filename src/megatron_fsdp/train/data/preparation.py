@@ -1,63 +1,74 @@
-"""Prepares data: texts become a pair of Megatron's token files once on each machine; all ranks split it alike."""
+"""Prepares data: documents that `--data-path` names become a pair of Megatron's token files, once on each machine.
+
+Documents are read piece by piece, so that no more than a piece of a file is held in memory; all ranks split the tokens
+alike.
+"""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import math
+import os
+import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megatron_fsdp.checkpoint.store import MARK_OF_WHOLE, POINTER
 from megatron_fsdp.comm.agreement import by_value, gather_objects, together
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.data.sources import Piece, Source, Texts, find_source
-from megatron_fsdp.train.data.token_file import (
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.train.data.tokens import (
     Indexed,
+    TokenArray,
+    TokenData,
     TokenFile,
     bin_of,
     digest,
     dtype_for,
-    npy_tokens,
+    idx_of,
     open_indexed,
     write_index,
 )
-from megatron_fsdp.train.data.tokenizer import (
-    BPE_VOCAB_SIZE,
-    ByteTokenizer,
-    PieceTokenizer,
-    load_tokenizer,
-    tokenizer_files,
-    train_bpe,
-)
 from megatron_fsdp.train.failures import telling_of_memory
-from megatron_fsdp.train.options.job import Job, Split, parse_split
-from megatron_fsdp.train.options.options import Options
+from megatron_fsdp.train.options import Options
+from megatron_fsdp.train.options.checks import parse_split
+from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank, work_on_machines
 
 VERSION = 5  # of the folder of tokens; raise it when the same text gives other tokens
 PREFIX = "tokens"  # of the pair in this folder
 SIDE_FILE = "tokens.json"
 TOKENIZER_FILE = "tokenizer.json"
-SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
 _BATCH = 2**23  # characters encoded in one go
 
+LIBRARY_BYTES = 24 * 1024**2  # of the default text: seconds of tokenizing
+PIECE = 2**20  # characters; a longer file is tokenized in pieces that end with a line where there is one
+SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+_TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+_MADE_BY_RUNS = frozenset({"applied.json", SIDE_FILE, MARK_OF_WHOLE})
+"""A folder with one of these holds results of a run, its tokens, or a checkpoint."""
+_DATASET_MARKS = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})
+_BEGINNING = 2**16  # bytes of a file that tell whether it is text
+_ROWS = 256  # of a data set, read in one go
 
-@dataclass(frozen=True)
-class TokenData:
-    """The text as token ids, in files that ranks of a machine map into the same memory."""
+BPE_VOCAB_SIZE = 8192
+SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
+END_OF_TEXT = "<|end|>"
+ENDS = (END_OF_TEXT, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
+"""End-of-text tokens to look for, in this order, in tokenizers that do not name theirs."""
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
-    training: TokenFile
-    held_out: TokenFile
-    vocab_size: int
-    end_id: int | None  # of the token that ends a text; None: not known
-    checksum: str  # of all ids, whatever their dtype
-    notes: tuple[str, ...] = ()  # what a person should know of the preparation
+Piece = tuple[str, bool]
+"""A part of a document, not empty, and whether the document ends with it."""
 
 
 def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
@@ -89,15 +100,291 @@ def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
 
     The folder is named by a hash of everything that decides them: files and tokenizer.
     """
-    data, reporting = options.data, options.reporting
-    written = (folder, data.data_cache_path, options.checkpoint.save, reporting.tensorboard_dir)
-    source = find_source(data.data_path, {path.absolute() for path in written if path is not None})
-    model = None
+    data = options.data
+    source, model = find_source(data.data_path), None
     if data.tokenizer_model is not None:
         model = [hashlib.sha256(file.read_bytes()).hexdigest() for file in tokenizer_files(data.tokenizer_model)]
     facts = [VERSION, source.listing(), data.json_key, data.tokenizer_type, data.vocab_size, model]
     name = f"tokens-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     return (data.data_cache_path or folder) / name, source
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files or data set that `--data-path` names."""
+
+    kind: Literal["texts", "dataset", "indexed"]  # a folder that `datasets` wrote; a pair of Megatron's token files
+    root: Path  # what was named; of a pair, its prefix
+    files: tuple[Path, ...]  # in an order that depends on names only
+
+    def listing(self) -> list[tuple[str, int, int]]:
+        """Return path, size in bytes and time of the last change (ns) of every file."""
+        states = [(file.absolute(), file.stat()) for file in self.files]
+        return [(str(path), state.st_size, state.st_mtime_ns) for path, state in states]
+
+
+def find_source(path: Path | None) -> Source:
+    """Find what a path names, or without one the Python standard library; only names and sizes are read."""
+    if path is None:
+        return _library()
+    is_half = path.suffix in (".bin", ".idx") and path.is_file()
+    prefix = path.with_suffix("") if is_half else path
+    if is_half or (not path.exists() and idx_of(prefix).is_file()):
+        return Source("indexed", prefix, (bin_of(prefix), idx_of(prefix)))
+    if not path.exists():
+        raise ConfigurationError(
+            f"--data-path {path} does not exist: give a text file, a folder of texts or JSON lines, a folder that "
+            "`datasets` saved, or the prefix of a .bin and .idx"
+        )
+    if path.is_file():
+        return Source("texts", path, (path,))
+    if not path.is_dir():
+        raise ConfigurationError(f"--data-path {path} is a device, pipe or socket: give a file or a folder")
+    if any(mark <= {file.name for file in path.iterdir()} for mark in _DATASET_MARKS):
+        return Source("dataset", path, tuple(sorted(file for file in path.rglob("*") if file.is_file())))
+    return Source("texts", path, tuple(_walk(path)))
+
+
+def _walk(folder: Path, skipped: frozenset[str] = SKIPPED_FOLDERS) -> Iterator[Path]:
+    """Yield the files below a folder in the order of their names; hidden ones and what runs made are left out.
+
+    Links to folders are followed; a folder that is reached more than once, as by a link in a circle, is entered once.
+    """
+    seen = set[str]()
+    for place, subfolders, names in os.walk(folder, followlinks=True):
+        here = os.path.realpath(place)
+        is_made = place != str(folder) and not _MADE_BY_RUNS.isdisjoint(names)
+        if here in seen or is_made:
+            subfolders.clear()
+            continue
+        seen.add(here)
+        subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
+        files = (Path(place, name) for name in sorted(names) if not name.startswith(".") and name != POINTER)
+        yield from (file for file in files if file.exists())  # some are links to nothing
+
+
+def _library() -> Source:
+    root, left = Path(sysconfig.get_paths()["stdlib"]), LIBRARY_BYTES
+    files = []
+    for file in _walk(root, SKIPPED_FOLDERS | _TEST_FOLDERS):
+        size = file.stat().st_size
+        if file.suffix == ".py" and size <= left:
+            files.append(file)
+            left -= size
+    return Source("texts", root, tuple(files))
+
+
+@dataclass
+class Texts:
+    """The texts of files or of a data set, in the order of the names of files; can be iterated again."""
+
+    source: Source
+    json_key: str  # field, or column, of the text
+    skipped: list[Path] = field(default_factory=list)  # no UTF-8, in the last iteration
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield the pieces of one document after another."""
+        self.skipped = []
+        if self.source.kind == "dataset":
+            for rows in _dataset_column(self.source.root, self.json_key).iter(batch_size=_ROWS):
+                yield from ((text, True) for text in rows[self.json_key] if text)
+            return
+        for file in self.source.files:
+            if _is_json_lines(file):
+                yield from ((text, True) for text in _json_texts(file, self.json_key) if text)
+            elif _is_text(file):
+                yield from _pieces(file)
+            elif file == self.source.root:
+                raise ConfigurationError(f"--data-path {file} is no UTF-8 text: give a text file, or token ids")
+            else:
+                self.skipped.append(file)
+
+    @property
+    def size(self) -> int:
+        """Approximate size of the text in bytes."""
+        if self.source.kind == "dataset":
+            return int(_dataset_column(self.source.root, self.json_key).data.nbytes)
+        return sum(size for _, size, _ in self.source.listing())
+
+
+def _is_text(file: Path) -> bool:
+    """Return whether a file can be read and begins as UTF-8 without a NUL; a pipe, which might never end, is none."""
+    try:
+        if not file.is_file():
+            return False
+        with file.open("rb") as opened:
+            text = codecs.getincrementaldecoder("utf-8")().decode(opened.read(_BEGINNING))
+    except (OSError, UnicodeDecodeError):
+        return False
+    return "\0" not in text
+
+
+def _pieces(file: Path) -> Iterator[Piece]:
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as opened:  # a byte order mark is no text
+        text = opened.read(PIECE) + opened.readline(PIECE)
+        while text:
+            following = opened.read(PIECE) + opened.readline(PIECE)
+            yield text, not following
+            text = following
+
+
+def _is_json_lines(file: Path) -> bool:
+    """Return whether a file is named .jsonl, or is named .json and begins with an object on one line."""
+    kind = file.suffix.lower()
+    if kind != ".json" or not file.is_file():
+        return kind == ".jsonl" and file.is_file()
+    try:
+        with file.open("rb") as opened:
+            return isinstance(json.loads(opened.readline()), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _json_texts(file: Path, key: str) -> Iterator[str]:
+    """Yield the texts of a file with a JSON object on each line; refuse any other line by its number."""
+    with file.open("rb") as opened:
+        for number, line in enumerate(opened, 1):
+            if line.strip():
+                yield _text_of(line, key, f"line {number} of {file}")
+
+
+def _text_of(line: bytes, key: str, place: str) -> str:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{place} is not JSON ({error}): give one object a line") from None
+    text = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(text, str):
+        fields = [name for name, value in found.items() if isinstance(value, str)] if isinstance(found, dict) else []
+        raise ConfigurationError(f"{place} has no text in the field {key!r}: give --json-key {_one_of(fields)}")
+    # JSON can say what text cannot have: half of a pair of surrogates, and NUL, which would end it.
+    return text.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return "with one of " + ", ".join(map(repr, names)) if names else "with a field that holds text"
+
+
+def _dataset_column(folder: Path, key: str) -> Any:
+    """Return the text column of a saved data set; of several splits, that of `train`."""
+    datasets: Any = require("datasets", f"--data-path {folder}", instead="give text, JSON lines or token ids")
+    try:
+        found: Any = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"--data-path {folder} cannot be read by `datasets` ({error!r}), as where it has no rows: save it anew"
+        ) from None
+    if isinstance(found, datasets.DatasetDict):
+        part = "train" if "train" in found else next(iter(found)) if len(found) == 1 else None
+        if part is None:
+            raise ConfigurationError(
+                f"--data-path {folder} has the parts {', '.join(found)} and none is called train: give the folder of "
+                "one of them"
+            )
+        found = found[part]
+    texts = [name for name, kind in found.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
+    if key not in texts:
+        raise ConfigurationError(
+            f"--data-path {folder} has no text in a column {key!r}: give --json-key {_one_of(texts)}"
+        )
+    return found.select_columns([key])
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+class ByteTokenizer:
+    """Every byte is a token; NUL, which text does not contain, ends a text."""
+
+    vocab_size = 256
+    end_id = 0
+
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Return the UTF-8 bytes of each text (uint8), without the end-of-text token."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def save(self, path: Path) -> None:
+        """Do nothing: bytes need no file."""
+
+
+class PieceTokenizer:
+    """A tokenizer of the library and the token that ends a text; `vocab_size` is one more than the largest id."""
+
+    def __init__(self, tokenizer: Tokenizer, end: str) -> None:
+        """Wrap a tokenizer that has the token `end`; its truncation and padding are switched off."""
+        self._tokenizer = tokenizer
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        ids = tokenizer.get_vocab(with_added_tokens=True)
+        self.end_id, self.vocab_size = ids[end], max(ids.values()) + 1
+
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Return the ids of each text without an end-of-text token, in the smallest dtype that holds them."""
+        dtype = dtype_for(self.vocab_size)
+        return [np.array(found.ids, dtype) for found in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer as JSON."""
+        self._tokenizer.save(str(path))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int = BPE_VOCAB_SIZE) -> PieceTokenizer:
+    """Train a byte-level BPE (Sennrich et al. 2016) of at most `vocab_size` tokens; small texts give fewer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PieceTokenizer(tokenizer, END_OF_TEXT)
+
+
+def load_tokenizer(path: Path) -> PieceTokenizer:
+    """Read a tokenizer.json, or a folder with one; nothing is downloaded or executed.
+
+    Settings beside it may say which token ends a text.
+    """
+    file = tokenizer_files(path)[0]
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  # the library raises nothing more special
+        raise ConfigurationError(f"--tokenizer-model {file} cannot be read ({error}): give a tokenizer.json") from None
+    for end in (*(_said_end(file.with_name(name)) for name in _SETTINGS), *ENDS):
+        if end is not None and tokenizer.token_to_id(end) is not None:
+            return PieceTokenizer(tokenizer, end)
+    raise ConfigurationError(
+        f"--tokenizer-model {file} has no token that ends a text: looked for eos_token in {' and '.join(_SETTINGS)} "
+        f"beside it, and for {', '.join(ENDS)}; add one of these"
+    )
+
+
+def tokenizer_files(path: Path) -> list[Path]:
+    """Return the files that decide a tokenizer: tokenizer.json first, and settings beside it."""
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigurationError(
+            f"--tokenizer-model {path} has no {TOKENIZER_FILE}: give such a file or a folder with one (AutoTokenizer "
+            "of transformers saves it), or --tokenizer-type byte, to train on bytes"
+        )
+    return [file, *(beside for name in _SETTINGS if (beside := file.with_name(name)).is_file())]
+
+
+def _said_end(path: Path) -> str | None:
+    """Return the `eos_token` of a settings file: a string, or an object with the string as `content`."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found: Any = settings.get("eos_token") if isinstance(settings, dict) else None
+    found = found.get("content") if isinstance(found, dict) else found
+    return found if isinstance(found, str) else None
 
 
 # ---- making tokens ---------------------------------------------------------------------------------------------------
@@ -129,38 +416,36 @@ def write_data(options: Options, folder: Path) -> None:
 def _write(options: Options, source: Source, folder: Path) -> None:
     texts = Texts(source, options.data.json_key)
     tokenizer = _tokenizer(options, texts)
-    vocab_size, end_id = (options.data.vocab_size or 0), None
+    vocab_size, end_id, notes = options.data.vocab_size or 0, None, list[str]()
     if tokenizer is not None:
         vocab_size, end_id = tokenizer.vocab_size, tokenizer.end_id
         tokenizer.save(folder / TOKENIZER_FILE)
-    notes = []
-    if tokenizer is not None and not source.has_ids:
+    if tokenizer is not None and source.kind != "indexed":
         encode_texts(texts, tokenizer, folder / PREFIX)
-        _require_texts(options, texts, bin_of(folder / PREFIX))
+        if bin_of(folder / PREFIX).stat().st_size == 0:
+            raise ConfigurationError(f"--data-path {source.root} holds no UTF-8 text: give a file or folder with some")
         if texts.skipped:
-            count = len(texts.skipped)
-            words = "file is" if count == 1 else "files are"
-            notes.append(f"{count} {words} no UTF-8 text and left out, first {texts.skipped[0]}")
-    checksum = digest(open_tokens(source, folder)[0], vocab_size)
+            notes.append(f"files left out, as they are no UTF-8 text: {len(texts.skipped)}, first {texts.skipped[0]}")
+    checksum = digest(open_tokens(source, folder).tokens, vocab_size)
     said = {"checksum": checksum, "vocab_size": vocab_size, "end_id": end_id, "notes": notes}
     (folder / SIDE_FILE).write_text(json.dumps(said, indent=2), encoding="utf-8")
 
 
 def _tokenizer(options: Options, texts: Texts) -> ByteTokenizer | PieceTokenizer | None:
     """Return what makes the tokens, or has made them; None: ids of which nothing is known."""
-    data, source = options.data, texts.source
+    data, root = options.data, texts.source.root
     if data.tokenizer_model is not None:
         return load_tokenizer(data.tokenizer_model)
-    takes_ids = data.tokenizer_type == "NullTokenizer"
-    if source.has_ids and not takes_ids:
+    has_ids, takes_ids = texts.source.kind == "indexed", data.tokenizer_type == "NullTokenizer"
+    if has_ids and not takes_ids:
         raise ConfigurationError(
-            f"--data-path {source.root} holds token ids, and --tokenizer-type {data.tokenizer_type} takes text: give "
+            f"--data-path {root} holds token ids, and --tokenizer-type {data.tokenizer_type} takes text: give "
             "--tokenizer-type NullTokenizer with --vocab-size, or HuggingFaceTokenizer with the one that made them"
         )
-    if takes_ids and not source.has_ids:
+    if takes_ids and not has_ids:
         raise ConfigurationError(
-            f"--data-path {source.root} is text, and --tokenizer-type NullTokenizer takes token ids: give "
-            "the prefix of a .bin and .idx, or an .npy; or another tokenizer"
+            f"--data-path {root} is text, and --tokenizer-type NullTokenizer takes token ids: give the prefix of a "
+            ".bin and .idx, or another tokenizer"
         )
     if takes_ids:
         return None
@@ -168,18 +453,6 @@ def _tokenizer(options: Options, texts: Texts) -> ByteTokenizer | PieceTokenizer
         return ByteTokenizer()
     every = max(1, math.ceil(texts.size / SAMPLE_BYTES))  # spread evenly
     return train_bpe((text for text, _ in islice(texts, 0, None, every)), data.vocab_size or BPE_VOCAB_SIZE)
-
-
-def _require_texts(options: Options, texts: Texts, tokens: Path) -> None:
-    """Refuse texts that give no tokens, and `--json-key` if no file has fields."""
-    root = texts.source.root
-    if tokens.stat().st_size == 0:
-        raise ConfigurationError(f"--data-path {root} holds no UTF-8 text: give a file or a folder with some")
-    if options.is_given("json_key") and not texts.uses_key:
-        raise ConfigurationError(
-            f"--json-key {texts.json_key} does nothing, since --data-path {root} holds no JSON lines and no data set: "
-            "leave it out"
-        )
 
 
 def encode_texts(texts: Iterable[Piece], tokenizer: ByteTokenizer | PieceTokenizer, prefix: Path) -> None:
@@ -200,16 +473,16 @@ def encode_texts(texts: Iterable[Piece], tokenizer: ByteTokenizer | PieceTokeniz
 
 
 def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+    """Yield consecutive pieces of about `_BATCH` characters together."""
     size = 0
-    for piece in texts:
-        batch.append(piece)
+
+    def number(piece: Piece) -> int:
+        nonlocal size
         size += len(piece[0])
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        return size // _BATCH
+
+    for _, batch in groupby(texts, number):
+        yield list(batch)
 
 
 # ---- reading tokens --------------------------------------------------------------------------------------------------
@@ -228,7 +501,7 @@ def read_data(job: Job, folder: Path) -> TokenData:
             f"{path} cannot be read ({error}): tokens are made by the first rank of each machine, so --out and "
             "--data-cache-path have to be folders that all ranks of a machine see; or it was damaged: remove its folder"
         ) from None
-    training, held_out = split_tokens(source, made, parse_split(options.data.split))
+    training, held_out = split_tokens(open_tokens(source, made), *parse_split(options.data.split))
     for name, file in (("training", training), ("held-out", held_out)):
         if file.count <= job.seq_length:
             raise ConfigurationError(
@@ -239,23 +512,18 @@ def read_data(job: Job, folder: Path) -> TokenData:
     return TokenData(training, held_out, vocab_size, end_id, checksum, tuple(notes))
 
 
-def open_tokens(source: Source, folder: Path) -> tuple[TokenFile, Indexed | None]:
-    """Return the ids of a source, or those that were made of it in a folder, and their pair of files."""
-    if source.kind == "npy":
-        return npy_tokens(source.root), None
-    pair = open_indexed(source.root if source.has_ids else folder / PREFIX)
-    return pair.tokens, pair
+def open_tokens(source: Source, folder: Path) -> Indexed:
+    """Return the pair of files of a source, or the one that was made of it in a folder."""
+    return open_indexed(source.root if source.kind == "indexed" else folder / PREFIX)
 
 
-def split_tokens(source: Source, folder: Path, split: Split) -> tuple[TokenFile, TokenFile]:
-    """Hold out the last documents, or the end of an .npy or of a single document; what is set aside comes after it."""
-    whole, pair = open_tokens(source, folder)
-    if pair is not None:
-        cut, stop = round(pair.documents * split.training), round(pair.documents * (1 - split.aside))
-        if 0 < cut < stop:
-            places = pair.document_start(cut), pair.document_start(stop)
-            return whole.part(0, places[0]), whole.part(*places)
-    used = whole.part(0, round(whole.count * (1 - split.aside)))
-    share = split.held_out / (split.training + split.held_out)
-    cut = used.count - min(used.count, max(1, round(used.count * share)))
+def split_tokens(pair: Indexed, trained: float, held_out: float, aside: float) -> tuple[TokenFile, TokenFile]:
+    """Hold out the last documents, or the end of a single document; what is set aside comes after it."""
+    whole = pair.tokens
+    cut, stop = round(pair.documents * trained), round(pair.documents * (1 - aside))
+    if 0 < cut < stop:
+        places = pair.document_start(cut), pair.document_start(stop)
+        return whole.part(0, places[0]), whole.part(*places)
+    used = whole.part(0, round(whole.count * (1 - aside)))
+    cut = used.count - min(used.count, max(1, round(used.count * held_out / (trained + held_out))))
     return used.part(0, cut), used.part(cut, used.count)

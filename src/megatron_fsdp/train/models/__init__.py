@@ -1,1 +1,1 @@
-"""The models that the trainer can build, and their FLOPs."""
+"""Builds the model of a run: a decoder of this package or one of transformers; shards it and steps it."""

@@ -13,9 +13,9 @@ from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.models import build_from_config, read_config
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape, next_token_loss, recompute
+from megatron_fsdp.train.options import ModelOptions, flag_for
 from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.options import ModelOptions
 
 
 def model_shape(options: ModelOptions, vocab_size: int) -> ModelShape:
@@ -64,11 +64,11 @@ def transformers_config(options: ModelOptions, vocab_size: int) -> Any:
     A shape becomes Llama, with experts Mixtral; with normalised queries and keys Qwen3, with experts Qwen3-MoE. Its
     vocabulary is that of the data, rounded up.
     """
-    source = options.hf_model or options.hf_config
+    source = options.source
     if source is None:
         return _config_of_shape(options, vocab_size)
     if not source.exists():
-        flag = "--hf-model" if options.hf_model is not None else "--hf-config"
+        flag = "--hf-model" if source == options.hf_model else "--hf-config"
         raise ConfigurationError(f"{flag} {source} does not exist: give a local folder or file of transformers")
     return read_config(source)
 
@@ -122,14 +122,12 @@ def _padded(vocab_size: int, options: ModelOptions) -> int:
 
 def _required_sizes(options: ModelOptions) -> tuple[int, int, int]:
     """Return layers, width and heads."""
-    sizes = (options.num_layers, options.hidden_size, options.num_attention_heads)
-    flags = ("--num-layers", "--hidden-size", "--num-attention-heads")
-    missing = [flag for flag, size in zip(flags, sizes, strict=True) if size is None]
-    if missing:
+    found = {name: getattr(options, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+    if missing := ", ".join(flag_for(name) for name, size in found.items() if size is None):
         raise ConfigurationError(
-            f"{', '.join(missing)} missing: give the shape of the model, a --preset, --hf-config or --hf-model"
+            f"{missing} missing: give the shape of the model, a --preset, --hf-config or --hf-model"
         )
-    num_layers, dim, num_heads = (size or 0 for size in sizes)
+    num_layers, dim, num_heads = found.values()
     return num_layers, dim, num_heads
 
 
@@ -159,20 +157,19 @@ def _config_of_shape(options: ModelOptions, vocab_size: int) -> Any:
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    if options.num_experts is None and options.qk_layernorm:
+        return transformers.Qwen3Config(**shape)
     if options.num_experts is None:
-        if options.qk_layernorm:
-            return transformers.Qwen3Config(**shape)
-        return transformers.LlamaConfig(
-            **shape, attention_bias=options.add_bias_linear, mlp_bias=options.add_bias_linear
-        )
-    expert, chosen = options.moe_ffn_hidden_size or inner, options.moe_router_topk
-    if options.qk_layernorm:
-        return transformers.Qwen3MoeConfig(
-            **shape,
-            num_experts=options.num_experts,
-            num_experts_per_tok=chosen,
-            moe_intermediate_size=expert,
-            norm_topk_prob=True,
-        )
-    shape["intermediate_size"] = expert
-    return transformers.MixtralConfig(**shape, num_local_experts=options.num_experts, num_experts_per_tok=chosen)
+        biases = options.add_bias_linear
+        return transformers.LlamaConfig(**shape, attention_bias=biases, mlp_bias=biases)
+    chosen = options.moe_router_topk
+    if not options.qk_layernorm:
+        shape["intermediate_size"] = options.moe_ffn_hidden_size or inner
+        return transformers.MixtralConfig(**shape, num_local_experts=options.num_experts, num_experts_per_tok=chosen)
+    return transformers.Qwen3MoeConfig(
+        **shape,
+        num_experts=options.num_experts,
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=options.moe_ffn_hidden_size or inner,
+        norm_topk_prob=True,
+    )

@@ -1,18 +1,16 @@
-"""Checks of options against each other, against the ranks, and against the environment; nothing is adjusted."""
+"""Checks of options against each other and against the ranks; nothing is adjusted."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require_installed
-from megatron_fsdp.train.options.job import Job, Sizes, World, parse_split
-from megatron_fsdp.train.options.options import OPTIONS, ModelOptions, Options, flag_for
+from megatron_fsdp.train.options import OPTIONS, ModelOptions, Options, flag_for
 
-_SMALLEST_BPE = 257  # 256 bytes and the end of a text
-_MOST_IDS = 2**31  # of the widest type that token files have, int32
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _TRACKERS = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 _ONLY_ROTARY = "--transformer-impl transformers builds Llama, Qwen3, Mixtral and Qwen3-MoE, which have"
 
@@ -20,6 +18,8 @@ SHAPE = ModelOptions.__dataclass_fields__.keys() - {"seq_length", "transformer_i
 """Options that a configuration of transformers sets."""
 
 NEEDS: Mapping[str, str] = {
+    "num_experts": "--transformer-impl transformers",
+    "rotary_base": "--position-embedding-type rope",
     "moe_router_topk moe_ffn_hidden_size": "--num-experts",
     "torch_fsdp2_no_reshard_after_forward": "--use-torch-fsdp2",
     "initial_loss_scale": "--fp16",
@@ -30,6 +30,7 @@ NEEDS: Mapping[str, str] = {
     "lr_decay_samples lr_warmup_samples lr_wsd_decay_samples": "--train-samples",
     "json_key data_cache_path": "--data-path",
     "tokenizer_model": "--tokenizer-type HuggingFaceTokenizer",
+    "eod_mask_loss": "--tokenizer-type byte or bpe or HuggingFaceTokenizer",
     "vocab_size": "--tokenizer-type bpe or NullTokenizer",
     "save_interval keep_last async_save no_save_optim no_save_rng max_failed_saves max_restarts": "--save",
     "finetune no_load_optim no_load_rng strict_fsdp_dtensor_load verify_integrity": "--load",
@@ -81,9 +82,25 @@ _TOLD: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
 """(options, when they have no effect, why): cases of common scripts, accepted with a notice."""
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Ranks of each kind of parallelism; their product is the number of ranks, experts lie across data ranks."""
+
+    data: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def is_data_only(self) -> bool:
+        """Whether there is only data parallelism."""
+        return self.tensor == self.pipeline == self.context == self.expert == 1
+
+
 def check_options(options: Options) -> None:
     """Check that options fit together, and that none is given that has no effect; raise the first problem."""
-    for check in (_idle, _contradictory, _wrong_data, _wrong_checkpoints, _wrong_model, _wrong_recomputation):
+    for check in (_wrong_source, _idle, _contradictory, _wrong_data, _wrong_checkpoints, _wrong_model):
         for problem in check(options):
             raise ConfigurationError(problem)
 
@@ -136,40 +153,41 @@ def _wrong_checkpoints(options: Options) -> Iterator[str]:
             f"--finetune with one folder for --load and --save ({checkpoint.save}) would tune again from what it has "
             "saved itself, every time it is started: give another folder to --save"
         )
-    if checkpoint.ckpt_format != "fsdp_dtensor":
-        yield (
-            f"--ckpt-format {checkpoint.ckpt_format} is not written or read in training: leave it at "
-            "fsdp_dtensor, and convert a torch_dist checkpoint first with tools/checkpoint/checkpoint_inspector.py"
-        )
-    if checkpoint.export_hf is not None and not uses_transformers(options.model):
-        yield (
-            f"--export-hf {checkpoint.export_hf}: transformers has no class for the decoder of this package; give "
-            "--transformer-impl transformers, --hf-config or --hf-model, or leave it out"
-        )
 
 
 def _wrong_data(options: Options) -> Iterator[str]:
     """Check split, tokenizer and number of tokens; files are checked later."""
     data = options.data
     parse_split(data.split)
-    kind, size = data.tokenizer_type, data.vocab_size
-    if kind == "HuggingFaceTokenizer" and data.tokenizer_model is None:
+    if data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is None:
         yield (
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: give a tokenizer.json, or a folder with one"
         )
-    if kind == "NullTokenizer" and size is None:
+    if data.tokenizer_type == "NullTokenizer" and data.vocab_size is None:
         yield "--tokenizer-type NullTokenizer needs --vocab-size: give how many token ids there are"
-    if kind == "bpe" and size is not None and size < _SMALLEST_BPE:
-        yield f"--vocab-size {size} is less than the 256 bytes and the end of a text: give {_SMALLEST_BPE} or more"
-    if size is not None and size > _MOST_IDS:
-        yield f"invalid --vocab-size {size}: give at most {_MOST_IDS}"
-    if kind == "NullTokenizer" and data.data_path is None:
-        yield "--tokenizer-type NullTokenizer needs --data-path: give the prefix of a .bin and .idx, or an .npy"
-    if kind == "NullTokenizer" and data.eod_mask_loss:
-        yield (
-            "--eod-mask-loss does nothing with --tokenizer-type NullTokenizer, which knows no end of a text: leave it "
-            "out, or give the tokenizer that made the ids"
+    if data.tokenizer_type == "bpe" and data.vocab_size is not None and data.vocab_size <= 256:
+        yield f"--vocab-size {data.vocab_size} is less than the 256 bytes and the end of a text: give 257 or more"
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Parse `--split`: two or three numbers, in any unit.
+
+    Returns:
+        Shares, which add up to 1: to train on, to hold out, and for a later test, which is not read.
+    """
+    try:
+        parts = [float(part) for part in text.split(",")]
+    except ValueError:
+        parts = []
+    total = sum(parts)
+    is_possible = len(parts) in (2, 3) and all(part >= 0 for part in parts) and 0 < total < math.inf
+    if not is_possible or min(part / total for part in parts[:2]) <= 0:
+        raise ConfigurationError(
+            f"invalid --split {text}: give two numbers above 0, to train on and to hold out, such as 95,5, and "
+            "a third for what is left aside, if you like"
         )
+    training, held_out, aside = (part / total for part in (*parts, 0.0)[:3])
+    return training, held_out, aside
 
 
 def uses_transformers(model: ModelOptions) -> bool:
@@ -196,29 +214,10 @@ def require_packages(options: Options) -> None:
             require_installed(package, flag_for(name), instead="leave it out")
 
 
-def _wrong_model(options: Options) -> Iterator[str]:
-    """Refuse options that the model cannot honour, or that have no effect."""
-    model = options.model
-    if model.source is not None:
-        yield from _shape_beside_configuration(options)
-    elif model.transformer_impl == "transformers":
-        yield from _wrong_family(model)
-    elif model.num_experts is not None:
-        yield (
-            f"--num-experts {model.num_experts}: the decoder of this package has no experts; give "
-            "--transformer-impl transformers"
-        )
-    elif options.is_chosen("rotary_base") and model.position_embedding_type != "rope":
-        yield (
-            f"--rotary-base {model.rotary_base} does nothing with learned positions: give "
-            "--position-embedding-type rope, or leave it out"
-        )
-    limit, length = model.max_position_embeddings, model.seq_length
-    if limit is not None and length is not None and length > limit:
-        yield f"--seq-length {length} is more than --max-position-embeddings {limit}: give samples that fit"
-
-
-def _shape_beside_configuration(options: Options) -> Iterator[str]:
+def _wrong_source(options: Options) -> Iterator[str]:
+    """Refuse a shape beside a configuration of transformers."""
+    if options.model.source is None:
+        return
     source = flag_for("hf_config" if options.model.hf_config is not None else "hf_model")
     said = [flag_for(name) for name in ModelOptions.__dataclass_fields__ if name in SHAPE and options.is_chosen(name)]
     if said:
@@ -230,30 +229,19 @@ def _shape_beside_configuration(options: Options) -> Iterator[str]:
         yield f"--transformer-impl local contradicts {source}, whose classes are those of transformers: leave it out"
 
 
-def _wrong_family(model: ModelOptions) -> Iterator[str]:
-    """Refuse what families of transformers that are built from a shape cannot vary."""
-    wanted = {
-        "--position-embedding-type rope": model.position_embedding_type == "rope",
-        "--normalization RMSNorm": model.normalization == "RMSNorm",
-        "--swiglu": model.swiglu,
-    }
-    missing = [flag for flag, is_given in wanted.items() if not is_given]
-    if missing:
+def _wrong_model(options: Options) -> Iterator[str]:
+    """Refuse options that the model cannot honour, or that have no effect."""
+    model, training = options.model, options.training
+    if model.source is None and model.transformer_impl == "transformers":
+        yield from _wrong_family(model)
+    if options.parallel.use_torch_fsdp2 and options.optimizer.optimizer in ("muon", "adamw8bit"):
         yield (
-            f"{_ONLY_ROTARY} rotary positions, RMSNorm and SwiGLU only: give {' '.join(missing)} too, or "
-            "--transformer-impl local"
+            f"--optimizer {options.optimizer.optimizer} does not step the shards of --use-torch-fsdp2: give "
+            "--optimizer adam or sgd, or shard with --use-megatron-fsdp"
         )
-    if model.add_bias_linear and (model.qk_layernorm or model.num_experts is not None):
-        yield f"{_ONLY_ROTARY} biases only without --qk-layernorm and --num-experts: give --disable-bias-linear"
-    if model.num_experts is not None and model.moe_router_topk > model.num_experts:
-        yield (
-            f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}: give as many "
-            "or fewer"
-        )
-
-
-def _wrong_recomputation(options: Options) -> Iterator[str]:
-    training, model = options.training, options.model
+    limit, length = model.max_position_embeddings, model.seq_length
+    if limit is not None and length is not None and length > limit:
+        yield f"--seq-length {length} is more than --max-position-embeddings {limit}: give samples that fit"
     layers, first = model.num_layers, training.recompute_num_layers
     if training.recompute_method == "uniform" and first != 1:
         yield (
@@ -265,8 +253,25 @@ def _wrong_recomputation(options: Options) -> Iterator[str]:
             "--recompute-granularity selective is not offered for models of transformers, whose attention is not cut "
             "into core and projections: give --recompute-granularity full"
         )
-    if layers is not None and first is not None and first > layers and model.source is None:
+    if layers is not None and first is not None and first > layers:
         yield f"--recompute-num-layers {first} is more than --num-layers {layers}: give as many or fewer"
+
+
+def _wrong_family(model: ModelOptions) -> Iterator[str]:
+    """Refuse what families of transformers that are built from a shape cannot vary."""
+    wanted = {
+        "--position-embedding-type rope": model.position_embedding_type == "rope",
+        "--normalization RMSNorm": model.normalization == "RMSNorm",
+        "--swiglu": model.swiglu,
+    }
+    if missing := " ".join(flag for flag, is_given in wanted.items() if not is_given):
+        yield (
+            f"{_ONLY_ROTARY} rotary positions, RMSNorm and SwiGLU only: give {missing} too, or --transformer-impl local"
+        )
+    if model.add_bias_linear and (model.qk_layernorm or model.num_experts is not None):
+        yield f"{_ONLY_ROTARY} biases only without --qk-layernorm and --num-experts: give --disable-bias-linear"
+    if model.num_experts is not None and model.moe_router_topk > model.num_experts:
+        yield f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}: give fewer"
 
 
 def check_sizes(options: Options, sizes: Sizes) -> None:
@@ -274,59 +279,59 @@ def check_sizes(options: Options, sizes: Sizes) -> None:
 
     What only the configuration of a model of transformers tells, such as its heads, is checked when the model is cut.
     """
-    model, length, cuts_sequence = options.model, options.model.seq_length, options.parallel.sequence_parallel
+    for problem in _wrong_sizes(options, sizes):
+        raise ConfigurationError(problem)
+
+
+def _wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
+    model, length, cuts_sequence = options.model, options.model.seq_length or 0, options.parallel.sequence_parallel
     if cuts_sequence and sizes.tensor == 1:
-        raise ConfigurationError(
-            "--sequence-parallel does nothing with --tensor-model-parallel-size 1: give both or neither"
-        )
+        yield "--sequence-parallel does nothing with --tensor-model-parallel-size 1: give both or neither"
     if sizes.is_data_only:
         return
+    if options.training.deterministic is not None:
+        yield (
+            "--deterministic world holds for data parallelism alone, since others cut sums inside of the model: leave "
+            "their sizes at 1"
+        )
     if not uses_transformers(model):
-        raise ConfigurationError(
+        yield (
             "the decoder of this package is not cut over tensor-, pipeline-, context- or expert-parallel ranks: give "
             "--transformer-impl transformers, --hf-config or --hf-model"
         )
+    if (sizes.data * sizes.context) % sizes.expert:
+        yield (
+            f"--expert-model-parallel-size {sizes.expert} does not divide the {sizes.data * sizes.context} "
+            "data-parallel ranks (context-parallel ones counted): give one that does"
+        )
     if sizes.expert > 1 and sizes.tensor > 1:
-        raise ConfigurationError(
+        yield (
             f"--expert-model-parallel-size {sizes.expert} does not go with --tensor-model-parallel-size "
             f"{sizes.tensor}, whose ranks share out the experts by themselves: give one of the two"
         )
     if options.ddp.num_distributed_optimizer_instances > 1 and max(sizes.context, sizes.expert) > 1:
-        raise ConfigurationError(
+        yield (
             "--num-distributed-optimizer-instances cuts the data-parallel ranks, which context-parallel ones "
             f"({sizes.context}) are among and expert-parallel ones ({sizes.expert}) lie across: give one instance, or "
             "no such ranks"
         )
-    if length is not None and length % (2 * sizes.context) and sizes.context > 1:
-        raise ConfigurationError(
+    if sizes.context > 1 and length % (2 * sizes.context):
+        yield (
             f"--seq-length {length} is no multiple of twice --context-parallel-size {sizes.context}, since ranks take "
             f"two pieces of a sequence each: give a multiple of {2 * sizes.context}"
         )
-    if cuts_sequence and length is not None and length % sizes.tensor:
-        raise ConfigurationError(
+    if cuts_sequence and length % sizes.tensor:
+        yield (
             f"--seq-length {length} is no multiple of --tensor-model-parallel-size {sizes.tensor}, over which "
             "--sequence-parallel cuts it: give a multiple"
         )
     if model.source is None and model.num_layers is not None and model.num_layers < sizes.pipeline:
-        raise ConfigurationError(
+        yield (
             f"--pipeline-model-parallel-size {sizes.pipeline} is more than --num-layers {model.num_layers}: every "
             "stage needs a layer"
         )
     if model.source is None and sizes.expert > 1 and (model.num_experts is None or model.num_experts % sizes.expert):
-        raise ConfigurationError(
+        yield (
             f"--expert-model-parallel-size {sizes.expert} does not divide --num-experts {model.num_experts}: give a "
             "number of experts that it divides"
         )
-
-
-def check_environment(environment: Mapping[str, str], job: Job, world: World) -> tuple[str, ...]:
-    """Refuse one connection to a GPU with full sharding; return what has no effect on other devices, in words."""
-    if environment.get(_CONNECTIONS) != "1" or job.engine == "ddp":
-        return ()
-    if world.device_type != "cuda":
-        return (f"{_CONNECTIONS}=1 has no effect on {world.device_type}",)
-    flag = "--use-megatron-fsdp" if job.engine == "megatron_fsdp" else "--use-torch-fsdp2"
-    raise ConfigurationError(
-        f"{_CONNECTIONS}=1 puts all kernels into one queue, where gathers and reductions of {flag} wait behind "
-        f"compute: `unset {_CONNECTIONS}`, or give 8 or more"
-    )

@@ -7,18 +7,15 @@ import difflib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_fsdp.config.command_parser import Parser
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import MEGATRON_DEFAULTS, add_flags, flag_of
 from megatron_fsdp.config.yaml_mapping import lines_of_keys, read_mapping
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.checks import ALTERNATIVES, NEEDS, SHAPE, is_met
-from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
-from megatron_fsdp.train.options.options import (
+from megatron_fsdp.train.options import (
     DDP_FIELDS,
     OPTIONS,
     SECTIONS,
@@ -28,74 +25,37 @@ from megatron_fsdp.train.options.options import (
     in_flags,
     options_of,
 )
+from megatron_fsdp.train.options.checks import ALTERNATIVES, NEEDS, SHAPE, is_met
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
 
 PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
 
 _USAGE = "%(prog)s [--config FILE] [--preset NAME] [--FLAG [VALUE]] ..."
 
+_SECTIONS = (*SECTIONS, "ddp")
+_OF_PRESETS, _ = read_mapping(Path(__file__).with_name("presets.yaml"))
+PRESETS: Mapping[str, Mapping[str, Any]] = {name: of for name, of in _OF_PRESETS.items() if not name.startswith(".")}
+"""Options that suit a model size, by the name of the preset."""
+
+
 _DESCRIPTION = """Train a decoder-only transformer on text that is on this machine, sharded over ranks. Under torchrun
 this process is a rank; else it starts the ranks itself. Flags have the names of Megatron-LM."""
-
-
-# ---- presets ---------------------------------------------------------------------------------------------------------
-
-
-_DECODER: Mapping[str, Any] = {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "qk_layernorm": True,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-    "use_megatron_fsdp": True,
-    "data_parallel_sharding_strategy": "optim_grads_params",
-    "lr_decay_style": "cosine",
-    "weight_decay": 0.1,
-    "adam_beta2": 0.95,
-    "exit_duration_in_mins": 5.0,
-}
-"""Options of all four sizes: a decoder with rotary positions, fully sharded, for five minutes at most."""
-
-_HALF: Mapping[str, Any] = {"bf16": True, "grad_reduce_in_bf16": True}
-
-
-_SIZES = (
-    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
-    *("seq_length", "micro_batch_size", "train_iters", "lr"),
-)
-
-
-def _preset(*sizes: Any) -> Mapping[str, Any]:
-    """Make a preset of the values of `_SIZES`."""
-    given = dict(zip(_SIZES, sizes, strict=True))
-    steps = {"lr_warmup_fraction": 0.1, "eval_interval": max(1, given["train_iters"] // 5)}
-    return {**_DECODER, **given, "min_lr": given["lr"] / 10, **steps}
-
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tiny": _preset(2, 64, 2, 176, 64, 4, 30, 3e-3),
-    "cpu-small": _preset(4, 448, 7, 1216, 256, 4, 300, 2e-3),
-    "gpu-125m": {**_preset(12, 896, 14, 2688, 1024, 16, 600, 1e-3), **_HALF},
-    "gpu-1b": {**_preset(20, 2048, 16, 5504, 2048, 4, 600, 4e-4), **_HALF},
-}
-
-
-def find_preset(name: str) -> dict[str, Any]:
-    """Return the options of a preset."""
-    if name not in PRESETS:
-        raise ConfigurationError(f"preset {name!r} does not exist: choose one of {', '.join(PRESETS)}")
-    return dict(PRESETS[name])
 
 
 # ---- the command line and the file -----------------------------------------------------------------------------------
 
 
 class TrainParser(Parser):
-    """argparse's parser, which raises errors and leaves defaults out: layers and origins need what was given."""
+    """argparse's parser; it collects what is wrong, since all of that is told at once, and leaves defaults out."""
 
-    def read(self, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return what was given, as texts and switches, and all errors in the names of flags."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.problems: list[str] = []
+        self.notices: list[str] = []
+
+    def read(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the options that were given, as texts and switches; note what is wrong and what has no effect."""
         flags = dict.fromkeys(word.partition("=")[0] for word in words)
         wrong = [f"{flag} is not supported: {REFUSED[flag]}" for flag in flags if flag in REFUSED]
         found, left = argparse.ArgumentParser.parse_known_args(self, list(words))
@@ -105,10 +65,45 @@ class TrainParser(Parser):
             is_path = words[words.index(left[0]) - 2 : words.index(left[0]) - 1] == ["--data-path"]
             more = ", since --data-path takes one place, such as a folder of all texts" if is_path else ""
             wrong = [f"{left[0]!r} belongs to no flag: leave it out{more}"]
-        return vars(found), wrong
+        given = vars(found)
+        for name in [name for name in given if name.startswith("--")]:
+            value = given.pop(name)
+            if name in EXPLAINED:
+                self.notices.append(f"{name} has no effect: {EXPLAINED[name]}")
+            elif not FIXED[name].allows(value):
+                allowed = " or ".join(FIXED[name].values)
+                wrong.append(f"invalid {name} {value}: {FIXED[name].reason}; give {allowed}, or leave it out")
+            else:
+                self.notices.append(f"{name} {value} has no effect: {FIXED[name].reason}")
+        self.problems += wrong
+        return given
+
+    def read_file(self, path: Path) -> dict[str, Any]:
+        """Read options by name from a file; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
+
+        Every key is read as if its flag stood on the command line. Nothing in the file is executed.
+        """
+        try:
+            found, _ = read_mapping(path)
+        except RecursionError:
+            raise ConfigurationError(f"{path}: a section holds itself: leave the alias out") from None
+        lines, given = lines_of_keys(path), dict[str, Any]()
+        for key, value in _flat(found):
+            told = len(self.problems)
+            try:
+                values = self.read(self.words_of(key, value))
+                self.problems += [f"{key!r} is given twice: give it once" for name in values if name in given]
+                given |= values
+            except ConfigurationError as error:
+                self.problems.append(str(error))
+            place = f"{path}:{lines[key]}: " if key in lines else f"{path}: "
+            self.problems[told:] = [place + problem for problem in self.problems[told:]]
+        return given
 
     def words_of(self, key: str, value: Any) -> list[str]:
         """Return the words of a command line that say what a key of a configuration file says."""
+        if key == "config" or isinstance(value, Mapping) or (key in _SECTIONS and key not in OPTIONS):
+            raise ConfigurationError(f"{key!r} is no option; give names, or sections of names: {', '.join(_SECTIONS)}")
         flag = "--" + key.replace("_", "-")
         flag = next((each for each in (f"--{key}", flag) if each in self._option_string_actions), flag)
         if key in DDP_FIELDS.values():
@@ -135,22 +130,9 @@ class TrainParser(Parser):
         raise ConfigurationError(self.with_suggestion(message))
 
 
-class HelpText(argparse.HelpFormatter):
-    """A help formatter that writes `--x, --no-x` as `--[no-]x`, and wraps what is too wide."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if isinstance(action, argparse.BooleanOptionalAction):
-            return f"--[no-]{action.option_strings[0].removeprefix('--')}"
-        shown = super()._format_action_invocation(action)
-        if len(shown) + self._current_indent <= self._width:
-            return shown
-        first, _, rest = shown.partition(" ")
-        return f"{first}\n{' ' * (self._current_indent + 2)}{rest}"
-
-
 def make_parser() -> TrainParser:
     """Make the parser; the namespace that it returns holds what was given and nothing else."""
-    parser = TrainParser(prog=PROGRAM, description=_DESCRIPTION, usage=_USAGE, formatter_class=HelpText)
+    parser = TrainParser(prog=PROGRAM, description=_DESCRIPTION, usage=_USAGE)
     start = parser.add_argument_group("where to begin")
     start.add_argument("--config", metavar="FILE", help="YAML with options by their names; flags win over it")
     start.add_argument("--preset", choices=list(PRESETS), help="options that suit a model size; all others win over it")
@@ -166,62 +148,32 @@ def make_parser() -> TrainParser:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Read a command line."""
+    """Read a command line, and the file and the preset that it names."""
     parser = make_parser()
-    given, wrong = parser.read(argv)
+    given = parser.read(argv)
     if sum(word.partition("=")[0] == "--config" for word in argv) > 1:
-        wrong.append("--config is given twice: give one file")
+        parser.problems.append("--config is given twice: give one file")
     path, preset = given.pop("config", None), given.pop("preset", None)
     layers = [Layer(COMMAND_LINE, given)]
     if path is not None:
+        with suppress(RuntimeError):  # there is no user of this name, so no such file
+            path = Path(path).expanduser()  # shells leave the ~ of --config=~/run.yaml as it is
         try:
-            layer = read_config_file(path, parser)
-            of_file = layer.values.pop("preset", None)
-            preset = of_file if preset is None else preset
-            layers.insert(0, layer)
+            values = parser.read_file(Path(path))
+            of_file = values.pop("preset", None)
+            preset = preset or of_file
+            layers.insert(0, Layer(f"config {path}", values))
         except ConfigurationError as error:
-            wrong.append(str(error))
+            parser.problems.append(str(error))
     if preset is not None:
-        layers.insert(0, Layer(f"preset {preset}", find_preset(preset), gives_way=True))
-    return assemble(tuple(layers), wrong)
-
-
-def read_config_file(path: str | Path, parser: TrainParser | None = None) -> Layer:
-    """Read options by name from a file; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
-
-    Every key is read as if its flag stood on the command line. Nothing in the file is executed. What is wrong is among
-    the problems of the layer.
-    """
-    parser = parser or make_parser()
-    with suppress(RuntimeError):  # there is no user of this name, so no such file
-        path = Path(path).expanduser()  # shells leave the ~ of --config=~/run.yaml as it is
-    try:
-        found, _ = read_mapping(Path(path))
-    except RecursionError:
-        raise ConfigurationError(f"{path}: a section holds itself: leave the alias out") from None
-    lines = lines_of_keys(Path(path))
-    layer = Layer(f"config {path}", {})
-    for key, value in _flat(found):
-        place = f"{path}:{lines[key]}: " if key in lines else f"{path}: "
-        try:
-            if key == "config" or isinstance(value, Mapping) or (key in (*SECTIONS, "ddp") and key not in OPTIONS):
-                raise ConfigurationError(
-                    f"{key!r} is no option; give names, or sections of names: {', '.join((*SECTIONS, 'ddp'))}"
-                )
-            values, wrong = parser.read(parser.words_of(key, value))
-            wrong += [f"{key!r} is given twice: give it once" for name in values if name in layer.values]
-        except ConfigurationError as error:
-            values, wrong = {}, [str(error)]
-        layer.problems.extend(place + told for told in wrong)
-        layer.values.update(values)
-        layer.places.update(dict.fromkeys(values, place))
-    return layer
+        layers.insert(0, Layer(f"preset {preset}", PRESETS[preset], gives_way=True))
+    return assemble(layers, parser.problems, parser.notices)
 
 
 def _flat(found: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yield keys and values out of their sections, but for empty ones."""
     for key, value in found.items():
-        is_section = key in (*SECTIONS, "ddp") and isinstance(value, Mapping)
+        is_section = key in _SECTIONS and isinstance(value, Mapping)
         for name, each in value.items() if is_section else ((key, value),):
             if each is not None:
                 yield str(name), each
@@ -243,21 +195,22 @@ def _add(group: Any, option: Option) -> None:
 
 
 def _add_known(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of Megatron-LM that are no options here; `assemble` handles them."""
+    """Add the flags of Megatron-LM that are no options here; `TrainParser.read` handles them."""
     group = parser.add_argument_group("other spellings", "names of Megatron-LM for options from above")
     for flag, spelling in ALIASES.items():
+        more: dict[str, Any] = {"metavar": "VALUE"}
+        if spelling.value is not None:
+            more = {"action": "store_const", "const": spelling.value}
+        # Some, such as --disable-x, turn a switch off anyway.
         if flag not in parser._option_string_actions:
-            more: dict[str, Any] = {"metavar": "VALUE"}
-            if spelling.value is not None:
-                more = {"action": "store_const", "const": spelling.value}
             group.add_argument(flag, dest=spelling.name, help=f"sets {flag_for(spelling.name)}", **more)
     group = parser.add_argument_group("of Megatron-LM, with one possible value", "without an effect, too")
     for flag, fixed in FIXED.items():
-        group.add_argument(flag, dest=flag[2:], metavar="{" + ",".join(fixed.values) + "}", help=fixed.reason)
+        group.add_argument(flag, dest=flag, metavar="{" + ",".join(fixed.values) + "}", help=fixed.reason)
     group = parser.add_argument_group("of Megatron-LM, without an effect here", "docs/training_flags.md has more")
     for flag, reason in EXPLAINED.items():
         more = {"nargs": "+", "metavar": "VALUE"} if flag in VALUED else {"action": "store_true"}
-        group.add_argument(flag, dest=flag[2:], help=reason, **more)
+        group.add_argument(flag, dest=flag, help=reason, **more)
 
 
 def _shown(value: object) -> str:
@@ -269,63 +222,41 @@ def _shown(value: object) -> str:
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """Values from one origin."""
 
     origin: str  # such as `command line`
-    values: dict[str, Any]  # by option; of Megatron-LM's other flags by their names with dashes
+    values: Mapping[str, Any]  # by option
     gives_way: bool = False  # values that fit no value of a later layer are dropped
-    places: dict[str, str] = field(default_factory=dict)  # how messages about values begin, such as a file and line
-    problems: list[str] = field(default_factory=list)  # what is wrong besides
 
 
-def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options:
+def assemble(layers: Sequence[Layer], problems: Iterable[str] = (), notices: Iterable[str] = ()) -> Options:
     """Combine layers into options; later layers win, and all that is wrong is told at once."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    notices: list[str] = []
-    wrong = list(problems)
+    wrong, told = list(problems), list(notices)
     for layer in reversed(layers):
-        wrong += layer.problems
-        read = _read(layer, notices, wrong)
-        for name in list(_giving_way(read, values)) if layer.gives_way else ():
-            del read[name]
-        values = {**read, **values}
-        origins = {**dict.fromkeys(read, layer.origin), **origins}
+        found: dict[str, Any] = {}
+        for name, value in layer.values.items():
+            try:
+                found[name] = OPTIONS[name].read(value) if name in OPTIONS else value
+            except ConfigurationError as error:
+                wrong.append(str(error))
+        for name in list(_giving_way(found, values)) if layer.gives_way else ():
+            del found[name]
+        values = {**found, **values}
+        origins = {**dict.fromkeys(found, layer.origin), **origins}
     try:
-        ddp = _ddp_config(values, notices)
+        ddp = _ddp_config(values, told)
     except ConfigurationError as error:
-        by_flag = {flag_for(n): each.places[n] for each in layers for n in each.places if n in (*OPTIONS, *DDP_FIELDS)}
-        wrong += [by_flag.get(line.split(" ")[0], "") + line for line in str(error).splitlines()]
+        wrong += str(error).splitlines()
     if wrong:
         raise ConfigurationError("\nerror: ".join(wrong))
     sections = {
         attribute: cls(**{name: values[name] for name in inspect.signature(cls).parameters if name in values})
         for attribute, cls in SECTIONS.items()
     }
-    return Options(**sections, ddp=ddp, origins=origins, explained=tuple(notices))
-
-
-def _read(layer: Layer, notices: list[str], problems: list[str]) -> dict[str, Any]:
-    """Return the values of a layer, parsed; tell what has no effect."""
-    found: dict[str, Any] = {}
-    for name, value in layer.values.items():
-        flag = f"--{name}"
-        try:
-            if flag in FIXED:
-                FIXED[flag].require(flag, str(value))
-                notices.append(f"{flag} {value} has no effect: {FIXED[flag].reason}")
-            elif flag in EXPLAINED:
-                notices.append(f"{flag} has no effect: {EXPLAINED[flag]}")
-            elif name in OPTIONS:
-                found[name] = OPTIONS[name].read(value)
-            else:
-                assert name in DDP_FIELDS  # which the parser has read
-                found[name] = value
-        except ConfigurationError as error:
-            problems.append(f"{layer.places.get(name, '')}{error}")
-    return found
+    return Options(**sections, ddp=ddp, origins=origins, explained=tuple(told))
 
 
 def _giving_way(preset: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:

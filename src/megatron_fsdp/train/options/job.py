@@ -1,18 +1,27 @@
-"""A run, completed and checked: its ranks, batches and text, the same on every rank."""
+"""A run, completed and checked: its ranks, batches and learning rate, the same on every rank. Pure.
+
+`resolve` makes it of options and ranks: it fills in everything left open, and reports every adjustment.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 import torch
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config_flags import off_flag_of
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.options import Options
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.ddp.resolve import resolve_ddp
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.train.options import DDP_FIELDS, Options, flag_for, in_flags
+from megatron_fsdp.train.options.checks import Sizes, check_options, check_sizes, idle_notices
 
+Given = TypeVar("Given")
 EngineName = Literal["megatron_fsdp", "ddp", "torch_fsdp2"]
 
 
@@ -23,22 +32,6 @@ class World:
     ranks: int
     device_type: str
     restarts: int = 0
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Ranks of each kind of parallelism; their product is the number of ranks, experts lie across data ranks."""
-
-    data: int
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-
-    @property
-    def is_data_only(self) -> bool:
-        """Whether there is only data parallelism."""
-        return self.tensor == self.pipeline == self.context == self.expert == 1
 
 
 @dataclass(frozen=True)
@@ -62,17 +55,6 @@ class BatchPlan:
         """Samples over all ranks that only fill up microbatches."""
         return self.microbatches * self.micro * self.ranks - self.total
 
-    def notices(self) -> tuple[str, ...]:
-        """List notices about the plan."""
-        if not self.filled:
-            return ()
-        told = (
-            f"{self.filled} of {self.total + self.filled} samples of a step only fill up, and do not count: "
-            f"--global-batch-size {self.total} is no multiple of --micro-batch-size {self.micro} x {self.ranks} "
-            "data-parallel ranks"
-        )
-        return (told,)
-
     def place(self, rank: int, microbatch: int) -> int:
         """Return the place, within the step's samples, at which a rank's microbatch begins."""
         return (microbatch * self.ranks + rank) * self.micro
@@ -81,41 +63,6 @@ class BatchPlan:
         """Return the places, within the step's samples, of a rank's microbatch; None fills up."""
         start = self.place(rank, microbatch)
         return tuple(place if place < self.total else None for place in range(start, start + self.micro))
-
-
-def plan_batch(micro: int, total: int | None, ranks: int) -> BatchPlan:
-    """Plan `--micro-batch-size` and `--global-batch-size` for a number of data-parallel ranks."""
-    total = micro * ranks if total is None else total
-    if total < micro:
-        raise ConfigurationError(
-            f"--global-batch-size {total} is less than --micro-batch-size {micro}: give a microbatch that fits in"
-        )
-    return BatchPlan(micro, total, ranks)
-
-
-@dataclass(frozen=True)
-class Split:
-    """Shares of a text, which add up to 1: to train on, to hold out, and for a later test, which is not read."""
-
-    training: float
-    held_out: float
-    aside: float = 0.0
-
-
-def parse_split(text: str) -> Split:
-    """Parse `--split`: two or three numbers, in any unit."""
-    try:
-        parts = [float(part) for part in text.split(",")]
-    except ValueError:
-        parts = []
-    total = sum(parts)
-    is_possible = len(parts) in (2, 3) and all(part >= 0 for part in parts) and 0 < total < math.inf
-    if not is_possible or min(part / total for part in parts[:2]) <= 0:
-        raise ConfigurationError(
-            f"invalid --split {text}: give two numbers above 0, to train on and to hold out, such as 95,5, and "
-            "a third for what is left aside, if you like"
-        )
-    return Split(parts[0] / total, parts[1] / total, (parts[2] if len(parts) == 3 else 0.0) / total)
 
 
 @dataclass(frozen=True)
@@ -188,16 +135,14 @@ class Job:
     @property
     def precision(self) -> ResolvedPrecision:
         """The dtypes of weights and gradients, whichever engine is used."""
+        ddp = self.ddp
+        policy = MixedPrecisionPolicy(
+            ddp.megatron_fsdp_main_params_dtype, ddp.megatron_fsdp_main_grads_dtype, ddp.megatron_fsdp_grad_comm_dtype
+        )
         if self.engine == "torch_fsdp2":
             policy = MixedPrecisionPolicy(torch.float32, torch.float32, self.fsdp2_reduce_dtype)
-        elif self.ddp.grad_reduce_in_fp32:
-            policy = MixedPrecisionPolicy(self.ddp.megatron_fsdp_main_params_dtype, torch.float32, torch.float32)
-        else:
-            policy = MixedPrecisionPolicy(
-                self.ddp.megatron_fsdp_main_params_dtype,
-                self.ddp.megatron_fsdp_main_grads_dtype,
-                self.ddp.megatron_fsdp_grad_comm_dtype,
-            )
+        elif ddp.grad_reduce_in_fp32:
+            policy = replace(policy, main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32)
         return resolve_precision(policy, self.dtype)
 
     @property
@@ -216,3 +161,238 @@ class Job:
     def fsdp2_reduce_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 reduces gradients."""
         return torch.bfloat16 if self.options.training.grad_reduce_in_bf16 else torch.float32
+
+
+def resolve(options: Options, world: World) -> Job:
+    """Complete and check a run."""
+    notices = list(options.explained)
+    options = _with_tokenizer_of_model(options, notices)
+    check_options(options)
+    check_backend(options, world.device_type)
+    engine: EngineName = "megatron_fsdp" if options.ddp.use_megatron_fsdp else "ddp"
+    engine = "torch_fsdp2" if options.parallel.use_torch_fsdp2 else engine
+    sizes = _sizes(options, world)
+    training, checkpoint, nproc = options.training, options.checkpoint, options.parallel.nproc
+    dtype = torch.float16 if training.fp16 else torch.bfloat16 if training.bf16 else torch.float32
+    batch = _batch(options, sizes.data)
+    train_iters = _train_iters(options, batch)
+    notices += idle_notices(options, train_iters)
+    if nproc is not None and nproc != world.ranks:
+        notices.append(f"--nproc {nproc} has no effect: {world.ranks} ranks were started")
+    if batch.filled:
+        notices.append(
+            f"{batch.filled} of {batch.total + batch.filled} samples of a step only fill up, and do not count: "
+            f"--global-batch-size {batch.total} is no multiple of --micro-batch-size {batch.micro} x {batch.ranks} "
+            "data-parallel ranks"
+        )
+    if training.recompute_method == "uniform":  # which recomputes all blocks one by one
+        options = replace(options, training=replace(training, recompute_num_layers=None))
+    return Job(
+        options=options,
+        engine=engine,
+        ddp=_engine_config(options, dtype, engine, sizes, notices),
+        sizes=sizes,
+        batch=batch,
+        dtype=dtype,
+        schedule=_schedule(options, train_iters, batch.total),
+        train_iters=train_iters,
+        seq_length=_require(options.model.seq_length, "--seq-length", "tokens of a sample"),
+        load_is_optional=checkpoint.is_same_folder or (checkpoint.save is not None and world.restarts > 0),
+        notices=tuple(notices),
+        restarts=world.restarts,
+    )
+
+
+def _with_tokenizer_of_model(options: Options, notices: list[str]) -> Options:
+    """Use the tokenizer of a model with weights, unless another is asked for."""
+    folder, place = options.model.hf_model, options.data.tokenizer_model
+    if folder is None or options.is_given("tokenizer_type"):
+        return options
+    if place is None:
+        notices.append(
+            f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}, the model's own; --tokenizer-type byte "
+            "trains it on bytes"
+        )
+    data = replace(options.data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=place or folder)
+    return replace(options, data=data)
+
+
+def _require(value: Given | None, flag: str, meaning: str) -> Given:
+    if value is None:
+        raise ConfigurationError(f"{flag} is missing ({meaning}): give it, or a --preset that has it")
+    return value
+
+
+def check_backend(options: Options, device_type: str) -> None:
+    """Check that the requested backend supports the devices; torchrun's ranks call this before they join."""
+    if options.parallel.distributed_backend == "nccl" and device_type == "cpu":
+        raise ConfigurationError(
+            "--distributed-backend nccl does not go with --device cpu, which it cannot reach: give gloo, or leave it "
+            "out"
+        )
+
+
+def _sizes(options: Options, world: World) -> Sizes:
+    parallel = options.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    context, expert = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    others = tensor * pipeline * context
+    if world.ranks % others:
+        raise ConfigurationError(
+            f"{world.ranks} ranks cannot be cut into tensor {tensor} x pipeline {pipeline} x context {context} = "
+            f"{others}: give sizes whose product divides the ranks"
+        )
+    sizes = Sizes(world.ranks // others, tensor, pipeline, context, expert)
+    check_sizes(options, sizes)
+    return sizes
+
+
+# ---- batches, steps and the learning rate ----------------------------------------------------------------------------
+
+
+def _batch(options: Options, ranks: int) -> BatchPlan:
+    """Plan `--micro-batch-size` and `--global-batch-size` for a number of data-parallel ranks."""
+    micro = _require(options.training.micro_batch_size, "--micro-batch-size", "samples per rank and microbatch")
+    total = options.training.global_batch_size or micro * ranks
+    if total < micro:
+        raise ConfigurationError(
+            f"--global-batch-size {total} is less than --micro-batch-size {micro}: give a microbatch that fits in"
+        )
+    return BatchPlan(micro, total, ranks)
+
+
+def _train_iters(options: Options, batch: BatchPlan) -> int:
+    """Return the steps to train; of `--train-samples` those that fill whole steps, as in Megatron-LM."""
+    samples = options.training.train_samples
+    if samples is None:
+        return _require(options.training.train_iters, "--train-iters", "how many steps to train")
+    if samples < batch.total:
+        raise ConfigurationError(f"--train-samples {samples} is less than the {batch.total} of one step: give more")
+    return samples // batch.total
+
+
+def _schedule(options: Options, train_iters: int, samples_of_step: int) -> Schedule:
+    """Return the learning rate over the steps; what is said in samples may end within a step."""
+    optimizer, samples = options.optimizer, options.training.train_samples
+    peak, style = _require(optimizer.lr, "--lr", "largest learning rate"), optimizer.lr_decay_style
+    for name in ("min_lr", "lr_warmup_init"):
+        if options.value(name) > peak:
+            raise ConfigurationError(f"{flag_for(name)} {options.value(name)} is more than --lr {peak}: give less")
+    unit, words = ("iters", "steps") if samples is None else ("samples", "samples")
+    decay = options.value(f"lr_decay_{unit}") or samples or train_iters
+    warmup, wsd = options.value(f"lr_warmup_{unit}"), options.value(f"lr_wsd_decay_{unit}")
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = int(round(optimizer.lr_warmup_fraction * decay, 6))  # 0.58 x 100 is a little less than 58
+    if warmup >= decay:
+        raise ConfigurationError(
+            f"--lr-warmup-{unit} {warmup} does not end within {decay} {words}: give fewer, or more --train-{unit} or "
+            f"--lr-decay-{unit}"
+        )
+    if optimizer.lr_warmup_init and not warmup:
+        raise ConfigurationError("--lr-warmup-init does nothing without a warmup: give --lr-warmup-fraction too")
+    if (style == "WSD") != (wsd is not None):
+        raise ConfigurationError(
+            f"--lr-wsd-decay-{unit} and --lr-decay-style WSD belong together: give both or neither"
+        )
+    if warmup + (wsd or 0) > decay:
+        raise ConfigurationError(
+            f"--lr-wsd-decay-{unit} {wsd} and a warmup of {warmup} do not fit into {decay} {words}: give fewer"
+        )
+    rises, ends, falls = (count if samples is None else count / samples_of_step for count in (warmup, decay, wsd or 0))
+    return Schedule(peak, optimizer.min_lr, style, rises, ends, falls, optimizer.lr_warmup_init)
+
+
+# ---- the configuration of the engine ---------------------------------------------------------------------------------
+
+
+def _engine_config(
+    options: Options, dtype: torch.dtype, engine: EngineName, sizes: Sizes, notices: list[str]
+) -> DistributedDataParallelConfig:
+    """Complete the configuration of sharding and reduction; refuse or report what has no effect with this engine."""
+    if engine == "torch_fsdp2":
+        for name in options.origins:
+            if name in DDP_FIELDS and name != "use_megatron_fsdp" and options.is_chosen(name):
+                raise ConfigurationError(
+                    f"{flag_for(name)} does nothing with --use-torch-fsdp2: leave it out, or shard with "
+                    "--use-megatron-fsdp"
+                )
+        return replace(options.ddp, use_megatron_fsdp=False, data_parallel_sharding_strategy="no_shard")
+    config = _with_gradient_dtypes(options, dtype, notices)
+    for sentence in config.idle_settings().values():
+        raise ConfigurationError(in_flags(sentence))
+    if config.megatron_fsdp_use_decoupled_grad:
+        raise ConfigurationError(
+            "--megatron-fsdp-use-decoupled-grad puts gradients where PyTorch's optimizers do not look: leave it out"
+        )
+    if config.megatron_fsdp_cuda_graph_mode:
+        raise ConfigurationError(
+            "--megatron-fsdp-cuda-graph-mode keeps memory for CUDA graphs, and this trainer captures none: leave it out"
+        )
+    try:
+        strategy = resolve_ddp(config, sizes.data * sizes.context, 1).strategy
+    except (ConfigurationError, NotSupportedYetError) as error:
+        raise ConfigurationError(in_flags(str(error))) from None
+    if options.parallel.init_model_with_meta_device and strategy is ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            "--init-model-with-meta-device does nothing where every rank holds the whole model: give "
+            "--use-megatron-fsdp with a sharding strategy, or leave it out"
+        )
+    if config.use_megatron_fsdp:
+        notices += _decided_by_strategy(options, strategy)
+    return config
+
+
+def _with_gradient_dtypes(options: Options, dtype: torch.dtype, notices: list[str]) -> DistributedDataParallelConfig:
+    """Reduce and accumulate gradients of half-precision models in float32, unless told otherwise."""
+    config, in_bf16 = options.ddp, options.training.grad_reduce_in_bf16
+    is_float32, in_float32 = dtype == torch.float32, config.grad_reduce_in_fp32
+    comm, main = config.megatron_fsdp_grad_comm_dtype, config.megatron_fsdp_main_grads_dtype
+    says_comm, says_main = (options.is_given(f"megatron_fsdp_{name}_dtype") for name in ("grad_comm", "main_grads"))
+    if not (is_float32 or in_float32):
+        comm, main = comm if says_comm else torch.float32, main if says_main else torch.float32
+    if in_bf16 and not says_comm:
+        comm = torch.bfloat16
+        if is_float32:
+            notices.append("--grad-reduce-in-bf16: gradients of a float32 model travel in bfloat16")
+    if options.is_given("accumulate_allreduce_grads_in_fp32") and not in_bf16:
+        flag = flag_for("accumulate_allreduce_grads_in_fp32") if in_float32 else off_flag_of("grad_reduce_in_fp32")
+        notices.append(
+            f"{flag} has no effect of its own: gradients travel and accumulate in float32, unless "
+            "--grad-reduce-in-bf16 or the flags of dtypes say something else"
+        )
+    sent = torch.float32 if in_float32 else comm or main or dtype
+    if config.reduce_scatter_with_fp32_accumulation and sent == torch.float32:
+        raise ConfigurationError(
+            "--ddp-reduce-scatter-with-fp32-accumulation does nothing here, since gradients travel in float32: give "
+            "--grad-reduce-in-bf16, or leave it out"
+        )
+    return replace(config, megatron_fsdp_grad_comm_dtype=comm, megatron_fsdp_main_grads_dtype=main)
+
+
+def _decided_by_strategy(options: Options, strategy: ShardingStrategy) -> Iterator[str]:
+    """Yield notices for switches that were turned off although the strategy implies them."""
+    implied_from = {
+        "use_distributed_optimizer": ShardingStrategy.optim,
+        "overlap_grad_reduce": ShardingStrategy.optim_grads,
+        "overlap_param_gather": ShardingStrategy.optim_grads_params,
+    }
+    for name, least in implied_from.items():
+        if strategy >= least and options.is_given(name) and not options.value(name):
+            yield (
+                f"{off_flag_of(DDP_FIELDS[name])} has no effect: --data-parallel-sharding-strategy {strategy.name} "
+                "implies it"
+            )
+
+
+def check_environment(environment: Mapping[str, str], job: Job, world: World) -> tuple[str, ...]:
+    """Refuse one connection to a GPU with full sharding; return what has no effect on other devices, in words."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if environment.get(name) != "1" or job.engine == "ddp":
+        return ()
+    if world.device_type != "cuda":
+        return (f"{name}=1 has no effect on {world.device_type}",)
+    flag = "--use-megatron-fsdp" if job.engine == "megatron_fsdp" else "--use-torch-fsdp2"
+    raise ConfigurationError(
+        f"{name}=1 puts all kernels into one queue, where gathers and reductions of {flag} wait behind compute: "
+        f"`unset {name}`, or give 8 or more"
+    )

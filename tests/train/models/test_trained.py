@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megatron_fsdp.train.engines.trained import build_optimizer, token_losses
-from megatron_fsdp.train.options.options import OptimizerOptions
+from megatron_fsdp.train.models.trained import build_optimizer, token_losses
+from megatron_fsdp.train.options import OptimizerOptions
 from tests.conftest import RunRanks
-from tests.train.engines.runs import (
+from tests.train.models.runs import (
     DECODER,
     LLAMA,
     initial_weights,

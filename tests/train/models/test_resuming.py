@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import RunRanks
-from tests.train.engines.runs import (
+from tests.train.models.runs import (
     DECODER,
     LLAMA,
     MIXTRAL,

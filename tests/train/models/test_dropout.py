@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_fsdp.train.engines.trained import build_optimizer
 from megatron_fsdp.train.loop import train
+from megatron_fsdp.train.models.trained import build_optimizer
 from tests.conftest import RunRanks
-from tests.train.engines.runs import (
+from tests.train.models.runs import (
     LLAMA,
     NoCheckpoints,
     Results,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import RunRanks
-from tests.train.engines.runs import LLAMA, SMALL_SHAPE, assert_equal_to_one_process, train_here
+from tests.train.models.runs import LLAMA, SMALL_SHAPE, assert_equal_to_one_process, train_here
 
 pytest.importorskip("transformers")
 

@@ -9,11 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.train.engines.automodel import policy_of
-from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.options import TrainingOptions
+from megatron_fsdp.train.options import TrainingOptions
 from tests.conftest import RunRanks
-from tests.train.engines.runs import (
+from tests.train.models.runs import (
     DECODER,
     IDS,
     LLAMA,
@@ -80,7 +78,7 @@ pytest.importorskip("transformers")
 
 def kept_and_gradients(options: TrainingOptions) -> tuple[int, list[Tensor]]:
     """Elements that autograd keeps, and all gradients."""
-    from megatron_fsdp.train.engines.automodel import recompute_layers
+    from megatron_fsdp.train.models.automodel import recompute_layers
 
     model = plain_model(job_of({**LLAMA, "num_layers": 3}, 1)).train()
     recompute_layers(model, options)
@@ -108,18 +106,6 @@ def test_the_first_layers_are_recomputed() -> None:
     assert two[0] < 0.7 * all_kept
     for _, recomputed in (one, two, three):
         assert all(torch.equal(mine, plain) for mine, plain in zip(recomputed, gradients, strict=True))
-
-
-def dtypes(job: Job) -> tuple[torch.dtype | None, torch.dtype | None]:
-    policy = policy_of(job)
-    return policy.param_dtype, policy.reduce_dtype
-
-
-def test_gradients_travel_in_float32_unless_told() -> None:
-    assert dtypes(job_of({**DECODER, **FSDP2}, 2)) == (torch.float32, torch.float32)
-    assert dtypes(job_of({**DECODER, **FSDP2, "bf16": True}, 2)) == (torch.bfloat16, torch.float32)
-    told = job_of({**DECODER, **FSDP2, "bf16": True, "grad_reduce_in_bf16": True}, 2)
-    assert dtypes(told) == (torch.bfloat16, torch.bfloat16)
 
 
 def kept_gathered(values: dict[str, Any]) -> bool:

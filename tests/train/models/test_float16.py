@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp.train.engines.trained import GROWTH_INTERVAL, LossScale
 from megatron_fsdp.train.failures import NonFiniteStepError
 from megatron_fsdp.train.loop import train
+from megatron_fsdp.train.models.trained import GROWTH_INTERVAL, LossScale
 from tests.conftest import RunRanks
-from tests.train.engines.runs import (
+from tests.train.models.runs import (
     DECODER,
     LLAMA,
     NoCheckpoints,
@@ -28,7 +28,7 @@ FSDP2 = {"use_torch_fsdp2": True}
 
 def train_in_half(values: dict[str, Any]) -> tuple[list[float], float, list[str], int, dict[str, Tensor]]:
     run, watcher = prepare(values), Silent()
-    progress = train(run, watcher, NoCheckpoints()).progress
+    progress, _ = train(run, watcher, NoCheckpoints())
     assert run.trained.scale is not None
     return (
         [record.loss for record in watcher.records],

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.train.engines.trained import build
-from megatron_fsdp.train.loop import Run, train
+from megatron_fsdp.train.loop import train
+from megatron_fsdp.train.models.trained import build
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import Job, World, resolve
 from tests.conftest import RunRanks
 from tests.support.train_program import this_rank
-from tests.train.engines.runs import IDS, SMALL_SHAPE, NoCheckpoints, Silent, some_data, some_feed, train_plainly
+from tests.train.models.runs import IDS, SMALL_SHAPE, NoCheckpoints, Silent, run_of, train_plainly
 
 ROOT = Path(__file__).parents[3]
 PRESETS = sorted(path.stem for path in (ROOT / "examples" / "presets").glob("*.yaml"))
@@ -62,7 +61,7 @@ def train_in_small(words: list[str]) -> tuple[list[float], list[float], dict[str
     job = job_in_small(words, rank.count)
     trained = build(job, IDS, rank)
     watcher = Silent()
-    train(Run(job, trained, some_data(), some_feed(job, trained.data_index), rank), watcher, NoCheckpoints())
+    train(run_of(job, trained, rank), watcher, NoCheckpoints())
     ddp = job.ddp
     dtypes = {
         "computes": job.dtype,
@@ -80,7 +79,7 @@ def _bfloat16_draws_round_float32_draws() -> bool:
 
 
 @pytest.mark.skipif(not _bfloat16_draws_round_float32_draws(), reason="torch 2.11 draws other values in bfloat16")
-@pytest.mark.full(short=["deepseek-v3-256gpu"])
+@pytest.mark.full(short=["llama3-8b-8gpu"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains_as_one_process_does(run_ranks: RunRanks, name: str, tmp_path: Path) -> None:
     words = words_of(name, tmp_path)

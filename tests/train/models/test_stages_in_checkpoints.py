@@ -9,7 +9,7 @@ import torch
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from tests.conftest import RunRanks
-from tests.train.engines.runs import LLAMA, MIXTRAL, TIED, prepare, train_plainly, train_with_checkpoints
+from tests.train.models.runs import LLAMA, MIXTRAL, TIED, prepare, train_plainly, train_with_checkpoints
 
 FSDP2 = {"use_torch_fsdp2": True}
 STAGES = {**FSDP2, "pipeline_model_parallel_size": 2}

@@ -40,21 +40,19 @@ from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.models import build_from_config
-from megatron_fsdp.train.data.batches import Batch
-from megatron_fsdp.train.engines.trained import (
-    ContextCut,
+from megatron_fsdp.train.data.tokens import Batch
+from megatron_fsdp.train.models.build import build_decoder, check_fits, transformers_config
+from megatron_fsdp.train.models.trained import (
     Place,
     Trained,
     build_optimizer,
     seed_dropout,
-    to_device,
     token_losses,
     trained_by_microbatches,
     wrap,
 )
-from megatron_fsdp.train.models.build import build_decoder, check_fits, transformers_config
+from megatron_fsdp.train.options import TrainingOptions
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.options import TrainingOptions
 from megatron_fsdp.train.ranks import Rank
 
 _EP = "ep"
@@ -107,33 +105,34 @@ class PipelineModel(Trained):
 
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
         """Run all microbatches through the pipeline (see `Trained`); strategies 0 and 1 reduce gradients once."""
-        weight = self._loss_weight
-        self._loss.factors = [self._place.cut.take(to_device(factor, self.device)) * weight for factor in factors]
+        weight, place = self._loss_weight, self._place
+        self._loss.factors = [place.take(factor) * weight for factor in factors]
         stage = self._pipeline.pp_mesh.get_local_rank()
-        seed_dropout(batches[0], stage * self._place.cut.size + self._place.cut.index)
+        seed_dropout(batches[0], stage * place.context_size + place.context_index)
         with self._stage.no_sync() if self._stage is not None and self.defers else nullcontext():
             loss = self._run(self._pipeline.step, batches)
         self._loss.seen.clear()
-        return self._place.cut.add_up((loss / weight).reshape(1))
+        return place.add_up((loss / weight).reshape(1))
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
         """Return token losses (see `Trained`); copies of the microbatch fill the pipeline."""
         self._run(self._pipeline.eval_step, [batch] * self._fewest)
-        length = batch.inputs.shape[1] // self._place.cut.size
+        length = batch.inputs.shape[1] // self._place.context_size
         found = torch.empty(batch.inputs.shape[0], length, device=self.device)
         if self._pipeline.has_last_stage:
             found = self._loss.seen[0].contiguous()
         self._loss.seen.clear()
         group = self._pipeline.pp_mesh.get_group()
         dist.broadcast(found, group=group, group_src=self._pipeline.num_stages - 1)
-        return self._place.cut.join(found)
+        return self._place.join(found)
 
     def _run(self, step: Callable[..., Tensor], batches: Sequence[Batch]) -> Tensor:
-        cut, device = self._place.cut, self.device
-        whole = torch.cat([to_device(batch.inputs, device) for batch in batches])
-        targets = cut.take(torch.cat([to_device(batch.targets, device) for batch in batches]))
-        return step(cut.take(whole), shift_labels=targets, num_label_tokens=1, **cut.position_ids(whole))
+        place = self._place
+        inputs = torch.cat([place.take(batch.inputs) for batch in batches])
+        targets = torch.cat([place.take(batch.targets) for batch in batches])
+        positions = place.position_ids(torch.cat([batch.inputs for batch in batches]))
+        return step(inputs, shift_labels=targets, num_label_tokens=1, **positions)
 
 
 # ---- this package's engine -------------------------------------------------------------------------------------------
@@ -198,9 +197,8 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
     dim = "dp_shard_cp" if sizes.context > 1 else "dp_shard"
     cuts: dict[str, Any] = {"tp_dim": "tp"}
     if sizes.expert > 1:
-        experts = _expert_mesh(context, sizes.expert, dim)
-        _divide_experts(model, experts)
-        cuts = {"expt_device_mesh": experts}  # experts have no tensor-parallel ranks
+        # Experts have no tensor-parallel ranks.
+        cuts = {"expt_device_mesh": _divide_experts(model, context, sizes.expert, dim)}
     if sizes.tensor > 1:
         parallelize_tensors(model, context.axis("tp"), sequence_parallel=job.options.parallel.sequence_parallel)
     if sizes.context > 1:
@@ -211,18 +209,16 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
     return wrapped
 
 
-def _expert_mesh(context: MeshContext, expert: int, dim: str) -> DeviceMesh:
-    """Make the mesh of expert-parallel ranks, which are neighbours in one pipeline stage; collective.
+def _divide_experts(model: nn.Module, context: MeshContext, expert: int, dim: str) -> DeviceMesh:
+    """Keep this rank's experts as plain parameters, and send tokens to the ranks of their experts; in place.
 
-    The data-parallel dimension has the name that it has for everything else.
+    Returns:
+        The mesh of the experts, whose ranks are neighbours in one pipeline stage. Its data-parallel dimension has the
+        name that it has for everything else.
     """
     sizes = context.sizes
     shape = (sizes.pp, sizes.dp_cp * sizes.tp // expert, expert)
-    return init_device_mesh(context.device.type, shape, mesh_dim_names=("pp_of_experts", dim, _EP))[dim, _EP]
-
-
-def _divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's experts as plain parameters, and send tokens to the ranks of their experts; in place."""
+    mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=("pp_of_experts", dim, _EP))[dim, _EP]
     for name in parallelize_experts(model, mesh[_EP]):
         experts = model.get_submodule(name)
         for key, param in list(experts.named_parameters(recurse=False)):
@@ -230,12 +226,13 @@ def _divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
             own = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
             own.__dict__.update(param.__dict__)
             experts.register_parameter(key, own)
+    return mesh
 
 
 def place_in(context: MeshContext) -> Place:
     """Return the position of this rank, for a model of transformers."""
-    cut = ContextCut(context.axis("cp")) if context.sizes.cp > 1 else ContextCut()
-    return Place(context.device, context.data_rank, context.sizes.dp, True, cut)
+    sequence = context.axis("cp") if context.sizes.cp > 1 else None
+    return Place(context.device, context.data_rank, context.sizes.dp, True, sequence)
 
 
 def backend_of(rank: Rank) -> str:

@@ -17,17 +17,16 @@ from torch.nn import functional
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints
-from megatron_fsdp.train.data.batches import Feed
-from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.engines.trained import build, build_optimizer
+from megatron_fsdp.train.data.tokens import Feed, TokenData
 from megatron_fsdp.train.loop import Run, train
-from megatron_fsdp.train.measure import Evaluation, Progress, StepRecord
+from megatron_fsdp.train.measure import Evaluation, Progress, Speed, StepRecord
 from megatron_fsdp.train.models.build import model_shape, transformers_config
 from megatron_fsdp.train.models.decoder import Decoder
+from megatron_fsdp.train.models.trained import Trained, build, build_optimizer
 from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.command_line import Layer, assemble
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.job import Job, World, resolve
+from megatron_fsdp.train.ranks import Rank
 from tests.support.array_tokens import feed_of, token_data
 from tests.support.train_program import this_rank
 
@@ -146,7 +145,12 @@ def prepare(values: Mapping[str, Any]) -> Run:
     rank = this_rank()
     job = job_of(values, rank.count)
     trained = build(job, IDS, rank)
-    return Run(job, trained, some_data(), some_feed(job, trained.data_index), rank)
+    return run_of(job, trained, rank)
+
+
+def run_of(job: Job, trained: Trained, rank: Rank) -> Run:
+    feed = some_feed(job, trained.data_index)
+    return Run(job, trained, some_data(), feed, rank, Speed(job.tokens_per_step))
 
 
 def initial_weights(values: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import torch
 
 from megatron_fsdp.train.loop import train
 from tests.conftest import RunRanks
-from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, NoCheckpoints, Silent, prepare, train_plainly
+from tests.train.models.runs import DECODER, LLAMA, MIXTRAL, NoCheckpoints, Silent, prepare, train_plainly
 
 UNTIED = {**DECODER, "untie_embeddings_and_output_weights": True}
 ASKED = {"log_params_norm": True, "log_num_zeros_in_grad": True}
@@ -37,7 +37,7 @@ def plainly_logged(values: dict[str, Any]) -> list[tuple[float, float]]:
     return list(zip(norms, zeros, strict=True))
 
 
-@pytest.mark.full(short=["units", "pipeline"])
+@pytest.mark.full(short=["units"])
 @pytest.mark.parametrize(
     ("ranks", "values"),
     [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
@@ -26,12 +26,12 @@ from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.routes import kinds_of
 from megatron_fsdp.optional_packages import require
-from megatron_fsdp.train.data.batches import Batch
+from megatron_fsdp.train.data.tokens import Batch
 from megatron_fsdp.train.models.build import build_decoder
 from megatron_fsdp.train.models.decoder import Block, split_for_decay
+from megatron_fsdp.train.options import OptimizerOptions
 from megatron_fsdp.train.options.checks import needs_transformers, uses_transformers
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.options import OptimizerOptions
 from megatron_fsdp.train.ranks import Rank
 
 _MESH_DIM = "dp"
@@ -74,60 +74,57 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class ContextCut:
-    """Cuts a microbatch along its sequences over the ranks of a mesh (None: not at all), and joins it again."""
-
-    mesh: DeviceMesh | None = None
-
-    @property
-    def size(self) -> int:
-        """Ranks that share a sequence."""
-        return 1 if self.mesh is None else self.mesh.size()
-
-    @property
-    def index(self) -> int:
-        """The index of this rank among them."""
-        return 0 if self.mesh is None else int(self.mesh.get_local_rank())
-
-    def take(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of [samples, length]; all ranks are given the same tensor."""
-        if self.mesh is None:
-            return whole
-        from megatron_fsdp.automodel.context_parallel import SequenceLayout
-
-        return SequenceLayout(self.size).cut(whole, self.index, 1)
-
-    def position_ids(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return the argument with positions in `whole`, [samples, length / ranks]; none if nothing is cut."""
-        if self.mesh is None:
-            return {}
-        positions = torch.arange(whole.shape[1], device=whole.device).expand(whole.shape)
-        return {"position_ids": self.take(positions).contiguous()}
-
-    def join(self, part: Tensor) -> Tensor:
-        """Return the whole [samples, length] of parts [samples, length / ranks], on every rank."""
-        if self.mesh is None:
-            return part
-        from megatron_fsdp.automodel import unshard_sequence  # imports transformers
-
-        return unshard_sequence(part, self.mesh)
-
-    def add_up(self, share: Tensor) -> Tensor:
-        """Sum numbers over the context-parallel ranks, on every rank."""
-        if self.mesh is not None:
-            dist.all_reduce(share, group=self.mesh.get_group())
-        return share
-
-
-@dataclass(frozen=True)
 class Place:
-    """The position of a rank among the data-parallel ones, and whether its model is one of transformers."""
+    """The position of a rank among the data-parallel ones, and among those that share its sequences."""
 
     device: torch.device
     data_index: int
     data_size: int
-    is_transformers: bool = False
-    cut: ContextCut = field(default_factory=ContextCut)
+    is_transformers: bool = False  # whether its model is one of transformers
+    context: DeviceMesh | None = None  # of the context-parallel ranks; None: sequences are not cut
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that share a sequence."""
+        return 1 if self.context is None else self.context.size()
+
+    @property
+    def context_index(self) -> int:
+        """The index of this rank among them."""
+        return 0 if self.context is None else int(self.context.get_local_rank())
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Copy a tensor of a batch, [samples, length] on the CPU, to the device, and return this rank's part.
+
+        All ranks that share it are given the same tensor; from pinned memory the copy is asynchronous.
+        """
+        moved = whole.to(self.device, non_blocking=True)
+        if self.context is None:
+            return moved
+        from megatron_fsdp.automodel.context_parallel import SequenceLayout
+
+        return SequenceLayout(self.context_size).cut(moved, self.context_index, 1)
+
+    def position_ids(self, whole: Tensor) -> dict[str, Tensor]:
+        """Return the argument with positions in `whole`, [samples, length / ranks]; none if nothing is cut."""
+        if self.context is None:
+            return {}
+        positions = torch.arange(whole.shape[1]).expand(whole.shape)
+        return {"position_ids": self.take(positions).contiguous()}
+
+    def join(self, part: Tensor) -> Tensor:
+        """Return the whole [samples, length] of parts [samples, length / ranks], on every rank."""
+        if self.context is None:
+            return part
+        from megatron_fsdp.automodel import unshard_sequence  # imports transformers
+
+        return unshard_sequence(part, self.context)
+
+    def add_up(self, share: Tensor) -> Tensor:
+        """Sum numbers over the context-parallel ranks, on every rank."""
+        if self.context is not None:
+            dist.all_reduce(share, group=self.context.get_group())
+        return share
 
 
 class Trained:
@@ -169,28 +166,27 @@ class Trained:
         weight = self._loss_weight
         shares = []
         for i, (batch, factor) in enumerate(zip(batches, factors, strict=True)):
-            seed_dropout(batch, self._place.cut.index)
+            seed_dropout(batch, self._place.context_index)
             with self._microbatch(is_last=i == len(batches) - 1):
-                part = self._place.cut.take(to_device(factor, self.device))
-                loss = (self._losses(batch) * part).sum()
+                loss = (self._losses(batch) * self._place.take(factor)).sum()
                 (loss * weight).backward()
             shares.append(loss.detach())
-        return self._place.cut.add_up(torch.stack(shares))
+        return self._place.add_up(torch.stack(shares))
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
         """Return [samples, length] float32 losses without gradients, the same on ranks that share the batch."""
-        return self._place.cut.join(self._losses(batch))
+        return self._place.join(self._losses(batch))
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale gradients to at most this norm (0: only measure); return the norm before, the same on all ranks."""
-        limit, scale = max_norm or math.inf, 1.0 if self.scale is None else self.scale.value
+        limit, factor = max_norm or math.inf, 1.0 if self.scale is None else 1.0 / self.scale.value
         if self._own is not None:
-            if scale != 1.0:
-                self._own.scale_gradients(1.0 / scale)
+            if factor != 1.0:
+                self._own.scale_gradients(factor)
             return self._own.clip_grad_norm_(limit)
-        if scale != 1.0:
-            self._gradients.gather_gradients(self._measured).scale(1.0 / scale)
+        if factor != 1.0:
+            self._gradients.gather_gradients(self._measured).scale(factor)
         found: Tensor = self._gradients.clip_grad_norm_(self._measured, limit)
         return found
 
@@ -234,7 +230,9 @@ class Trained:
     @property
     def _loss_weight(self) -> float:
         """The factor of the loss before backward that makes gradients those of the sum over ranks, scaled."""
-        divisor = 1.0 if self._sums else float(self.data_size * self._place.cut.size)  # the engine averages, or sums
+        divisor = (
+            1.0 if self._sums else float(self.data_size * self._place.context_size)
+        )  # the engine averages, or sums
         return divisor * (1.0 if self.scale is None else self.scale.value)
 
     def _microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -248,12 +246,13 @@ class Trained:
 
     def _losses(self, batch: Batch) -> Tensor:
         """Return the loss of each token of this rank, [samples, length / context-parallel ranks]."""
-        cut, whole = self._place.cut, to_device(batch.inputs, self.device)
-        if self._place.is_transformers:
-            logits = self.model(input_ids=cut.take(whole), use_cache=False, **cut.position_ids(whole)).logits
+        place = self._place
+        inputs = place.take(batch.inputs)
+        if place.is_transformers:
+            logits = self.model(input_ids=inputs, use_cache=False, **place.position_ids(batch.inputs)).logits
         else:
-            logits = self.model(whole)
-        return token_losses(logits, cut.take(to_device(batch.targets, self.device)))
+            logits = self.model(inputs)
+        return token_losses(logits, place.take(batch.targets))
 
 
 def sums_over_ranks(job: Job) -> bool:
@@ -266,11 +265,6 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy [samples, length] in float32, of logits [samples, length, vocabulary] of any dtype."""
     losses = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     return losses.view_as(targets)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of a batch to the model's device; asynchronous from pinned memory."""
-    return tensor.to(device, non_blocking=True)
 
 
 def seed_dropout(batch: Batch, part: int = 0) -> None:
@@ -343,7 +337,7 @@ def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
     if is_ours and job.engine != "torch_fsdp2":
         return shard_decoder(job, rank, vocab_size)
     require("transformers", needs_transformers(job.options) or "this model")
-    from megatron_fsdp.train.engines import automodel
+    from megatron_fsdp.train.models import automodel
 
     if job.engine != "torch_fsdp2":
         return automodel.shard_transformers(job, rank, vocab_size)

@@ -1,1 +1,0 @@
-"""Engines that shard a model and step it: one interface, an implementation for each."""
