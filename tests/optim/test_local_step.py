@@ -18,7 +18,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, weights
-from tests.support.on_ranks import fixed_seed, local_of, on_ranks
+from tests.support.on_ranks import fixed_seed, local_of, on_ranks, same_on_ranks
 
 Params = Iterable[Any]
 Make = Callable[[Params], torch.optim.Optimizer]
@@ -102,91 +102,42 @@ def is_stepped_locally(args: tuple[Any, ...]) -> bool:
     return all(type(param) is Tensor for group in args[0].param_groups for param in group["params"])
 
 
-def train_and_look(
-    model: MegatronFSDP, start: list[Tensor], make: Make, on_dtensors: bool, seen: list[bool]
-) -> list[dict[str, Any]]:
-    """Three steps under a schedule from given weights: for each parameter its elements and its state here."""
-    with torch.no_grad():
-        for param, value in zip(model.parameters(), start, strict=True):
-            param.copy_(value)
-    optimizer = connect(model, make, on_dtensors)
-    optimizer.register_step_pre_hook(lambda _own, args, _kwargs: seen.append(is_stepped_locally(args)))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    for batch in batches(3):
-        optimizer.zero_grad()
-        backward(model, batch)
-        optimizer.step()
-        schedule.step()
-    optimizer.zero_grad()
-    found = []
-    for param in model.parameters():
-        shown: dict[str, Any] = {"param": param.to_local().detach().clone()}
-        for key, value in optimizer.state.get(param, {}).items():
-            assert isinstance(value, DTensor) == (key not in ("step", "mu", "eta", "mu_product")), key
-            shown[key] = value
-            if isinstance(value, DTensor):
-                assert (value.placements, value.shape) == (param.placements, param.shape)
-                shown[key] = value.to_local()
-        found.append(shown)
-    return found
-
-
-def agrees(left: Tensor, right: Tensor) -> bool:
-    """Whether tensors are equal; torch's loops round the last elements of a tensor otherwise than the rest."""
-    rtol = 1e-2 if left.dtype == torch.bfloat16 else 2e-6
-    return left.dtype == right.dtype and torch.allclose(left, right, rtol=rtol, atol=1e-7)
-
-
-def compare_paths(build_model: Callable[[], nn.Module], strategy: int) -> dict[str, Any]:
-    """What differs between stepping locally and stepping DTensors, by variant; the state's keys on this rank."""
+@pytest.mark.full(short=["build-3-3"])
+@pytest.mark.parametrize(("build_model", "strategy", "num_ranks"), [(build, 3, 3), (odd, 1, 2), (odd, 0, 2)])
+@on_ranks()
+def test_a_local_step_is_that_of_one_process(build_model: Callable[[], nn.Module], strategy: int) -> None:
+    """Three steps under a schedule, after which state lies as its parameter, alike on all ranks."""
     model = wrap(build_model, strategy)
     start = [param.detach().clone() for param in model.parameters()]
-    wrong, keys, empty = [], {}, 0
     for name, make in VARIANTS.items():
-        took: dict[bool, list[bool]] = {True: [], False: []}
-        local, dtensors = (
-            train_and_look(model, start, make, on_dtensors, took[on_dtensors]) for on_dtensors in (False, True)
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), start, strict=True):
+                param.copy_(value)
+        reference = build_model()
+        optimizer, other = (
+            connect(model, make),
+            make([param for param in reference.parameters() if param.requires_grad]),
         )
-        if took != {False: [True] * 3, True: [False] * 3}:
-            wrong.append((name, "took the wrong path"))
-        for left, right in zip(local, dtensors, strict=True):
-            same = left.keys() == right.keys() and all(agrees(left[key], right[key]) for key in left)
-            if not same:
-                wrong.append((name, "differs"))
-        keys[name] = [sorted(each) for each in local]
-        empty = sum(not each["param"].numel() for each in local)
-    return {"wrong": wrong, "keys": keys, "empty": empty}
-
-
-@pytest.mark.full(short=["3-2-build"])
-@pytest.mark.parametrize(("ranks", "strategy", "build_model"), [(3, 2, build), (4, 3, odd), (2, 3, bf16)])
-def test_a_local_step_is_that_of_dtensors(
-    ranks: int, strategy: int, build_model: Callable[[], nn.Module], run_ranks: RunRanks
-) -> None:
-    found = run_ranks(ranks, compare_paths, build_model, strategy)
-    assert [each["wrong"] for each in found] == [[]] * ranks
-    assert all(each["keys"] == found[0]["keys"] for each in found), "ranks have different state"
-    if ranks > 2:
-        assert sum(each["empty"] for each in found), "some rank should own nothing of some parameter"
-
-
-@on_ranks(2)
-def test_a_local_step_is_that_of_one_process() -> None:
-    found = {}
-    model = wrap(build, 3)
-    start = [param.detach().clone() for param in model.parameters()]
-    for name, make in VARIANTS.items():
-        train_and_look(model, start, make, False, [])
-        reference = build()
-        optimizer = make(reference.parameters())
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        took: list[bool] = []
+        optimizer.register_step_pre_hook(lambda _own, args, _kwargs, took=took: took.append(is_stepped_locally(args)))
+        schedules = [optim.lr_scheduler.StepLR(each, step_size=2, gamma=0.5) for each in (optimizer, other)]
         for batch in batches(3):
-            optimizer.zero_grad()
-            backward(reference, batch)
-            optimizer.step()
-            schedule.step()
-        found[name] = largest_difference(weights(model), weights(reference))
-    assert {name: error for name, error in found.items() if not error <= 2e-5} == {}
+            for net, each, schedule in zip((model, reference), (optimizer, other), schedules, strict=True):
+                each.zero_grad()
+                backward(net, batch)
+                each.step()
+                schedule.step()
+        assert took == [True] * 3, name
+        assert largest_difference(weights(model), weights(reference)) <= 2e-5, name
+        keys = []
+        for param in model.parameters():
+            state = optimizer.state.get(param, {})
+            keys.append(sorted(state))
+            for key, value in state.items():
+                assert isinstance(value, DTensor) == (key not in ("step", "mu", "eta", "mu_product")), (name, key)
+                if isinstance(value, DTensor):
+                    assert (value.placements, value.shape) == (param.placements, param.shape), (name, key)
+        same_on_ranks(keys)
 
 
 # ---- who sees what ---------------------------------------------------------------------------------------------------
