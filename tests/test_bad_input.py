@@ -32,11 +32,6 @@ def shard(module: nn.Module | None = None, **arguments: Any) -> MegatronFSDP:
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
 
-def unnamed_shard_dimension_of_two() -> None:
-    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    shard(device_mesh=grid)
-
-
 def tensor_parallel_over_another_mesh() -> None:
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     model = build()
@@ -76,40 +71,19 @@ def sharded_part_inside_a_model() -> None:
     shard(model)
 
 
-def optimizer_before_model() -> None:
-    model = build()
-    fully_shard(torch.optim.SGD(model.parameters(), lr=0.1), model)  # type: ignore[arg-type]
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
 
 
-def empty_optimizer() -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def emptied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     optimizer.param_groups[0]["params"] = []
-    fully_shard(model, optimizer, mesh())
-
-
-def empty_optimizer_of_a_sharded_model() -> None:
-    optimizer = torch.optim.SGD(shard().parameters(), lr=0.1)
-    optimizer.param_groups[0]["params"] = []
-    fully_shard_optimizer(optimizer)
+    return optimizer
 
 
 def part_that_fsdp2_has_sharded() -> None:
     model = build()
     torch_fully_shard(model.layers[1], mesh=mesh())
     shard(model)
-
-
-def optimizer_over_sharded_and_plain_parameters() -> None:
-    model = shard()
-    fully_shard_optimizer(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2, 7))], lr=0.1))
-
-
-def optimizer_of_a_deleted_model() -> None:
-    model = shard()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    del model
-    fully_shard_optimizer(optimizer)
 
 
 class Box(nn.Module):
@@ -136,7 +110,7 @@ CONFIGURATION_ERRORS: dict[str, tuple[Any, ...]] = {
         "dp_shard_dim='dp_shard' is not a dimension of the device mesh, which has 'dp'; give one of these",
     ),
     "unnamed_shard_dimension_of_two": (
-        unnamed_shard_dimension_of_two,
+        lambda: shard(device_mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))),
         "dp_shard_dim is missing; name the mesh dimension",
     ),
     "mesh_without_names": (lambda: shard(device_mesh=DeviceMesh("cpu", [0, 1])), "dp_shard_dim", "name"),
@@ -207,9 +181,12 @@ CONFIGURATION_ERRORS: dict[str, tuple[Any, ...]] = {
         "check_for_nan_in_grad=False is deprecated and contradicts report_nan_in_param_grad=True",
         "leave the former out.",
     ),
-    "empty_optimizer": (empty_optimizer, "the optimizer has no parameters; build it on the parameters of the model"),
+    "empty_optimizer": (
+        lambda: fully_shard(build(), emptied(sgd(build())), mesh()),
+        "the optimizer has no parameters; build it on the parameters of the model",
+    ),
     "empty_optimizer_of_a_sharded_model": (
-        empty_optimizer_of_a_sharded_model,
+        lambda: fully_shard_optimizer(emptied(sgd(shard()))),
         "the optimizer has no parameters; build it on model.parameters() after fully_shard_model",
     ),
     "part_that_fsdp2_has_sharded": (
@@ -217,22 +194,22 @@ CONFIGURATION_ERRORS: dict[str, tuple[Any, ...]] = {
         "the model at layers.1 is sharded by FSDP2 (torch's fully_",
     ),
     "optimizer_of_another_model": (
-        lambda: fully_shard(build(), torch.optim.SGD(build().parameters(), lr=0.1), mesh()),
+        lambda: fully_shard(build(), sgd(build()), mesh()),
         "parameter 0 of param_groups[0] (shape (4,)) is not a",
         "would train nothing",
         "build the optimizer on",
     ),
     "optimizer_of_an_unsharded_model": (
-        lambda: fully_shard_optimizer(torch.optim.SGD(build().parameters(), lr=0.1)),
+        lambda: fully_shard_optimizer(sgd(build())),
         "the optimizer's parameters do not belong to a sharded model; build it on model.parameters() after",
     ),
     "optimizer_over_sharded_and_plain_parameters": (
-        optimizer_over_sharded_and_plain_parameters,
+        lambda: fully_shard_optimizer(sgd(_model := shard(), nn.Linear(7, 2, bias=False))),  # a model that lives
         "parameter 7 of param_groups[0] (shape (2, 7)) is not a",
         "would train nothing",
         "build the optimizer on",
     ),
-    "optimizer_of_a_deleted_model": (optimizer_of_a_deleted_model, "deleted"),
+    "optimizer_of_a_deleted_model": (lambda: fully_shard_optimizer(sgd(shard())), "deleted"),
     "ddp_around_no_shard": (lambda: TorchDDP(shard(zero_dp_strategy=0)), *AROUND_DDP),
     "ddp_around_optim_grads": (lambda: TorchDDP(shard(zero_dp_strategy=2)), *AROUND_DDP),
     "ddp_around_a_module_around_the_model": (lambda: TorchDDP(Box(shard())), *AROUND_DDP),
@@ -261,7 +238,7 @@ TYPE_ERRORS: dict[str, tuple[Any, ...]] = {
     ),
     "mesh_that_is_a_name": (lambda: shard(device_mesh="cpu"), "device_mesh='cpu'", "DeviceMesh"),
     "optimizer_before_model": (
-        optimizer_before_model,
+        lambda: fully_shard(sgd(build()), build()),  # type: ignore[arg-type]
         "the optimizer was given first and the model second; call fully_shard(model, optimizer)",
     ),
     "class_of_optimizers": (

@@ -16,7 +16,6 @@ from tests.support.api_net import Layer, build, largest_difference, mesh, train,
 from tests.support.counting import held_bytes
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
 
-STRATEGIES = [0, 1, 2, 3]
 FROZEN = "layers.0.linear.bias"
 
 
@@ -52,8 +51,8 @@ def on_one_process(steps: int, decay: float) -> tuple[dict[str, Tensor], dict[st
     return average, weights(model)
 
 
-@pytest.mark.full(short=["0-dtype0", "3-dtype4"])
-@pytest.mark.parametrize(("strategy", "dtype"), [*((s, torch.float32) for s in STRATEGIES), (3, torch.float64)])
+@pytest.mark.full(short=["3-dtype2"])
+@pytest.mark.parametrize(("strategy", "dtype"), [(0, torch.float32), (1, torch.float32), (3, torch.float64)])
 @on_ranks(3)
 def test_the_average_equals_one_process_and_is_swapped_in_and_out(strategy: int, dtype: torch.dtype) -> None:
     model = wrap(strategy)
@@ -73,26 +72,16 @@ def test_the_average_equals_one_process_and_is_swapped_in_and_out(strategy: int,
     with pytest.raises(KeyError), ema.applied():
         raise KeyError("in an evaluation")
     assert_equal_tensors(weights(model), before)
-    train(model, optimizer, 1, first=3)
-    ema.update(decay=0.0)
-    last = largest_difference(whole(model, ema), weights(model))
     average, _ = on_one_process(3, 0.5)
+    assert largest_difference(shown, average) <= 2e-6
     plain = build()
     plain.load_state_dict({**shown, "offset": plain.offset})
-    names = sorted(ema.state_dict())
-    found = {
-        "average": largest_difference(shown, average),
-        "output": (output - plain(x)).abs().max().item(),
-        "weights": largest_difference(weights(model), on_one_process(4, 0.5)[1]),
-        "last": last,
-        "frozen": FROZEN in names,
-        "count": len(names),
-    }
-    assert found["average"] <= 2e-6
-    assert found["output"] <= 2e-6
-    assert found["weights"] <= 2e-6  # training went on as if nothing had been swapped
-    assert found["last"] == 0.0
-    assert (found["frozen"], found["count"]) == (False, 6)
+    assert (output - plain(x)).abs().max() <= 2e-6
+    train(model, optimizer, 1, first=3)  # goes on as if nothing had been swapped
+    assert largest_difference(weights(model), on_one_process(4, 0.5)[1]) <= 2e-6
+    ema.update(decay=0.0)
+    assert_equal_tensors(whole(model, ema), weights(model))
+    assert set(ema.state_dict()) == set(weights(model)) - {FROZEN}
 
 
 @on_ranks(2)
@@ -148,24 +137,16 @@ def test_what_means_nothing_is_refused() -> None:
     model = wrap(3)
     ema = ShardedEMA(model)
     first, *_ = state = ema.state_dict()
-    messages = []
-    for call in (
-        lambda: ShardedEMA(model, decay=1.0),
-        lambda: ShardedEMA(model, dtype=torch.int64),
-        lambda: ema.update(decay=-0.1),
-        lambda: ema.load_state_dict({}),
-        lambda: ema.load_state_dict({**state, first: torch.zeros(1000)}),
+    for call, told in (
+        (lambda: ShardedEMA(model, decay=1.0), "decay=1.0 is out of range"),
+        (lambda: ShardedEMA(model, dtype=torch.int64), "dtype=torch.int64 cannot hold an average"),
+        (lambda: ema.update(decay=-0.1), "decay=-0.1 is out of range"),
+        (lambda: ema.load_state_dict({}), r"the averages do not fit: missing \['gain', 'head.bias'"),
+        (
+            lambda: ema.load_state_dict({**state, first: torch.zeros(1000)}),
+            r"of shape \(1000,\) does not fit the average",
+        ),
+        (ShardedEMA(wrap(3)).update, "the model that this average follows has been deleted"),
     ):
-        with pytest.raises(ConfigurationError) as raised:
+        with pytest.raises(ConfigurationError, match=told):
             call()
-        messages.append(str(raised.value))
-    orphan = ShardedEMA(wrap(3))
-    with pytest.raises(ConfigurationError) as raised:
-        orphan.update()
-    decay, dtype, later, names, shape, deleted = [*messages, str(raised.value)]
-    assert decay.startswith("decay=1.0 is out of range")
-    assert dtype.startswith("dtype=torch.int64 cannot hold an average")
-    assert later.startswith("decay=-0.1 is out of range")
-    assert names.startswith("the averages do not fit: missing ['gain', 'head.bias'")
-    assert "of shape (1000,) does not fit the average of shape" in shape
-    assert deleted.startswith("the model that this average follows has been deleted")

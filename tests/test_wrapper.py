@@ -57,57 +57,25 @@ def test_attributes_tell_what_was_asked_for() -> None:
     net = build()
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     model = fully_shard_model(net, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=2, mixed_precision_policy=policy)
-    raw, by_param = model.raw_param, model.param_to_name
-    sharded = dict(model.module.named_parameters())
-    found = {
-        "module": model.module is net,
-        "device": str(model.device),
-        "config": model.ddp_config.data_parallel_sharding_strategy,
-        "strategy": model.data_parallel_sharding_strategy,
-        "policy": model.mp_policy is policy,
-        "index": model.get_distributed_index() is model.dist_index
-        and isinstance(model.dist_index, FSDPDistributedIndex),
-        "group": dist.get_process_group_ranks(model.dist_index.get_fsdp_group()),
-        "auto_sync": model.model_auto_sync,
-        "microbatches": model.microbatch_count,
-        "last": hasattr(model, "is_last_microbatch"),
-        "bucket_size": model.bucket_size,
-        "units": model.fsdp_unit_modules == [Layer],
-        "flags": (model.report_nan_in_param_grad, model.calculate_per_token_loss, model.is_param_fsdp_distributed),
-        "raw": {name: (type(param).__name__, tuple(param.shape)) for name, param in raw.items()},
-        "names": all(by_param[param] == name for name, param in [*raw.items(), *sharded.items()]),
-        "name count": len(by_param),
-        "stamped": all(stamp_of(param).self_reference() is model for param in model.parameters()),
-        "buffers": {name: type(buffer).__name__ for name, buffer in model.named_buffers()},
+    raw, sharded = model.raw_param, dict(model.module.named_parameters())
+    assert model.module is net
+    assert str(model.device) == "cpu"
+    assert model.ddp_config.data_parallel_sharding_strategy == model.data_parallel_sharding_strategy == "optim_grads"
+    assert model.mp_policy is policy
+    assert model.get_distributed_index() is model.dist_index
+    assert isinstance(model.dist_index, FSDPDistributedIndex)
+    assert dist.get_process_group_ranks(model.dist_index.get_fsdp_group()) == [0, 1]
+    assert (model.model_auto_sync, model.microbatch_count, hasattr(model, "is_last_microbatch")) == (True, 0, False)
+    assert (model.bucket_size, model.fsdp_unit_modules) == (40_000_000, [Layer])
+    flags = model.report_nan_in_param_grad, model.calculate_per_token_loss, model.is_param_fsdp_distributed
+    assert flags == (False, False, True)
+    assert {name: (type(param), param.shape) for name, param in raw.items()} == {
+        name: (torch.nn.Parameter, param.shape) for name, param in build().named_parameters()
     }
-    assert found == {
-        "module": True,
-        "device": "cpu",
-        "config": "optim_grads",
-        "strategy": "optim_grads",
-        "policy": True,
-        "index": True,
-        "group": [0, 1],
-        "auto_sync": True,
-        "microbatches": 0,
-        "last": False,
-        "bucket_size": 40_000_000,
-        "units": True,
-        "flags": (False, False, True),
-        "raw": {
-            "gain": ("Parameter", (4,)),
-            "layers.0.linear.weight": ("Parameter", (5, 5)),
-            "layers.0.linear.bias": ("Parameter", (5,)),
-            "layers.1.linear.weight": ("Parameter", (5, 5)),
-            "layers.1.linear.bias": ("Parameter", (5,)),
-            "head.weight": ("Parameter", (3, 5)),
-            "head.bias": ("Parameter", (3,)),
-        },
-        "names": True,
-        "name count": 14,
-        "stamped": True,
-        "buffers": {"module.offset": "Tensor"},
-    }
+    assert all(model.param_to_name[param] == name for name, param in [*raw.items(), *sharded.items()])
+    assert len(model.param_to_name) == 14
+    assert all(stamp_of(param).self_reference() is model for param in model.parameters())
+    assert {name: type(buffer) for name, buffer in model.named_buffers()} == {"module.offset": Tensor}
 
 
 @on_ranks(2)
@@ -117,22 +85,14 @@ def test_the_class_syncs_only_when_told_and_leaves_its_config_alone() -> None:
     before = config.to_dict()
     plain, configured = MegatronFSDP(build(), index), MegatronFSDP(build(), index, config, fsdp_unit_modules=[Layer])
     run_batch(configured, 0)
-    hidden = visible(configured)
+    assert visible(configured) == 0
     configured.finish_grad_sync()
-    found = {
-        "defaults": (plain.data_parallel_sharding_strategy, plain.model_auto_sync),
-        "configured": (configured.data_parallel_sharding_strategy, configured.ddp_config is config),
-        "config unchanged": config.to_dict() == before,
-        "visible": (hidden, visible(configured)),
-        "close": largest_difference(gradients(configured), summed_gradients([0])) <= TOLERANCE,
-    }
-    assert found == {
-        "defaults": ("optim_grads_params", False),
-        "configured": ("optim", True),
-        "config unchanged": True,
-        "visible": (0, 7),
-        "close": True,
-    }
+    assert visible(configured) == 7
+    assert largest_difference(gradients(configured), summed_gradients([0])) <= TOLERANCE
+    assert (plain.data_parallel_sharding_strategy, plain.model_auto_sync) == ("optim_grads_params", False)
+    assert configured.data_parallel_sharding_strategy == "optim"
+    assert configured.ddp_config is config
+    assert config.to_dict() == before
 
 
 # ---- gradients by hand -----------------------------------------------------------------------------------------------
@@ -141,36 +101,34 @@ def test_the_class_syncs_only_when_told_and_leaves_its_config_alone() -> None:
 @pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_gradients_are_synced_by_hand(strategy: int) -> None:
+    def check(*numbers: int) -> None:
+        assert visible(model) == 7
+        assert largest_difference(gradients(model), summed_gradients(list(numbers))) <= TOLERANCE
+
     model = wrap(strategy, sync_model_each_microbatch=False)
-    counts, seen = [], []
     for number in (0, 1):
         run_batch(model, number)
-        counts.append(model.microbatch_count)
-        seen.append(visible(model))
+        assert (model.microbatch_count, visible(model)) == (number + 1, 0)
     model.finish_grad_sync(force_all_reduce=True)
-    found: dict[str, Any] = {"counts": [*counts, model.microbatch_count], "visible": [*seen, visible(model)]}
-    found["finished"] = largest_difference(gradients(model), summed_gradients([0, 1]))
+    assert model.microbatch_count == 0
+    check(0, 1)
     model.finish_grad_sync()  # nothing is left to do
-    found["again"] = largest_difference(gradients(model), summed_gradients([0, 1]))
+    check(0, 1)
     model.zero_grad()
     run_batch(model, 0)
     model.start_grad_sync("an argument that schedules pass")  # and so in the three steps that they call by themselves
     model.synchronize_gradient_reduce()
-    hidden = visible(model)
+    assert visible(model) == 0
     model.attach_grad_to_optimizer_state()
-    found["in steps"] = (hidden, visible(model))
-    found["stepped"] = largest_difference(gradients(model), summed_gradients([0]))
+    check(0)
     model = wrap(strategy, sync_model_each_microbatch=False)
     model.is_last_microbatch = False
     run_batch(model, 0)
-    before = (visible(model), model.microbatch_count)
+    assert (visible(model), model.microbatch_count) == (0, 1)
     model.is_last_microbatch = True
     run_batch(model, 1)
-    found["last"] = (before, (visible(model), model.microbatch_count))
-    found["flagged"] = largest_difference(gradients(model), summed_gradients([0, 1]))
-    assert (found["counts"], found["visible"]) == ([1, 2, 0], [0, 0, 7])
-    assert (found["in steps"], found["last"]) == ((0, 7), ((0, 1), (7, 0)))
-    assert max(found[key] for key in ("finished", "again", "stepped", "flagged")) <= TOLERANCE
+    assert model.microbatch_count == 0
+    check(0, 1)
 
 
 @pytest.mark.parametrize("strategy", [1, 3])

@@ -21,7 +21,7 @@ from megatron_fsdp.fully_shard import fully_shard_model
 from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, simulated_ranks
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
-from tests.support.on_ranks import engine_of, fixed_seed
+from tests.support.on_ranks import fixed_seed
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
 
 _BF16 = MixedPrecisionPolicy(
@@ -96,40 +96,6 @@ def test_no_collective_is_needed() -> None:
                 patch.setattr(dist, name, None)
             simulated.model.describe()
         assert simulated.model.traffic() == before
-
-
-def test_groups_are_those_of_the_live_model() -> None:
-    case = MODEL_CASES["partly_frozen"]
-    with simulated_model(
-        case.build,
-        num_ranks=4,
-        rank=3,
-        build_optimizer=adam,
-        fsdp_unit_modules=list(case.unit_classes),
-        mixed_precision_policy=_BF16,
-    ) as simulated:
-        described, live = simulated.model.describe(), engine_of(simulated.model).units
-        assert [unit.label for unit in described.units] == [unit.label for unit in live]
-        frozen = 0
-        for unit, real in zip(described.units, live, strict=True):
-            assert unit.numel == sum(param.numel() for group in real.groups for param in group.sharded)
-            for group, its in zip(unit.groups, real.groups, strict=True):
-                frozen += 0 if its.gradients is not None else group.numel
-                assert group.parameters == len(its.sharded)
-                assert group.numel + group.padding_numel == its.plan.layout.numel
-                assert group.padding_fraction == its.plan.layout.padding_fraction
-                assert group.shard_numel == its.plan.layout.numel // 4
-                assert group.is_trainable == all(param.requires_grad for param in its.sharded)
-                assert group.reduce == ("bfloat16" if group.is_trainable else None)
-                assert group.accumulate == ("float32" if group.is_trainable else None)
-                assert (group.storage, group.compute, group.main) == ("float32",) * 3
-                assert group.compute_bytes == group.shard_numel * 4
-                assert group.gradient_bytes == (group.shard_numel * 4 if group.is_trainable else 0)
-        assert described.frozen_numel == frozen > 0
-        held = simulated.model.memory()
-        memory = described.memory
-        assert memory.persistent_bytes == held.persistent_bytes
-        assert (memory.gathered_bytes, memory.transient_peak_bytes) == (held.gathered_bytes, held.transient_peak_bytes)
 
 
 @pytest.mark.parametrize(

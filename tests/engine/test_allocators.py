@@ -159,20 +159,6 @@ STAND_INS = {WeightAllocator.SLOTS: 4, WeightAllocator.RESIZE: 4 + 4 * len(WIDTH
 ROOT, FLOOR, WIDE, MIDDLE = (4 * numel for numel in (2 * 256, 32 * 32, 32 * 64, 32 * 48))  # float32 bytes
 
 
-@pytest.mark.full
-def test_gathered_bytes_are_those_worked_out_by_hand(readings: Readings) -> None:
-    gathered = {case: borrowed(readings[case], *case).gathered for case in CASES}
-    assert gathered == {
-        (WeightAllocator.SLOTS, 2): ROOT + WIDE + MIDDLE,
-        (WeightAllocator.SLOTS, 3): ROOT + WIDE + MIDDLE + FLOOR,
-        (WeightAllocator.RESIZE, 2): ROOT + WIDE + MIDDLE,
-        (WeightAllocator.RESIZE, 3): ROOT + WIDE + MIDDLE + FLOOR,
-        (WeightAllocator.DOUBLE_BUFFER, 2): ROOT + 2 * FLOOR + WIDE + MIDDLE,
-        (WeightAllocator.PERSISTENT_DOUBLE_BUFFER, 2): ROOT + 2 * FLOOR + WIDE + MIDDLE,
-        (WeightAllocator.MAX_POOL, 2): ROOT + 2 * WIDE,
-    }
-
-
 @pytest.mark.parametrize(
     ("allocator", "units"), CASES, ids=lambda value: value.name.lower() if isinstance(value, WeightAllocator) else None
 )

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.engine.wrap import plan_units
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
@@ -251,25 +249,3 @@ def test_faults_are_told_in_words(run_ranks: RunRanks) -> None:
     for told, same in run_ranks(2, open_one_layer):
         assert same
         assert told == "unit layers.0..5 shows its full parameters already; leave that full_parameters_context first"
-
-
-def save(folder: str, message: str | None) -> dict[str, torch.Tensor]:
-    model, optimizer = _wrap(3, message)
-    _steps(model, optimizer, 2)
-    save_checkpoint(model, optimizer, folder, iteration=2)
-    _steps(model, optimizer, 2)
-    return model.full_parameters()
-
-
-def load(folder: str, message: str | None) -> dict[str, torch.Tensor]:
-    model, optimizer = _wrap(3, message)
-    load_checkpoint(model, optimizer, folder)
-    _steps(model, optimizer, 2)
-    return model.full_parameters()
-
-
-def test_a_checkpoint_goes_on_with_units_merged_otherwise(run_ranks: RunRanks, tmp_path: Path) -> None:
-    expected = run_ranks(2, save, str(tmp_path), None)[0]
-    resumed = run_ranks(2, load, str(tmp_path), str(2 * LAYER_BYTES))[0]
-    assert expected.keys() == resumed.keys()
-    assert all(torch.equal(resumed[name], value) for name, value in expected.items())

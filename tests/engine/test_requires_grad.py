@@ -216,10 +216,10 @@ def test_what_was_frozen_when_sharded_trains_once_it_is_thawed(run_ranks: RunRan
     check_strategies(run_ranks, 2, scenario, [Setting(strategy)])
 
 
+@pytest.mark.full
 def test_hybrid_sharding_and_buckets_thaw_what_was_frozen(run_ranks: RunRanks) -> None:
     scenario = Scenario(thaw_what_was_frozen, PARTLY_FROZEN, adamw_of_trained)
-    settings = [Setting(inner, outer_strategy=outer, arrangement=hybrid(2, 2)) for inner, outer in ((3, 1),)]
-    check_strategies(run_ranks, 4, scenario, settings)
+    check_strategies(run_ranks, 4, scenario, [Setting(3, outer_strategy=1, arrangement=hybrid(2, 2))])
     check_jobs(run_ranks, 2, [(scenario, ddp(**SHARDS, overlap_param_gather=True))])
 
 

@@ -34,7 +34,6 @@ from tests.support.on_ranks import on_ranks
 STEPS, SAMPLES = 3, 12
 BF16, FP32 = torch.bfloat16, torch.float32
 CASE = MODEL_CASES["transformer"]
-DECODED = tuple(name for name in WEIGHT_FORMAT_NAMES if not WEIGHT_FORMATS[name].stays_encoded)
 
 
 @dataclass(frozen=True)
@@ -156,11 +155,11 @@ def train(job: Job) -> Result:
 
 
 JOBS = [
-    *(Job(name, inner=2) for name in DECODED),
-    Job("fp8", BF16, inner=3),
-    Job("fp8", BF16, outer=2, outer_strategy=1),
-    Job("fp8", main=None),
     Job("fp8", others={"head.weight": None, "blocks.0.attention.q.weight": "nvfp4"}),
+    Job("fp8_row", main=None),
+    Job("fp8_tile", BF16, inner=3),
+    Job("mxfp8", BF16, outer=2, outer_strategy=1),
+    Job("nvfp4"),
 ]
 
 

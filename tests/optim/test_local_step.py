@@ -6,7 +6,7 @@ import gc
 import io
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from tests.conftest import RunRanks
-from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, weights
-from tests.support.on_ranks import fixed_seed, local_of, on_ranks
+from megatron_fsdp.errors import ShardOperationError
+from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, weights
+from tests.support.on_ranks import fixed_seed, local_of, on_ranks, same_on_ranks
 
 Params = Iterable[Any]
 Make = Callable[[Params], torch.optim.Optimizer]
+Deed = Callable[[MegatronFSDP, Any], None]
+"""What is done with a model and its optimizer before a step."""
 optim = torch.optim
 
 VARIANTS: dict[str, Make] = {
@@ -102,91 +104,42 @@ def is_stepped_locally(args: tuple[Any, ...]) -> bool:
     return all(type(param) is Tensor for group in args[0].param_groups for param in group["params"])
 
 
-def train_and_look(
-    model: MegatronFSDP, start: list[Tensor], make: Make, on_dtensors: bool, seen: list[bool]
-) -> list[dict[str, Any]]:
-    """Three steps under a schedule from given weights: for each parameter its elements and its state here."""
-    with torch.no_grad():
-        for param, value in zip(model.parameters(), start, strict=True):
-            param.copy_(value)
-    optimizer = connect(model, make, on_dtensors)
-    optimizer.register_step_pre_hook(lambda _own, args, _kwargs: seen.append(is_stepped_locally(args)))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    for batch in batches(3):
-        optimizer.zero_grad()
-        backward(model, batch)
-        optimizer.step()
-        schedule.step()
-    optimizer.zero_grad()
-    found = []
-    for param in model.parameters():
-        shown: dict[str, Any] = {"param": param.to_local().detach().clone()}
-        for key, value in optimizer.state.get(param, {}).items():
-            assert isinstance(value, DTensor) == (key not in ("step", "mu", "eta", "mu_product")), key
-            shown[key] = value
-            if isinstance(value, DTensor):
-                assert (value.placements, value.shape) == (param.placements, param.shape)
-                shown[key] = value.to_local()
-        found.append(shown)
-    return found
-
-
-def agrees(left: Tensor, right: Tensor) -> bool:
-    """Whether tensors are equal; torch's loops round the last elements of a tensor otherwise than the rest."""
-    rtol = 1e-2 if left.dtype == torch.bfloat16 else 2e-6
-    return left.dtype == right.dtype and torch.allclose(left, right, rtol=rtol, atol=1e-7)
-
-
-def compare_paths(build_model: Callable[[], nn.Module], strategy: int) -> dict[str, Any]:
-    """What differs between stepping locally and stepping DTensors, by variant; the state's keys on this rank."""
+@pytest.mark.full(short=["build-3-3"])
+@pytest.mark.parametrize(("build_model", "strategy", "num_ranks"), [(build, 3, 3), (odd, 1, 2), (odd, 0, 2)])
+@on_ranks()
+def test_a_local_step_is_that_of_one_process(build_model: Callable[[], nn.Module], strategy: int) -> None:
+    """Three steps under a schedule, after which state lies as its parameter, alike on all ranks."""
     model = wrap(build_model, strategy)
     start = [param.detach().clone() for param in model.parameters()]
-    wrong, keys, empty = [], {}, 0
     for name, make in VARIANTS.items():
-        took: dict[bool, list[bool]] = {True: [], False: []}
-        local, dtensors = (
-            train_and_look(model, start, make, on_dtensors, took[on_dtensors]) for on_dtensors in (False, True)
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), start, strict=True):
+                param.copy_(value)
+        reference = build_model()
+        optimizer, other = (
+            connect(model, make),
+            make([param for param in reference.parameters() if param.requires_grad]),
         )
-        if took != {False: [True] * 3, True: [False] * 3}:
-            wrong.append((name, "took the wrong path"))
-        for left, right in zip(local, dtensors, strict=True):
-            same = left.keys() == right.keys() and all(agrees(left[key], right[key]) for key in left)
-            if not same:
-                wrong.append((name, "differs"))
-        keys[name] = [sorted(each) for each in local]
-        empty = sum(not each["param"].numel() for each in local)
-    return {"wrong": wrong, "keys": keys, "empty": empty}
-
-
-@pytest.mark.full(short=["3-2-build"])
-@pytest.mark.parametrize(("ranks", "strategy", "build_model"), [(3, 2, build), (4, 3, odd), (2, 3, bf16)])
-def test_a_local_step_is_that_of_dtensors(
-    ranks: int, strategy: int, build_model: Callable[[], nn.Module], run_ranks: RunRanks
-) -> None:
-    found = run_ranks(ranks, compare_paths, build_model, strategy)
-    assert [each["wrong"] for each in found] == [[]] * ranks
-    assert all(each["keys"] == found[0]["keys"] for each in found), "ranks have different state"
-    if ranks > 2:
-        assert sum(each["empty"] for each in found), "some rank should own nothing of some parameter"
-
-
-@on_ranks(2)
-def test_a_local_step_is_that_of_one_process() -> None:
-    found = {}
-    model = wrap(build, 3)
-    start = [param.detach().clone() for param in model.parameters()]
-    for name, make in VARIANTS.items():
-        train_and_look(model, start, make, False, [])
-        reference = build()
-        optimizer = make(reference.parameters())
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        took: list[bool] = []
+        optimizer.register_step_pre_hook(lambda _own, args, _kwargs, took=took: took.append(is_stepped_locally(args)))
+        schedules = [optim.lr_scheduler.StepLR(each, step_size=2, gamma=0.5) for each in (optimizer, other)]
         for batch in batches(3):
-            optimizer.zero_grad()
-            backward(reference, batch)
-            optimizer.step()
-            schedule.step()
-        found[name] = largest_difference(weights(model), weights(reference))
-    assert {name: error for name, error in found.items() if not error <= 2e-5} == {}
+            for net, each, schedule in zip((model, reference), (optimizer, other), schedules, strict=True):
+                each.zero_grad()
+                backward(net, batch)
+                each.step()
+                schedule.step()
+        assert took == [True] * 3, name
+        assert largest_difference(weights(model), weights(reference)) <= 2e-5, name
+        keys = []
+        for param in model.parameters():
+            state = optimizer.state.get(param, {})
+            keys.append(sorted(state))
+            for key, value in state.items():
+                assert isinstance(value, DTensor) == (key not in ("step", "mu", "eta", "mu_product")), (name, key)
+                if isinstance(value, DTensor):
+                    assert (value.placements, value.shape) == (param.placements, param.shape), (name, key)
+        same_on_ranks(keys)
 
 
 # ---- who sees what ---------------------------------------------------------------------------------------------------
@@ -196,13 +149,14 @@ def test_a_local_step_is_that_of_one_process() -> None:
 def test_hooks_and_closures_see_dtensors() -> None:
     model = wrap(build, 3)
     optimizer = VARIANTS["adamw"](model.parameters())
-    found: dict[str, Any] = {}
+    found: dict[str, list[int]] = {}
 
     def look(name: str) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         state = [each["exp_avg"] for each in optimizer.state.values()]
-        kinds = {isinstance(each, DTensor) for each in (*params, *state)}
-        found.setdefault(name, []).append((kinds, len(state), optimizer.state.keys() <= set(params)))
+        assert all(isinstance(each, DTensor) for each in (*params, *state))
+        assert optimizer.state.keys() <= set(params)
+        found.setdefault(name, []).append(len(state))
 
     def hook(name: str) -> Any:
         def called(own: Any, _args: Any, _kwargs: Any) -> None:
@@ -211,11 +165,11 @@ def test_hooks_and_closures_see_dtensors() -> None:
 
         return called
 
-    optimizer.register_step_pre_hook(hook("pre, early"))
-    optimizer.register_step_post_hook(hook("post, early"))
-    fully_shard_optimizer(optimizer)
-    optimizer.register_step_pre_hook(hook("pre, late"))
-    optimizer.register_step_post_hook(hook("post, late"))
+    for time in ("early", "late"):
+        optimizer.register_step_pre_hook(hook(f"pre, {time}"))
+        optimizer.register_step_post_hook(hook(f"post, {time}"))
+        if time == "early":
+            fully_shard_optimizer(optimizer)
     for batch in batches(2):
 
         def closure(batch: Any = batch) -> float:
@@ -224,22 +178,15 @@ def test_hooks_and_closures_see_dtensors() -> None:
             return backward(model, batch)
 
         optimizer.step(closure)
-    found["count"] = len(list(model.parameters()))
-    count = found.pop("count")
-    before, after = [({True}, 0, True), ({True}, count, True)], [({True}, count, True)] * 2
-    assert found == {
-        "pre, early": before,
-        "pre, late": before,
-        "closure": before,
-        "post, early": after,
-        "post, late": after,
-    }
+    count = len(list(model.parameters()))
+    before = {name: [0, count] for name in ("pre, early", "pre, late", "closure")}
+    assert found == before | {name: [count, count] for name in ("post, early", "post, late")}
 
 
 @on_ranks(2)
 def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
     """Steps that fail in a closure, and in torch's code half way; then as if nothing had happened."""
-    runs, errors, shown = [], [], True
+    runs = []
     for fails in (True, False):
         model = wrap(build, 3)
         optimizer = connect(model, VARIANTS["adamw foreach"])
@@ -247,28 +194,24 @@ def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
             optimizer.zero_grad()
             backward(model, batch)
             if fails:
-                rate, options = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]
-                options["lr"] = torch.tensor(rate)  # refused in the middle of collecting parameters and state
-                calls: list[Callable[[], Any]] = [optimizer.step, lambda: optimizer.step(lambda: 1 / 0)]  # noqa: B023
-                for call in calls[: 2 - number % 2]:
-                    try:
-                        call()
-                    except (RuntimeError, ZeroDivisionError) as error:
-                        errors.append(message_of(error))
+                options = optimizer.param_groups[0]
+                rate, options["lr"] = options["lr"], torch.tensor(options["lr"])
+                with pytest.raises(RuntimeError):  # in the middle of collecting parameters and state
+                    optimizer.step()
+                if number != 1:
+                    with pytest.raises(ZeroDivisionError):
+                        optimizer.step(lambda: 1 / 0)
                 options["lr"] = rate
                 held = [*options["params"], *(each["exp_avg"] for each in optimizer.state.values())]
-                shown &= all(isinstance(each, DTensor) for each in held)
+                assert all(isinstance(each, DTensor) for each in held)
             optimizer.step()
         runs.append(weights(model))
-    difference = largest_difference(*runs)
-    kinds = ["RuntimeError", "ZeroDivisionError", "RuntimeError", "RuntimeError", "ZeroDivisionError"]
-    assert [kind for kind, _ in errors] == kinds
-    assert (shown, difference) == (True, 0.0)
+    assert largest_difference(*runs) == 0.0
 
 
 @on_ranks(2)
 def test_state_that_is_not_cut_as_its_parameter_is_refused_as_ever() -> None:
-    found = []
+    found = set()
     for on_dtensors in (False, True):
         model = wrap(build, 3)
         optimizer = connect(model, VARIANTS["adamw"], on_dtensors)
@@ -276,13 +219,10 @@ def test_state_that_is_not_cut_as_its_parameter_is_refused_as_ever() -> None:
         optimizer.step()
         for param, state in optimizer.state.items():
             state["exp_avg"] = torch.zeros(param.shape)
-        try:
+        with pytest.raises(ShardOperationError) as raised:
             optimizer.step()
-        except Exception as error:  # noqa: BLE001 - the parent looks at it
-            found.append(message_of(error))
-    local, dtensors = found
-    assert local == dtensors
-    assert local[0] == "ShardOperationError"
+        found.add(str(raised.value))
+    assert len(found) == 1
 
 
 @on_ranks(2)
@@ -317,10 +257,8 @@ def test_writes_of_a_local_step_are_noticed_at_the_next_forward(strategy: int, d
         before = model(inputs).detach().clone()
         optimizer.step(install_optimized_model_weights=False)
         outputs.append(model(inputs).detach())
-    moved = (outputs[0] - before).abs().max().item()
-    difference = (outputs[0] - outputs[1]).abs().max().item()
-    assert moved > 1e-2
-    assert difference == 0.0
+    assert (outputs[0] - before).abs().max() > 1e-2
+    assert torch.equal(*outputs)
 
 
 @on_ranks(2)
@@ -421,10 +359,40 @@ DEEDS = (
 )
 
 
-def difference_after(
-    deed: Callable[[Any], None], variant: str, build_model: Callable[[], nn.Module]
-) -> tuple[list[bool], list[float]]:
-    """Whether every weight and all state are equal between local steps and DTensors after five steps, by parameter."""
+def end_after(
+    deed: Deed, at: Sequence[int], optimizer: Any, model: MegatronFSDP, steps: int
+) -> list[dict[str, Tensor]]:
+    """What each parameter and its state are after some steps, before some of which something is done."""
+    for number, batch in enumerate(batches(steps)):
+        optimizer.zero_grad()
+        backward(model, batch)
+        if number in at:
+            deed(model, optimizer)
+        optimizer.step()
+    return [
+        {
+            key: (value.to_local() if isinstance(value, UnevenDTensor) else value).detach().clone()
+            for key, value in {"param": param, **optimizer.state.get(param, {})}.items()
+            if isinstance(value, Tensor)
+        }
+        for param in model.parameters()
+    ]
+
+
+def assert_same(ends: Iterable[list[dict[str, Tensor]]]) -> None:
+    """Every weight and all state are equal between local steps and DTensors."""
+    for left, right in zip(*ends, strict=True):
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
+@pytest.mark.parametrize(("variant", "build_model"), [("adamw", tight), ("adamw fused", odd)])
+@on_ranks(2)
+def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
+    variant: str, build_model: Callable[[], nn.Module], deed: Callable[[Any], None]
+) -> None:
     model = fully_shard_model(build_model(), mesh(), zero_dp_strategy=3)
     start = [param.detach().clone() for param in model.parameters()]
     ends = []
@@ -432,44 +400,10 @@ def difference_after(
         with torch.no_grad():
             for param, value in zip(model.parameters(), start, strict=True):
                 param.copy_(value)
-        optimizer: Any = connect(model, VARIANTS[variant], on_dtensors)
-        for number, batch in enumerate(batches(5)):
-            optimizer.zero_grad()
-            backward(model, batch)
-            if number in (2, 3):
-                deed(optimizer)
-            optimizer.step()
-        ends.append(_end(model, optimizer))
-    same = [
-        left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
-        for left, right in zip(*ends, strict=True)
-    ]
-    return same, [end["step"].item() for end in ends[0] if "step" in end]
-
-
-def _end(model: nn.Module, optimizer: Any) -> list[dict[str, torch.Tensor]]:
-    found = []
-    for param in model.parameters():
-        values = {"param": param, **optimizer.state.get(param, {})}
-        found.append(
-            {
-                key: (value.to_local() if isinstance(value, UnevenDTensor) else value).detach().clone()
-                for key, value in values.items()
-            }
-        )
-    return found
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
-@pytest.mark.parametrize(("variant", "build_model"), [("adamw", tight), ("adamw fused", odd)])
-def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
-    variant: str, build_model: Callable[[], nn.Module], deed: Callable[[Any], None], run_ranks: RunRanks
-) -> None:
-    (same, steps), (same_there, steps_there) = run_ranks(2, difference_after, deed, variant, build_model)
-    assert all(same)
-    assert all(same_there)
-    assert steps == steps_there
+        optimizer = connect(model, VARIANTS[variant], on_dtensors)
+        ends.append(end_after(lambda _model, own: deed(own), (2, 3), optimizer, model, 5))
+    assert_same(ends)
+    steps = same_on_ranks([end["step"].item() for end in ends[0] if "step" in end])
     wanted = {
         "leave_one_out": {3.0, 5.0},
         **{key: {2.0, 5.0} for key in ("set_back_one_number", "forget_one_state", "leave_the_last_group")},
@@ -540,36 +474,20 @@ def own_values(_model: nn.Module, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "at"),
-    [
-        (fail_then_replace, 2),
-        (one_group_on_dtensors, 0),
-        (listed_twice, 0),
-        (own_values, 1),
-    ],
+    ("trouble", "at"), [(fail_then_replace, 2), (one_group_on_dtensors, 0), (listed_twice, 0), (own_values, 1)]
 )
 @on_ranks(2)
-def test_after_trouble_weights_and_state_are_those_of_dtensors(
-    trouble: Callable[[nn.Module, Any], None], at: int
-) -> None:
-    ends, kept = [], True
+def test_after_trouble_weights_and_state_are_those_of_dtensors(trouble: Deed, at: int) -> None:
+    ends = []
     for on_dtensors in (False, True):
         model = fully_shard_model(tight(), mesh(), zero_dp_strategy=3)
-        optimizer: Any = connect(model, VARIANTS["adam foreach"], on_dtensors)
-        for number, batch in enumerate(batches(4)):
-            optimizer.zero_grad()
-            backward(model, batch)
-            if number == at:
-                trouble(model, optimizer)
-                own = [state.get("seen") for state in optimizer.state.values()]
-            optimizer.step()
-        kept &= all(map(operator.is_, own, [state.get("seen") for state in optimizer.state.values()]))
-        for state in optimizer.state.values():
-            state.pop("list", None)
-        ends.append(_end(model, optimizer))
-    same = [
-        left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
-        for left, right in zip(*ends, strict=True)
-    ]
-    assert all(same)
-    assert kept
+        optimizer = connect(model, VARIANTS["adam foreach"], on_dtensors)
+        own: list[Any] = []
+
+        def deed(model: nn.Module, optimizer: Any, own: list[Any] = own) -> None:
+            trouble(model, optimizer)
+            own += [state.get("seen") for state in optimizer.state.values()]
+
+        ends.append(end_after(deed, (at,), optimizer, model, 4))
+        assert all(map(operator.is_, own, [state.get("seen") for state in optimizer.state.values()]))
+    assert_same(ends)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -77,6 +78,7 @@ def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 4, Scenario(defer_two_of_three, DENSE), settings)
 
 
+@pytest.mark.full
 def test_hybrid_sharding_of_context_parallel_ranks_equals_one_process(run_ranks: RunRanks) -> None:
     pairs = ((1, 0), (3, 1))
     settings = [Setting(inner, outer_strategy=outer, arrangement=HYBRID) for inner, outer in pairs]

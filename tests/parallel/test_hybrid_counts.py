@@ -31,13 +31,6 @@ def set_auto_sync(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> No
         tower_loss(model, x).backward()
 
 
-def set_last(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
-    model.set_model_auto_sync(False)
-    for microbatch in range(microbatches):
-        model.is_last_microbatch = microbatch == microbatches - 1
-        tower_loss(model, x).backward()
-
-
 def leave_it_to_the_optimizer(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
     model.set_model_auto_sync(False)
     for _ in range(microbatches):
@@ -56,7 +49,7 @@ def plain(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
         tower_loss(model, x).backward()
 
 
-LOOPS = (set_auto_sync, set_last, leave_it_to_the_optimizer, no_sync, plain)
+LOOPS = (set_auto_sync, leave_it_to_the_optimizer, no_sync, plain)
 
 
 @dataclass(frozen=True)

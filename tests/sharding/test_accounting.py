@@ -29,11 +29,6 @@ def mixed(unit: int, numel: int, shards: int = 4, trained: bool = True) -> Group
     return GroupFootprint(unit, numel, shards, BF16, FP32, BF16, BF16, trained)
 
 
-def plain(unit: int, numel: int, shards: int = 4) -> GroupFootprint:
-    """float32 throughout."""
-    return GroupFootprint(unit, numel, shards, FP32, FP32, FP32, FP32, True)
-
-
 MODEL = [mixed(0, 800), mixed(1, 1200), mixed(2, 1200), mixed(3, 800)]  # 4000 parameters
 P, N = 4000, 4
 
@@ -54,17 +49,6 @@ def test_mixed_precision_memory_shrinks_strategy_by_strategy(
     assert persistent_bytes(MODEL, OPTIM, deferred=True).total == 4 * P + 14 * P // N
 
 
-ROOT_BLOCK, LARGEST_BLOCK = 1664, 2432  # 2 * 800 and 2 * 1200 bytes, rounded up to multiples of 128
-
-
-def test_gathered_weights_are_the_root_and_two_of_the_largest_unit_where_they_are_sharded() -> None:
-    assert transient_bytes(MODEL, OPTIM_GRADS_PARAMS) == TransientBytes(
-        gathered=ROOT_BLOCK + 2 * LARGEST_BLOCK, buckets=ROOT_BLOCK + 2 * LARGEST_BLOCK, scratch=0
-    )
-    for strategy in (NO_SHARD, OPTIM, OPTIM_GRADS):
-        assert transient_bytes(MODEL, strategy, scratch_bytes=7) == TransientBytes(0, ROOT_BLOCK + 2 * LARGEST_BLOCK, 7)
-
-
 def test_one_rank_gathers_nothing_and_exchanges_nothing() -> None:
     alone = [mixed(0, 64, shards=1), mixed(1, 128, shards=1)]
     assert transient_bytes(alone, OPTIM_GRADS_PARAMS) == TransientBytes(0, 128 + 256, 0)
@@ -72,20 +56,6 @@ def test_one_rank_gathers_nothing_and_exchanges_nothing() -> None:
     for strategy in ShardingStrategy:
         assert step_traffic([mixed(0, 400, shards=1)], strategy, microbatches=2) == Traffic(0, 0, 0, 0)
     assert passing_bytes(alone, OPTIM_GRADS_PARAMS) == PassingBytes(local_sum=0, cast_grads=4 * 192)
-
-
-def test_groups_of_one_unit_start_at_multiples_of_128_bytes_and_frozen_ones_need_no_bucket() -> None:
-    groups = [mixed(1, 64), plain(1, 64), mixed(1, 640, trained=False)]
-    assert transient_bytes(groups, OPTIM_GRADS_PARAMS) == TransientBytes(128 + 256 + 1280, 128 + 256, 0)
-    groups = [plain(1, 4), mixed(1, 4), plain(1, 36)]
-    assert transient_bytes(groups, OPTIM_GRADS_PARAMS).gathered == 128 + 128 + 256
-
-
-def test_an_exchange_receives_into_one_more_of_the_largest_bucket() -> None:
-    assert exchange_scratch_bytes(MODEL, OPTIM_GRADS_PARAMS) == LARGEST_BLOCK
-    assert exchange_scratch_bytes([mixed(0, 640), mixed(1, 64)], OPTIM) == 1280
-    assert exchange_scratch_bytes(MODEL, NO_SHARD) == 0
-    assert exchange_scratch_bytes([mixed(0, 640, trained=False)], OPTIM) == 0
 
 
 def test_a_group_that_is_held_whole_costs_what_it_costs_unsharded() -> None:
@@ -134,21 +104,3 @@ def test_memory_follows_the_allocator() -> None:
 
 def _gathered(groups: list[GroupFootprint], allocator: WeightAllocator, slots: int) -> int:
     return transient_bytes(groups, OPTIM_GRADS_PARAMS, slots=slots, allocator=allocator).gathered
-
-
-def test_traffic_follows_the_allocator() -> None:
-    once, twice = (step_traffic(MODEL, OPTIM_GRADS_PARAMS, count, allocator=WeightAllocator.RESIZE) for count in (1, 2))
-    assert once == step_traffic(MODEL, OPTIM_GRADS_PARAMS)
-    assert twice == Traffic(2 * 5, 2 * 4, 2 * once.gather_bytes, 2 * once.reduce_bytes)
-    groups = [mixed(0, 800), mixed(1, 1200), mixed(2, 400), mixed(3, 400), mixed(4, 400)]
-    traffic = step_traffic(groups, OPTIM_GRADS_PARAMS, 1, allocator=WeightAllocator.PERSISTENT_DOUBLE_BUFFER)
-    assert traffic.gathers == 5 + 1  # unit 2 again on the way back; 1 has its own buffer, 3 and 4 are in the slots
-    assert traffic.gather_bytes == 2 * (3200 + 400) * 3 // 4
-
-
-EVERY_BLOCK = 2 * (ROOT_BLOCK + LARGEST_BLOCK)
-
-
-def test_every_bucket_but_the_one_that_fills_may_be_exchanged() -> None:
-    found = [exchange_scratch_bytes(MODEL, OPTIM, buckets) for buckets in (1, 2, 3, 5, 9)]
-    assert found == [LARGEST_BLOCK, LARGEST_BLOCK, 2 * LARGEST_BLOCK, EVERY_BLOCK, EVERY_BLOCK]

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_fsdp import DistributedDataParallelConfig, FSDPDistributedIndex, MegatronFSDP, fully_shard
+from megatron_fsdp import fully_shard
 from megatron_fsdp.sharding.units import find_units, refine_units
 from tests.conftest import RunRanks
-from tests.support.api_net import mesh
-from tests.support.on_ranks import engine_of, on_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
 from tests.support.usage_models import Layer, Ordered, vector_case
@@ -175,21 +174,3 @@ def test_submodules_of_units_may_be_called_on_their_own() -> None:
     )
     sharded = wrapped.module.layers[1].up(x).sum().item()
     assert sharded == plain
-
-
-def units_of_the_class(config: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
-    index = FSDPDistributedIndex(mesh(), "dp")
-    ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params", **config)
-    model = MegatronFSDP(Blocks(), index, ddp_config, fsdp_unit_modules=[Block], **arguments)
-    return [unit.name for unit in engine_of(model).units]
-
-
-def test_the_class_takes_the_switch_as_argument_and_in_its_configuration(run_ranks: RunRanks) -> None:
-    by_config = run_ranks(2, units_of_the_class, {"megatron_fsdp_enable_fine_grained_param_gather": True}, {})
-    by_argument = run_ranks(2, units_of_the_class, {}, {"enable_fine_grained_param_gather_hook": True})
-    assert by_config == by_argument
-    assert "layers.0.gate.inner" in by_config[0]
-    whole = {"enable_fine_grained_param_gather_hook": True, "fine_grained_recurse_module_types": [Gate]}
-    assert run_ranks(2, units_of_the_class, {}, whole)[0] == [
-        name for name in by_config[0] if not name.endswith("gate.inner")
-    ]
