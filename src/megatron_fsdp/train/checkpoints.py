@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +29,10 @@ from megatron_fsdp.train.measure import Progress
 from megatron_fsdp.train.models.megatron_checkpoint import view_for
 from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.options import flag_for
-from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.job import Job, World, resolve
+from megatron_fsdp.train.ranks import Rank
 
+_BATCH = "--global-batch-size"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _STRICT = (
@@ -115,6 +117,30 @@ def _require_sound(path: Path) -> None:
         require_sound(folder, rank_of(None), world_size_of(None))
 
 
+def with_saved_batch(job: Job, origin: Origin, rank: Rank, say: Say) -> Job:
+    """Return the job with as many samples in a step as the run that it resumes; collective.
+
+    With `--global-batch-size` left out, a step has one microbatch of each rank. On another number of ranks that would
+    be another run, so the number that was decided when it began is kept.
+    """
+    options, training = job.options, job.options.training
+    if origin.folder is None or training.global_batch_size or (options.checkpoint.finetune and not origin.is_own):
+        return job
+    folder = CheckpointFolder(CheckpointStore(origin.folder).resolve())
+
+    def saved() -> int | None:
+        facts = folder.read_object("trainer.facts") if "trainer.facts" in folder.objects else []
+        found = {str(name): str(value) for name, value in facts} if isinstance(facts, list) else {}
+        return int(found[_BATCH]) if _BATCH in found else None
+
+    total = together(f"reading {folder.path}", saved)
+    if total is None or total == job.batch.total:
+        return job
+    say(f"{_BATCH} {total}, as in the run that saved {folder.path}; {job.batch.total} would follow from the ranks")
+    options = replace(options, training=replace(training, global_batch_size=total))
+    return resolve(options, World(rank.count, rank.device.type, job.restarts))
+
+
 # ---- what decides its numbers ----------------------------------------------------------------------------------------
 
 
@@ -163,7 +189,7 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
         "--lr-warmup-iters": schedule.warmup_steps,
         "--lr-warmup-init": schedule.initial,
         **({"--lr-wsd-decay-iters": schedule.wsd_steps} if schedule.style == "WSD" else {}),
-        "--global-batch-size": job.batch.total,
+        _BATCH: job.batch.total,
         "--seq-length": job.seq_length,
         **{flag_for(name): options.value(name) for name in names},
         **{f"the dtype of {what}": dtype for what, dtype in job.dtypes.items()},

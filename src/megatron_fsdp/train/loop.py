@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.train.audit import Audit
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.tokens import Batch, Feed, TokenData, held_out_batches
@@ -40,11 +41,11 @@ class Run:
     audit: Audit | None = None
 
 
-def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progress, bool]:
+def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progress, bool, Traffic | None]:
     """Train for as many steps as the job allows, from the keeper's progress.
 
     Returns:
-        The progress, and whether the run was asked to end.
+        The progress, whether the run was asked to end, and what this rank sent in the last step; None: not counted.
     """
     job, training = run.job, run.job.options.training
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
@@ -52,14 +53,17 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progres
     done = keeper.start()
     recorder.start(done)
     began_s, records = time.perf_counter() - done.elapsed_s, list[StepRecord]()
-    is_interrupted = False
+    is_interrupted, traffic, inside = False, None, run.trained.inside
     while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         step = done.steps + 1
         is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
         flags = keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s
+        before = None if inside is None else inside.traffic()
         with exposed.step(is_measured=is_shown), telling_of_memory(partial(memory_told, job, run.rank, step)):
             record, is_interrupted, is_late = train_step(run, done, guard, flags)
+        if inside is not None and before is not None:
+            traffic = inside.traffic().since(before)
         elapsed_s = time.perf_counter() - began_s
         record = run.speed.timed(record, elapsed_s - done.elapsed_s, elapsed_s)
         done = Progress(step, record.samples, record.skipped, record.elapsed_s)
@@ -78,7 +82,7 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progres
             began_s, records = time.perf_counter() - done.elapsed_s, []  # evaluations and saves do not count
         if is_last:
             break
-    return done, is_interrupted
+    return done, is_interrupted, traffic
 
 
 def _is_due(step: int, interval: int | None) -> bool:

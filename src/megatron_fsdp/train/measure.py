@@ -165,6 +165,11 @@ def peak_bytes(trained: Trained) -> int:
     """
     if trained.device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(trained.device))
+    return engine_bytes(trained)
+
+
+def engine_bytes(trained: Trained) -> int:
+    """Count what weights, gradients, communication and optimizer take at the peak, but for what rests elsewhere."""
     held = optimizer_bytes(trained.optimizer)
     if trained.inside is None:  # gradients are as large as weights while there are any
         return held + sum(2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad)

@@ -22,7 +22,7 @@ from megatron_fsdp.config.hang_log import FOLDER_VARIABLE
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.audit import Audit
-from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, facts_of, find_origin
+from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, facts_of, find_origin, with_saved_batch
 from megatron_fsdp.train.console import Say, console, library_messages
 from megatron_fsdp.train.data.preparation import prepare_data
 from megatron_fsdp.train.data.tokens import TokenData, make_feed
@@ -34,6 +34,7 @@ from megatron_fsdp.train.models.trained import Trained, build
 from megatron_fsdp.train.options import flag_for
 from megatron_fsdp.train.options.checks import require_packages
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.planned import compare, rows_told
 from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.recorder import (
     APPLIED_FILE,
@@ -65,7 +66,8 @@ def run_job(job: Job, rank: Rank) -> None:
         origin = find_origin(job, say)
         goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
         folder = decided_by_first(lambda: claim_results(job, held, goes_on=goes_on), "making the folder of results")
-        run_in(folder, job, rank, prepare_data(job, folder, rank), origin, say)
+        data = prepare_data(job, folder, rank)
+        run_in(folder, with_saved_batch(job, origin, rank, say), rank, data, origin, say)
 
 
 def seed_everything(seed: int) -> None:
@@ -89,7 +91,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
         with logging_for_hangs(trained, folder / HANG_FOLDER, rank), keeper:
             recorder = make_recorder(run, say, folder)
             try:
-                done, is_interrupted = train(run, recorder, keeper)
+                done, is_interrupted, traffic = train(run, recorder, keeper)
             finally:
                 recorder.close()
         feed.close()
@@ -99,6 +101,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
             return
         final = Evaluation(done.steps, evaluate(job, trained, data, FINAL_TIMES))
         peaks, meaning = gather_objects(peak_bytes(trained)), describe_peak(trained)
+        rows = compare(trained, traffic, job)
     if rank.is_first:
         records = read_lines(folder / METRICS_FILE, StepRecord)
         before = read_lines(folder / EVALUATIONS_FILE, Evaluation)
@@ -111,9 +114,12 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
             "held_out_loss": final.loss,
             "peaks_bytes": peaks,
             "peak_meaning": meaning,
+            "measured_and_planned": [row._asdict() for row in rows],
         }
         write_json(folder / SUMMARY_FILE, summary, say)
     say(f"{loss_told(done, final)}\npeak memory per rank ({meaning}): {', '.join(map(in_bytes, peaks))}")
+    if rows:
+        say(rows_told(rows))
     say(f"metrics and summary: {folder}")
 
 
