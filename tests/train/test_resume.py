@@ -17,6 +17,7 @@ from tests.support.chaos import Chaos
 from tests.support.forked_programs import children_of
 from tests.support.train_program import (
     LIMIT_S,
+    OPTIONS,
     by_step,
     differences,
     environment,
