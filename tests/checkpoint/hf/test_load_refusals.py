@@ -177,3 +177,24 @@ def load_inside_of_a_block(folder: str) -> bool:
     with model.full_parameters_context(), pytest.raises(ConfigurationError, match="full parameters at the moment"):
         load_hf(model, folder)
     return load_hf(model, folder).is_complete
+
+
+class Expanded(nn.Module):
+    """A buffer of which all rows are one place in memory, behind a weight."""
+
+    def __init__(self, value: float, is_expanded: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), value))
+        self.register_buffer("rows", torch.arange(3.0).expand(2, 3) if is_expanded else torch.arange(6.0).view(3, 2).T)
+
+
+def test_memory_that_cannot_be_written_to_is_found_before_anything_changes(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2), "rows": torch.ones(2, 3)}, tmp_path / MODEL_FILE)
+    model = Expanded(5.0)
+    with pytest.raises(CheckpointError, match="several elements of rows share one place") as raised:
+        load_hf(model, tmp_path)
+    assert "partly loaded" not in str(raised.value)
+    assert model.weight.tolist() == [5.0, 5.0]
+    transposed = Expanded(5.0, is_expanded=False)
+    assert load_hf(transposed, tmp_path).is_complete
+    assert transposed.rows.tolist() == [[1.0] * 3] * 2

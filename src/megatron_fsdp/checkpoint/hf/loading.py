@@ -208,6 +208,7 @@ def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
     """Return the memory to load into, by name; nothing is written yet."""
     held = {wanted.live.name: wanted.live.pieces() for wanted in match.wanted}
     for wanted in match.wanted:
+        _check_memory(wanted.live, held[wanted.live.name])
         for _, stored in wanted.sources:
             _check_dtype(wanted.live, stored)
     files.check_here()
@@ -216,6 +217,16 @@ def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
         for name, double in wanted.doubles.items():
             _check_tied(wanted, name, double, held[wanted.live.name], reader)
     return held
+
+
+def _check_memory(live: LiveTensor, pieces: Sequence[Piece]) -> None:
+    """Refuse tensors whose elements overlap in memory, which torch refuses to write to, when others are written."""
+    for _, view in pieces:
+        if torch._debug_has_internal_overlap(view) == 1:
+            raise CheckpointError(
+                f"several elements of {live.name} share one place of memory (strides {view.stride()}), so it cannot "
+                "be loaded into; make it contiguous in the model, or leave it out of its state (persistent=False)"
+            )
 
 
 def _check_dtype(live: LiveTensor, stored: StoredTensor) -> None:
