@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.checkpoint.hf import load_hf
