@@ -558,7 +558,7 @@ NO_FILES: list[Callable[[Path], None]] = [_pipe, _endless, _socket, Path.mkdir]
 def test_what_is_no_file_is_not_waited_for(folder: Path, name: str, make: Callable[[Path], None]) -> None:
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
-    for words in (["inspect"], ["verify"], ["show", WEIGHT], ["to-torch", "--tensors-only", str(folder / "out.pt")]):
+    for words in (["inspect"], ["verify"], ["show", WEIGHT], ["to-torch", str(folder / "out.pt")]):
         assert main(["checkpoint", words[0], str(folder), *words[1:]]) in (0, 1, 2)
     if name in ("manifest.json", ".metadata", "__0_0.distcp"):
         refused(lambda: CheckpointFolder(folder))

@@ -225,11 +225,12 @@ def with_formats(policy: MixedPrecisionPolicy, config: DistributedDataParallelCo
     float8 = "fp8_compute" if config.keep_fp8_transpose_cache else "fp8"
     switched = float8 if config.fp8_param_gather else "nvfp4" if config.fp4_param_gather else None
     chosen = switched or weight_formats_of(config.megatron_fsdp_weight_format)
-    return replace(
+    made = replace(
         policy,
         weight_format=chosen if policy.weight_format is None else policy.weight_format,
         outer_grad_comm_format=policy.outer_grad_comm_format or config.megatron_fsdp_outer_grad_comm_format,
     )
+    return policy if made == policy else made
 
 
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:

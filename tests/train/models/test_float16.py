@@ -28,7 +28,7 @@ FSDP2 = {"use_torch_fsdp2": True}
 
 def train_in_half(values: dict[str, Any]) -> tuple[list[float], float, list[str], int, dict[str, Tensor]]:
     run, watcher = prepare(values), Silent()
-    progress, _ = train(run, watcher, NoCheckpoints())
+    progress, *_ = train(run, watcher, NoCheckpoints())
     assert run.trained.scale is not None
     return (
         [record.loss for record in watcher.records],
