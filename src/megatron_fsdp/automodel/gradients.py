@@ -284,7 +284,7 @@ class FoundGradients:
     parameters: tuple[Tensor, ...]  # the others, each once
     copies: tuple[Tensor, ...] = ()  # of parameters that another rank has: scaled, and not counted again
 
-    def scale(self, factor: Tensor) -> None:
+    def scale(self, factor: Tensor | float) -> None:
         """Multiply all gradients, in place, by a factor that is the same on every rank."""
         for model in self.models:
             model.scale_gradients(float(factor))
@@ -294,7 +294,7 @@ class FoundGradients:
                 local = local_part(param.grad)
                 alike.setdefault((local.device, local.dtype), []).append(local)
         for (device, _), tensors in alike.items():
-            torch._foreach_mul_(tensors, factor.to(device))
+            torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def gather_gradients(parts: Parts) -> FoundGradients:
