@@ -191,6 +191,7 @@ def test_wrong_sources_are_refused(folder: Path, pair: Path, tmp_path: Path) -> 
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
     assert "is text, and --tokenizer-type NullTokenizer takes token ids" in refused(folder, out, *null)
     assert "holds token ids, and --tokenizer-type byte takes text" in refused(pair, out)
+    assert "--json-key body does nothing, since --data-path" in refused(folder, out, "--json-key", "body")
     assert [path.name for path in out.iterdir()] == []
     (tmp_path / "file").write_text("")
     assert "where it cannot be written, give another --data-cache-path or --out" in refused(folder, tmp_path / "file")

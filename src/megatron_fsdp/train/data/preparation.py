@@ -203,6 +203,11 @@ class Texts:
                 self.skipped.append(file)
 
     @property
+    def uses_key(self) -> bool:
+        """Whether anything has fields, of which one is the text."""
+        return self.source.kind == "dataset" or any(map(_is_json_lines, self.source.files))
+
+    @property
     def size(self) -> int:
         """Approximate size of the text in bytes."""
         if self.source.kind == "dataset":
@@ -415,6 +420,11 @@ def write_data(options: Options, folder: Path) -> None:
 
 def _write(options: Options, source: Source, folder: Path) -> None:
     texts = Texts(source, options.data.json_key)
+    if options.is_given("json_key") and not texts.uses_key:
+        raise ConfigurationError(
+            f"--json-key {texts.json_key} does nothing, since --data-path {source.root} holds no JSON lines and no "
+            "data set: leave it out"
+        )
     tokenizer = _tokenizer(options, texts)
     vocab_size, end_id, notes = options.data.vocab_size or 0, None, list[str]()
     if tokenizer is not None:
