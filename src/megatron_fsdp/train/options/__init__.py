@@ -38,9 +38,11 @@ Count = Annotated[int, Bound("1 or more", lambda value: value >= 1), _FITS]
 Whole = Annotated[int, _NOT_NEGATIVE, _FITS]
 Positive = Annotated[float, Bound("a finite number above 0", lambda value: 0 < value < math.inf)]
 Duration = Annotated[float, Bound("a number above 0", lambda value: value > 0)]  # infinity undoes that of a preset
+Minutes = Annotated[float, Bound("above 0, and at most 525600, a year", lambda value: 0 < value <= 525600)]
 NotNegative = Annotated[float, _NOT_NEGATIVE]
 Share = Annotated[float, Bound("0 or more, and less than 1", lambda value: 0 <= value < 1)]
 Part = Annotated[float, Bound("a number from 0 to 1", lambda value: 0 <= value <= 1)]
+Probability = Annotated[float, Bound("a number above 0, and at most 1", lambda value: 0 < value <= 1)]
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ class ParallelOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nproc: Count | None = None
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    distributed_timeout_minutes: Positive = 10.0
+    distributed_timeout_minutes: Minutes = 10.0
 
 
 @dataclass(frozen=True)
@@ -476,7 +478,7 @@ class RecoveryOptions:
     max_restarts: Whole = 0
     max_nan_steps: Whole = 3
     max_failed_saves: Whole = 3
-    audit_share: Part | None = None
+    audit_share: Probability | None = None
 
 
 DDP_FIELDS: Mapping[str, str] = {
