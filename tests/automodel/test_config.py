@@ -107,6 +107,12 @@ def test_dictionary_has_every_field_in_order(kind: Any, published: Any) -> None:
     assert made == expected
 
 
+@pytest.mark.parametrize("kind", [FSDP2Config, DDPConfig])
+def test_what_torch_reduces_cannot_be_deterministic(kind: Any) -> None:
+    with pytest.raises(ConfigurationError, match="order of the back end; use MegatronFSDPConfig"):
+        kind(deterministic="world")
+
+
 def test_dictionary_holds_the_same_objects() -> None:
     policy, offload = MixedPrecisionPolicy(), CPUOffloadPolicy(pin_memory=False)
     given: dict[str, Any] = {"tp_plan": {"layers.*": object()}, "mp_policy": policy, "offload_policy": offload}

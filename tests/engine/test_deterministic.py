@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,7 +22,6 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.grad_norm import exact_norm
 from megatron_fsdp.optim.optimizer import check_rounding
 from tests.conftest import RunRanks
-from tests.support.arrangements import hybrid_arguments
 from tests.support.models import MODEL_CASES, Batch, ModelName
 from tests.support.on_ranks import on_ranks
 
@@ -40,6 +41,7 @@ class Job:
     auto_sync: bool = True
     units: bool = True
     mesh: tuple[int, int] | None = None  # outer and inner ranks
+    outer: int = 0  # the strategy across
     options: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> nn.Module:
@@ -107,7 +109,11 @@ def plain_steps(job: Job) -> list[Step]:
 
 
 def wrapped(job: Job) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    module, places = job.build(), {} if job.mesh is None else hybrid_arguments(*job.mesh)
+    module, places = job.build(), dict[str, Any]()
+    if job.mesh is not None:
+        mesh = init_device_mesh("cpu", job.mesh, mesh_dim_names=("outer", "inner"))
+        group = mesh._flatten("both").get_group()
+        places = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer", "hybrid_fsdp_group": group}
     return fully_shard(
         module,
         torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=True),
@@ -117,6 +123,7 @@ def wrapped(job: Job) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
         calculate_per_token_loss=True,
         sync_model_each_microbatch=job.auto_sync,
         deterministic="world",
+        outer_dp_sharding_strategy=job.outer,
         **places,
         **dict(job.options),
     )
@@ -126,11 +133,17 @@ def on_a_rank(jobs: tuple[Job, ...]) -> list[list[Step]]:
     return [sharded(job) for job in jobs]
 
 
-def sharded(job: Job) -> list[Step]:
+def sharded(job: Job, first: int = 0, last: int = STEPS, folder: str = "") -> list[Step]:
+    """Train from step `first` to before `last`; with a folder load before a first step that is not 0, and save."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, optimizer = wrapped(job)
+    if first:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
     steps: list[Step] = []
-    for step in range(STEPS):
+    for step in range(first, last):
         losses = {}
         own = range(rank, MICROBATCHES, ranks)
         for index in own:
@@ -143,6 +156,8 @@ def sharded(job: Job) -> list[Step]:
         optimizer.step()
         optimizer.zero_grad()
         steps.append((losses, grads, norm, state_of(model.module, optimizer)))
+    if folder and last < STEPS:
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
     return steps
 
 
@@ -161,13 +176,47 @@ def compare(found: list[list[Step]], wanted: list[Step], what: str) -> None:
         assert losses == expected[0], f"{what}: losses of step {number}"
 
 
-# `tests/fuzzing/worlds.py` draws models, meshes, options and resumed runs; here is what it does not draw.
 JOBS = (
+    Job(),
+    Job(strategy=2),
+    Job(auto_sync=False),
+    Job("tied", auto_sync=False),
     Job("unused", strategy=2, auto_sync=False),
+    Job(units=False),
+    Job(strategy=1, auto_sync=False),
+    Job("tied", strategy=0, auto_sync=False),
+)
+
+
+@pytest.mark.full(short=["3"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
+def test_ranks_have_the_bits_of_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
+    results = run_ranks(num_ranks, on_a_rank, JOBS)
+    for position, job in enumerate(JOBS):
+        compare([of_rank[position] for of_rank in results], in_one_process(job), f"{job} on {num_ranks} ranks")
+
+
+MORE = (
+    Job("partly_frozen"),
     Job("scalars", strategy=1),
     Job("odd_shapes", strategy=0),
-    Job(units=False, options=(("report_nan_in_param_grad", True),)),
+    Job(strategy=0, options=(("report_nan_in_param_grad", True),)),
+    Job("scalars", strategy=2),
+    Job("odd_shapes", auto_sync=False),
+    Job(options=(("weight_allocator", "resize"), ("forward_prefetch_units", 3))),
+    Job(options=(("max_gathered_units", 1), ("backward_prefetch_units", 0), ("forward_prefetch_units", 0))),
+    Job(options=(("report_nan_in_param_grad", True), ("find_unused_parameters", True))),
 )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_options_and_odd_models_change_no_bit(run_ranks: RunRanks, num_ranks: int) -> None:
+    results = run_ranks(num_ranks, on_a_rank, MORE)
+    for position, job in enumerate(MORE):
+        compare([of_rank[position] for of_rank in results], in_one_process(job), f"{job} on {num_ranks} ranks")
+
+
 LOW = (
     Job(dtype=BF16, policy=MixedPrecisionPolicy(FP32, FP32, BF16)),
     Job(dtype=BF16, policy=MixedPrecisionPolicy(FP32, FP32, FP32), auto_sync=False),
@@ -176,20 +225,55 @@ LOW = (
 
 
 @pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_ranks_have_the_bits_of_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
-    results = run_ranks(num_ranks, on_a_rank, JOBS)
-    for position, job in enumerate(JOBS):
-        compare([of_rank[position] for of_rank in results], in_one_process(job), str(job))
-
-
-@pytest.mark.full(short=["None"])
-@pytest.mark.parametrize("mesh", [None, (2, 2)])
-def test_low_precision_has_the_bits_of_one_rank(run_ranks: RunRanks, mesh: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_low_precision_has_the_bits_of_one_rank(run_ranks: RunRanks, num_ranks: int) -> None:
     alone = run_ranks(1, on_a_rank, LOW)[0]
-    results = run_ranks(3 if mesh is None else 4, on_a_rank, tuple(replace(job, mesh=mesh) for job in LOW))
+    results = run_ranks(num_ranks, on_a_rank, LOW)
     for position, job in enumerate(LOW):
-        compare([of_rank[position] for of_rank in results], alone[position], f"{job} on {mesh}")
+        compare([of_rank[position] for of_rank in results], alone[position], f"{job} on {num_ranks} ranks")
+
+
+HYBRID = (
+    Job(),
+    Job(outer=1),
+    Job("unused", strategy=2, auto_sync=False),
+    Job("odd_shapes", strategy=1, outer=1, auto_sync=False),
+    Job("tied", strategy=1),
+    Job("scalars", outer=1, auto_sync=False),
+    Job("partly_frozen", auto_sync=False),
+    Job("odd_shapes", strategy=0),
+    Job(units=False, outer=1, options=(("report_nan_in_param_grad", True),)),
+)
+
+
+@pytest.mark.full(short=["(2, 2)"])
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (3, 1), (2, 2), (3, 2), (2, 3), (6, 1)], ids=str)
+def test_hybrid_meshes_have_the_bits_of_one_process(run_ranks: RunRanks, mesh: tuple[int, int]) -> None:
+    """With HSDP and HFSDP, in every factorisation."""
+    jobs = tuple(replace(job, mesh=mesh) for job in HYBRID)
+    results = run_ranks(mesh[0] * mesh[1], on_a_rank, jobs)
+    for position, job in enumerate(HYBRID):
+        compare([of_rank[position] for of_rank in results], in_one_process(job), f"{job} on {mesh} ranks")
+
+
+@pytest.mark.full
+def test_low_precision_on_a_hybrid_mesh_has_the_bits_of_one_rank(run_ranks: RunRanks) -> None:
+    alone = run_ranks(1, on_a_rank, LOW)[0]
+    for outer in (0, 1):
+        results = run_ranks(4, on_a_rank, tuple(replace(job, mesh=(2, 2), outer=outer) for job in LOW))
+        for position, job in enumerate(LOW):
+            compare([of_rank[position] for of_rank in results], alone[position], f"{job}, {outer} across")
+
+
+@pytest.mark.full(short=["(2, 3)"])
+@pytest.mark.parametrize("others", [(2, 3), (4, 0), (1, 1)], ids=str)
+def test_a_run_goes_on_with_other_ranks_and_another_strategy(
+    run_ranks: RunRanks, tmp_path: Path, others: tuple[int, int]
+) -> None:
+    num_ranks, strategy = others
+    run_ranks(3, sharded, Job(strategy=2), 0, 1, str(tmp_path))
+    later = run_ranks(num_ranks, sharded, Job(strategy=strategy), 1, STEPS, str(tmp_path))
+    compare(later, in_one_process(Job())[1:], f"from 3 to {num_ranks} ranks")
 
 
 # ---- the norm ------------------------------------------------------------------------------------------------------

@@ -56,6 +56,14 @@ class _Config:
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"{kind}.backend={self.backend!r}; give 'nccl' (accelerators) or 'gloo' (CPUs)")
 
+    def _refuse_deterministic(self, given: str | None, who_adds: str) -> None:
+        """Refuse a field of `MegatronFSDPConfig`."""
+        if given is not None:
+            raise ConfigurationError(
+                f"{type(self).__name__} takes no deterministic={given!r}: {who_adds} gradients up in the order of the "
+                "back end; use MegatronFSDPConfig"
+            )
+
 
 @explains_fields
 @dataclass
@@ -84,6 +92,7 @@ class FSDP2Config(_Config):
         fsdp2_forward_prefetch_depth: The same in forward.
         reshard_after_forward: Release the weights of a layer after forward, and gather them again in backward. None: of
             all layers but the last of each list, whose backward comes first, and of none with pipeline stages.
+        deterministic: Not a field: refused, since FSDP2 adds gradients up in the order of the back end.
     """
 
     sequence_parallel: bool = False
@@ -101,8 +110,9 @@ class FSDP2Config(_Config):
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
     reshard_after_forward: Optional[bool] = None  # noqa: UP045
+    deterministic: InitVar[Optional[str]] = None  # noqa: UP045
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, deterministic: Optional[str]) -> None:  # noqa: UP045
         """Fill in the default policy and check values.
 
         Raises:
@@ -114,6 +124,7 @@ class FSDP2Config(_Config):
             autocast_dtype=torch.dtype,
             reshard_after_forward=bool,
         )
+        self._refuse_deterministic(deterministic, "FSDP2 adds")
         if self.autocast_dtype not in (None, torch.bfloat16, torch.float16):
             raise ConfigurationError(
                 f"FSDP2Config.autocast_dtype={self.autocast_dtype} has no effect; give torch.bfloat16 or torch.float16"
@@ -232,6 +243,7 @@ class DDPConfig(_Config):
         static_graph: Find out in the first step which parameters are used, and how often; it must stay so. With
             gradient accumulation every microbatch is then reduced.
         bucket_cap_mb: Size of the buckets in which gradients are reduced, in MiB; None: torch's default.
+        deterministic: Not a field: refused as in `FSDP2Config`.
     """
 
     activation_checkpointing: Union[bool, str] = False  # noqa: UP007
@@ -239,14 +251,16 @@ class DDPConfig(_Config):
     find_unused_parameters: bool = True
     static_graph: bool = False
     bucket_cap_mb: Optional[int] = None  # noqa: UP045
+    deterministic: InitVar[Optional[str]] = None  # noqa: UP045
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, deterministic: Optional[str]) -> None:  # noqa: UP045
         """Check values.
 
         Raises:
             ConfigurationError: A value is of another type or out of range.
         """
         self._check(bucket_cap_mb=int)
+        self._refuse_deterministic(deterministic, "PyTorch's DistributedDataParallel adds")
         if self.bucket_cap_mb is not None and (self.bucket_cap_mb is True or self.bucket_cap_mb < 1):
             raise ConfigurationError(f"DDPConfig.bucket_cap_mb={self.bucket_cap_mb!r}; give MiB, 1 or more, or None")
 
