@@ -176,7 +176,7 @@ FIELD = "^Unknown options for .*"
         ({"strategy": "mfsdp", "enable_compile": True}, FIELD + "enable_compile is a field of FSDP2Config"),
         ({"sequence_paralel": True}, FIELD + "did you mean sequence_parallel by sequence_paralel"),
         ({"tp_sise": 2}, FIELD + "did you mean tp_size by tp_sise"),
-        ({"deterministic": "world"}, FIELD + "deterministic is a field of MegatronFSDPConfig"),
+        ({"deterministic": "world"}, "FSDP2Config takes no deterministic='world'.*use MegatronFSDPConfig"),
         ({"strategy": "ddp", "tp_plan": {}}, FIELD + "tp_plan is a field of FSDP2Config"),
         ({"zzz": 1, "yyy": 2}, FIELD + r"\['yyy', 'zzz'\]; it has sequence_parallel"),
         ({"zzz": 1, 5: 2}, FIELD + r"\[5, 'zzz'\]"),
