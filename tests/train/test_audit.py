@@ -148,6 +148,22 @@ def test_a_fault_is_found_where_its_step_is_audited(run_ranks: RunRanks, tmp_pat
         assert told.startswith("AuditError: " + SAID[what].replace("step 4", f"step {step}") if expected else "it went")
 
 
+def test_each_microbatch_is_computed_again_with_the_probability_of_the_share(tmp_path: Path) -> None:
+    """All microbatches of a step that is audited are, and no others; seeds and steps draw independently."""
+    share, seeds, steps = 0.05, 300, 60
+    words = arguments(tmp_path, "out", *ZERO3, "--audit-share", str(share))
+    audit, due = audits(*words), list[list[bool]]()
+    for seed in range(seeds):
+        audit._seed = seed
+        due.append([audit.is_due(step) for step in range(1, steps + 1)])
+        assert due[-1] == [audit.is_due(step) for step in range(1, steps + 1)], "the same on every rank"
+    counted = sum(map(sum, due))
+    assert abs(counted - share * seeds * steps) < 4 * (seeds * steps * share * (1 - share)) ** 0.5
+    for length in (1, 10, 45):  # a fault in each of so many steps
+        found, chance = sum(any(of_seed[:length]) for of_seed in due), 1 - (1 - share) ** length
+        assert abs(found - chance * seeds) < 4 * (seeds * chance * (1 - chance)) ** 0.5
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("options", [ZERO3, (*ZERO3, *HYBRID), ("--data-parallel-sharding-strategy", "no_shard")])
 def test_audits_change_no_bit(run_ranks: RunRanks, tmp_path: Path, options: tuple[str, ...]) -> None:
