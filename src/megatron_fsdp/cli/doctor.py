@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.cli.output import add_json, write_json, write_line
+from megatron_fsdp.cli.replay import add_places
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optional_packages import require
+from megatron_fsdp.optional_packages import require, require_installed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Compare loss, every gradient, the gradient norm, updates and a checkpoint round trip of a sharded run with "
         "one process on the whole batch. Functions are given as package.module:name and are looked for in the current "
         "folder too. Exit status: 0 the same, 1 they differ, 2 it could not be run or judged (dropout, a loss that is "
-        "no mean). A step of a run is executed again by `mfsdp replay`."
+        "no mean). With --run in place of a model: execute a recorded step of a deterministic run again "
+        "(`mfsdp replay`), and if it differs look for the cause: a machine that does not repeat, an operator of the "
+        "model that is not invariant, another torch, or a rank of the run."
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="a function that builds the model")
@@ -60,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in place of training: compute one microbatch in several ways, and name the module and the operator that "
         "give other bits, so that runs with --deterministic world could not be the same on any number of ranks",
     )
+    add("--run", metavar="RUN", dest="run_folder", type=Path, help="in place of MODEL: results (--out) of a run")
+    add("--step", type=int, metavar="K", help="with --run (default: the last one recorded)")
+    add_places(parser.add_argument_group("with --run"))
     add("--no-checkpoint", dest="checkpoint", action="store_false", help="leave the checkpoint round trip out")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for all of it (default 600)")
     add_json(parser)
@@ -70,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     """Check parity and print the result, and return the exit status."""
     from megatron_fsdp.doctor import check_parity  # the engine; commands for checkpoints start without it
 
+    if args.run_folder is not None:
+        return _examine_run(args)
     model_fn, batch = _what(args)
     strategies = (0, 1, 2, 3) if "all" in args.strategy else tuple(int(each) for each in args.strategy)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ranks get the same path
@@ -110,10 +118,31 @@ def _invariance(args: argparse.Namespace, model_fn: Any, batch: Any) -> int:
     return EXIT_DIFFERENT if found else EXIT_SAME
 
 
+def _examine_run(args: argparse.Namespace) -> int:
+    """Replay a step of a run, and look for causes of a difference."""
+    if args.model is not None or args.hf_config is not None:
+        raise ConfigurationError("give one of MODEL, --hf-config and --run; a run brings its own model")
+    require_installed("tokenizers", "the trainer")
+    from megatron_fsdp.train.replay import find_causes, replay
+
+    places = {name: getattr(args, name) for name in ("checkpoints", "data_path", "from_start")}
+    found = replay(args.run_folder, args.step, **places, say=(lambda _: None) if args.json else write_line)
+    causes = [] if found.difference is None else find_causes(args.run_folder, found, **places, timeout_s=args.timeout)
+    if args.json:
+        write_json({**asdict(found), "causes": causes})
+    else:
+        write_line("\n".join([found.told(), *(f"- {each}" for each in causes)]))
+    return EXIT_DIFFERENT if causes else EXIT_SAME
+
+
 def _what(args: argparse.Namespace) -> tuple[Any, Any]:
     """Return the model function and its batch."""
+    if idle := [name for name in ("step", "checkpoints", "data_path", "from_start") if getattr(args, name)]:
+        raise ConfigurationError(
+            f"--{idle[0].replace('_', '-')} goes with --run: give the folder of a run, or leave it out"
+        )
     if (args.model is None) == (args.hf_config is None):
-        raise ConfigurationError("give either MODEL (package.module:name) or --hf-config")
+        raise ConfigurationError("give one of MODEL (package.module:name), --hf-config and --run")
     if args.model is not None:
         if args.batch is None:
             raise ConfigurationError("--batch is missing: give a function that makes a batch, as package.module:name")

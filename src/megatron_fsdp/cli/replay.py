@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megatron_fsdp.cli.output import add_json, write_json, write_line
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require_installed
 
 
@@ -22,17 +21,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="the folder of results (--out) of the run")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="the step, from 1")
-    parser.add_argument("--checkpoints", type=Path, metavar="PATH", help="where its checkpoints are (default: --save)")
-    parser.add_argument("--data-path", type=Path, metavar="PATH", help="where its text is (default: where it was)")
-    parser.add_argument("--from-start", action="store_true", help="begin with fresh weights, without a checkpoint")
+    add_places(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
+def add_places(parser: argparse._ActionsContainer) -> None:
+    """Add where a replay finds what it begins with; the names are arguments of `train.replay.replay`."""
+    parser.add_argument("--checkpoints", type=Path, metavar="PATH", help="where its checkpoints are (default: --save)")
+    parser.add_argument("--data-path", type=Path, metavar="PATH", help="where its text is (default: where it was)")
+    parser.add_argument("--from-start", action="store_true", help="begin with fresh weights, without a checkpoint")
+
+
 def run(args: argparse.Namespace) -> int:
     """Replay, print the result, and return the exit status."""
-    if args.step < 1:
-        raise ConfigurationError(f"--step {args.step} is no step: give a number from 1 on")
     require_installed("tokenizers", "the trainer")
     from megatron_fsdp.train.replay import replay
 
@@ -47,7 +49,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(asdict(found))
     else:
-        steps = f"step {found.last}" if found.first == found.last else f"steps {found.first} to {found.last}"
-        write_line(f"executed {steps} again on one rank; digests were recorded of {found.digests}")
-        write_line(found.difference or "the same bits")
+        write_line(found.told())
     return EXIT_SAME if found.difference is None else EXIT_DIFFERENT

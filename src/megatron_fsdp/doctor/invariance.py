@@ -53,7 +53,7 @@ class Variance:
 
     def told(self) -> str:
         """Say it in a sentence."""
-        where = f"module `{self.module}`" if self.module else "the model, in no module of its own"
+        where = f"module `{self.module}`" if self.module else "the model, in no module of its own,"
         hint = ", which draws random numbers that the seed of the microbatch does not decide"
         return (
             f"{self.way}, {self.operator} of {where} has other bits in {'backward' if self.backward else 'forward'}"

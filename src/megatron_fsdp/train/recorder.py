@@ -39,8 +39,7 @@ Measured = TypeVar("Measured", StepRecord, Evaluation)
 def applied(job: Job) -> dict[str, Any]:
     """Return the whole run as plain values: every option with its value and origin, and what it was resolved to."""
     return {
-        "version": __version__,
-        "torch": torch.__version__,
+        **software(),
         "options": {name: _plain(job.options.value(name)) for name in (*OPTIONS, *DDP_FIELDS)},
         "origins": dict(job.options.origins),
         "engine": job.engine,
@@ -53,6 +52,12 @@ def applied(job: Job) -> dict[str, Any]:
         "seq_length": job.seq_length,
         "notices": list(job.notices),
     }
+
+
+def software() -> dict[str, str]:
+    """Return what decides bits besides the options: this package, torch, and the instructions of its CPU kernels."""
+    capability = torch.backends.cpu.get_cpu_capability()  # "DEFAULT", "AVX2", "AVX512"
+    return {"version": __version__, "torch": torch.__version__, "cpu_capability": capability}
 
 
 def header_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Speed) -> list[tuple[str, str]]:

@@ -9,26 +9,33 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron_fsdp.checkpoint.store import RunFolder
+from megatron_fsdp.doctor import check_invariance
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, changes_of, facts_of
 from megatron_fsdp.train.data.preparation import prepare_data, tokens_folder
-from megatron_fsdp.train.data.tokens import make_feed
+from megatron_fsdp.train.data.tokens import TokenData, make_feed
 from megatron_fsdp.train.loop import NanGuard, Run, train_step
 from megatron_fsdp.train.measure import Progress, Speed, StepRecord
-from megatron_fsdp.train.models.trained import build
+from megatron_fsdp.train.models.build import model_shape, transformers_config
+from megatron_fsdp.train.models.decoder import Decoder
+from megatron_fsdp.train.models.trained import build, token_losses
 from megatron_fsdp.train.options import CheckpointOptions, RecoveryOptions, ReportingOptions
+from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.command_line import Layer, assemble, make_parser
 from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.program import find_device_type
 from megatron_fsdp.train.ranks import Rank
-from megatron_fsdp.train.recorder import APPLIED_FILE, METRICS_FILE, read_lines
+from megatron_fsdp.train.recorder import APPLIED_FILE, METRICS_FILE, read_lines, software
 from megatron_fsdp.train.run_job import seed_everything
 
 _MEASURED = ("log_num_zeros_in_grad", "log_digests_interval")
@@ -62,10 +69,16 @@ class Replayed:
     digests: int
     difference: str | None = None
 
+    def told(self) -> str:
+        """Say it in two lines."""
+        steps = f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        done = f"executed {steps} again on one rank; digests were recorded of {self.digests}"
+        return f"{done}\n{self.difference or 'the same bits'}"
+
 
 def replay(
     folder: Path,
-    step: int,
+    step: int | None = None,
     *,
     checkpoints: Path | None = None,
     data_path: Path | None = None,
@@ -76,7 +89,7 @@ def replay(
 
     Args:
         folder: The results of a run of `mfsdp train --deterministic world`, on any number of ranks.
-        step: The step, from 1.
+        step: The step, from 1; None: the last one that is recorded.
         checkpoints: Where its checkpoints are now; None: where it saved them.
         data_path: Where its text is now; None: where it was.
         from_start: Begin with fresh weights in place of a checkpoint, for a run that did.
@@ -87,13 +100,9 @@ def replay(
             begin with; or data or options are not those of the run.
     """
     applied, records = _read(folder, step)
+    step = max(records) if step is None else step
     begin = None if from_start else _checkpoint_before(step, checkpoints or applied["options"].get("save"), folder)
-    given: dict[str, Any] = {"load": begin, "data_path": data_path}
-    job = _job(applied, {name: str(value) for name, value in given.items() if value is not None}, folder)
-    device = torch.device(find_device_type(job.options.parallel.device))
-    with alone(device, job.options.training.seed) as rank, tempfile.TemporaryDirectory() as scratch:
-        has_tokens = tokens_folder(job.options, folder.absolute())[0].is_dir()
-        data = prepare_data(job, folder.absolute() if has_tokens else Path(scratch), rank)
+    with _reopened(folder, applied, load=begin, data_path=data_path) as (job, data, rank):
         trained = build(job, data.vocab_size, rank)
         keeper = RunCheckpoints(job, trained, data, Origin(begin), say)
         done = keeper.start()
@@ -103,11 +112,21 @@ def replay(
                 f"{'; '.join(changes)}; "
                 "bring the files back, or name their place with --data-path or --checkpoints"
             )
-        feed = make_feed(data, job, 0, pins=device.type != "cpu")
+        feed = make_feed(data, job, 0, pins=rank.device.type != "cpu")
         try:
             return _compare_steps(Run(job, trained, data, feed, rank, Speed(job.tokens_per_step)), done, step, records)
         finally:
             feed.close()
+
+
+@contextmanager
+def _reopened(folder: Path, applied: Mapping[str, Any], **given: Path | None) -> Iterator[tuple[Job, TokenData, Rank]]:
+    """Resolve the options of a run for this process as the only rank, and open its data."""
+    job = _job(applied, {name: str(value) for name, value in given.items() if value is not None}, folder)
+    device = torch.device(find_device_type(job.options.parallel.device))
+    with alone(device, job.options.training.seed) as rank, tempfile.TemporaryDirectory() as scratch:
+        has_tokens = tokens_folder(job.options, folder.absolute())[0].is_dir()
+        yield job, prepare_data(job, folder.absolute() if has_tokens else Path(scratch), rank), rank
 
 
 def _compare_steps(run: Run, done: Progress, last: int, records: Mapping[int, StepRecord]) -> Replayed:
@@ -157,10 +176,76 @@ def _sum_of(digests: Mapping[str, str]) -> str:
     return f"{sum(int(each, 16) for each in digests.values()) & (1 << 64) - 1:016x}"
 
 
+# ---- why a step differs ----------------------------------------------------------------------------------------------
+
+
+def find_causes(
+    folder: Path, found: Replayed, *, data_path: Path | None = None, timeout_s: float = 600.0, **begin: Any
+) -> list[str]:
+    """Look for the reason why a replayed step differs: here, in the model, or in the run; return it in sentences.
+
+    The steps are executed a second time, and the first microbatches of the step by the model alone, unsharded, in the
+    ways of `check_invariance`.
+
+    Args:
+        folder: The results of the run.
+        found: What `replay` found, with a difference.
+        data_path: As of `replay`.
+        timeout_s: Seconds for the model alone.
+        begin: `checkpoints` and `from_start` as of `replay`.
+    """
+    causes = []
+    again = replay(folder, found.last, data_path=data_path, **begin)
+    if again.difference != found.difference:
+        causes.append(f"replayed a second time, other bits came out ({again.difference}): this machine does not repeat")
+    applied, records = _read(folder, found.last)
+    with _reopened(folder, applied, data_path=data_path) as (job, data, rank):
+        model_fn = partial(_unsharded, job, data.vocab_size)
+        samples = _two_microbatches(job, data, records[found.last].samples - job.batch.total)
+        kind = rank.device.type
+    ranks = 2 if kind == "cpu" else min(2, torch.accelerator.device_count())
+    variances = check_invariance(
+        model_fn, samples, loss_fn=_loss, ranks=ranks, microbatches=2 // ranks, device=kind, timeout_s=timeout_s
+    )
+    causes += [each.told() for each in variances]
+    others = [(name, applied[name], value) for name, value in software().items() if applied.get(name, value) != value]
+    causes += [f"the run had {name} {was}, here it is {value}" for name, was, value in others]
+    by_a_rank = (
+        "the step has the same bits each time that it is computed here, and so has a microbatch in each of 4 ways: a "
+        "rank of the run computed, sent or kept something wrong; training with --audit-share names such a rank"
+    )
+    return causes or [by_a_rank]
+
+
+def _two_microbatches(job: Job, data: TokenData, first_sample: int) -> dict[str, Tensor]:
+    """Return inputs and targets of two logical microbatches, those of a step and, if it has one, of the next."""
+    feed = make_feed(data, job, 0)
+    try:
+        two = [*feed.batches(first_sample), *feed.batches(first_sample + job.batch.total)][:2]
+    finally:
+        feed.close()
+    return {name: torch.cat([getattr(batch, name) for batch in two]) for name in ("inputs", "targets")}
+
+
+def _unsharded(job: Job, vocab_size: int) -> nn.Module:
+    """Build the model of a run in its compute dtype, with the weights of its seed."""
+    if not uses_transformers(job.options.model):
+        return Decoder(model_shape(job.options.model, vocab_size)).to(job.dtype)
+    transformers: Any = require("transformers", "this model")
+    config = transformers_config(job.options.model, vocab_size)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=job.dtype)
+    return model.train()
+
+
+def _loss(model: nn.Module, samples: Mapping[str, Tensor]) -> Tensor:
+    logits = model(samples["inputs"])
+    return token_losses(getattr(logits, "logits", logits), samples["targets"]).sum()
+
+
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-def _read(folder: Path, step: int) -> tuple[dict[str, Any], dict[int, StepRecord]]:
+def _read(folder: Path, step: int | None) -> tuple[dict[str, Any], dict[int, StepRecord]]:
     """Read what was applied to a run and its steps."""
     try:
         applied: dict[str, Any] = json.loads((folder / APPLIED_FILE).read_text(encoding="utf-8"))
@@ -177,8 +262,10 @@ def _read(folder: Path, step: int) -> tuple[dict[str, Any], dict[int, StepRecord
         )
     assert isinstance(total, int)
     records = {record.step: record for record in read_lines(folder / METRICS_FILE, StepRecord)}
-    if step not in records:
-        held = f"steps {min(records)} to {max(records)}" if records else "no steps"
+    if not records:
+        raise ConfigurationError(f"{folder / METRICS_FILE} has no steps: the run ended before the first one")
+    if step is not None and step not in records:
+        held = f"steps {min(records)} to {max(records)}"
         raise ConfigurationError(f"{folder / METRICS_FILE} has no step {step}: it has {held}; give one of them")
     return applied, records
 
