@@ -27,8 +27,8 @@ def put_together(tensor: FileTensor, models: dict[str, Tensor]) -> Tensor:
     """The file tensor by its parts alone; -1 where no part is."""
     made = torch.full(tensor.shape, -1)
     for part in tensor.parts:
-        assert (made[part.file_box.indices] == -1).all()
-        made[part.file_box.indices] = models[part.name][part.model_box.indices].reshape(part.lengths)
+        assert (made[part.target.indices] == -1).all()
+        made[part.target.indices] = models[part.key][part.source.indices].reshape(part.target.lengths)
     return made
 
 
@@ -82,7 +82,7 @@ def test_file_tensors_follow_torch(shapes: list[list[int]], steps: list[tuple[st
     for tensor, values in zip(found, wanted, strict=True):
         assert torch.equal(put_together(tensor, models), values)
         for part in tensor.parts:
-            assert part.to_file(part.model_box) == part.file_box
+            assert part.to_target(part.source) == part.target
 
 
 @pytest.mark.parametrize(
