@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from megatron_fsdp.checkpoint.hf.files import portions
 from megatron_fsdp.checkpoint.hf.live import (
     CannotFollowError,
     FileTensor,
@@ -83,6 +84,10 @@ def test_file_tensors_follow_torch(shapes: list[list[int]], steps: list[tuple[st
         assert torch.equal(put_together(tensor, models), values)
         for part in tensor.parts:
             assert part.to_target(part.source) == part.target
+            for box in portions(part.target, 1, 2):
+                inside = part.to_source(box)
+                assert torch.equal(models[part.key][inside.indices].reshape(box.lengths), values[box.indices])
+                assert part.to_target(inside) == box
 
 
 @pytest.mark.parametrize(
