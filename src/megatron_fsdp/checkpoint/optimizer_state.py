@@ -1,33 +1,35 @@
 """Optimizer state by the names of parameters, independent of their order, grouping and the number of ranks.
 
 torch keys optimizer state by the position of parameters in the groups. In a checkpoint it is stored under names:
-`optimizer.state.<parameter>.<slot>`, and the options of the groups once, with the names of their parameters.
+`optimizer.state.<parameter>.<slot>`, as torch's `get_state_dict` and Megatron's fsdp_dtensor do too, and the options of
+the groups once, with the names of their parameters: `optimizer.param_groups`.
+
+Loaded is also what others store: state by position, `optimizer.state.<number>.<slot>`, as a plain
+`optimizer.state_dict()` gives it; param_groups flattened; options in
+`optimizer.param_to_group_meta.<parameter>.<option>`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.checkpoint.naming import (
-    PREFIX,
-    alike,
-    is_repeated,
-    listed_names,
-    original_name,
-    saved_name,
-)
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.checkpoint import naming
+from megatron_fsdp.checkpoint.match import Leaves, Match, filled, path_of
+from megatron_fsdp.checkpoint.naming import OPTIMIZER, PREFIX, KeyPath, original_name, saved_name
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 GROUPS = "param_groups"
 STATE = "state"
-META = "param_to_group_meta"
 KIND = "class"
+_STATE, _META, _GROUPS = f"{OPTIMIZER}.{STATE}.", f"{OPTIMIZER}.param_to_group_meta.", f"{OPTIMIZER}.{GROUPS}"
+_KIND = f"{OPTIMIZER}.{KIND}"
 
 
 def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
@@ -48,14 +50,14 @@ def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> l
 def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """Collect the optimizer's section of a checkpoint; tensors are the live ones."""
     own = named_parameters_of(optimizer, model)
-    names = listed_names(optimizer, model, own)
+    names = naming.listed_names(optimizer, model, own)
     _require_no_local_parts(optimizer)
     by_index = optimizer.state_dict()  # with the hooks that describe the chunks of its tensors
-    flat = list(itertools.chain.from_iterable(names))
+    flat = list(chain.from_iterable(names))
     params = (param for group in optimizer.param_groups for param in group["params"])
-    blank = {name for name, param in zip(itertools.chain(*own), params, strict=True) if not optimizer.state.get(param)}
+    blank = {name for name, param in zip(chain(*own), params, strict=True) if not optimizer.state.get(param)}
     named = (saved_name(model, name) for name, _ in model.named_parameters())
-    repeated = {original_name(model, name) for name in named if is_repeated(model, name)}
+    repeated = {original_name(model, name) for name in named if naming.is_repeated(model, name)}
     state = {
         PREFIX + flat[index]: slots
         for index, slots in by_index[STATE].items()
@@ -100,60 +102,219 @@ def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torc
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
-def options_by_name(groups: object) -> dict[str, dict[str, Any]]:
-    """Return the options of each parameter's group by its name, from what `collect` stored."""
-    found: dict[str, dict[str, Any]] = {}
-    for group in groups if isinstance(groups, list) else [None]:
-        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-            raise ConfigurationError("the stored param_groups are not a list of dicts with the names of parameters")
-        options = {key: value for key, value in group.items() if key != "params"}
-        found.update({str(name): options for name in group["params"]})
-    return found
+# ---- loading -------------------------------------------------------------------------------------------------------
 
 
-def merged_options(
-    names: Sequence[Sequence[str]], live: Sequence[Mapping[str, Any]], stored: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the options that each live group takes over."""
-    merged = []
-    for position, (params, group) in enumerate(zip(names, live, strict=True)):
+class OptimizerMatch:
+    """The state that an optimizer will have once everything is read; state that it does not have yet is made.
+
+    `leaves` and `options` (of its group) are by parameter; the state of those in `kept` stays, since the checkpoint has
+    none that fits; `rest` are the keys of what else is stored.
+    """
+
+    def __init__(self, match: Match, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self.leaves: dict[str, Leaves] = {}
+        self.options: dict[str, dict[str, Any]] = {}
+        self.kept: set[str] = set()
+        self.rest: dict[str, str] = {}
+        self._match, self._folder, self._optimizer, self._model = match, match.folder, optimizer, model
+        self._names = named_parameters_of(optimizer, model)
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        self._params: dict[str, torch.Tensor] = dict(zip(chain.from_iterable(self._names), params, strict=True))
+        self._keys = match.keys_below(f"{OPTIMIZER}.")
+        if self._keys:
+            self._match_all()
+        else:
+            match.missing.append(OPTIMIZER)
+            self.kept = set(self._params)
+        self._group_options = [self._options_of(*group) for group in enumerate(self._names)]
+
+    def _match_all(self) -> None:
+        model = self._model
+        # With other experts, too.
+        self._listed = list(chain.from_iterable(naming.listed_names(self._optimizer, model, self._names)))
+        self._of_all = naming.place_of(model).names
+        self._known = {*self._listed, *self._of_all}
+        slots = {name: by_slot for name, by_slot in self._slots().items() if name in self._params}
+        own_names = {id(param): naming.own_name(model, name) for name, param in model.named_parameters()}
+        for name, by_slot in slots.items():
+            self._match_state(name, own_names[id(self._params[name])], by_slot)
+        self._read_options()
+        self._note_without_state(slots.keys())
+        self._match_rest(has_state=bool(slots))
+
+    def install(self, objects: Mapping[str, Any]) -> None:
+        """Load state and options by the optimizer's own `load_state_dict`, with its hooks."""
+        optimizer, state = self._optimizer, dict[int, Any]()
+        positions = {name: position for position, name in enumerate(self._params)}
+        for name, leaves in self.leaves.items():
+            slots = filled(leaves, objects)
+            step = self.options.get(name, {}).get("step")  # where Megatron keeps the step counter
+            if ("step",) not in slots and isinstance(step, int | float):
+                slots["step",] = torch.tensor(float(step))
+            state[positions[name]] = naming.unflatten(slots)
+        for name in self.kept:
+            if found := optimizer.state.get(self._params[name]):
+                state[positions[name]] = dict(found)
+        groups = [
+            {**group, **wanted, "params": [positions[name] for name in names]}
+            for group, wanted, names in zip(optimizer.param_groups, self._group_options, self._names, strict=True)
+        ]
+        rest = {name: objects[key] for name, key in self.rest.items()}
+        optimizer.load_state_dict({STATE: state, GROUPS: groups, **rest})
+
+    # ---- state ----
+
+    def _slots(self) -> dict[str, dict[KeyPath, str]]:
+        """Return the key of each slot, by parameter and path of the slot."""
+        found: dict[str, dict[KeyPath, str]] = {}
+        by_rest = self._below(_STATE, self._known)
+        by_position = self._by_position(any(_split(rest, self._known)[0] for rest in by_rest))
+        for rest, stored in by_rest.items():
+            key = _STATE + stored
+            name, slot = _split(rest, self._known)
+            if name is None:
+                head, _, slot = stored.partition(".")
+                name = by_position.get(head)
+            if name is None:
+                self._match.unexpected.append(key)
+                continue
+            path = path_of(self._folder, key)
+            is_told = len(path) > 3 and ".".join(path[3:]) == slot  # how state nests, and which names have dots
+            found.setdefault(name, {})[path[3:] if is_told else tuple(slot.split("."))] = key
+        return found
+
+    def _below(self, prefix: str, known: set[str]) -> dict[str, str]:
+        """Return the rests of keys below a prefix, by themselves without the prefixes of wrappers."""
+        rests = [key.removeprefix(prefix) for key in self._keys if key.startswith(prefix)]
+        return naming.unwrapped(rests, lambda rest: _split(rest, known)[0] is not None, self._match.prefixes)[0]
+
+    def _by_position(self, has_names: bool) -> dict[str, str]:
+        """Return names by position; those of a Sequential are numbers too, and a stage knows only its own."""
+        return {} if self._of_all or has_names else {str(at): name for at, name in enumerate(self._listed)}
+
+    def _match_state(self, name: str, own: str, by_slot: Mapping[KeyPath, str]) -> None:
+        """Match the state of one parameter, `own` its name in the model; live tensors are loaded in place."""
+        model, param = self._model, self._params[name]
+        view = naming.saved_view(model, own, param.detach())
+        if self._is_reshaped(name, view, by_slot):
+            self.kept.add(name)
+            return
+        leaves, paths = naming.flatten(self._optimizer.state.get(param, {}))
+        live = {
+            paths[key]: naming.saved_view(model, own, value) if isinstance(value, torch.Tensor) else value
+            for key, value in leaves.items()
+        }
+        for slot, key in by_slot.items():
+            if key in self._folder.objects:
+                self.leaves.setdefault(name, {})[slot] = self._match.want_object(key)
+                continue
+            entry, target = self._folder.tensors[key], live.get(slot)
+            if not isinstance(target, torch.Tensor):
+                target = blank_slot(view, slot[-1], entry.shape, entry.dtype)
+            if self._match.want_tensor(key, target):
+                self.leaves.setdefault(name, {})[slot] = target
+        self._match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
+
+    def _is_reshaped(self, name: str, param: torch.Tensor, by_slot: Mapping[KeyPath, str]) -> bool:
+        """Return whether the parameter had another shape when it was saved; then its state is of no use."""
+        tensors = self._folder.tensors
+        entry = tensors.get(self._match.model_keys.get(name, ""))
+        if entry is None or entry.shape == tuple(param.shape):
+            return False
+        for key in by_slot.values():
+            if key in tensors and tensors[key].shape == entry.shape:
+                self._match.reshaped[key] = (entry.shape, tuple(param.shape))
+        return True
+
+    def _note_without_state(self, with_state: Collection[str]) -> None:
+        """Record missing state, unless the parameter had no state when it was saved."""
+        if not with_state:
+            return
+        without = [name for name in self._params if name not in with_state]
+        missing = [name for name in without if name not in self.options]
+        self._match.missing += [f"{_STATE}{PREFIX}{name}" for name in missing]
+        self.kept.update(missing)
+        if len(missing) < len(without):
+            self._match.notes.append(
+                f"{len(without) - len(missing)} parameters had no optimizer state when they were saved, and have none "
+                "now"
+            )
+
+    # ---- options, which are small and needed before anything is changed ----
+
+    def _read_options(self) -> None:
+        """Read the options of each parameter's group."""
+        groups, stored = self._stored_groups(), dict[str, dict[str, Any]]()
+        for group in groups if isinstance(groups, list) else [] if groups is None else [None]:
+            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+                raise CheckpointError(
+                    f"{self._folder.path}: the stored param_groups are not a list of dicts with the names of parameters"
+                )
+            options = {key: value for key, value in group.items() if key != "params"}
+            stored.update({str(name): options for name in group["params"]})
+        names, _ = naming.unwrapped(stored, self._known.__contains__, self._match.prefixes)
+        by_position = self._by_position(bool(self._known & names.keys()))
+        self.options = {by_position.get(name, name): stored[full] for name, full in names.items()}
+        halved = {name.removesuffix("_w") for name in self._known if name.endswith("_w")} - self._known
+        fits = self._known | halved
+        for rest, full in self._below(_META, fits).items():
+            name, option = _split(rest, fits)
+            if name is None:
+                self._match.unexpected.append(_META + full)
+            elif name not in halved:  # Megatron asks for options under the name of both halves; here each has its own
+                self.options.setdefault(name, {})[option] = self._match.read_object(_META + full)
+
+    def _stored_groups(self) -> Any:
+        """Read the list of groups: one object, or an entry per option, as torch's planner stores lists of dicts."""
+        if _GROUPS in self._folder.objects:
+            return self._match.read_object(_GROUPS)
+        nested: dict[str, Any] = {}
+        paths = self._folder.metadata.planner_data or {}
+        for key in self._keys:
+            if key.startswith(f"{_GROUPS}.") and key in self._folder.objects:
+                set_element(nested, paths.get(key, tuple(key.split("."))), self._match.read_object(key))
+        return nested.get(OPTIMIZER, {}).get(GROUPS)
+
+    def _options_of(self, position: int, names: Sequence[str]) -> dict[str, Any]:
+        """Return the stored options that a live group takes over, which are to be the same for all in it."""
         wanted: dict[str, Any] = {}
+        group = self._optimizer.param_groups[position]
         for key in group.keys() - {"params"}:
-            found = [(name, stored[name][key]) for name in params if name in stored and key in stored[name]]
+            found = {name: self.options[name][key] for name in names if key in self.options.get(name, ())}
             if not found:
                 continue
-            first, value = found[0]
-            other = next((name for name, found_value in found if not alike(found_value, value)), None)
+            first, value = next(iter(found.items()))
+            other = next((name for name, its_value in found.items() if not naming.alike(its_value, value)), None)
             if other is not None:
-                raise ConfigurationError(
-                    f"param_groups[{position}] holds {first} and {other}, which had different {key} when they were "
-                    f"saved ({value!r} and {stored[other][key]!r}); group parameters as they were then"
+                raise CheckpointError(
+                    f"{self._folder.path}: param_groups[{position}] holds {first} and {other}, which had different "
+                    f"{key} when they were saved ({value!r} and {found[other]!r}); group parameters as they were then"
                 )
             wanted[key] = tuple(value) if isinstance(group[key], tuple) and isinstance(value, list) else value
-        merged.append(wanted)
-    return merged
+        return wanted
+
+    def _match_rest(self, *, has_state: bool) -> None:
+        if has_state and not self.options:
+            self._match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
+        kind = self._folder.read_object(_KIND) if _KIND in self._folder.objects else None
+        own = kind_of(self._optimizer)
+        if kind not in (None, own):
+            self._match.unexpected.append(f"{_KIND} (state of {kind!s:.100}, and the optimizer is {own})")
+        prefixes = (_STATE, _META, f"{_GROUPS}.", _KIND)
+        for key in self._keys:
+            if key != _GROUPS and not key.startswith(prefixes) and key in self._folder.objects:
+                self.rest[key.removeprefix(f"{OPTIMIZER}.")] = self._match.want_object(key)
 
 
-def install(
-    optimizer: torch.optim.Optimizer,
-    names: Sequence[Sequence[str]],
-    state: Mapping[str, Mapping[str, Any]],
-    kept: Collection[str],
-    options: Sequence[Mapping[str, Any]],
-    rest: Mapping[str, Any],
-) -> None:
-    """Load state and options into an optimizer by its own `load_state_dict`, with its hooks."""
-    positions = {name: position for position, name in enumerate(itertools.chain.from_iterable(names))}
-    groups = []
-    for group, params, wanted in zip(optimizer.param_groups, names, options, strict=True):
-        own = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**own, **wanted, "params": [positions[name] for name in params]})
-    by_index = {positions[name]: dict(slots) for name, slots in state.items()}
-    for group, params in zip(optimizer.param_groups, names, strict=True):
-        for param, name in zip(group["params"], params, strict=True):
-            if name in kept and optimizer.state.get(param):
-                by_index[positions[name]] = dict(optimizer.state[param])
-    optimizer.load_state_dict({STATE: by_index, GROUPS: groups, **rest})
+def _split(rest: str, known: set[str]) -> tuple[str | None, str]:
+    """Split a key into the parameter (the longest known name) and the rest."""
+    parts = rest.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:cut])
+        if name in known:
+            return name, ".".join(parts[cut:])
+    return None, rest
 
 
 class _OptimizerByPosition:
@@ -172,7 +333,7 @@ class _OptimizerByPosition:
 
     def blank(self, path: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Make a tensor to load into, sharded as its parameter; None for what is no state of a parameter."""
-        params = list(itertools.chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
+        params = list(chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
         if len(path) < 3 or path[0] != STATE or not path[1].isdecimal() or int(path[1]) >= len(params):
             return None
         return blank_slot(params[int(path[1])].detach(), path[-1], shape, dtype)

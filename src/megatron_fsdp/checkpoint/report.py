@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -102,6 +102,27 @@ class LoadReport:
             advice = ", or pass strict=False to load what fits" if fits else ""
             told = f"{source} does not fit, and nothing was loaded: {self}"
             raise CheckpointError(f"{told}\nload it into the model it was saved from{advice}")
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What does not fit (as in `LoadReport`), while it is being found."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    reshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def reported(self, loaded: Iterable[str], iteration: int | None = None) -> LoadReport:
+        """Return the report of what is loaded and of what was found so far, in the order of keys."""
+        return LoadReport(
+            tuple(sorted(loaded)),
+            tuple(sorted(self.missing)),
+            tuple(sorted(self.unexpected)),
+            dict(sorted(self.reshaped.items())),
+            tuple(self.notes),
+            iteration,
+        )
 
 
 def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> LoadReport:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from megatron_fsdp.checkpoint.hf.files import portions
 from megatron_fsdp.checkpoint.hf.live import (
     CannotFollowError,
     FileTensor,
@@ -27,8 +28,8 @@ def put_together(tensor: FileTensor, models: dict[str, Tensor]) -> Tensor:
     """The file tensor by its parts alone; -1 where no part is."""
     made = torch.full(tensor.shape, -1)
     for part in tensor.parts:
-        assert (made[part.file_box.indices] == -1).all()
-        made[part.file_box.indices] = models[part.name][part.model_box.indices].reshape(part.lengths)
+        assert (made[part.target.indices] == -1).all()
+        made[part.target.indices] = models[part.key][part.source.indices].reshape(part.target.lengths)
     return made
 
 
@@ -82,7 +83,11 @@ def test_file_tensors_follow_torch(shapes: list[list[int]], steps: list[tuple[st
     for tensor, values in zip(found, wanted, strict=True):
         assert torch.equal(put_together(tensor, models), values)
         for part in tensor.parts:
-            assert part.to_file(part.model_box) == part.file_box
+            assert part.to_target(part.source) == part.target
+            for box in portions(part.target, 1, 2):
+                inside = part.to_source(box)
+                assert torch.equal(models[part.key][inside.indices].reshape(box.lengths), values[box.indices])
+                assert part.to_target(inside) == box
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def load_adapter(
             more = _adapter_tensors(module, _shapes(live), adapter_name, True)
             if unknown & more.keys():
                 described = more
-        names = {key: tensor.parts[0].name for key, tensor in described.items()}
+        names = {key: tensor.parts[0].key for key, tensor in described.items()}
         stored = {names.get(key, key): tensor for key, tensor in files.tensors.items()}
         wanted = set(names.values())
         return Match(nn.Module(), [tensor for tensor in live if tensor.name in wanted], stored)

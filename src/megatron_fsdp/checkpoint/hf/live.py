@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from megatron_fsdp.checkpoint.folder import whole_box
+from megatron_fsdp.checkpoint.rearranged import Part
 from megatron_fsdp.dtensor.foreign import boxes_here
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -67,7 +69,7 @@ class LiveTensor:
         if tensor.device.type == "meta":
             raise CheckpointError(f"{self.name} is on the meta device; initialise the model before loading or saving")
         if not isinstance(tensor, DTensor):
-            return [(Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)] if tensor.numel() else []
+            return [(whole_box(tensor.shape), tensor)] if tensor.numel() else []
         if isinstance(tensor, UnevenDTensor) and tensor.shard_frame.problem is not None:
             raise CheckpointError(tensor.shard_frame.problem)
         local, boxes = tensor._local_tensor, [box for box in boxes_here(tensor) if box.numel]
@@ -202,57 +204,13 @@ KeyMapping = Mapping[str, str] | Callable[[str], str]
 each to its first match (as by `re.sub(..., count=1)`), or a function."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A box of a file tensor that is a box of a model tensor, element by element in the same order.
-
-    `offsets` and `at` are where it begins in the model tensor and the file tensor. `dims` has for each dimension of the
-    file tensor that of the model tensor, or None for one of length 1 that only the file tensor has; dimensions of the
-    model tensor that are not named have length 1. `lengths` are along the dimensions of the file tensor.
-    """
-
-    name: str
-    offsets: tuple[int, ...]
-    dims: tuple[int | None, ...]
-    at: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    @property
-    def file_box(self) -> Box:
-        """The box in the file tensor."""
-        return Box(self.at, self.lengths)
-
-    @property
-    def model_box(self) -> Box:
-        """The box in the model tensor."""
-        return self.to_model(self.file_box)
-
-    def to_model(self, box: Box) -> Box:
-        """Translate a box of the file tensor, inside of this part, to the model tensor."""
-        offsets, lengths = list(self.offsets), [1] * len(self.offsets)
-        for dim, at, offset, length in zip(self.dims, self.at, box.offsets, box.lengths, strict=True):
-            if dim is not None:
-                offsets[dim] += offset - at
-                lengths[dim] = length
-        return Box(tuple(offsets), tuple(lengths))
-
-    def to_file(self, box: Box) -> Box:
-        """Translate a box of the model tensor, inside of this part, to the file tensor."""
-        offsets, lengths = list(self.at), [1] * len(self.at)
-        for index, dim in enumerate(self.dims):
-            if dim is not None:
-                offsets[index] += box.offsets[dim] - self.offsets[dim]
-                lengths[index] = box.lengths[dim]
-        return Box(tuple(offsets), tuple(lengths))
-
-
 class CannotFollowError(CheckpointError):
     """A conversion does more than slice and concatenate tensors."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file, covered by disjoint parts of model tensors."""
+    """A tensor in a file, the target of disjoint parts of model tensors."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -260,13 +218,12 @@ class FileTensor:
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> FileTensor:
         """Make a file tensor that is one whole model tensor."""
-        zeros, all_dims = (0,) * len(shape), tuple(range(len(shape)))
-        return cls(tuple(shape), (Part(name, zeros, all_dims, zeros, tuple(shape)),))
+        return cls(tuple(shape), (Part.whole(name, shape),))
 
     @property
     def names(self) -> set[str]:
         """The names of the model tensors it is made of."""
-        return {part.name for part in self.parts}
+        return {part.key for part in self.parts}
 
 
 class Followed(TorchFunctionMode):
@@ -326,21 +283,21 @@ def _has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _slice_of(name: str, whole: torch.Tensor, view: torch.Tensor, at: tuple[int, ...]) -> Part:
     """Return which box of a contiguous tensor a view of it is."""
-    shape = tuple(view.shape)
+    target = Box(at, tuple(view.shape))
     if _has_layout_of(view, whole):
-        return Part(name, (0,) * len(shape), tuple(range(len(shape))), at, shape)
+        return Part(name, whole_box(whole.shape), target)
     dim_of_step = {step: dim for dim, step in enumerate(whole.stride()) if whole.shape[dim] > 1}
-    dims = tuple(dim_of_step.get(step) if n != 1 else None for n, step in zip(shape, view.stride(), strict=True))
+    long = [(dim_of_step.get(step, -1), n) for n, step in zip(view.shape, view.stride(), strict=True) if n != 1]
+    length_of, dims = dict(long), [dim for dim, _ in long]
+    lengths = tuple(length_of.get(dim, 1) for dim in range(whole.ndim))
     offsets, rest = [], int(view.storage_offset())
     for n, step in zip(whole.shape, whole.stride(), strict=True):
         first, rest = divmod(rest, step) if n > 1 else (0, rest)
         offsets.append(first)
-    kept = [dim for dim in dims if dim is not None]
-    part = Part(name, tuple(offsets), dims, at, shape)
-    inside = all(a + n <= m for a, n, m in zip(offsets, part.model_box.lengths, whole.shape, strict=True))
-    if rest or kept != sorted(set(kept)) or len(kept) != sum(n != 1 for n in shape) or not inside:
+    inside = all(a + n <= m for a, n, m in zip(offsets, lengths, whole.shape, strict=True))
+    if rest or -1 in dims or dims != sorted(set(dims)) or not inside:
         raise CannotFollowError(f"transformers stores of {name} what is no slice of it, such as its transpose")
-    return part
+    return Part(name, Box(tuple(offsets), lengths), target)
 
 
 # ---- keys in files ---------------------------------------------------------------------------------------------------

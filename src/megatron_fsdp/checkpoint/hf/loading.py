@@ -16,7 +16,6 @@ from megatron_fsdp.checkpoint.hf.live import (
     FileTensor,
     KeyMapping,
     LiveTensor,
-    Part,
     Piece,
     base_tensors,
     file_tensors,
@@ -27,7 +26,8 @@ from megatron_fsdp.checkpoint.hf.live import (
     other_file_keys,
     unwrap,
 )
-from megatron_fsdp.checkpoint.report import LoadReport, decided_by_first, report_of_all, together
+from megatron_fsdp.checkpoint.rearranged import Part
+from megatron_fsdp.checkpoint.report import Findings, LoadReport, decided_by_first, report_of_all, together
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import CheckpointError
 
@@ -81,7 +81,7 @@ def load_matched(
     model: nn.Module, match: Match, files: WeightFiles, strict: bool, group: dist.ProcessGroup | None
 ) -> LoadReport:
     """Check and then load what was matched; collective."""
-    report = report_of_all(match.report(), group)
+    report = report_of_all(match.reported(wanted.live.name for wanted in match.wanted), group)
     unknown_to_all = set.intersection(*gather_objects(set(match.unexpected), group))  # stages and experts differ
     report = replace(report, unexpected=tuple(key for key in report.unexpected if key in unknown_to_all))
     if strict:
@@ -106,20 +106,17 @@ class Wanted:
     doubles: Mapping[str, tuple[Source, ...]]
 
 
-class Match:
+class Match(Findings):
     """What of a model is among stored tensors, and where.
 
     A tensor is searched for as transformers would store it (experts one by one), then under its own name, each with and
     without the prefix of the base model, and at last under names that transformers renames. A tied weight may be
-    stored under any of its names. What does not fit is noted as in `LoadReport`.
+    stored under any of its names.
     """
 
     def __init__(self, module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> None:
+        super().__init__()
         self.wanted: list[Wanted] = []
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.reshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self.notes: list[str] = []
         self._module = module
         self._stored = stored
         self._shapes = {name: tensor.shape for tensor in live for name in tensor.aliases}
@@ -149,11 +146,6 @@ class Match:
             else:
                 self.unexpected.append(key)
 
-    def report(self) -> LoadReport:
-        """Report what this rank found."""
-        loaded = tuple(wanted.live.name for wanted in self.wanted)
-        return LoadReport(loaded, tuple(self.missing), tuple(self.unexpected), self.reshaped, tuple(self.notes))
-
     def _stored_for(self, name: str) -> _Described:
         """Return the stored keys of a tensor with their parts; empty if it is not stored."""
         for described in (self._by_name.get(name, []), [(name, FileTensor.of(name, self._shapes[name]))]):
@@ -179,7 +171,7 @@ class Match:
                     fits = False
         if fits:
             sources = {
-                name: tuple((p, self._stored[key]) for key, tensor in places for p in tensor.parts if p.name == name)
+                name: tuple((p, self._stored[key]) for key, tensor in places for p in tensor.parts if p.key == name)
                 for name, places in stored.items()
             }
             first, *others = sources
@@ -274,9 +266,9 @@ def _copy(sources: Sequence[Source], pieces: Sequence[Piece], reader: FolderRead
     """Fill the pieces of one tensor that this rank holds, a portion at a time."""
     for held, view in pieces:
         for part, stored in sources:
-            common = held.meet(part.model_box)
+            common = held.meet(part.source)
             if common is None:
                 continue
-            for portion in portions(part.to_file(common), stored.dtype.itemsize):
-                box = part.to_model(portion)
+            for portion in portions(part.to_target(common), stored.dtype.itemsize):
+                box = part.to_source(portion)
                 view[box.inside(held).indices].copy_(reader.read(stored, portion).reshape(box.lengths))

@@ -20,6 +20,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, write_file
 from megatron_fsdp.checkpoint.hf.live import FileTensor, LiveTensor, file_tensors, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
+from megatron_fsdp.checkpoint.rearranged import Part, RearrangedFolder
 from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.checkpoint.save import TensorSource, write_state
@@ -257,7 +258,7 @@ def save_files(
                 f"the ranks do not hold the whole model ({error}); all ranks that share it have to take part (see the "
                 "argument group), and each has to have another part or the same one"
             ) from error
-        write_files(own, tensors, source, temporary)
+        write_files(own, {key: tensor.parts for key, tensor in tensors.items()}, source, temporary)
 
     with new_shared_folder(folder, group) as temporary:
         shards = temporary / _SHARDS
@@ -277,31 +278,14 @@ def _source(live: LiveTensor, cut: Cut) -> TensorSource:
     return TensorSource(shape, dtype, boxes, lambda box: shards[box].to(dtype))
 
 
-def write_files(
-    files: Files,
-    tensors: Mapping[str, FileTensor],
-    source: CheckpointFolder,
-    folder: Path,
-    keys: Mapping[str, str] | None = None,
-) -> None:
-    """Write files from a checkpoint, one at a time; `keys` are those of names, where they are not the names."""
-    with source.kept_open():
+def write_files(files: Files, parts: Mapping[str, Sequence[Part]], source: CheckpointFolder, folder: Path) -> None:
+    """Write files of tensors that are made of parts of a checkpoint, one at a time."""
+    view = RearrangedFolder(source, parts, {})
+    with view.kept_open():
         for name, inside in files.items():
-            write_file(
-                folder / name, {each.key: _assembled(source, keys or {}, tensors[each.key], each) for each in inside}
-            )
-
-
-def _assembled(
-    source: CheckpointFolder, keys: Mapping[str, str], tensor: FileTensor, stored: StoredTensor
-) -> torch.Tensor:
-    """Read a file tensor from the parts that it is made of."""
-    made = torch.empty(stored.shape, dtype=stored.dtype)
-    for part in tensor.parts:
-        inside = part.model_box
-        values = source.read_box(keys.get(part.name, part.name), inside.offsets, inside.lengths)
-        made[part.file_box.indices] = values.reshape(part.lengths)
-    return made
+            made = {each.key: view.read_tensor(each.key).to(each.dtype).contiguous() for each in inside}
+            write_file(folder / name, made)
+            del made  # before the next one is read
 
 
 # ---- from a checkpoint -----------------------------------------------------------------------------------------------
@@ -344,11 +328,12 @@ def export_hf(
     shapes = {name: source.tensors[key].shape for name, key in keys.items()}
     tensors = file_tensors(model, shapes)
     dtypes = {name: source.tensors[key].dtype for name, key in keys.items()}
+    parts = {key: [replace(part, key=keys[part.key]) for part in tensor.parts] for key, tensor in tensors.items()}
     files = lay_out_files(tensors, dtypes, Cut(max_shard_bytes, MODEL_FILE, dtype))
     with new_folder(folder) as temporary:
         _carry_files(config, temporary, dtype)
         _write_index(files, temporary)
-        write_files(files, tensors, source, temporary, keys)
+        write_files(files, parts, source, temporary)
     return tuple(files)
 
 

@@ -7,16 +7,14 @@ stored as its halves `_w` (gate) and `_v`. Both are rows in another order, so no
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_fsdp.checkpoint.folder import CheckpointFolder, ChunkEntry, ObjectEntry, Span, TensorEntry
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import ITERATION
+from megatron_fsdp.checkpoint.rearranged import Part, RearrangedFolder
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape
@@ -47,10 +45,7 @@ _STATE = re.compile(r"(optimizer\.state\.)(?:module\.)*(.+)(\.[^.]+)")
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _NAME = re.compile(r"(.+[._])(weight|bias)((?<=linear_fc1\.weight)_[wv]|(?<=linear_fc1\.bias)_[wv])?")
 
-Rows = tuple[str, int, int]
-"""Key of a stored tensor, its first row that is taken, and how many."""
 View = Callable[[CheckpointFolder], CheckpointFolder]
-_NOWHERE = Span("", 0, 0)
 
 
 def own_name(name: str, *, is_gated: bool) -> str | None:
@@ -115,8 +110,8 @@ def _require_vocabulary(stored: CheckpointFolder, size: int) -> None:
             )
 
 
-def rearranged(folder: CheckpointFolder, shape: ModelShape) -> dict[str, list[Rows]]:
-    """Return the rows that make up each of our parameters and its optimizer state, by key.
+def rearranged(folder: CheckpointFolder, shape: ModelShape) -> dict[str, list[Part]]:
+    """Return the parts, rows of stored tensors, that make up each of our parameters and its optimizer state, by key.
 
     Parameters that the decoder does not have keep their names, so that a load reports them.
     """
@@ -128,70 +123,34 @@ def rearranged(folder: CheckpointFolder, shape: ModelShape) -> dict[str, list[Ro
         section, name, *slot = parsed.groups()
         ours = own_name(name, is_gated=shape.is_gated) or name
         sources.setdefault(f"{section}module.{ours}{''.join(slot)}", []).append(key)
-    found: dict[str, list[Rows]] = {}
+    found: dict[str, list[Part]] = {}
     for ours, keys in sources.items():
         alike = len({(folder.tensors[key].shape[1:], folder.tensors[key].dtype) for key in keys}) == 1
         for name, joined in [(ours, keys)] if alike else [(key, [key]) for key in keys]:
-            found[name] = _rows(folder, name, joined, shape)
+            found[name] = _parts(folder, name, joined, shape)
     return found
 
 
-def _rows(folder: CheckpointFolder, ours: str, keys: Sequence[str], shape: ModelShape) -> list[Rows]:
+def _parts(folder: CheckpointFolder, ours: str, keys: Sequence[str], shape: ModelShape) -> list[Part]:
     lengths = folder.tensors[keys[0]].shape
     if not lengths:  # the step counter, the same for both halves
-        return [(keys[0], 0, 1)]
+        return [Part.whole(keys[0], ())]
     if ".query_key_value." in ours and lengths[0] == (shape.num_heads + 2 * shape.groups) * shape.head_dim:
-        return list(_by_kind(keys[0], shape))
-    halves = sorted(keys, key=lambda key: re.search(r"_v(\.|$)", key) is not None)
-    return [(key, 0, folder.tensors[key].shape[0]) for key in halves]
+        rows = list(_by_kind(keys[0], shape))
+    else:
+        halves = sorted(keys, key=lambda key: re.search(r"_v(\.|$)", key) is not None)
+        rows = [(key, 0, folder.tensors[key].shape[0]) for key in halves]
+    at, parts = 0, []
+    for key, first, count in rows:  # one below the other
+        source, target = (Box((row, *(0 for _ in lengths[1:])), (count, *lengths[1:])) for row in (first, at))
+        parts.append(Part(key, source, target))
+        at += count
+    return parts
 
 
-def _by_kind(key: str, shape: ModelShape) -> Iterator[Rows]:
-    """Yield the queries of all groups, then their keys, then their values."""
+def _by_kind(key: str, shape: ModelShape) -> Iterator[tuple[str, int, int]]:
+    """Yield key, first row and number of rows: the queries of all groups, then their keys, then their values."""
     queries = shape.num_heads // shape.groups
     for first, heads in ((0, queries), (queries, 1), (queries + 1, 1)):
         for group in range(shape.groups):
             yield key, (group * (queries + 2) + first) * shape.head_dim, heads * shape.head_dim
-
-
-class RearrangedFolder(CheckpointFolder):
-    """A checkpoint under other names: its tensors are rows of those in `stored`, its objects are given."""
-
-    def __init__(
-        self, stored: CheckpointFolder, tensors: Mapping[str, Sequence[Rows]], objects: Mapping[str, object]
-    ) -> None:
-        """Show tensors and objects; nothing is read (so the base class, which opens a folder, is not initialised)."""
-        self.stored, self.path, self._rows, self._values = stored, stored.path, tensors, dict(objects)
-        self._indices = {}
-        self.tensors = {key: self._entry(key, rows) for key, rows in tensors.items()}
-        self.objects = {key: ObjectEntry(key, _NOWHERE) for key in self._values}
-        self.metadata = Metadata({})
-
-    def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:
-        """Read elements of one range of rows, from wherever they are in the stored checkpoint."""
-        source, start, _ = self._rows[entry.key][number]
-        at = entry.chunks[number].box.offsets
-        offsets = (wanted.offsets[0] - at[0] + start, *wanted.offsets[1:]) if at else ()
-        return self.stored.read_box(source, offsets, wanted.lengths)
-
-    def read_object(self, key: str) -> object:
-        """Return an object that was given."""
-        return self._values[key]
-
-    @contextlib.contextmanager
-    def kept_open(self) -> Iterator[None]:
-        """Keep the files of the stored checkpoint open."""
-        with self.stored.kept_open():
-            yield
-
-    def _entry(self, key: str, rows: Sequence[Rows]) -> TensorEntry:
-        """Describe a tensor as one chunk for each range of rows."""
-        first = self.stored.tensors[rows[0][0]]
-        if not first.shape:
-            return TensorEntry(key, (), first.dtype, (ChunkEntry(Box((), ()), _NOWHERE),))
-        at, chunks = 0, []
-        for _, _, count in rows:
-            box = Box((at, *(0 for _ in first.shape[1:])), (count, *first.shape[1:]))
-            chunks.append(ChunkEntry(box, _NOWHERE))
-            at += count
-        return TensorEntry(key, (at, *first.shape[1:]), first.dtype, tuple(chunks))
