@@ -25,10 +25,10 @@ from megatron_fsdp.engine.fp8_linear import emulation_note
 from megatron_fsdp.engine.gradient_agreement import UsageAgreement, match_waiting_sums
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, direct_hook
+from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.homes import on_device
 from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, bucket_count, storage_of, unit_numels
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StateDictAliases, StructureCheck, UnreducedGradients
-from megatron_fsdp.engine.model_sharding import Sharding
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.saved_tensors import SavedTensors, UnitTensors

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import real_values
-from megatron_fsdp.engine.domain import Domain
 from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.sharding.mesh import Domain
 
 # A parameter that no rank used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
 # alone. A rank cannot know that by itself, so the ranks agree at the first sync. Where every parameter was

@@ -28,13 +28,13 @@ from megatron_fsdp.comm.reduction import put_scaled
 from megatron_fsdp.config.homes import ON_DEVICE, Home
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view, padding_ranges, piece_view
-from megatron_fsdp.engine.domain import FlatAxis
+from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.homes import allocate
-from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.sharding.gradient_formats import GradientFormat
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
+from megatron_fsdp.sharding.mesh import FlatAxis
 from megatron_fsdp.sharding.placement import Placement, Region
 
 

@@ -31,10 +31,9 @@ from megatron_fsdp.engine.gradients import (
     get_grad,
     plain_attributes,
 )
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.guests import Guest, GuestCodec
 from megatron_fsdp.engine.homes import StateMemory, allocate, on_device
-from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec, WrappingCodec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region, held_region
