@@ -45,21 +45,25 @@ from megatron_fsdp.engine.full_tensors import (
     shown_in_full,
 )
 from megatron_fsdp.engine.gradients import GRAD, get_grad
-from megatron_fsdp.engine.homes import StateMemory
-from megatron_fsdp.engine.hooks import compiled_in_place
-from megatron_fsdp.engine.memory import weakly
+from megatron_fsdp.engine.hooks import calls_of, compiled_in_place, take_part
+from megatron_fsdp.engine.memory import StateMemory, weakly
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.participation import calls_of, take_part
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard
 from megatron_fsdp.engine.wrap import Grouping, UnitGrouping, assemble
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
-from megatron_fsdp.optim.digests import digesting_backwards, gradient_digests, parameter_digests
 from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import check_capturable, watch_optimizers
-from megatron_fsdp.optim.statistics import ModelStatistics, gradient_statistics, parameter_statistics
+from megatron_fsdp.optim.statistics import (
+    ModelStatistics,
+    digesting_backwards,
+    gradient_digests,
+    gradient_statistics,
+    parameter_digests,
+    parameter_statistics,
+)
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.units import ROOT_UNIT

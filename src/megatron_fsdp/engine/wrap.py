@@ -33,7 +33,8 @@ from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, part_of, plan_groups
 from megatron_fsdp.engine.guests import Guest, find_guests, guest_format, guest_of
 from megatron_fsdp.engine.hooks import register_hooks
-from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, plan_memory
+from megatron_fsdp.engine.memory import CommunicationPool
+from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.meta_init import (
     Blueprint,
     check_can_initialise,

@@ -18,7 +18,7 @@ from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, looked_up, plan_groups
-from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
+from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.wrap import plan_units
 from megatron_fsdp.errors import ConfigurationError
