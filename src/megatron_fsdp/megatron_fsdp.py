@@ -23,13 +23,19 @@ from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options, with_formats
-from megatron_fsdp.config.hang_log import checked_timeout, resolve_hang_log
 from megatron_fsdp.config.homes import HomesArgument
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
-from megatron_fsdp.debug.lifetimes import check_lifetimes, resolve_check_lifetimes
-from megatron_fsdp.debug.verify_ranks import RankVerifier, resolve_verify_ranks
+from megatron_fsdp.config.switches import (
+    checked_timeout,
+    resolve_check_lifetimes,
+    resolve_delays,
+    resolve_hang_log,
+    resolve_verify_ranks,
+)
+from megatron_fsdp.debug.delays import DelayObserver
+from megatron_fsdp.debug.lifetimes import check_lifetimes
+from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor

@@ -18,10 +18,10 @@ from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import checked_deterministic, engine_options_of
 from megatron_fsdp.config.homes import HomesArgument, resolve_homes
 from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.ddp.buckets import GatherMode, plan_buckets
 from megatron_fsdp.ddp.engine import BucketEngine, Readers
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
-from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.engine import Engine, EngineComponents
 from megatron_fsdp.engine.group_plan import Sharding, local_part, parameter_info
