@@ -1,4 +1,4 @@
-"""`DistributedDataParallelConfig`: its fields, the values that they may have alone and together, and its flags.
+"""`DistributedDataParallelConfig`: its fields, and the values that they may have alone and together.
 
 A field is checked by its declared type, so no field can be without a check. The combinations that are refused are
 data, from which the documentation is made.
