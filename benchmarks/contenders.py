@@ -31,7 +31,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from megatron_fsdp.comm.axis import Axis, Traffic
-from megatron_fsdp.optim.routes import kinds_of
+from megatron_fsdp.optim.optimizer import kinds_of
 
 FLOOR = "floor"
 """Does not communicate, so its losses are its own."""

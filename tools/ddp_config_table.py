@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.config.ddp_config_checks import CHOICES, EXCLUSIONS, IMPLICATIONS, NEEDS
+from megatron_fsdp.config.ddp_config import CHOICES, EXCLUSIONS, IMPLICATIONS, NEEDS
 from megatron_fsdp.config.ddp_config_flags import MEGATRON_DEFAULTS, field_meanings, flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 

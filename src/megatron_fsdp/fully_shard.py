@@ -300,8 +300,8 @@ def fully_shard_optimizer(
         check_reads_decoupled,
         check_rounding,
         integrate,
+        route_line,
     )
-    from megatron_fsdp.optim.routes import route_line
 
     _check_optimizer(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]

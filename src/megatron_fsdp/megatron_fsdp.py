@@ -23,13 +23,19 @@ from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options, with_formats
-from megatron_fsdp.config.hang_log import checked_timeout, resolve_hang_log
 from megatron_fsdp.config.homes import HomesArgument
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
-from megatron_fsdp.debug.lifetimes import check_lifetimes, resolve_check_lifetimes
-from megatron_fsdp.debug.verify_ranks import RankVerifier, resolve_verify_ranks
+from megatron_fsdp.config.switches import (
+    checked_timeout,
+    resolve_check_lifetimes,
+    resolve_delays,
+    resolve_hang_log,
+    resolve_verify_ranks,
+)
+from megatron_fsdp.debug.delays import DelayObserver
+from megatron_fsdp.debug.lifetimes import check_lifetimes
+from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
@@ -45,21 +51,25 @@ from megatron_fsdp.engine.full_tensors import (
     shown_in_full,
 )
 from megatron_fsdp.engine.gradients import GRAD, get_grad
-from megatron_fsdp.engine.homes import StateMemory
-from megatron_fsdp.engine.hooks import compiled_in_place
-from megatron_fsdp.engine.memory import weakly
+from megatron_fsdp.engine.hooks import calls_of, compiled_in_place, take_part
+from megatron_fsdp.engine.memory import StateMemory, weakly
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.participation import calls_of, take_part
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard
 from megatron_fsdp.engine.wrap import Grouping, UnitGrouping, assemble
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
-from megatron_fsdp.optim.digests import digesting_backwards, gradient_digests, parameter_digests
 from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import check_capturable, watch_optimizers
-from megatron_fsdp.optim.statistics import ModelStatistics, gradient_statistics, parameter_statistics
+from megatron_fsdp.optim.statistics import (
+    ModelStatistics,
+    digesting_backwards,
+    gradient_digests,
+    gradient_statistics,
+    parameter_digests,
+    parameter_statistics,
+)
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.units import ROOT_UNIT

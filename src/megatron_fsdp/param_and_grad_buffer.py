@@ -18,8 +18,8 @@ from megatron_fsdp.comm.agreement import gather_objects, gather_over
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import local_part, part_of
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.parts import local_part, part_of
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.axis import is_simulated
-from megatron_fsdp.dtensor.chunks import describe_chunks, gather_full, gather_padded
 from megatron_fsdp.dtensor.foreign import asked_chunk, boxes_here, sharded_dims
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks, gather_full, gather_padded
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.sharding.shards import (

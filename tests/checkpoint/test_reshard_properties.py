@@ -15,10 +15,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_fsdp.comm.axis import Axis, Traffic
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.dtensor.chunks import LocalChunks
-from megatron_fsdp.engine.domain import Domain
-from megatron_fsdp.engine.model_sharding import Sharding
-from megatron_fsdp.engine.parts import part_of
+from megatron_fsdp.dtensor.frame import LocalChunks
+from megatron_fsdp.engine.group_plan import Sharding, part_of
+from megatron_fsdp.sharding.mesh import Domain
 from megatron_fsdp.sharding.shards import ShardDescription
 from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, group_parameters
 

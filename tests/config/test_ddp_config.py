@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.config.ddp_config_checks import CHOICES, EXCLUSIONS, NEEDS
+from megatron_fsdp.config.ddp_config import CHOICES, EXCLUSIONS, NEEDS
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
 

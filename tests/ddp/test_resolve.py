@@ -9,7 +9,7 @@ from hypothesis import given
 
 from megatron_fsdp import DistributedDataParallelConfig, MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.ddp.bucket_schedule import GatherMode
+from megatron_fsdp.ddp.buckets import GatherMode
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 from tests.config.test_ddp_config import valid_configs

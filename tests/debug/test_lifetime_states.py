@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
+from megatron_fsdp.config.switches import resolve_check_lifetimes, resolve_delays
+from megatron_fsdp.debug.delays import DelayObserver
 from megatron_fsdp.debug.lifetimes import (
     AT_REST,
     LEGAL,
@@ -13,7 +14,6 @@ from megatron_fsdp.debug.lifetimes import (
     Event,
     State,
     next_state,
-    resolve_check_lifetimes,
 )
 from megatron_fsdp.errors import ConfigurationError, LifetimeError
 

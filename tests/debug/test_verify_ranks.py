@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp.config.switches import VERIFY_TIMEOUT_S, VERIFY_VARIABLE, resolve_verify_ranks
 from megatron_fsdp.debug import verify_ranks as row_exchange
-from megatron_fsdp.debug.verify_ranks import DEFAULT_TIMEOUT_S, VARIABLE, resolve_verify_ranks
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.settling import settled
@@ -192,11 +192,11 @@ VERIFIED = Scenario(train_verified, vector_case(Ordered))
 
 
 def run_verified(strategies: tuple[int, ...]) -> list[Outcome]:
-    os.environ[VARIABLE] = "30"
+    os.environ[VERIFY_VARIABLE] = "30"
     try:
         return run_sharded([(VERIFIED, Setting(strategy)) for strategy in strategies])
     finally:
-        del os.environ[VARIABLE]
+        del os.environ[VERIFY_VARIABLE]
 
 
 def test_equal_ranks_are_never_stopped_and_train_as_one_process(run_ranks: RunRanks) -> None:
@@ -208,17 +208,17 @@ def test_equal_ranks_are_never_stopped_and_train_as_one_process(run_ranks: RunRa
 
 
 def test_argument_goes_before_environment_and_nonsense_is_refused() -> None:
-    on = {VARIABLE: "1"}
+    on = {VERIFY_VARIABLE: "1"}
     assert resolve_verify_ranks(None, {}) == 0.0
-    assert resolve_verify_ranks(None, {VARIABLE: "0"}) == 0.0
-    assert resolve_verify_ranks(None, on) == DEFAULT_TIMEOUT_S
-    assert resolve_verify_ranks(None, {VARIABLE: "12.5"}) == 12.5
+    assert resolve_verify_ranks(None, {VERIFY_VARIABLE: "0"}) == 0.0
+    assert resolve_verify_ranks(None, on) == VERIFY_TIMEOUT_S
+    assert resolve_verify_ranks(None, {VERIFY_VARIABLE: "12.5"}) == 12.5
     assert resolve_verify_ranks(False, on) == 0.0
-    assert resolve_verify_ranks(True, {}) == DEFAULT_TIMEOUT_S
+    assert resolve_verify_ranks(True, {}) == VERIFY_TIMEOUT_S
     assert resolve_verify_ranks(7, on) == 7.0
     for argument, variable in ((None, "yes"), (-1.0, ""), (0, "1"), (float("inf"), "")):
         with pytest.raises(ConfigurationError, match="neither a switch nor a time; give 1, 0 or seconds to wait"):
-            resolve_verify_ranks(argument, {VARIABLE: variable})
+            resolve_verify_ranks(argument, {VERIFY_VARIABLE: variable})
 
 
 def disagree_on_the_switch() -> str:

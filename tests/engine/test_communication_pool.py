@@ -18,8 +18,8 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.engine.memory import Block, CommunicationPool
+from megatron_fsdp.engine.memory_plan import Use, plan_pool
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.memory_plan import Use, plan_pool
 from tests.support.arrangements import hybrid_arguments
 from tests.support.counting import LiveBytes, held_bytes
 from tests.support.on_ranks import engine_of, on_ranks, same_on_ranks

@@ -17,7 +17,7 @@ from torch import nn
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.config.homes import Home, Place
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.homes import allocate
+from megatron_fsdp.engine.memory import allocate
 from megatron_fsdp.errors import ConfigurationError, RankError
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, hybrid

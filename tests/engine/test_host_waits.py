@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.engine import gradient_agreement as usage
+from megatron_fsdp.engine import gradients as usage
 from tests.conftest import RunRanks
 
 _READINGS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.engine import model_sharding
-from megatron_fsdp.engine.model_sharding import plan_groups
+from megatron_fsdp.engine import group_plan
+from megatron_fsdp.engine.group_plan import plan_groups
 from megatron_fsdp.sharding.units import find_units
 from tests.support.on_ranks import engine_of, on_ranks
 
@@ -82,7 +82,7 @@ def test_three_small_collectives_are_all(num_blocks: int) -> None:
 
 @on_ranks(2)
 def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
-    with mock.patch.object(model_sharding, "plan_layout", wraps=model_sharding.plan_layout) as planned:
+    with mock.patch.object(group_plan, "plan_layout", wraps=group_plan.plan_layout) as planned:
         model = wrap(build(5))
     assert planned.call_count == 2
     root, *blocks = (unit.groups[0] for unit in engine_of(model).units)

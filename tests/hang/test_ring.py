@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp.config.hang_log import HangSettings, resolve_hang_log
+from megatron_fsdp.config.switches import HangSettings, resolve_hang_log
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.log_file import (

@@ -11,7 +11,7 @@ from torch import nn
 from tests.conftest import RunRanks
 from tests.optim.test_adamw8bit import blocks, eight_bits
 from tests.optim.test_chained import chain, chain_of_sgd, mixed
-from tests.optim.test_owned_step import Factored
+from tests.optim.test_whole_step import Factored
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps
 

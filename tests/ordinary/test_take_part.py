@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard_model
-from megatron_fsdp.engine.participation import UnitCall, unit_calls
+from megatron_fsdp.engine.hooks import UnitCall, unit_calls
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks

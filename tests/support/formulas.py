@@ -13,9 +13,8 @@ from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.memory import BLOCK_ALIGNMENT_BYTES
+from megatron_fsdp.engine.memory_plan import BLOCK_ALIGNMENT_BYTES, UnitWeights, WeightPlan, WeightStorage, plan_weights
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.sharding.memory_plan import UnitWeights, WeightPlan, WeightStorage, plan_weights
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.units import ROOT_UNIT
 from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes

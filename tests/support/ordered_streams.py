@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_fsdp.checkpoint import background
 from megatron_fsdp.comm.lanes import LaneWatch, StreamLane
 from megatron_fsdp.config.homes import Home
-from megatron_fsdp.engine import executor, gradients, homes, param_group, saved_tensors
+from megatron_fsdp.engine import executor, gradients, param_group, saved_tensors
+from megatron_fsdp.engine import memory as engine_memory
 from megatron_fsdp.optim import local_step
 
 Clock = dict[int, int]
@@ -320,7 +321,7 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
     def make_lane(device: torch.device, name: str, watch: LaneWatch | None = None) -> StreamLane:
         return StreamLane(device, name, watch, streams)
 
-    allocate_in = homes.allocate
+    allocate_in = engine_memory.allocate
 
     def allocate(home: Home, *given: Any) -> torch.Tensor:
         with streams.stream(streams.host) if home.is_away else nullcontext():
@@ -331,7 +332,7 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
 
     with (
         patch.object(executor, "make_lane", make_lane),
-        patch.object(homes, "allocate", allocate),
+        patch.object(engine_memory, "allocate", allocate),
         patch.object(param_group, "allocate", allocate),
         patch.object(gradients, "allocate", allocate),
         patch.object(saved_tensors, "allocate", allocate),

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
-from megatron_fsdp.engine.parts import local_part
+from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.megatron_fsdp import MegatronFSDP

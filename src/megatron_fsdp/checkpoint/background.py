@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.comm.agreement import raise_together, world_size_of
 from megatron_fsdp.comm.groups import duplicate_group
-from megatron_fsdp.dtensor.chunks import carry_description
+from megatron_fsdp.dtensor.frame import carry_description
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError
 

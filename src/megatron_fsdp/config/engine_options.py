@@ -1,7 +1,7 @@
 """The options of the engine, checked and complete, in one frozen object.
 
 They are resolved once, in the public call, and read where they take effect: layout and gradient factors in
-`engine/model_sharding.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest where it is needed:
+`engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest where it is needed:
 `engine/wrap.py`, `engine/engine.py` and `megatron_fsdp.py`.
 """
 

@@ -18,16 +18,14 @@ from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import checked_deterministic, engine_options_of
 from megatron_fsdp.config.homes import HomesArgument, resolve_homes
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.ddp.bucket_plan import plan_buckets
-from megatron_fsdp.ddp.bucket_schedule import GatherMode
+from megatron_fsdp.config.switches import resolve_verify_ranks
+from megatron_fsdp.ddp.buckets import GatherMode, plan_buckets
 from megatron_fsdp.ddp.engine import BucketEngine, Readers
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
-from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.engine import Engine, EngineComponents
+from megatron_fsdp.engine.group_plan import Sharding, local_part, parameter_info
 from megatron_fsdp.engine.hooks import register_hooks
-from megatron_fsdp.engine.model_sharding import Sharding, parameter_info
-from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.engine.wrap import check_not_wrapped
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.ddp.bucket_plan import plan_readers
-from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
+from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_readers
 from megatron_fsdp.engine.engine import Engine, EngineComponents, ForwardCall, live_engine
 from megatron_fsdp.engine.hooks import uncompiled
 from megatron_fsdp.engine.unit import Unit

@@ -13,7 +13,7 @@ from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import default_bucket_numel, with_formats
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
-from megatron_fsdp.ddp.bucket_schedule import GatherMode
+from megatron_fsdp.ddp.buckets import GatherMode
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 
 HIGH_BANDWIDTH_MULTIPLE = 2**16

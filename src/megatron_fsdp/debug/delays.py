@@ -9,9 +9,8 @@ never shows. On CUDA the streams of communication and of compute are delayed as 
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,38 +18,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.lanes import Moment, hold_up
+from megatron_fsdp.config.switches import checked_delay
 from megatron_fsdp.engine.observer import Observer, Phase
-from megatron_fsdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
-VARIABLE = "MFSDP_DELAYS"
-_LONGEST_S = 60.0
 _MOMENTS = (Moment.LAUNCHES, Moment.LAUNCHED, Moment.WAITS)
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INSTALL)
-
-
-def resolve_delays(environment: Mapping[str, str] = os.environ) -> tuple[int, float] | None:
-    """Read `MFSDP_DELAYS=seed:seconds`; return the arguments of `DelayObserver`, or None for no delays."""
-    value = environment.get(VARIABLE, "")
-    if not value:
-        return None
-    seed, _, seconds = value.partition(":")
-    try:
-        return int(seed), _checked(float(seconds))
-    except ValueError:
-        raise ConfigurationError(
-            f"{VARIABLE}={value!r} is not a seed and seconds; give for example {VARIABLE}=1:0.002"
-        ) from None
-
-
-def _checked(up_to_s: float) -> float:
-    if not 0.0 < up_to_s <= _LONGEST_S:
-        raise ConfigurationError(
-            f"up_to_s={up_to_s!r} is no delay; give seconds, more than 0 and at most {_LONGEST_S:g}"
-        )
-    return up_to_s
 
 
 class DelayObserver(Observer):
@@ -68,7 +43,7 @@ class DelayObserver(Observer):
     def __init__(self, seed: int, up_to_s: float, device: torch.device) -> None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._random = random.Random(seed + rank)
-        self._up_to_s = _checked(up_to_s)
+        self._up_to_s = checked_delay(up_to_s)
         self._device = device
         self.count = 0
 

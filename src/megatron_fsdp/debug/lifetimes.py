@@ -8,8 +8,7 @@ another unit. Fills are queued on the compute stream; the host never waits longe
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from weakref import WeakKeyDictionary
@@ -21,7 +20,7 @@ from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.observer import BorrowedMemory, Observer, Phase
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ConfigurationError, LifetimeError, ScheduleError
+from megatron_fsdp.errors import LifetimeError, ScheduleError
 
 # The states of borrowed memory:
 #
@@ -106,17 +105,7 @@ def next_state(memory: BorrowedMemory, state: State, event: Event, unit: str, wh
     return after
 
 
-VARIABLE = "MFSDP_CHECK_LIFETIMES"
-_SWITCH = {"": False, "0": False, "1": True}
 _FOLLOWED = (Phase.GATHER, Phase.REDUCE, Phase.GATHER_OUTER, Phase.REDUCE_OUTER, Phase.RETIRE)
-
-
-def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether lifetimes are checked from the start; `model.check_lifetimes()` starts it later."""
-    value = environment.get(VARIABLE, "")
-    if value not in _SWITCH:
-        raise ConfigurationError(f"{VARIABLE}={value!r} is not a switch; give 1 or 0")
-    return _SWITCH[value]
 
 
 @dataclass

@@ -8,8 +8,7 @@ compared as well: a rank that skips one has weights that do not match the others
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,7 +23,7 @@ from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.executor import all_gather_bytes
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
@@ -85,10 +84,6 @@ class RowExchange:
         return rows
 
 
-VARIABLE = "MFSDP_VERIFY_RANKS"
-DEFAULT_TIMEOUT_S = 300.0
-
-
 class Event(Enum):
     """An action that ranks announce; the value is what a message says of it."""
 
@@ -134,24 +129,6 @@ class Announcement:
             return self.event.value
         phase = "backward" if self.in_backward else "forward"
         return f"{self.event.value} {labels[self.unit]} ({self.num_bytes} bytes) in {phase}"
-
-
-def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:
-    """Return how long to wait for a rank, in seconds; 0.0: ranks are not compared."""
-    value: object = verify_ranks
-    if value is None:
-        given = environment.get(VARIABLE, "0")
-        value = {"0": False, "": False, "1": True}.get(given, given)
-    if isinstance(value, bool):
-        return DEFAULT_TIMEOUT_S if value else 0.0
-    try:
-        seconds = float(str(value))
-    except ValueError:
-        seconds = -1.0
-    if not 0.0 < seconds < float("inf"):
-        where = VARIABLE if verify_ranks is None else "verify_ranks"
-        raise ConfigurationError(f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait")
-    return seconds
 
 
 class RankVerifier(Observer):

@@ -1,18 +1,32 @@
-"""A frame: the description of a tensor's shards and their mesh, shared by all tensors that are cut alike."""
+"""A frame: the description of a tensor's shards and their mesh, shared by all tensors that are cut alike.
+
+Whole tensors are gathered by it, and torch.distributed.checkpoint is told by it which boxes of a global tensor a local
+tensor holds, without communication. torch asks a DTensor for its chunks, and the DTensor asks its local tensor
+(`__create_chunk_list__`, `__create_write_items__`, `__get_tensor_shard__`) before it assumes an even split along dim 0.
+Our shards are uneven, and may be cut inside a row. `UnevenDTensor` implements the three methods itself; for tools that
+look at the local tensor they can be attached to that, too.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from megatron_fsdp.sharding.shards import ShardDescription, described_as_whole
+from megatron_fsdp.comm.axis import all_gather_flat
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.shards import Box, ShardDescription, described_as_whole
 
 
 class OwningUnit(NamedTuple):
@@ -163,3 +177,189 @@ def _placements(description: ShardDescription) -> tuple[Placement, ...]:
     if use.tensor_dim is not None:
         found[use.tensor_dim] = Replicate() if description.tensor_cut is None else Shard(description.tensor_cut.dim)
     return tuple(found)
+
+
+def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.ProcessGroup]) -> torch.Tensor:
+    """All-gather a differing number of elements per rank by one padded collective per group.
+
+    Args:
+        flat: (n,) this rank's elements, n <= padded_numel.
+        padded_numel: The same on every rank of all groups.
+        groups: Gathered over one after another; the last one is the most significant in the result.
+
+    Returns:
+        (product of group sizes, padded_numel), rows in the order of ranks; what lies behind a rank's elements is
+        undefined.
+    """
+    sent = flat
+    if flat.numel() != padded_numel:
+        sent = flat.new_empty(padded_numel)
+        sent[: flat.numel()].copy_(flat)
+    sent = sent.contiguous().view(torch.uint8)  # all back ends support bytes, but not all support every dtype
+    for group in groups:
+        received = sent.new_empty(sent.numel() * dist.get_world_size(group))
+        if sent.numel():
+            all_gather_flat(received, sent, group=group)
+        sent = received
+    return sent.view(flat.dtype).view(-1, padded_numel) if padded_numel else flat.new_empty(1, 0)
+
+
+def gather_full(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
+    """All-gather the whole tensor; returns a new tensor on every rank. Collective over `frame.groups`."""
+    with torch.no_grad():
+        return _gather_parts(_gather_shards(local.detach(), frame), frame)
+
+
+def _gather_shards(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
+    description = frame.description
+    shape, cut = description.part_shape(), description.cut
+    if cut.num_shards == 1:
+        return local.reshape(shape)
+    groups = [frame.mesh.get_group(dim) for dim in reversed(description.use.shard_dims)]
+    rows = gather_padded(local.reshape(-1), cut.largest_numel, groups)
+    part = local.new_empty(cut.numel)
+    if cut.numel:
+        for shard, row in enumerate(rows):
+            start, stop = cut.range_of(shard)
+            part[start:stop].copy_(row[: stop - start])
+    return part.view(shape)
+
+
+def _gather_parts(part: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
+    description = frame.description
+    tensor_cut, use = description.tensor_cut, description.use
+    if tensor_cut is None or use.tensor_dim is None:
+        return part.clone() if description.num_shards == 1 else part
+    shapes = [description.part_shape(index) for index in range(use.num_parts)]
+    largest = max(torch.Size(shape).numel() for shape in shapes)
+    rows = gather_padded(part.contiguous().view(-1), largest, [frame.mesh.get_group(use.tensor_dim)])
+    full = part.new_empty(frame.shape)
+    if largest:
+        for index, (shape, row) in enumerate(zip(shapes, rows, strict=True)):
+            start, stop = description.part_range(index)
+            full.narrow(tensor_cut.dim, start, stop - start).copy_(row[: torch.Size(shape).numel()].view(shape))
+    return full
+
+
+@dataclass(frozen=True)
+class LocalChunks:
+    """The boxes of one local tensor; keeps no reference to the tensor, which may refer to this.
+
+    Attributes:
+        shape: Shape of the global tensor.
+        boxes: In the order of the local tensor's elements.
+        properties: Of the local tensor.
+        writes: Whether this rank saves them; False where another rank saves the same elements in other boxes.
+        problem: Why they can be neither saved nor loaded; None where they can.
+    """
+
+    shape: torch.Size
+    boxes: tuple[Box, ...]
+    properties: TensorProperties
+    writes: bool = True
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, local: torch.Tensor, shape: torch.Size, boxes: Sequence[Box]) -> LocalChunks:
+        """Make the chunks of a local tensor with these boxes; boxes without elements are left out."""
+        return cls(shape, tuple(box for box in boxes if box.numel), TensorProperties.create_from_tensor(local))
+
+    @classmethod
+    def in_frame(cls, local: torch.Tensor, frame: ShardFrame) -> LocalChunks:
+        """Make the chunks of a local tensor of a frame."""
+        found = cls.of(local, frame.shape, frame.description.boxes())
+        return replace(found, writes=frame.description.is_saved_here, problem=frame.problem)
+
+    def chunk_list(self) -> list[ChunkStorageMetadata]:
+        """List one chunk per box."""
+        if self.problem is not None:
+            raise ConfigurationError(self.problem)
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in self.boxes]
+
+    def write_items(self, fqn: str, _tensor: object) -> list[WriteItem]:
+        """List one item per box; none where this rank holds nothing, or another one saves it.
+
+        A tensor without any element is one item all the same, or the checkpoint would not have it.
+        """
+        chunks = self.chunk_list()
+        if not self.shape.numel():
+            chunks = [ChunkStorageMetadata(torch.Size([0] * len(self.shape)), self.shape)]
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, self.properties, self.shape),
+            )
+            for chunk in chunks
+            if self.writes
+        ]
+
+    def shard_at(self, local: torch.Tensor | None, index: MetadataIndex) -> torch.Tensor:
+        """Return the elements of one box, as a view of the local tensor."""
+        if local is None:
+            raise ValueError(
+                f"{index.fqn} was unpickled, and only sharded tensors of a live model can be read by chunk"
+            )
+        if not self.shape.numel():
+            return local.view(self.shape)
+        first = 0
+        for box in self.boxes:
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                if tuple(local.shape) == box.lengths:
+                    return local
+                return local.view(-1)[first : first + box.numel].view(box.lengths)
+            first += box.numel
+        raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank; it has {self.chunk_list()}")
+
+
+class _ShardReader:
+    """A function that returns a chunk of one local tensor, held weakly; a pickled copy keeps the description only."""
+
+    def __init__(self, chunks: LocalChunks, local: torch.Tensor | None) -> None:
+        self._chunks = chunks
+        self._local = None if local is None else weakref.ref(local)
+
+    def __call__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._chunks.shard_at(self._local() if self._local is not None else None, index)
+
+    def __reduce__(self) -> tuple[type[_ShardReader], tuple[LocalChunks, None]]:
+        return _ShardReader, (self._chunks, None)
+
+
+def carry_description(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Attach to a copy of a local tensor the chunk functions of the original, for the copy's own elements."""
+    described = vars(source).get("__get_tensor_shard__")
+    if isinstance(described, _ShardReader):
+        _attach(target, described._chunks)
+    elif described is not None:
+        raise ConfigurationError(
+            "a local tensor carries chunk functions of another library, which would hand out its own elements and not "
+            "those of a copy; save it in the foreground"
+        )
+
+
+def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box]) -> DTensor:
+    """Attach the chunk functions of a DTensor's local elements to its local tensor; return the DTensor."""
+    local = tensor._local_tensor
+    if isinstance(frame_or_boxes, ShardFrame):
+        chunks = LocalChunks.in_frame(local, frame_or_boxes)
+    else:
+        chunks = LocalChunks.of(local, tensor.shape, frame_or_boxes)
+    _attach(local, chunks)
+    return tensor
+
+
+def exclude_from_save(tensor: torch.Tensor) -> None:
+    """Make torch.distributed.checkpoint save nothing of a plain tensor here; it is loaded like any other."""
+    tensor.__create_write_items__ = no_write_items  # type: ignore[attr-defined]
+
+
+def no_write_items(_fqn: str, _tensor: object) -> list[WriteItem]:
+    """Return no write items."""
+    return []
+
+
+def _attach(local: torch.Tensor, chunks: LocalChunks) -> None:
+    local.__create_chunk_list__ = chunks.chunk_list  # type: ignore[attr-defined]
+    local.__create_write_items__ = chunks.write_items  # type: ignore[attr-defined]
+    local.__get_tensor_shard__ = _ShardReader(chunks, local)  # type: ignore[attr-defined]

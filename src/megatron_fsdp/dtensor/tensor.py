@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.utils import _sync_module_states
 
-from megatron_fsdp.dtensor.chunks import LocalChunks, gather_full, no_write_items
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.frame import LocalChunks, ShardFrame, gather_full, no_write_items
 from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from megatron_fsdp.sharding.shards import BufferCut, ListedCut, MeshUse, ShardDescription, TensorParallelCut

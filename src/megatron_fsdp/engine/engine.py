@@ -22,13 +22,12 @@ from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames
 from megatron_fsdp.engine.fp8_linear import emulation_note
-from megatron_fsdp.engine.gradient_agreement import UsageAgreement, match_waiting_sums
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
-from megatron_fsdp.engine.gradients import GradientBuffers, direct_hook
-from megatron_fsdp.engine.homes import on_device
-from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, bucket_count, storage_of, unit_numels
+from megatron_fsdp.engine.gradients import GradientBuffers, UsageAgreement, direct_hook, match_waiting_sums
+from megatron_fsdp.engine.group_plan import Sharding
+from megatron_fsdp.engine.memory import CommunicationPool, on_device, storage_of
+from megatron_fsdp.engine.memory_plan import MemoryPlan, bucket_count, prefetch_depth, unit_numels
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StateDictAliases, StructureCheck, UnreducedGradients
-from megatron_fsdp.engine.model_sharding import Sharding
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.saved_tensors import SavedTensors, UnitTensors
@@ -37,7 +36,6 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_codec import agree_on_amaxes
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.sharding.memory_plan import prefetch_depth
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.units import ROOT_UNIT
 

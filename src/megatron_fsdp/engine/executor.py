@@ -14,21 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp.comm.lanes import Ticket, make_lane
-from megatron_fsdp.engine.memory import (
-    OUTER_REDUCTIONS,
-    Block,
-    BucketPool,
-    CommunicationPool,
-    MemoryPlan,
-    WeightMemory,
-    crossing_offsets,
-    weakly,
-)
+from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, weakly
+from megatron_fsdp.engine.memory_plan import OUTER_REDUCTIONS, MemoryPlan, Use, crossing_offsets
 from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase
 from megatron_fsdp.engine.schedule import Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import MegatronFSDPError
-from megatron_fsdp.sharding.memory_plan import Use
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
 _HANG_ADVICE = (

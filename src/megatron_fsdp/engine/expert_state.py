@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import gather_over
-from megatron_fsdp.dtensor.chunks import describe_chunks
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.domain import Domain
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.sharding.experts import ExpertPlan, parse_expert, plan_experts
+from megatron_fsdp.sharding.mesh import Domain
 from megatron_fsdp.sharding.shards import MeshUse, TensorParallelCut
 
 

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.agreement import agree, all_agree
 from megatron_fsdp.comm.axis import address_of
 from megatron_fsdp.comm.fingerprint import differing_tensors
-from megatron_fsdp.engine.buffer import FlatBuffer, full_view
 from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.memory import FlatBuffer, full_view
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.parts import local_part
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement

@@ -26,9 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from megatron_fsdp.engine.buffer import piece_view
-from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.parts import GATHER_METHODS
+from megatron_fsdp.engine.group_plan import GATHER_METHODS, GroupPlan
+from megatron_fsdp.engine.memory import piece_view
 from megatron_fsdp.engine.weight_codec import WrappingCodec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region

@@ -1,42 +1,231 @@
-"""The memory that collectives read and write: shards, slots for gathered weights, buckets and scratch for gradients.
+"""The memory of a model: flat buffers that stay, the homes where they rest, and what is borrowed during a step.
 
-All of it comes from one `CommunicationPool`: block by block when it is needed, or, where addresses have to stay, as one
-stretch that is taken at wrap time and in which the same block lies at the same offset on every rank.
+A flat buffer (`FlatBuffer`) holds this rank's region of the weights or gradients of a parameter group. It is on the
+device, or elsewhere (`allocate`): main weights and gradients that are away are what the optimizer sees, which steps
+where they rest. What is on the device is reached by copies, on a lane of their own:
+
+    sharded compute weights (home)  -> copied ->  their place in the full weights (device)  -> all-gathered, in place
+    reduced gradient (device)       -> copied ->  main gradient (home); added to what is there on the device
+    main weights (home)             -> copied, cast ->  compute weights
+
+The host reads and writes what is away at any time, so it waits for copies: for gradients when a backward ends, for
+weights when they are installed.
+
+Collectives read and write borrowed memory: slots for gathered weights, buckets and scratch for gradients. All of it
+comes from one `CommunicationPool`: block by block when it is needed, or, where addresses have to stay, as one stretch
+that is taken at wrap time and in which the same block lies at the same offset on every rank.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator
-from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.schedule import ScheduleConfig
-from megatron_fsdp.sharding.memory_plan import (
+from megatron_fsdp.config.homes import Home, Place
+from megatron_fsdp.engine.memory_plan import (
     PoolPlan,
-    UnitWeights,
     Use,
     WeightPlan,
     WeightStorage,
-    plan_pool,
-    plan_weights,
-    prefetch_depth,
 )
-from megatron_fsdp.sharding.units import ROOT_UNIT
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.layout import Layout
+from megatron_fsdp.sharding.placement import Region
+
+
+class FlatBuffer:
+    """This rank's part of all tensors of a layout, in one flat local tensor.
+
+    Attributes:
+        layout: Where each tensor lies in the full buffer.
+        region: The elements of the full buffer that are here.
+        local: These elements, (region.numel,).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        region: Region,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """Allocate zeros, or use `memory` (region.numel,), which holds some."""
+        self.layout = layout
+        self.region = region
+        self.local = torch.zeros(region.numel, dtype=dtype, device=device) if memory is None else memory
+
+    @classmethod
+    def slice_of(cls, whole: FlatBuffer, region: Region) -> FlatBuffer:
+        """Return a part of a buffer as a buffer of its own that shares the memory."""
+        part = cls.__new__(cls)
+        part.layout, part.region = whole.layout, region
+        part.local = whole.view_of(region)
+        return part
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is here."""
+        return self.region.numel == self.layout.numel
+
+    def view_of(self, region: Region) -> torch.Tensor:
+        """Return the elements of a region inside of this one, a view (region.numel,)."""
+        return self.local[region.within(self.region)]
+
+    def piece(self, index: int) -> torch.Tensor:
+        """Return the part of tensor `index` that is here, a view, maybe empty.
+
+        The full shape where everything is here; else (rows, *rest) or, where rows are cut, (elements,).
+        """
+        return piece_view(self.layout, self.region, self.local, index)
+
+    def pieces(self) -> list[torch.Tensor]:
+        """Return the pieces of all tensors."""
+        return [self.local[start:stop].view(shape) for start, stop, shape in self.layout.pieces_in(self.region)]
+
+    def store_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copy this region's part of full tensors, casting to this buffer's dtype; skip those that are None."""
+        pieces, parts = [], []
+        for index, (piece, tensor) in enumerate(zip(self.pieces(), tensors, strict=True)):
+            if tensor is None or not piece.numel():
+                continue
+            if not tensor.is_contiguous():  # flattening copies, so one at a time
+                self.store(index, tensor)
+                continue
+            start, stop = self.layout.range_in(index, self.region)
+            pieces.append(piece.view(-1))
+            parts.append(tensor.detach().view(-1)[start:stop])
+        if pieces:
+            torch._foreach_copy_(pieces, parts)
+
+    def store(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy this region's part of a full tensor, casting to this buffer's dtype."""
+        start, stop = self.layout.range_in(index, self.region)
+        self.piece(index).view(-1).copy_(tensor.detach().reshape(-1)[start:stop])
+
+
+def full_view(layout: Layout, full: torch.Tensor, index: int) -> torch.Tensor:
+    """Return tensor `index`, in its own shape, as a view of a full flat buffer (numel,)."""
+    start, stop = layout.tensor_range(index)
+    return full[start:stop].view(layout.shapes[index])
+
+
+def piece_view(layout: Layout, region: Region, local: torch.Tensor, index: int) -> torch.Tensor:
+    """Return a region's part of tensor `index`, as a view of the region's memory (region.numel,)."""
+    start, stop, shape = layout.pieces_in(region)[index]
+    return local[start:stop].view(shape)
+
+
+def padding_ranges(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Return the ranges (start, stop) of the full buffer that belong to no tensor."""
+    taken = sorted(layout.tensor_range(index) for index in range(len(layout.shapes)))
+    gaps, cursor = [], 0
+    for start, stop in taken:
+        if stop == start:
+            continue
+        if start > cursor:
+            gaps.append((cursor, start))
+        cursor = stop
+    if cursor < layout.numel:
+        gaps.append((cursor, layout.numel))
+    return tuple(gaps)
+
+
+def allocate(home: Home, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate zeros (numel,) in a home.
+
+    Files are deleted as soon as they are mapped: their space is free again when the memory is, also after a kill.
+
+    Args:
+        home: Where.
+        numel: How many elements.
+        dtype: Their dtype.
+        device: The device of the model; host memory is pinned for a CUDA device.
+
+    Raises:
+        ConfigurationError: The folder of a file cannot be written to, or has no room for it.
+    """
+    if home.place is Place.DEVICE:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    if home.place is Place.HOST:
+        return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
+    if not numel:
+        return torch.zeros(0, dtype=dtype)  # nothing to map
+    num_bytes = numel * dtype.itemsize
+    try:
+        number, path = tempfile.mkstemp(prefix="mfsdp-", suffix=".state", dir=home.folder)
+        try:
+            os.posix_fallocate(number, 0, num_bytes)  # a file with holes would end the process when the disk is full
+            return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+        finally:
+            os.close(number)
+            Path(path).unlink()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{num_bytes} bytes of state cannot rest in {home.folder}: {error.strerror}; free space there, or choose "
+            "another home"
+        ) from error
+
+
+class StateMemory:
+    """The optimizer state of one parameter group that is shaped as its parameters, where it rests.
+
+    Attributes:
+        is_paged: Whether a step works on copies on the device, unit by unit; else it steps where the state rests.
+        was_refused: There was no room on some rank, so that all ask again in the next step.
+    """
+
+    def __init__(self, home: Home, layout: Layout, region: Region, device: torch.device, *, is_paged: bool) -> None:
+        """Allocate nothing: which states there are, and their dtypes, is known after the first step."""
+        self.is_paged = is_paged
+        self.was_refused = False
+        self._home, self._layout, self._region, self._device = home, layout, region, device
+        self._buffers: dict[tuple[str, torch.dtype], FlatBuffer] = {}
+        self._pieces: dict[tuple[str, int], torch.Tensor] = {}
+
+    def has_room(self, key: str, dtype: torch.dtype) -> bool:
+        """Return whether there is memory for a state already."""
+        return (key, dtype) in self._buffers
+
+    def keep(self, key: str, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Copy a state of parameter `index` to its place, and return that: always the same tensor for a dtype.
+
+        Raises:
+            ConfigurationError: There is no room; see `allocate`.
+        """
+        found = self._pieces.get((key, index))
+        if found is None or found.dtype != value.dtype:
+            buffer = self._buffers.get((key, value.dtype))
+            if buffer is None:
+                memory = allocate(self._home, self._region.numel, value.dtype, self._device)
+                buffer = FlatBuffer(self._layout, self._region, value.dtype, self._device, memory)
+                self._buffers[key, value.dtype] = buffer
+            found = self._pieces[key, index] = buffer.piece(index)
+        if found is not value:
+            found.copy_(value, non_blocking=True)
+        return found
+
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a state on the device."""
+        return value.to(self._device, non_blocking=True, copy=True)
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor, or a copy of it on the device where it is elsewhere, which is made when this returns."""
+    return tensor if tensor.device == device else tensor.to(device)
+
 
 Result = TypeVar("Result")
 
 _POISON = 0xFF
-BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
-OUTER_REDUCTIONS = 2
-"""Units whose gradients are in reduction over the outer axis at a time."""
 
 
 class Block:
@@ -117,15 +306,6 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # wrappers such as those of vmap have no storage
         return None
-
-
-def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Place stretches one after another, each aligned; return their offsets and the total, in bytes."""
-    offsets, cursor = [], 0
-    for length in lengths_bytes:
-        offsets.append(cursor)
-        cursor += -(-length // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES
-    return tuple(offsets), cursor
 
 
 class CommunicationPool:
@@ -269,124 +449,6 @@ def weakly(method: Callable[[], Result]) -> Callable[[], Result | None]:
         return None if alive is None else alive()
 
     return call
-
-
-GroupPlans = Sequence[GroupPlan]
-"""The groups of one unit."""
-
-_BUCKETS = 2  # one fills while the other is being reduced
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """How one model borrows memory and when it communicates.
-
-    Attributes:
-        allocator: What the caller chose.
-        weights: The plan of gathered weights' memory.
-        schedule: Configuration of the scheduler.
-        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
-        may_grow: Whether a larger prefetch size may bring more slots.
-        pool: The blocks that are taken at wrap time and kept; None: none are.
-    """
-
-    allocator: WeightAllocator
-    weights: WeightPlan
-    schedule: ScheduleConfig
-    buckets: int
-    may_grow: bool
-    pool: PoolPlan | None = None
-
-
-def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
-    """Plan memory and schedule from the caller's options and the groups of a model; allocates nothing."""
-    forward, backward, slots, buckets = (
-        options.forward_prefetch_units,
-        options.backward_prefetch_units,
-        options.slots,
-        _BUCKETS,
-    )
-    if options.communication_unit_numel is not None:
-        numels = unit_numels(units)
-        depth = prefetch_depth(options.communication_unit_numel, numels)
-        if options.may_grow:
-            slots = max(slots, depth + 1)
-        forward = backward = min(depth, slots - 1)
-        buckets = bucket_count(options.communication_unit_numel, units)
-    weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, options.is_kept)
-    groups = [group for unit in units for group in unit]
-    resized = frozenset(weights.units_in(WeightStorage.RESIZED))
-    schedule = ScheduleConfig(
-        trainable=tuple(any(group.requires_grad for group in unit) for unit in units),
-        gathers=any(group.needs_all_gather or group.gathers_outer or group.shards_compute_weights for group in groups),
-        shares_slots=any(group.gathered_bytes for group in groups),
-        slots=slots,
-        forward_prefetch_units=forward,
-        backward_prefetch_units=backward,
-        reduces_early=reduces_early,
-        resized=resized - {ROOT_UNIT},
-        kept=frozenset(weights.units_in(WeightStorage.OWN)) - {ROOT_UNIT},
-        returned=resized,
-        returned_before_step=frozenset(
-            unit
-            for unit in weights.units_in(WeightStorage.FOR_STEP)
-            if any(group.shards_compute_weights for group in units[unit])
-        ),
-    )
-    at_a_time = buckets if reduces_early else max(buckets, sum(schedule.trainable[ROOT_UNIT + 1 :]))
-    pool = plan_pool(_block_sizes(weights, buckets, at_a_time, units)) if options.is_kept else None
-    return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow, pool)
-
-
-def _block_sizes(
-    weights: WeightPlan, buckets: int, filled: int, units: Sequence[GroupPlans]
-) -> dict[Use, Sequence[int]]:
-    """Return the bytes of every block that the collectives of a model use, by use and number.
-
-    Args:
-        weights: The plan of gathered weights' memory.
-        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
-        filled: The same where all buckets fill before any is reduced.
-        units: The groups of each unit, root first.
-    """
-    own = weights.units_in(WeightStorage.OWN)
-    needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]
-    scratch = max(needed) if any(group.exchanges_inner for group in chain.from_iterable(units)) else 0
-    crossing = max((crossing_offsets(unit)[1] for unit in units), default=0)
-    return {
-        Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],
-        Use.SLOT: [weights.slot_bytes] * weights.slots_used,
-        Use.UNIT: [size if unit in own else 0 for unit, size in enumerate(weights.gathered_bytes)],
-        Use.ROOT_BUCKET: needed[: ROOT_UNIT + 1],
-        Use.BUCKET: [max(needed[ROOT_UNIT + 1 :], default=0)] * filled,
-        Use.SCRATCH: [scratch] * max(1, buckets - 1),
-        Use.CROSSING: [crossing] * OUTER_REDUCTIONS,
-    }
-
-
-def crossing_offsets(unit: GroupPlans) -> tuple[tuple[int, ...], int]:
-    """Place what the groups of a unit send over the outer axis, and what they receive, in one block."""
-    return pack_bytes([length for group in unit for length in (group.crossing_bytes, group.received_bytes)])
-
-
-def unit_numels(units: Sequence[GroupPlans]) -> list[int]:
-    """Return the elements of each unit besides the root, padding included."""
-    return [sum(group.layout.numel for group in unit) for unit in units[ROOT_UNIT + 1 :]]
-
-
-def bucket_count(numel: int, units: Sequence[GroupPlans]) -> int:
-    """Return how many buckets, each for the largest unit, fit into `numel` elements: 1 to the number of units."""
-    largest = max(unit_numels(units), default=0)
-    trainable = sum(any(group.requires_grad for group in unit) for unit in units[ROOT_UNIT + 1 :])
-    return max(1, min(numel // max(1, largest), trainable))
-
-
-def _weights_of(unit: GroupPlans) -> UnitWeights:
-    in_slots = [group for group in unit if group.shards_compute_weights]
-    return UnitWeights(
-        pack_bytes([group.gathered_bytes for group in unit])[1],
-        tuple((group.layout.numel, group.precision.compute) for group in in_slots),
-    )
 
 
 class WeightMemory:

@@ -17,11 +17,9 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.axis import address_of, addresses_of
 from megatron_fsdp.config.homes import Place
 from megatron_fsdp.config.precision import ResolvedPrecision
-from megatron_fsdp.dtensor.chunks import describe_chunks
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
 from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, register_with_torch
-from megatron_fsdp.engine.buffer import FlatBuffer, full_view, piece_view
 from megatron_fsdp.engine.fp8_linear import Fp8Codec
 from megatron_fsdp.engine.gradients import (
     DECOUPLED,
@@ -31,10 +29,9 @@ from megatron_fsdp.engine.gradients import (
     get_grad,
     plain_attributes,
 )
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.guests import Guest, GuestCodec
-from megatron_fsdp.engine.homes import StateMemory, allocate, on_device
-from megatron_fsdp.engine.parts import local_part
+from megatron_fsdp.engine.memory import FlatBuffer, StateMemory, allocate, full_view, on_device, piece_view
 from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec, WrappingCodec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region, held_region

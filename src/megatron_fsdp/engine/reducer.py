@@ -22,9 +22,9 @@ import torch.distributed as dist
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Launch
 from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
-from megatron_fsdp.engine.domain import FlatAxis
 from megatron_fsdp.sharding.gradient_formats import GradientFormat, row_numel
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
+from megatron_fsdp.sharding.mesh import FlatAxis
 from megatron_fsdp.sharding.placement import Placement, held_region
 
 

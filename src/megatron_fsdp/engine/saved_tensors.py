@@ -20,8 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_fsdp.comm.lanes import Lane, Ticket
 from megatron_fsdp.config.homes import Home
-from megatron_fsdp.engine.homes import allocate
-from megatron_fsdp.engine.memory import storage_of
+from megatron_fsdp.engine.memory import allocate, storage_of
 
 _SMALLEST_BYTES = 1024
 """Bytes of the smallest storage that leaves: a copy of less costs more than its memory."""

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.dispatch import local_operand
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine, live_engine
 from megatron_fsdp.errors import ConfigurationError

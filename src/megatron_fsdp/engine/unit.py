@@ -14,7 +14,8 @@ from torch import nn
 from megatron_fsdp.comm.lanes import Lane, Ticket
 from megatron_fsdp.dtensor.frame import OwningUnit
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.memory import Block, crossing_offsets, pack_bytes
+from megatron_fsdp.engine.memory import Block
+from megatron_fsdp.engine.memory_plan import crossing_offsets, pack_bytes
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.units import ParameterSites

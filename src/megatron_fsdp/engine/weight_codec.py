@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.buffer import FlatBuffer
-from megatron_fsdp.engine.parts import is_guest
+from megatron_fsdp.engine.group_plan import is_guest
+from megatron_fsdp.engine.memory import FlatBuffer
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region

@@ -21,20 +21,20 @@ from megatron_fsdp.comm.axis import Traffic, backend_of, has_values, is_simulate
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
-from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
-from megatron_fsdp.engine.domain import make_domain
 from megatron_fsdp.engine.engine import Engine, EngineComponents
 from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, part_of, plan_groups
 from megatron_fsdp.engine.guests import Guest, find_guests, guest_format, guest_of
 from megatron_fsdp.engine.hooks import register_hooks
-from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, plan_memory
+from megatron_fsdp.engine.memory import CommunicationPool
+from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.meta_init import (
     Blueprint,
     check_can_initialise,
@@ -44,16 +44,14 @@ from megatron_fsdp.engine.meta_init import (
     same_random_numbers,
 )
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck
-from megatron_fsdp.engine.model_sharding import Sharding, looked_up, plan_groups
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.parts import local_part, part_of
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, warn_caller
-from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_domain
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
     ParameterSites,

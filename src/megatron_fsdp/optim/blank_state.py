@@ -17,10 +17,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from megatron_fsdp.dtensor.chunks import exclude_from_save
+from megatron_fsdp.dtensor.frame import exclude_from_save
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
-from megatron_fsdp.optim.owned_step import steps_owned
+from megatron_fsdp.optim.whole_step import steps_owned
 
 StateDict = dict[str, Any]
 

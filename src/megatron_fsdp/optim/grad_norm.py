@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import has_values
-from megatron_fsdp.engine.domain import Domain
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
+from megatron_fsdp.sharding.mesh import Domain
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT
 

@@ -25,7 +25,7 @@ from megatron_fsdp.comm.lanes import finish_stream
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
-from megatron_fsdp.engine.homes import StateMemory
+from megatron_fsdp.engine.memory import StateMemory
 from megatron_fsdp.errors import ConfigurationError
 
 _SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {

@@ -1,16 +1,21 @@
-"""Any torch optimizer on sharded parameters, by hooks: reduced gradients before a step, compute weights after it."""
+"""Any torch optimizer on sharded parameters, by hooks: reduced gradients before a step, compute weights after it.
+
+Which optimizer steps how is said here (`step_of`, `_make_step`), and which are refused (`check_kind` and others).
+"""
 
 from __future__ import annotations
 
 import functools
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
@@ -18,13 +23,86 @@ from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.blank_state import StateDict, is_known_without_a_step, with_blank_state, without_blank_momentum
-from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
-from megatron_fsdp.optim.chained_step import ChainedStep, Step
-from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state
+from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, Step, members_of
+from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
 from megatron_fsdp.optim.muon import MuonStandIn, MuonStep, check_muon
-from megatron_fsdp.optim.owned_step import OwnedStep, inherits_declaration, steps_owned
-from megatron_fsdp.optim.replicated_step import ReplicatedStep, check_replicated, steps_replicated
-from megatron_fsdp.optim.routes import WHOLE_TENSOR_OPTIMIZERS
+from megatron_fsdp.optim.whole_step import (
+    OwnedStep,
+    ReplicatedStep,
+    check_replicated,
+    inherits_declaration,
+    steps_owned,
+    steps_replicated,
+)
+
+WHOLE_TENSOR_OPTIMIZERS = (
+    torch.optim.LBFGS,
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+    torch.optim.Rprop,
+    torch.optim.SparseAdam,
+)
+"""Torch's optimizers whose step, or an operation in it, needs more than the elements of a shard."""
+
+
+def step_of(optimizer: Optimizer) -> str:
+    """Say what the step of a connected optimizer works on."""
+    if type(optimizer) is torch.optim.Muon:
+        return "on shards and whole matrices (Muon)"
+    if isinstance(optimizer, AdamW8bit):
+        return "on shards, in blocks of 256 elements of whole tensors"
+    if steps_owned(optimizer):
+        return "on whole tensors, one owner each"
+    if isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS):
+        return "on whole tensors, the same on every rank"
+    return "on local tensors" if steps_locally(optimizer) else "on DTensors"
+
+
+def count_kinds(params: Iterable[Tensor], modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Count parameters by what they are, the most first: ("norms 65", "embeddings 1", "head 1"); see `kinds_of`."""
+    return tuple(f"{kind} {count}" for kind, count in Counter(kinds_of(params, modules)).most_common())
+
+
+def kinds_of(params: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[str]:
+    """Name what each parameter is.
+
+    Args:
+        params: Some parameters.
+        modules: Of the whole model; what they do not hold just now is told by its shape.
+
+    Returns:
+        "matrices", "stacks of matrices", "embeddings", "head", "norms", "biases" or "vectors", for each.
+    """
+    modules = list(modules)
+    holders: dict[int, tuple[nn.Module | None, str]] = {
+        id(param): (module, name)
+        for module in reversed(modules)  # of tied ones the first
+        for name, param in module._parameters.items()
+        if param is not None
+    }
+    vocabularies = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}
+    return [_kind(param, holders.get(id(param), (None, "")), vocabularies) for param in params]
+
+
+def _kind(param: Tensor, holder: tuple[nn.Module | None, str], vocabularies: set[int]) -> str:
+    module, name = holder
+    if isinstance(module, nn.Embedding):
+        return "embeddings"
+    if "norm" in type(module).__name__.lower():
+        return "norms"
+    if name.endswith("bias"):
+        return "biases"
+    if param.dim() == 2:
+        return "head" if isinstance(module, nn.Linear) and param.shape[0] in vocabularies else "matrices"
+    return "stacks of matrices" if param.dim() > 2 else "vectors"
+
+
+def route_line(optimizer: Optimizer, modules: Iterable[nn.Module]) -> str:
+    """Say in a line what an optimizer updates: "AdamW: 67 parameters on local tensors (norms 65, ...)"."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    parts = ", ".join(count_kinds(params, modules))
+    return f"{type(optimizer).__name__}: {len(params)} parameters {step_of(optimizer)} ({parts})"
+
 
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
@@ -167,7 +245,7 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
         describes_state: Attach to the tensors of its state dict which part of a global tensor they hold.
     """
     reference = weakref.ref(model)
-    hooks = _StepHooks(reference, _step_of(optimizer))
+    hooks = _StepHooks(reference, _make_step(optimizer))
     hooks.several = model if isinstance(model, SeveralModels) else None
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
@@ -234,10 +312,10 @@ def _check_new_groups(optimizer: torch.optim.Optimizer, model: weakref.ref[Shard
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
-def _step_of(optimizer: torch.optim.Optimizer) -> Step:
+def _make_step(optimizer: torch.optim.Optimizer) -> Step:
     """Return how an optimizer of this class is stepped."""
     if isinstance(optimizer, ChainedOptimizer):
-        return ChainedStep([(each, _step_of(each)) for each in optimizer.optimizers])
+        return ChainedStep([(each, _make_step(each)) for each in optimizer.optimizers])
     if type(optimizer) is torch.optim.Muon:
         return MuonStep()
     if not (steps_owned(optimizer) or steps_replicated(optimizer)):

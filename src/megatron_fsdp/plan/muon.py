@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.optim.muon import WAVE_BYTES, newton_schulz_flops
-from megatron_fsdp.optim.routes import kinds_of
+from megatron_fsdp.optim.optimizer import kinds_of
 from megatron_fsdp.optim.whole_exchange import assign_owners
 from megatron_fsdp.plan.machine import Machine
 

@@ -16,7 +16,8 @@ import torch
 
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.memory import CommunicationPool, pack_bytes
+from megatron_fsdp.engine.memory import CommunicationPool
+from megatron_fsdp.engine.memory_plan import pack_bytes
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
 from megatron_fsdp.plan.machine import Machine

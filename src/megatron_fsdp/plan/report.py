@@ -13,11 +13,11 @@ import torch
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.description import in_bytes
+from megatron_fsdp.engine.memory_plan import PoolPlan
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.planning import Plan, Recommendation, ranks_that_fit
 from megatron_fsdp.plan.setup import Setup
 from megatron_fsdp.plan.sharded import PlannedUnit
-from megatron_fsdp.sharding.memory_plan import PoolPlan
 
 Row = tuple[str, ...]
 Table = tuple[Row, list[Row]]

@@ -17,16 +17,15 @@ from torch import nn
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.domain import Domain
-from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
-from megatron_fsdp.engine.model_sharding import Sharding, looked_up, plan_groups
+from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, looked_up, plan_groups
+from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.wrap import plan_units
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, Piece, Setup
+from megatron_fsdp.sharding.mesh import Domain
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _META = torch.device("meta")

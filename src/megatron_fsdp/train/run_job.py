@@ -18,7 +18,7 @@ import torch
 from megatron_fsdp.checkpoint.report import decided_by_first
 from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.comm.agreement import gather_objects
-from megatron_fsdp.config.hang_log import FOLDER_VARIABLE
+from megatron_fsdp.config.switches import FOLDER_VARIABLE
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.audit import Audit

@@ -29,7 +29,7 @@ from megatron_fsdp.automodel.pipeline_parallel.stages import (
 from megatron_fsdp.checkpoint.naming import PipelinePlace, own_name
 from megatron_fsdp.comm.agreement import all_agree, gather_objects
 from megatron_fsdp.comm.fingerprint import fingerprint
-from megatron_fsdp.engine.parts import local_part
+from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.errors import ConfigurationError
 
 

@@ -24,7 +24,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer
-from megatron_fsdp.optim.routes import kinds_of
+from megatron_fsdp.optim.optimizer import kinds_of
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.data.tokens import Batch
 from megatron_fsdp.train.models.build import build_decoder

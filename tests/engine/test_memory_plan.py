@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from megatron_fsdp.config.engine_options import WeightAllocator
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.memory_plan import (
+from megatron_fsdp.engine.memory_plan import (
     UnitWeights,
     WeightStorage,
     most_common_shape,
     plan_weights,
     prefetch_depth,
 )
+from megatron_fsdp.errors import ConfigurationError
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SLOT, OWN, FOR_STEP, RESIZED = WeightStorage.SLOT, WeightStorage.OWN, WeightStorage.FOR_STEP, WeightStorage.RESIZED

@@ -1,14 +1,20 @@
-"""Where the gathered weights of each unit live, and how far ahead they are gathered. Pure."""
+"""What memory a model's communication takes, and how far ahead it goes: planned from options and groups. Pure."""
+
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 import torch
 
-from megatron_fsdp.config.engine_options import DOUBLE_BUFFERS, WeightAllocator
+from megatron_fsdp.config.engine_options import DOUBLE_BUFFERS, MemoryOptions, WeightAllocator
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 class WeightStorage(Enum):
@@ -192,3 +198,138 @@ def prefetch_depth(numel: int, unit_numels: Sequence[int]) -> int:
             break
         count += 1
     return min(len(unit_numels), max(count, int(numel > 0)))
+
+
+BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
+
+
+OUTER_REDUCTIONS = 2
+"""Units whose gradients are in reduction over the outer axis at a time."""
+
+
+def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Place stretches one after another, each aligned; return their offsets and the total, in bytes."""
+    offsets, cursor = [], 0
+    for length in lengths_bytes:
+        offsets.append(cursor)
+        cursor += -(-length // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES
+    return tuple(offsets), cursor
+
+
+GroupPlans = Sequence[GroupPlan]
+"""The groups of one unit."""
+
+
+_BUCKETS = 2  # one fills while the other is being reduced
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How one model borrows memory and when it communicates.
+
+    Attributes:
+        allocator: What the caller chose.
+        weights: The plan of gathered weights' memory.
+        schedule: Configuration of the scheduler.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
+        may_grow: Whether a larger prefetch size may bring more slots.
+        pool: The blocks that are taken at wrap time and kept; None: none are.
+    """
+
+    allocator: WeightAllocator
+    weights: WeightPlan
+    schedule: ScheduleConfig
+    buckets: int
+    may_grow: bool
+    pool: PoolPlan | None = None
+
+
+def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
+    """Plan memory and schedule from the caller's options and the groups of a model; allocates nothing."""
+    forward, backward, slots, buckets = (
+        options.forward_prefetch_units,
+        options.backward_prefetch_units,
+        options.slots,
+        _BUCKETS,
+    )
+    if options.communication_unit_numel is not None:
+        numels = unit_numels(units)
+        depth = prefetch_depth(options.communication_unit_numel, numels)
+        if options.may_grow:
+            slots = max(slots, depth + 1)
+        forward = backward = min(depth, slots - 1)
+        buckets = bucket_count(options.communication_unit_numel, units)
+    weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, options.is_kept)
+    groups = [group for unit in units for group in unit]
+    resized = frozenset(weights.units_in(WeightStorage.RESIZED))
+    schedule = ScheduleConfig(
+        trainable=tuple(any(group.requires_grad for group in unit) for unit in units),
+        gathers=any(group.needs_all_gather or group.gathers_outer or group.shards_compute_weights for group in groups),
+        shares_slots=any(group.gathered_bytes for group in groups),
+        slots=slots,
+        forward_prefetch_units=forward,
+        backward_prefetch_units=backward,
+        reduces_early=reduces_early,
+        resized=resized - {ROOT_UNIT},
+        kept=frozenset(weights.units_in(WeightStorage.OWN)) - {ROOT_UNIT},
+        returned=resized,
+        returned_before_step=frozenset(
+            unit
+            for unit in weights.units_in(WeightStorage.FOR_STEP)
+            if any(group.shards_compute_weights for group in units[unit])
+        ),
+    )
+    at_a_time = buckets if reduces_early else max(buckets, sum(schedule.trainable[ROOT_UNIT + 1 :]))
+    pool = plan_pool(_block_sizes(weights, buckets, at_a_time, units)) if options.is_kept else None
+    return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow, pool)
+
+
+def _block_sizes(
+    weights: WeightPlan, buckets: int, filled: int, units: Sequence[GroupPlans]
+) -> dict[Use, Sequence[int]]:
+    """Return the bytes of every block that the collectives of a model use, by use and number.
+
+    Args:
+        weights: The plan of gathered weights' memory.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
+        filled: The same where all buckets fill before any is reduced.
+        units: The groups of each unit, root first.
+    """
+    own = weights.units_in(WeightStorage.OWN)
+    needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]
+    scratch = max(needed) if any(group.exchanges_inner for group in chain.from_iterable(units)) else 0
+    crossing = max((crossing_offsets(unit)[1] for unit in units), default=0)
+    return {
+        Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],
+        Use.SLOT: [weights.slot_bytes] * weights.slots_used,
+        Use.UNIT: [size if unit in own else 0 for unit, size in enumerate(weights.gathered_bytes)],
+        Use.ROOT_BUCKET: needed[: ROOT_UNIT + 1],
+        Use.BUCKET: [max(needed[ROOT_UNIT + 1 :], default=0)] * filled,
+        Use.SCRATCH: [scratch] * max(1, buckets - 1),
+        Use.CROSSING: [crossing] * OUTER_REDUCTIONS,
+    }
+
+
+def crossing_offsets(unit: GroupPlans) -> tuple[tuple[int, ...], int]:
+    """Place what the groups of a unit send over the outer axis, and what they receive, in one block."""
+    return pack_bytes([length for group in unit for length in (group.crossing_bytes, group.received_bytes)])
+
+
+def unit_numels(units: Sequence[GroupPlans]) -> list[int]:
+    """Return the elements of each unit besides the root, padding included."""
+    return [sum(group.layout.numel for group in unit) for unit in units[ROOT_UNIT + 1 :]]
+
+
+def bucket_count(numel: int, units: Sequence[GroupPlans]) -> int:
+    """Return how many buckets, each for the largest unit, fit into `numel` elements: 1 to the number of units."""
+    largest = max(unit_numels(units), default=0)
+    trainable = sum(any(group.requires_grad for group in unit) for unit in units[ROOT_UNIT + 1 :])
+    return max(1, min(numel // max(1, largest), trainable))
+
+
+def _weights_of(unit: GroupPlans) -> UnitWeights:
+    in_slots = [group for group in unit if group.shards_compute_weights]
+    return UnitWeights(
+        pack_bytes([group.gathered_bytes for group in unit])[1],
+        tuple((group.layout.numel, group.precision.compute) for group in in_slots),
+    )

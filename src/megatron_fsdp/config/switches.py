@@ -1,0 +1,106 @@
+"""The environment variables that switch on logs for hangs and the debug tools, and what is made of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fsdp.errors import ConfigurationError
+
+DELAYS_VARIABLE = "MFSDP_DELAYS"
+LIFETIMES_VARIABLE = "MFSDP_CHECK_LIFETIMES"
+VERIFY_VARIABLE = "MFSDP_VERIFY_RANKS"
+FOLDER_VARIABLE = "MFSDP_HANG_LOG"
+TIMEOUT_VARIABLE = "MFSDP_HANG_TIMEOUT"
+VERIFY_TIMEOUT_S = 300.0
+"""How long ranks that are compared wait for one another, where nothing else is said."""
+_LONGEST_DELAY_S = 60.0
+_SWITCH = {"": False, "0": False, "1": True}
+
+
+@dataclass(frozen=True)
+class HangSettings:
+    """Settings of a log for hangs.
+
+    Attributes:
+        folder: Where the ranks keep their logs; one that all of them see, where there is one.
+        timeout_s: Report when a phase has taken this many seconds without news; None: only when asked.
+    """
+
+    folder: Path
+    timeout_s: float | None = None
+
+
+def checked_timeout(given: float | str, name: str = "timeout_s") -> float:
+    """Return a time in seconds."""
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0.0 and math.isfinite(seconds)):
+        raise ConfigurationError(f"{name}={given!r} is not a time to wait; give seconds, more than 0")
+    return seconds
+
+
+def resolve_hang_log(environment: Mapping[str, str] = os.environ) -> HangSettings | None:
+    """Read the settings from the environment; None: keep no log."""
+    folder, seconds = environment.get(FOLDER_VARIABLE, ""), environment.get(TIMEOUT_VARIABLE, "")
+    if seconds and not folder:
+        raise ConfigurationError(
+            f"{TIMEOUT_VARIABLE}={seconds} has no effect without {FOLDER_VARIABLE}; name a folder for the logs too"
+        )
+    if not folder:
+        return None
+    return HangSettings(Path(folder), checked_timeout(seconds, TIMEOUT_VARIABLE) if seconds else None)
+
+
+def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether lifetimes are checked from the start; `model.check_lifetimes()` starts it later."""
+    value = environment.get(LIFETIMES_VARIABLE, "")
+    if value not in _SWITCH:
+        raise ConfigurationError(f"{LIFETIMES_VARIABLE}={value!r} is not a switch; give 1 or 0")
+    return _SWITCH[value]
+
+
+def resolve_delays(environment: Mapping[str, str] = os.environ) -> tuple[int, float] | None:
+    """Read `MFSDP_DELAYS=seed:seconds`; return the seed and the longest delay, in seconds, or None for no delays."""
+    value = environment.get(DELAYS_VARIABLE, "")
+    if not value:
+        return None
+    seed, _, seconds = value.partition(":")
+    try:
+        return int(seed), checked_delay(float(seconds))
+    except ValueError:
+        raise ConfigurationError(
+            f"{DELAYS_VARIABLE}={value!r} is not a seed and seconds; give for example {DELAYS_VARIABLE}=1:0.002"
+        ) from None
+
+
+def checked_delay(up_to_s: float) -> float:
+    """Return the longest delay, in seconds."""
+    if not 0.0 < up_to_s <= _LONGEST_DELAY_S:
+        raise ConfigurationError(
+            f"up_to_s={up_to_s!r} is no delay; give seconds, more than 0 and at most {_LONGEST_DELAY_S:g}"
+        )
+    return up_to_s
+
+
+def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:
+    """Return how long to wait for a rank, in seconds; 0.0: ranks are not compared."""
+    value: object = verify_ranks
+    if value is None:
+        given = environment.get(VERIFY_VARIABLE, "0")
+        value = {"0": False, "": False, "1": True}.get(given, given)
+    if isinstance(value, bool):
+        return VERIFY_TIMEOUT_S if value else 0.0
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 < seconds < float("inf"):
+        where = VERIFY_VARIABLE if verify_ranks is None else "verify_ranks"
+        raise ConfigurationError(f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait")
+    return seconds
