@@ -87,11 +87,11 @@ def build(kind: str, seed: int) -> nn.Module:
     return unwrap_tensor_subclass_parameters(model)
 
 
-def wrap(kind: str, seed: int, ranks: tuple[int, ...]) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def wrap(kind: str, seed: int, ranks: tuple[int, ...], strategy: int = 3) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     model = build(kind, seed)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
     places = hybrid_arguments(*ranks) if ranks[1:] else {}
-    return fully_shard(model, optimizer, fsdp_unit_modules=[Layer], **places)
+    return fully_shard(model, optimizer, fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **places)
 
 
 def seen(model: MegatronFSDP) -> tuple[Tensor, dict[str, Tensor]]:
@@ -114,8 +114,8 @@ def saved(kind: str, ranks: tuple[int, ...], folder: Path) -> Any:
     return *seen(model), memory.main_weight_bytes, sum(param.to_local().nbytes for param in trained)
 
 
-def loaded(kind: str, ranks: tuple[int, ...], folder: Path) -> Any:
-    model, optimizer = wrap(kind, 1, ranks)
+def loaded(kind: str, ranks: tuple[int, ...], folder: Path, strategy: int) -> Any:
+    model, optimizer = wrap(kind, 1, ranks, strategy)
     load_checkpoint(model, optimizer, folder)
     return seen(model)
 
@@ -128,9 +128,9 @@ def test_codes_and_scales_are_saved_and_loaded_on_other_ranks(run_ranks: RunRank
     assert len(frozen) == 4
     assert all(torch.equal(params[name], original[name].view(torch.uint8)) for name in frozen)
     assert main_bytes <= trained_bytes  # of what is trained alone
-    for ranks in ((3,), (2, 2), (1,)):
+    for ranks, strategy in (((3,), 3), ((2, 2), 3), ((1,), 3), ((2,), 0), ((2,), 2)):
         num_ranks = torch.tensor(ranks).prod().item()
-        for other_output, others in run_ranks(num_ranks, loaded, kind, ranks, tmp_path):
+        for other_output, others in run_ranks(num_ranks, loaded, kind, ranks, tmp_path, strategy):
             assert torch.equal(other_output, output)
             assert all(torch.equal(others[name], param) for name, param in params.items())
     found = contents(str(tmp_path / "iter_0000001"))
