@@ -10,8 +10,8 @@ With `--buckets` models are wrapped by `DistributedDataParallel`.
 With `--checkpoints` each model is trained and saved under one random arrangement, loaded under another one, and
 compared bit for bit.
 
-With `--worlds` models are trained with `deterministic="world"` on 1, 2, 3, 4, 5, 6 and 8 ranks in turn, and compared
-bit for bit.
+With `--worlds` models are trained with `deterministic="world"` on 1, 2, 3, 4, 5, 6 and 8 ranks in turn, some with a
+weight format, and compared bit for bit.
 
 Each case follows from its seed alone; a failure prints the seed, the case and what differed, and
 `--first-seed SEED --cases 1` runs it again.

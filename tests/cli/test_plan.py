@@ -95,6 +95,30 @@ def test_gradients_in_few_bits_send_less_over_the_outer_axis(capsys: pytest.Capt
     assert "needs an outer axis of 2 ranks or more" in capsys.readouterr().err
 
 
+def test_weights_in_few_bits_send_and_hold_less(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half the bytes of what has two dimensions and is no embedding; transposed codes are as many as gathered ones."""
+    found = []
+    for more in ([], ["fp8"], ["*norm*=none,*=fp8_compute"], ["fp8_compute", "--keep-fp8-transpose-cache"]):
+        asked = ["plan", *SMALL, "--strategy", "3", *(["--weight-format", *more] if more else [])]
+        assert main([*asked, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    sent = [told["traffic_per_step"][0]["sent_bytes"] for told in found]
+    gathered = [max(moment["gathered_bytes"] for moment in told["timeline"]) for told in found]
+    assert sent[0] > sent[1] == sent[2] == sent[3]
+    assert gathered[1] == pytest.approx(gathered[0], rel=0.01)  # decoded in a slot of the same size
+    assert gathered[2] < 0.7 * gathered[1]
+    assert gathered[2] < gathered[3]
+    assert [told["flags"][-2:] for told in found[1:]] == [
+        ["--megatron-fsdp-weight-format", "*=fp8"],
+        ["*norm*=none", "*=fp8_compute"],
+        ["--fp8-param-gather", "--keep-fp8-transpose-cache"],
+    ]
+    assert main(["plan", *SMALL, "--weight-format", "fp8"]) == 0
+    assert "gathered as fp8 (*)" in capsys.readouterr().out
+    assert main(["plan", *SMALL, "--strategy", "2", "--weight-format", "fp8"]) == 2
+    assert "is a format of sharded weights, and strategy optim_grads keeps them whole" in capsys.readouterr().err
+
+
 def rows() -> torch.Tensor:
     """A microbatch of the tower's."""
     return torch.zeros(7, FEATURES)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron_fsdp import (
@@ -71,6 +73,15 @@ def test_values_are_scaled_by_the_largest_and_rounded_to_the_nearest(kind: torch
     assert torch.equal(to_float8(torch.zeros(4), kind)[0].float(), torch.zeros(4))
 
 
+def test_rows_have_scales_of_their_own() -> None:
+    values = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 5)[:, None]
+    codes, scales = to_float8(values, E5M2, by_row=True)
+    for row, (own, scale) in zip(values, zip(codes, scales, strict=True), strict=True):
+        wanted, wanted_scale = to_float8(row[None], E5M2)
+        assert torch.equal(own.float(), wanted[0].float())
+        assert scale == wanted_scale
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_shows_in_every_element(bad: float) -> None:
     left, scale = to_float8(torch.tensor([[1.0, bad], [2.0, 3.0]]), E4M3)
@@ -90,6 +101,7 @@ class Job:
     recomputes: bool = False
     keeps: bool = False
     compiles: bool = False
+    weight_format: str = "fp8_compute"
 
     @property
     def num_ranks(self) -> int:
@@ -124,21 +136,24 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, _weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> Any:
         ctx.save_for_backward(x, codes, scale)
-        rows, own = float8(x.flatten(0, -2), E4M3)
-        return ((rows @ codes.T) * (own * scale)).to(x.dtype).view(*x.shape[:-1], -1)
+        ctx.by_row = scale.ndim > 0
+        rows, own = float8(x.flatten(0, -2), E4M3, ctx.by_row)
+        return ((rows @ codes.T) * (own * (scale.T if ctx.by_row else scale))).to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, codes, scale = ctx.saved_tensors
         rows = grads[0].flatten(0, -2)
-        own_codes, own = float8(rows, E5M2)
+        scaled, scale = (rows.float() * scale.float().T, torch.ones(())) if ctx.by_row else (rows, scale)
+        own_codes, own = float8(scaled, E5M2, ctx.by_row)
         x_grad = ((own_codes @ codes) * (own * scale)).to(x.dtype).view(x.shape)
         return x_grad, rows.T.mm(x.flatten(0, -2)), None, None
 
 
-def float8(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scale, float64."""
-    scale = values.abs().max().float() / torch.finfo(kind).max
+def float8(values: torch.Tensor, kind: torch.dtype, by_row: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scale, float64; with `by_row` one for each row (rows, 1)."""
+    amax = values.abs().amax(1, keepdim=True) if by_row else values.abs().max()
+    scale = (amax.float() / torch.finfo(kind).max).clamp_min(2.0**-126)
     return (values.float() / scale).to(kind).double(), scale.double()
 
 
@@ -167,7 +182,7 @@ def reference(job: Job) -> Result:
         for name, param in model.named_parameters():
             param.data = masters[name].to(job.dtype)
         for name, linear in linears.items():
-            linear.encoded = float8(masters[f"{name}.weight"], E4M3)
+            linear.encoded = float8(masters[f"{name}.weight"], E4M3, "row" in job.weight_format)
         total = {name: torch.zeros_like(master) for name, master in masters.items()}
         for microbatch in range(MICROBATCHES):
             parts = []
@@ -190,7 +205,7 @@ def added(of_ranks: tuple[torch.Tensor, ...], inner: int) -> torch.Tensor:
     return torch.as_tensor(sum(sums))
 
 
-def wrap(job: Job, weight_format: Any = "fp8_compute", **arguments: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def wrap(job: Job, **arguments: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     model = build(job)
     if len(job.ranks) > 1:
         arguments |= hybrid(3, job.outer_strategy)
@@ -198,7 +213,7 @@ def wrap(job: Job, weight_format: Any = "fp8_compute", **arguments: Any) -> tupl
         model,
         sgd(list(model.parameters())),
         fsdp_unit_modules=list(CASE.unit_classes),
-        mixed_precision_policy=MixedPrecisionPolicy(FP32, FP32, weight_format=weight_format),
+        mixed_precision_policy=MixedPrecisionPolicy(FP32, FP32, weight_format=job.weight_format),
         keep_fp8_transpose_cache=job.keeps,
         calculate_per_token_loss=True,
         **arguments,
@@ -231,6 +246,8 @@ JOBS = [
     pytest.param(Job((2,), compiles=True), marks=pytest.mark.full),
     Job((3,), FP32),
     Job((2, 2), outer_strategy="optim"),
+    Job((2,), keeps=True, weight_format="fp8_row_compute"),
+    pytest.param(Job((2, 2), FP32, weight_format="fp8_row_compute"), marks=pytest.mark.full),
 ]
 
 
@@ -322,6 +339,84 @@ def test_whoever_saves_what_backward_needs_changes_no_bits() -> None:
         found.append([x.grad, *(param.grad.to_local() for param in sharded.parameters())])
     for mine, *others in zip(*found, strict=True):
         assert all(torch.equal(mine, other) for other in others)
+
+
+# ---- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two linears, of which tensor parallelism cuts the rows and the columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh())
+
+
+def pair(weight_format: str) -> tuple[Pair, torch.Tensor, bool]:
+    """Return the model, inputs of two ranks (2, 3, 5, 12), and whether rows have scales."""
+    torch.manual_seed(0)
+    return Pair(), torch.randn(2, 3, 5, 12), "row" in weight_format
+
+
+def parts_of_pair(weight_format: str) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Compute in one process: each half of a weight is a tensor of its own, and halves are added up.
+
+    Returns outputs and input gradients of both batches, and the sums of the weight gradients.
+    """
+    model, batches, by_row = pair(weight_format)
+    leaves = {name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()}
+    places = (("up.weight", 0), ("up.bias", 0), ("down.weight", 1))
+    ups, biases, downs = (leaves[name].chunk(2, dim) for name, dim in places)
+    outputs, grads = [], []
+    total = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    for batch_ in batches:
+        x = batch_.clone().requires_grad_()
+        halves = []
+        for up, bias, down in zip(ups, biases, downs, strict=True):
+            middle = (_Multiply.apply(x, up, *float8(up.detach(), E4M3, by_row)) + bias).tanh()
+            halves.append(_Multiply.apply(middle, down, *float8(down.detach(), E4M3, by_row)))
+        outputs.append(halves[0] + halves[1] + leaves["down.bias"])
+        x_grad, *found = torch.autograd.grad(outputs[-1].square().sum(), [x, *leaves.values()], retain_graph=True)
+        grads.append(x_grad)
+        for name, grad in zip(total, found, strict=True):
+            total[name] += grad
+    return outputs, grads, total
+
+
+def run_parts(weight_format: str) -> Any:
+    """Compute on this rank: two data-parallel ranks, each of two tensor-parallel ones; returns its batch, too."""
+    model, batches, _ = pair(weight_format)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model, _ = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        mixed_precision_policy=MixedPrecisionPolicy(weight_format=weight_format),
+        calculate_per_token_loss=True,
+        keep_fp8_transpose_cache=True,
+    )
+    assert all(type(group.full[0]) is Fp8Weight for group in model.parameter_groups() if group.plan.stays_encoded)
+    number = mesh.get_local_rank("dp")
+    x = batches[number].clone().requires_grad_()
+    output = model(x)
+    output.square().sum().backward()
+    weights = {name: param.grad.full_tensor() for name, param in model.module.named_parameters()}
+    return number, output.detach(), x.grad, weights
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_compute", "fp8_row_compute"])
+def test_parts_of_weights_multiply_as_tensors_of_their_own(run_ranks: RunRanks, weight_format: str) -> None:
+    outputs, x_grads, weight_grads = parts_of_pair(weight_format)
+    for number, output, x_grad, weights in run_ranks(4, run_parts, weight_format):
+        assert torch.equal(output, outputs[number])
+        assert torch.equal(x_grad, x_grads[number])
+        assert [name for name in weights if not torch.equal(weights[name], weight_grads[name])] == []
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -433,6 +528,7 @@ class Scaled(nn.Linear):
 def model_of_kinds() -> nn.ModuleDict:
     return nn.ModuleDict(
         {"words": nn.Embedding(5, 4), "plain": nn.Linear(4, 4), "own": Scaled(4, 4), "conv": nn.Conv1d(4, 4, 2)}
+        | {"experts": nn.ParameterList([torch.zeros(3, 4, 4)])}
     )
 
 
@@ -443,6 +539,7 @@ def test_patterns_choose_what_computes_and_what_is_decoded() -> None:
         "plain.weight": ("fp8_compute", True),
         "own.weight": ("fp8", False),
         "conv.weight": ("nvfp4", False),
+        "experts.0": ("fp8", False),
     }
 
 
@@ -450,6 +547,7 @@ def test_patterns_choose_what_computes_and_what_is_decoded() -> None:
     ("asked", "keeps", "words"),
     [
         ({"own.*": "fp8_compute"}, False, "has 'own.*', of whose parameters (own.weight, own.bias) none is the weight"),
+        ({"experts.*": "fp8_row_compute"}, False, "nor a stack of experts); give 'fp8_row' there, to gather the same"),
         ("fp8", True, "keep_fp8_transpose_cache=True has no effect, since no linear multiplies float8 weights"),
         (None, True, "keep_fp8_transpose_cache=True has no effect"),
     ],

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from megatron_fsdp import (
@@ -27,7 +28,7 @@ from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
-from tests.support.arrangements import hybrid_arguments
+from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
 from tests.support.models import MODEL_CASES, Batch, make_token_batch
 from tests.support.on_ranks import on_ranks
 
@@ -47,10 +48,11 @@ class Job:
     outer_strategy: int = 0
     main: torch.dtype | None = FP32
     others: dict[str, str | None] = field(default_factory=dict)  # by name
+    tensor: int = 1  # tensor-parallel ranks
 
     @property
     def ranks(self) -> int:
-        return self.inner * self.outer
+        return self.inner * self.outer * self.tensor
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -131,6 +133,10 @@ def wrap(job: Job, **arguments: Any) -> tuple[MegatronFSDP, torch.optim.Optimize
     if job.outer > 1:
         arguments |= {**hybrid_arguments(job.outer, job.inner), "outer_dp_sharding_strategy": job.outer_strategy}
     model = build(job)
+    if job.tensor > 1:
+        parallel = tensor_parallel(divide_tensors)
+        parallel.place(model)
+        arguments |= parallel.arguments()
     return fully_shard(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -180,7 +186,9 @@ def shards_of(job: Job) -> dict[str, torch.Tensor]:
     seen: dict[str, torch.Tensor] = {}
 
     def look(prefix: str, module: nn.Module, _: object) -> None:
-        seen.update({f"{prefix}.{name}": param.detach().clone() for name, param in module.named_parameters()})
+        for name, param in module.named_parameters():
+            value = param.detach() + 0  # whatever its class is
+            seen[f"{prefix}.{name}"] = value.full_tensor() if isinstance(value, DTensor) else value
 
     for name, module in model.module.named_modules():
         if isinstance(module, CASE.unit_classes):
@@ -192,8 +200,19 @@ def shards_of(job: Job) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", WEIGHT_FORMAT_NAMES)
 def test_compute_sees_the_same_bits_on_any_ranks(run_ranks: RunRanks, name: str) -> None:
     model = build(Job(name))
-    whole = {key: rounded(format_of(model, key, Job(name)), param, FP32) for key, param in model.named_parameters()}
-    for job in (Job(name, inner=3), Job(name, inner=2, outer=2, outer_strategy=1)):
+    for job in (
+        Job(name, inner=3),
+        Job(name, inner=2, outer=2),
+        Job(name, inner=2, outer=2, outer_strategy=1),
+        Job(name, inner=2, tensor=2),
+    ):
+        whole = {}
+        for key, param in model.named_parameters():
+            dim = int(".out." in key or ".down." in key)  # what tensor parallelism cuts, into tensors of their own
+            parts = param.chunk(2, dim) if job.tensor > 1 and param.ndim > 1 else (param,)
+            whole[key] = torch.cat(
+                [rounded(format_of(model, key, job), part, FP32) for part in parts], dim * (len(parts) > 1)
+            )
         for seen in run_ranks(job.ranks, shards_of, job):
             assert seen
             for key, value in seen.items():

@@ -19,4 +19,6 @@ def test_a_seed_is_always_the_same_run() -> None:
     drawn = [draw_world(seed, 4) for seed in range(5 * CASES)]
     assert {case.family for case in drawn} == set(FAMILIES)
     assert {case.strategy for case in drawn} == {0, 1, 2, 3}
+    drawn = [draw_world(seed, ranks) for ranks in range(1, 7) for seed in range(CASES)]  # those of the test above
+    assert len({case.policy.weight_format for case in drawn}) > 4
     assert len({case.mesh for case in drawn}) > 2

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
 
 VOCABULARY, TOKENS, STEPS = 11, 4, 2
 FAMILIES = ("plain", "tied", "moe", "lora", "llama")
@@ -86,7 +87,7 @@ class World:
     @property
     def is_plain_alone(self) -> bool:
         """Whether a loop without this package has the same dtypes."""
-        return self.policy.main_params_dtype in (None, torch.float32)
+        return self.policy.main_params_dtype in (None, torch.float32) and self.policy.weight_format is None
 
 
 def draw_world(seed: int, num_ranks: int) -> World:
@@ -116,6 +117,10 @@ def draw_world(seed: int, num_ranks: int) -> World:
         fewer = rng.choice([count for count in range(1, num_ranks + 1) if num_ranks % count == 0])
         place = {**_draw_place(rng, fewer), "rounds": case.microbatches // fewer}
         case = replace(case, begins=replace(case, syncs=rng.random() < 0.4, **place))
+    formats = random.Random(7 * seed + num_ranks)  # leaves what else the seed draws as it is
+    if {case.strategy, (case.begins or case).strategy} == {3} and formats.random() < 0.8:
+        policy = replace(case.policy, weight_format=formats.choice(WEIGHT_FORMAT_NAMES))
+        case = replace(case, policy=policy, begins=case.begins and replace(case.begins, policy=policy))
     return case
 
 

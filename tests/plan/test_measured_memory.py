@@ -25,6 +25,7 @@ from tests.support.tower import FEATURES, Floor, Tower
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN = MixedPrecisionPolicy()
 WIDE = MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)
+ENCODED = {form: MixedPrecisionPolicy(weight_format=form) for form in ("fp8", "mxfp8", "nvfp4")}
 FEW_BITS = {form: MixedPrecisionPolicy(outer_grad_comm_format=form) for form in ("int8", "fp8", "int4")}
 
 
@@ -115,7 +116,7 @@ class Case:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         wide = "-wide" if self.policy is WIDE else ""
-        wide += f"-{form}" if (form := self.policy.outer_grad_comm_format) else ""
+        wide += f"-{form}" if (form := self.policy.outer_grad_comm_format or self.policy.weight_format) else ""
         kind = f"-{self.optimizer}" if self.optimizer in KINDS else ""
         return (
             f"{self.model}-{self.strategy}{self.outer}-{self.ranks[0]}x{self.ranks[1]}-{dtype}{wide}"
@@ -151,6 +152,9 @@ CASES = [
     Case("wide-tower", 3, ranks=(2, 2), outer=1, policy=FEW_BITS["int4"]),
     Case("llama", 3, ranks=(2, 2), dtype=BF16, policy=FEW_BITS["fp8"], microbatches=2, accumulation="outer"),
     Case("wide-llama", 2, ranks=(4, 1), policy=FEW_BITS["int8"]),
+    Case("wide-tower", 3, dtype=BF16, policy=ENCODED["fp8"]),
+    Case("llama", 3, ranks=(2, 2), outer=1, dtype=BF16, policy=ENCODED["mxfp8"]),
+    Case("transformer", 3, ranks=(1, 3), policy=ENCODED["nvfp4"]),
 ]
 
 
@@ -262,6 +266,7 @@ SHORT = [
     "llama-30-1x2-bfloat16-1EVERY",
     "wide-llama-30-1x2-float32-1EVERY",
     "wide-tower-30-2x2-float32-int8-1EVERY",
+    "transformer-30-1x3-float32-nvfp4-1EVERY",
 ]
 
 
@@ -270,3 +275,67 @@ SHORT = [
 def test_bytes_of_a_rank_are_those_planned(run_ranks: RunRanks, case: Case) -> None:
     for rank, measured in enumerate(run_ranks(case.world, _measure, case)):
         assert planned(case, rank) == measured
+
+
+FLOAT8 = MixedPrecisionPolicy(FP32, FP32, weight_format="fp8_compute")
+
+
+def transposed(keeps: bool, microbatches: int) -> list[int]:
+    """Return the bytes of codes kept transposed when each unit's backward begins, and when a microbatch is over."""
+    module = tower(BF16).requires_grad_()
+    module.floors[2].down.requires_grad_(False)  # multiplied all the same
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.AdamW([param for param in module.parameters() if param.requires_grad]),
+        fsdp_unit_modules=[Floor],
+        mixed_precision_policy=FLOAT8,
+        keep_fp8_transpose_cache=keeps,
+    )
+    weights: list[Any] = [param for group in model.parameter_groups() for param in group.full]
+    found: list[int] = []
+
+    def look(*_: object) -> None:
+        found.append(sum(each.held.transposed.nbytes for each in weights if each.held.transposed is not None))
+
+    for each in (model.module, *model.module.floors):
+        each.register_forward_hook(lambda _module, _inputs, output: output.register_hook(look) and None)
+    for _ in range(2):
+        found.clear()
+        for _ in range(microbatches):
+            _square(model(MODELS["tower"].inputs(BF16))).backward()
+            look()
+        optimizer.step()
+        look()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 2), (3, 1)])
+def test_codes_kept_transposed_are_those_planned(run_ranks: RunRanks, ranks: int, microbatches: int) -> None:
+    with torch.device("meta"):
+        module = tower(BF16)
+        module.floors[2].down.requires_grad_(False)
+        workload = Workload("tower", module, MODELS["tower"].inputs(BF16), 1, _square, [Floor])
+    without, kept = (
+        plan_workload(
+            workload,
+            Setup(
+                ParallelRanks(ranks),
+                policy=FLOAT8,
+                backend="gloo",
+                microbatches=microbatches,
+                keep_fp8_transpose_cache=keeps,
+            ),
+            find_machine("h100"),
+        )
+        for keeps in (False, True)
+    )
+    expected = [
+        with_them.gathered_bytes - without_them.gathered_bytes
+        for with_them, without_them in zip(kept.step.moments, without.step.moments, strict=True)
+        if (with_them.label[0] in "BE" and with_them.label[-1] != "+") or with_them.label == "stepped"
+    ]
+    assert max(expected) > 0 == expected[-1]
+    assert kept.memory.held == without.memory.held
+    assert run_ranks(ranks, transposed, True, microbatches) == [expected] * ranks
+    assert run_ranks(ranks, transposed, False, microbatches) == [[0] * len(expected)] * ranks

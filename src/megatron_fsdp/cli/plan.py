@@ -16,7 +16,13 @@ from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.engine_options import resolve_memory_options
 from megatron_fsdp.config.homes import resolve_homes
 from megatron_fsdp.config.import_path import import_by_path
-from megatron_fsdp.config.precision import GRADIENT_FORMAT_NAMES, MixedPrecisionPolicy, dtype_from_name
+from megatron_fsdp.config.precision import (
+    GRADIENT_FORMAT_NAMES,
+    WEIGHT_FORMAT_NAMES,
+    MixedPrecisionPolicy,
+    dtype_from_name,
+    weight_formats_of,
+)
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
@@ -82,6 +88,8 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "main-params-dtype": ("fp32", _DTYPES),
         "main-grads-dtype": (_AUTO, _DTYPES),
         "grad-comm-dtype": (_AUTO, _DTYPES),
+        "weight-format": (str, f"{', '.join(WEIGHT_FORMAT_NAMES)}, or such as lm_head.*=none,*=fp8 (none)"),
+        "keep-fp8-transpose-cache": (False, "weights in fp8_compute stay transposed, too, while they are gathered"),
         "outer-grad-comm-format": (str, f"over the outer axis: {', '.join(GRADIENT_FORMAT_NAMES)} (that dtype)"),
         "backend": ("nccl", "of collectives, nccl or gloo"),
     },
@@ -188,7 +196,7 @@ def _setup(args: argparse.Namespace) -> Setup:
     main_params, main_grads, grad_comm = (None if name == _AUTO else dtype_from_name(name) for name in names)
     strategy = "optim_grads_params" if args.strategy == _AUTO else args.strategy
     same = ["microbatches", "accumulation", "optimizer", "recompute", "backend", "sequence_parallel"]
-    same += ["virtual_stages", "fp8", "overlap_exchanges"]
+    same += ["virtual_stages", "fp8", "overlap_exchanges", "keep_fp8_transpose_cache"]
     if args.optimizer_offload_fraction != 1.0 and not args.optimizer_cpu_offload:
         raise ConfigurationError(
             "--optimizer-offload-fraction has no effect without --optimizer-cpu-offload; give both"
@@ -200,7 +208,11 @@ def _setup(args: argparse.Namespace) -> Setup:
         strategy=resolve_strategy(_number(strategy), "--strategy"),
         outer_strategy=resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
         policy=MixedPrecisionPolicy(
-            main_params, main_grads, grad_comm, outer_grad_comm_format=args.outer_grad_comm_format
+            main_params,
+            main_grads,
+            grad_comm,
+            weight_formats_of(args.weight_format.split(",") if args.weight_format else ()),
+            args.outer_grad_comm_format,
         ),
         **{name: getattr(args, name) for name in same},
     )
@@ -389,4 +401,5 @@ def _setup_of_job(job: Job) -> Setup:
         recompute=job.options.training.recompute_granularity or "none",
         sequence_parallel=job.options.parallel.sequence_parallel,
         homes=resolve_homes(job.options.homes, resolved.strategy),
+        keep_fp8_transpose_cache=resolved.config.keep_fp8_transpose_cache,
     )

@@ -54,6 +54,12 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
     return name == dist.Backend.FAKE or name.startswith(SIMULATED)
 
 
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as its back end sends it: float8 as bytes, since gloo knows no such numbers; a view."""
+    is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+    return tensor.view(torch.uint8) if is_float8 else tensor
+
+
 # torch 2.13 renames the flat-tensor collectives; the older names warn there and the newer do not exist in 2.11.
 all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -127,7 +133,8 @@ class Axis:
             return None
         self.traffic.gathers += 1
         self.traffic.gather_bytes += full.nbytes - shard.nbytes
-        work: dist.Work | None = all_gather_flat(full, shard, group=self.gather_group or self.group, async_op=async_op)
+        group = self.gather_group or self.group
+        work: dist.Work | None = all_gather_flat(as_sent(full), as_sent(shard), group=group, async_op=async_op)
         return work
 
     def all_reduce(self, full: torch.Tensor, average: bool = False, async_op: bool = True) -> dist.Work | None:

@@ -37,7 +37,7 @@ class MemoryUse:
     """Bytes that the engine holds on this rank, on its device.
 
     Attributes:
-        compute_weight_bytes: Compute weights while they are sharded.
+        compute_weight_bytes: Compute weights while they are sharded, and the magnitudes and scales of their formats.
         main_weight_bytes: Main weights that have memory of their own.
         main_grad_bytes: Main gradients while there are any: from a backward until they are cleared.
         transient_peak_bytes: The most that gathered weights have taken, and communication buckets and scratch as far
@@ -77,6 +77,7 @@ def memory_of(engine: Engine) -> MemoryUse:
     away["optimizer_state"] = _state_bytes(engine, is_away=True)
     away["activations"] = 0 if engine.saved_tensors is None else engine.saved_tensors.held_bytes
     compute, main, grads = (sum(count for home, count in parts if not home.is_away) for parts in held.values())
+    compute += sum(group.weights.codec.num_bytes for group in groups if group.weights.codec is not None)
     return MemoryUse(
         compute,
         main,

@@ -5,7 +5,9 @@
                                         backward           output gradient in e5m2  x codes     -> input gradient
                                         as without format  output gradient^T        x input     -> weight gradient
 
-Input and output gradient are scaled by the largest magnitude of each, on this rank, in each call. A device with float8
+Input and output gradient are scaled by the largest magnitude of each, on this rank, in each call. Where weights have a
+scale per row ("fp8_row_compute"), each row of these has one, too; and since backward adds up over the rows of the
+weight, the output gradient takes over their scales before it is rounded. A device with float8
 products adds up as it does; others emulate: the sum in float64, where products of e4m3 are added without rounding, then
 times both scales, rounded to the dtype of the output. The bias is added to that, as a sum of its own.
 
@@ -20,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.parts import TensorParallelPart
 from megatron_fsdp.engine.weight_codec import WrappingCodec
 from megatron_fsdp.sharding.placement import Region
-from megatron_fsdp.sharding.weight_formats import Fp8Compute, scale_to
+from megatron_fsdp.sharding.weight_formats import Fp8Compute, Fp8RowCompute, scale_to
 
 if TYPE_CHECKING:
     from megatron_fsdp.engine.param_group import ParameterGroup
@@ -45,17 +49,22 @@ def multiplies_float8(device: torch.device) -> bool:
     return bool(cuda.is_available()) and cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
-def _emulates(device: torch.device, shape: Sequence[int]) -> bool:
-    return not multiplies_float8(device) or any(size % _MULTIPLE for size in shape)
+def _emulates(device: torch.device, shape: Sequence[int], row_dtype: torch.dtype | None = None) -> bool:
+    """Return whether codes of a shape are multiplied by emulation; `row_dtype` is that of products by rows."""
+    lacks_sides = any(size % _MULTIPLE for size in shape)
+    return not multiplies_float8(device) or lacks_sides or row_dtype not in (None, torch.bfloat16)
 
 
-def to_float8(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round values to a float8 dtype with one scale; returns codes and scale, float32 ().
+def to_float8(values: torch.Tensor, dtype: torch.dtype, by_row: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round values (m, k) to a float8 dtype; returns codes and the scale, float32 (), or (m, 1) with one per row.
 
-    What is not finite makes all codes or the scale so, and with them every element of a product.
+    What is not finite makes all codes or the scale so, and with them every element of a product, or of its row.
     """
     largest = torch.finfo(dtype).max
-    amax = values.abs().amax().float() if values.numel() else values.new_zeros((), dtype=torch.float32)
+    if values.numel():
+        amax = (values.abs().amax(dim=1, keepdim=True) if by_row else values.abs().amax()).float()
+    else:
+        amax = values.new_zeros((values.shape[0], 1) if by_row else (), dtype=torch.float32)
     scale = scale_to(largest, amax)
     return (values.float() / scale).clamp_(-largest, largest).to(dtype), scale
 
@@ -68,7 +77,10 @@ def scaled_product(
     dtype: torch.dtype,
     emulates: bool = True,
 ) -> torch.Tensor:
-    """Multiply float8 codes (m, k) and (n, k), the latter transposed, and their scales; returns (m, n) of `dtype`."""
+    """Multiply float8 codes (m, k) and (n, k), the latter transposed, and their scales; returns (m, n) of `dtype`.
+
+    Scales are () and (), or (m, 1) and (1, n).
+    """
     if not emulates and left.numel():
         return torch._scaled_mm(left.contiguous(), right.t(), left_scale, right_scale, out_dtype=dtype)
     total = left.double() @ right.double().t()  # selective checkpointing may keep it, so nothing is done in place
@@ -82,16 +94,21 @@ def emulation_note(groups: Iterable[ParameterGroup], device: torch.device) -> st
         for group in groups
         if isinstance(group.plan.weight_format, Fp8Compute)
         for name, shape in zip(group.names, group.plan.layout.shapes, strict=True)
-        if _emulates(device, shape)
+        if _emulates(device, shape, _row_dtype(group.plan))
     ]
     if not names:
         return ""
-    sides, device_lack = f"their sides are no multiples of {_MULTIPLE}", f"this {device.type} has no float8 products"
+    sides = f"their sides are no multiples of {_MULTIPLE}, or rows have scales and the model is not in bfloat16"
+    device_lack = f"this {device.type} has no float8 products"
     lack = sides if multiplies_float8(device) else device_lack
     return (
         f"fp8_compute: {len(names)} weights (first: {names[0]}) are multiplied in float64, exactly and slowly, since "
         f"{lack}; weight_format='fp8' gathers as few bytes, and multiplies in the dtype of the model"
     )
+
+
+def _row_dtype(plan: GroupPlan) -> torch.dtype | None:
+    return plan.precision.compute if isinstance(plan.weight_format, Fp8RowCompute) else None
 
 
 class _Gathered:
@@ -104,15 +121,24 @@ class _Gathered:
         dtype: torch.dtype,
         keeps_transposed: bool,
         linear: Callable[..., torch.Tensor],
+        part: TensorParallelPart | None,
     ) -> None:
-        self.codes, self.scale, self.dtype, self.linear = codes, scale, dtype, linear
-        self._keeps_transposed = keeps_transposed
-        self._emulates = _emulates(codes.device, codes.shape)
+        self.codes, self.scale, self.dtype, self.linear, self.part = codes, scale, dtype, linear, part
+        self._keeps_transposed, self._by_row = keeps_transposed, scale.ndim > 0
+        self._emulates = _emulates(codes.device, codes.shape, dtype if self._by_row else None)
         self.transposed: torch.Tensor | None = None
 
-    def multiply(self, rows: torch.Tensor, kind: torch.dtype, right: torch.Tensor) -> torch.Tensor:
-        """Round rows (m, k) to a float8 dtype, and multiply them by codes (n, k), transposed."""
-        return scaled_product(*to_float8(rows, kind), right, self.scale, rows.dtype, self._emulates)
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """Round inputs (m, in_features) to float8, and multiply them by the codes, transposed."""
+        scale = self.scale.t() if self._by_row else self.scale
+        return scaled_product(*to_float8(rows, _E4M3, self._by_row), self.codes, scale, rows.dtype, self._emulates)
+
+    def multiply_back(self, rows: torch.Tensor) -> torch.Tensor:
+        """Round output gradients (m, out_features) to float8, and multiply them by the codes."""
+        scaled, scale, right = rows, self.scale, self.transpose()
+        if self._by_row:
+            scaled, scale = rows.float() * self.scale.t(), torch.ones_like(self.scale[:1]).expand(1, right.shape[0])
+        return scaled_product(*to_float8(scaled, _E5M2, self._by_row), right, scale, rows.dtype, self._emulates)
 
     def transpose(self) -> torch.Tensor:
         """Return the codes transposed in memory (in_features, out_features)."""
@@ -122,7 +148,11 @@ class _Gathered:
         return made
 
     def decode(self) -> torch.Tensor:
-        return (self.codes.float() * self.scale).to(self.dtype)
+        return self.as_held((self.codes.float() * self.scale).to(self.dtype))
+
+    def as_held(self, own: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the codes' shape as modules expect the weight or its gradient: maybe as a DTensor."""
+        return own if self.part is None else self.part.wrap(own)
 
 
 class Fp8Weight(torch.Tensor):
@@ -134,7 +164,8 @@ class Fp8Weight(torch.Tensor):
     def __new__(cls: type[Fp8Weight], held: _Gathered) -> Fp8Weight:
         """Make an alias."""
         codes = held.codes
-        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=held.dtype, device=codes.device)
+        shape = codes.shape if held.part is None else held.part.shape
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=codes.device)
         made.held = held
         return made
 
@@ -160,14 +191,42 @@ class Fp8Weight(torch.Tensor):
 
 
 def _linear(input: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
-    """Compute `F.linear`: in float8, where the input is a plain tensor."""
-    tensor, kind = input, input.device.type
+    """Compute `F.linear`: in float8, where the input is a plain tensor, or a DTensor as the weight is one."""
+    tensor, kind, part = input, input.device.type, weight.held.part
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    if type(tensor) not in _PLAIN or (tensor.dtype is not dtype and not torch.is_autocast_enabled(kind)):
+    fits = type(tensor) in _PLAIN if part is None else type(tensor) is DTensor and tensor.device_mesh == part.mesh
+    if not fits or (tensor.dtype is not dtype and not torch.is_autocast_enabled(kind)):
         with torch._C.DisableTorchFunctionSubclass():
             return F.linear(tensor, weight, bias)
-    output: torch.Tensor = _Fp8Linear.apply(tensor.to(dtype), weight)  # type: ignore[no-untyped-call]
-    return output if bias is None else output + bias.to(dtype)
+    multiply: Any = _Fp8Linear.apply if part is None else _multiply_part
+    output: torch.Tensor = multiply(tensor.to(dtype), weight)
+    if bias is None:
+        return output
+    if isinstance(output, DTensor) and output.placements == (Partial(),):
+        output = output.redistribute(placements=[Replicate()])  # else each rank would add the bias
+    return output + bias.to(dtype)
+
+
+def _multiply_part(tensor: DTensor, weight: Fp8Weight) -> DTensor:
+    """Multiply by the part of a weight that tensor parallelism has cut; sums over ranks are left open.
+
+    Rows of the weight give columns of the output, of whole inputs; its columns take those of the input.
+    """
+    part, last = weight.held.part, tensor.ndim - 1
+    assert part is not None
+    by_rows = part.placement == Shard(0)
+    wanted, given_back = (Replicate(), Partial()) if by_rows else (Shard(last), Shard(last))
+    local = tensor.redistribute(placements=[wanted]).to_local(grad_placements=[given_back])
+    output = _Fp8Linear.apply(local, weight)  # type: ignore[no-untyped-call]
+    shape = torch.Size((*tensor.shape[:-1], part.shape[0]))
+    return DTensor.from_local(
+        output,
+        part.mesh,
+        [Shard(last) if by_rows else Partial()],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -179,7 +238,7 @@ class _Fp8Linear(torch.autograd.Function):
         # The weight is saved so that autograd notices when its memory is given away; hooks may return a decoded copy.
         ctx.save_for_backward(tensor if needs_weight else None, weight if needs_input else None)
         ctx.shape, ctx.held = tensor.shape, weight.held
-        output = ctx.held.multiply(tensor.reshape(-1, tensor.shape[-1]), _E4M3, ctx.held.codes)
+        output = ctx.held.multiply(tensor.reshape(-1, tensor.shape[-1]))
         return output.view(*tensor.shape[:-1], output.shape[1])
 
     @staticmethod
@@ -188,8 +247,10 @@ class _Fp8Linear(torch.autograd.Function):
         tensor, weight = ctx.saved_tensors
         rows, tensor_grad = grad.reshape(-1, grad.shape[-1]), None
         if weight is not None:
-            tensor_grad = ctx.held.multiply(rows, _E5M2, ctx.held.transpose()).view(ctx.shape)
-        return tensor_grad, None if tensor is None else rows.t().mm(tensor.reshape(-1, tensor.shape[-1]))
+            tensor_grad = ctx.held.multiply_back(rows).view(ctx.shape)
+        if tensor is None:
+            return tensor_grad, None
+        return tensor_grad, ctx.held.as_held(rows.t().mm(tensor.reshape(-1, tensor.shape[-1])))
 
 
 class Fp8Codec(WrappingCodec):
@@ -200,10 +261,15 @@ class Fp8Codec(WrappingCodec):
         assert isinstance(plan.weight_format, Fp8Compute)
         super().__init__(plan.weight_format, plan.layout, plan.device)
         self._dtype, self._keeps_transposed = plan.precision.compute, plan.weight_format.keeps_transposed
-        self._scales = torch.ones_like(self.amaxes)
+        self._scales, self._parts = torch.ones_like(self.amaxes), plan.parts
         # Codes move with each gather, and what is kept of them is a side effect: a compiled graph could hold neither.
         reason = "a linear that multiplies float8 weights is not compiled"
         self._linear: Callable[..., torch.Tensor] = torch.compiler.disable(_linear, reason=reason)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it keeps on the device: magnitudes and scales."""
+        return self.amaxes.nbytes + self._scales.nbytes
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region into uint8 `out`, and note the scales."""
@@ -221,8 +287,11 @@ class Fp8Codec(WrappingCodec):
 
     def wrap(self, index: int, codes: torch.Tensor) -> torch.Tensor:
         """Return the tensor that modules compute with, around codes of tensor `index`."""
-        held = _Gathered(codes, self._scales[index], self._dtype, self._keeps_transposed, self._linear)
-        return Fp8Weight(held)
+        scale = self._scales[self._ends[index] : self._ends[index + 1]]
+        scale = scale.view(-1, 1) if isinstance(self.format, Fp8RowCompute) else scale[0]
+        part = self._parts[index]
+        part = part if part is not None and part.is_dtensor else None
+        return Fp8Weight(_Gathered(codes, scale, self._dtype, self._keeps_transposed, self._linear, part))
 
     def point(self, index: int, made: Any, codes: torch.Tensor) -> None:
         """Let a tensor that `wrap` made be around other codes."""

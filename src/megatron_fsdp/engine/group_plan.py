@@ -49,7 +49,7 @@ from megatron_fsdp.sharding.units import (
     group_parameters,
     parameter_sites,
 )
-from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes
+from megatron_fsdp.sharding.weight_formats import Fp8Compute, WeightFormat, encoded_bytes
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,18 @@ class GroupPlan:
     def stays_encoded(self) -> bool:
         """Whether modules compute with the bytes that are gathered."""
         return self.weight_format is not None and self.weight_format.stays_encoded
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the magnitudes that ranks agree on for the weight format, and of scales that linears multiply by."""
+        form = self.weight_format
+        numel = 0 if form is None else sum(form.amax_numel(shape) for shape in self.layout.shapes)
+        return numel * torch.float32.itemsize * (2 if isinstance(form, Fp8Compute) else 1)
+
+    @property
+    def keeps_transposed(self) -> bool:
+        """Whether gathered weights are kept transposed, too, once a backward has multiplied them."""
+        return isinstance(self.weight_format, Fp8Compute) and self.weight_format.keeps_transposed
 
     @property
     def is_encoded(self) -> bool:

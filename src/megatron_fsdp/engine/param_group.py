@@ -238,8 +238,10 @@ class ParameterGroup:
         self._wrapping: WrappingCodec | None = None
         if plan.stays_encoded:
             self._wrapping = GuestCodec(plan, guests) if guests else Fp8Codec(plan)
-        codec = None if plan.weight_format is None else WeightCodec(plan.weight_format, plan.layout, plan.device)
-        self.weights = WeightBuffers(plan, self._wrapping or codec, memory)
+        codec: WeightCodec | None = self._wrapping
+        if codec is None and plan.weight_format is not None:
+            codec = WeightCodec(plan.weight_format, plan.layout, plan.device)
+        self.weights = WeightBuffers(plan, codec, memory)
         self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
         self.state_memory = self._make_state_memory()
         self.trainable = [plan.requires_grad] * len(originals)
@@ -525,7 +527,8 @@ class ParameterGroup:
         empty = self._placeholder_for(index)
         part = self.plan.parts[index]
         empty = empty if self._wrapping is None else self._wrapping.wrap(index, empty)
-        param = nn.Parameter(empty if part is None else part.wrap(empty), requires_grad=original.requires_grad)
+        whole = empty if part is None or self._wrapping is not None else part.wrap(empty)
+        param = nn.Parameter(whole, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP

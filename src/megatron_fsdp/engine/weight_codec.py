@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 _CHUNK_NUMEL = 1 << 22  # elements that are decoded at a time, through float32; a multiple of every block
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_COMPUTE = Fp8Compute()
-_DECODED = WEIGHT_FORMATS["fp8"]  # the format of what is asked to be computed with and cannot be
+_DECODED = {form.name: form.name.removesuffix("_compute") for form in WEIGHT_FORMATS.values() if form.stays_encoded}
+"""By format, that of what is asked to be computed with and cannot be: it gathers the same bytes."""
 
 
 def encoded_parameters(
@@ -40,7 +41,7 @@ def encoded_parameters(
     """Return the weight format of each parameter that has one, by name; the module is only read.
 
     Those with two dimensions or more do, but for embeddings and what is tied to one, and as the policy's patterns say.
-    Where these say "fp8_compute", what no plain linear multiplies is decoded as "fp8".
+    Where these say "fp8_compute", what no plain linear multiplies is decoded as "fp8"; rows likewise.
 
     Args:
         module: The model.
@@ -53,10 +54,10 @@ def encoded_parameters(
             nothing that is transposed could be kept.
     """
     patterns, names = policy.weight_formats, [name for name, _ in module.named_parameters()]
-    if keeps_transposed and _COMPUTE.name not in patterns.values():
+    if keeps_transposed and not _DECODED.keys() & set(patterns.values()):
         raise ConfigurationError(
             "keep_fp8_transpose_cache=True has no effect, since no linear multiplies float8 weights; set "
-            f"MixedPrecisionPolicy(weight_format={_COMPUTE.name!r}), or leave it out"
+            f"MixedPrecisionPolicy(weight_format={min(_DECODED)!r}), or leave it out"
         )
     if not patterns:
         return {}
@@ -83,9 +84,9 @@ def encoded_parameters(
         is_matrix = param.ndim > 1 and param.dtype in _DTYPES and id(param) not in looked_up
         form = patterns[pattern]
         if form is not None and is_matrix and not is_guest(param):
-            found[name] = WEIGHT_FORMATS[form]
-            if form == _COMPUTE.name:
-                found[name] = replace(_COMPUTE, keeps_transposed=keeps_transposed) if name in multiplied else _DECODED
+            found[name] = made = WEIGHT_FORMATS[_DECODED.get(form, form) if name not in multiplied else form]
+            if isinstance(made, Fp8Compute):
+                found[name] = replace(made, keeps_transposed=keeps_transposed)
     _check_patterns(asked, patterns, chosen, names, found)
     return found
 
@@ -115,17 +116,17 @@ def _check_patterns(
                 f"{'and others ' * (len(chosen[pattern]) > 2)}are embeddings or tied to one, have fewer than two "
                 "dimensions, another dtype or a class that gathers in its own way; leave it out"
             )
-        if form == _COMPUTE.name and not any(name in found and found[name].stays_encoded for name in chosen[pattern]):
+        if form in _DECODED and not any(name in found and found[name].stays_encoded for name in chosen[pattern]):
             raise ConfigurationError(
                 f"{asked} has {pattern!r}, of whose parameters ({', '.join(chosen[pattern][:2])}"
                 f"{', ...' * (len(chosen[pattern]) > 2)}) none is the weight of a plain torch.nn.Linear, which alone "
-                f"multiplies float8 weights (not a subclass, as with delay_wgrad_compute, nor one that tensor "
-                f"parallelism has cut); give {_DECODED.name!r} there, to gather the same bytes and decode them"
+                "multiplies float8 weights (not a subclass, as with delay_wgrad_compute, nor a stack of experts); "
+                f"give {_DECODED[form]!r} there, to gather the same bytes and decode them"
             )
 
 
 def _multiplied(module: nn.Module) -> set[str]:
-    """Return the names of plain parameters that nothing but plain linears hold, as their weight."""
+    """Return the names of parameters that nothing but plain linears hold, as their weight: plain ones, or cut ones."""
 
     def multiplies(owner: nn.Module, attribute: str) -> bool:
         return type(owner) is nn.Linear and attribute == "weight" and "forward" not in owner.__dict__
@@ -134,8 +135,13 @@ def _multiplied(module: nn.Module) -> set[str]:
     return {
         name
         for name, param in module.named_parameters()
-        if type(param) in (nn.Parameter, FakeTensor) and all(multiplies(*site) for site in sites[id(param)])
+        if (type(param) in (nn.Parameter, FakeTensor) or _is_cut(param))
+        and all(multiplies(*site) for site in sites[id(param)])
     }
+
+
+def _is_cut(param: torch.Tensor) -> bool:
+    return isinstance(param, DTensor) and all(placement.is_shard() for placement in param.placements)
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,11 @@ class WeightCodec:
         self._layout = layout
         self._ends = (0, *accumulate(weight_format.amax_numel(shape) for shape in layout.shapes))
         self.amaxes = torch.zeros(self._ends[-1], device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it keeps on the device."""
+        return self.amaxes.nbytes
 
     def bytes_of(self, numel: int) -> int:
         """Return the bytes that `numel` elements of the buffer take."""

@@ -59,7 +59,7 @@ def profile_compute(
     (positional ones) or one tensor; `unit_names` begin with the root's; without `loss_fn` the loss is the output's
     `loss`, or the output itself.
     """
-    recorder = _Recorder()
+    recorder = _Recorder({param.untyped_storage()._cdata: name for name, param in model.named_parameters()})
     with balanced_experts(model), recomputing(model, unit_names, recompute):
         with (
             torch.inference_mode(False),
@@ -97,8 +97,9 @@ def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
 class _Recorder(TorchDispatchMode):
     """A dispatch mode that records every operator, and the events that hooks report."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
+        self._names = names  # of parameters, by storage
         self.in_backward = False
         self._live = LiveStorages()
         self._answers = Answers()
@@ -120,6 +121,9 @@ class _Recorder(TorchDispatchMode):
         segment.product_flops += flops * (func.overloadpacket in PRODUCTS)
         if self.in_backward and torch.is_grad_enabled():  # backward itself computes without a graph
             segment.recomputed_flops += flops
+        elif self.in_backward and func.overloadpacket in PRODUCTS:
+            storages = {operand.untyped_storage()._cdata for operand in operands}
+            segment.multiplied.update(self._names[storage] for storage in storages & self._names.keys())
         return result
 
     def mark(self, event: Event, unit: int) -> None:

@@ -41,6 +41,7 @@ class Segment:
     operators: int = 0  # how many operators ran, views not counted
     # names of the parameters whose gradients arrived in it, in order of arrival
     gradients: list[str] = field(default_factory=list)
+    multiplied: set[str] = field(default_factory=set)  # names of the parameters that gave gradients of activations
 
     def __str__(self) -> str:
         """Return the event in compact form for tests and traces, such as `F3>`, `F3<`, `B3` or `E`."""

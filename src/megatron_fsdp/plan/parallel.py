@@ -442,6 +442,7 @@ class _Pass:
         products = 2 * piece.product_flops + piece.repeated_products
         self._work(flops, products, piece.repeated, moved, piece.all_kept - piece.kept + 2 * piece.passing)
         self.segments[-1].gradients.extend(gradients)
+        self.segments[-1].multiplied.update(self.segments[-1].gradients)
         self._alive -= piece.kept
 
     def _work(self, flops: float, products: float, again: float, moved: float, more: float) -> None:

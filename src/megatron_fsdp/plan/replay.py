@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -77,7 +78,7 @@ class Moment:
     time_s: float  # since the step began
     label: str  # what happens, such as `F3>`, or `step` for the optimizer
     activation_bytes: int
-    gathered_bytes: int
+    gathered_bytes: int  # weights, and what is kept transposed of them
     bucket_bytes: int  # communication buckets and scratch
     gradient_bytes: int  # main gradients of the units that were reduced since gradients were cleared
     passing_bytes: int  # tensors of reductions on their way, gradients cast for the optimizer, what its step borrows
@@ -223,6 +224,13 @@ class _Unit:
         self._local_sum_bytes = max((group.inner_region.numel * _SUM_ITEMSIZE for group in narrow), default=0)
         self.exchanges_inner = bool(exchanged)
         self.reduces_outer = bool(crossing)
+        self._transposable = {
+            info.name: prod(info.shape)
+            for group in unit.groups
+            if group.keeps_transposed
+            for info in group.spec.parameters
+        }
+        self.transposed: dict[str, int] = {}  # bytes of codes that are kept transposed, by name
         self.is_filling = self.has_deferred_sum = self.has_inner_sum = self.has_main = False
         self.needs_outer_all_gather = False
         self.begin_step(Wires(lambda *_: 0.0))
@@ -256,8 +264,12 @@ class _Unit:
     def wait_for_unshard(self) -> None:
         self._wires.wait(max(self._gathered_outer_s, self._gathered_s))
 
-    def reshard(self, loses_memory: bool) -> None:
-        pass
+    def reshard(self, loses_memory: bool) -> None:  # noqa: ARG002
+        self.transposed.clear()
+
+    def multiply(self, names: set[str]) -> None:
+        """Compute gradients of activations by some of its weights."""
+        self.transposed |= {name: self._transposable[name] for name in names & self._transposable.keys()}
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -379,7 +391,7 @@ class _Replay:
                 self._wires.now_s,
                 label,
                 activation_bytes,
-                self._executor.weight_memory.held_bytes,
+                self._executor.weight_memory.held_bytes + sum(sum(each.transposed.values()) for each in self._units),
                 self._executor.bucket_bytes,
                 sum(unit.main_bytes for unit in self._units if unit.has_main),
                 self._passing.look() + self._cast_bytes,
@@ -402,6 +414,8 @@ class _Replay:
         self._wires.now_s += self._optimizer_s()
         self._passing.add(-borrowed)
         self._passing.look()
+        for unit in self._units:
+            unit.transposed.clear()
         self._note("stepped", 0)
         self._run(self._scheduler.weights_changed())
         for unit in self._units:
@@ -424,6 +438,8 @@ class _Replay:
             self._wires.now_s += self._compute_s(segment)
             for name in segment.gradients:
                 self._arrive(self._owners[name])
+            for unit in self._units:
+                unit.multiply(segment.multiplied)
             if segment.peak_bytes > segment.begin_bytes:
                 self._note(f"{segment}+", segment.peak_bytes + self._saved_bytes)
 

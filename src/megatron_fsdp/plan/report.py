@@ -120,6 +120,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     sizes = " x ".join(f"{name} {size}" for name, size in vars(ranks).items() if size > 1 and name != "ep") or "1 rank"
     experts = f", experts over {ranks.ep}" if ranks.ep > 1 else ""
     outer = f", outer {setup.outer.name}" if setup.outer is not None else ""
+    formats = ", ".join(f"{form} ({pattern})" for pattern, form in setup.policy.weight_formats.items())
     crossing = setup.policy.outer_grad_comm_format
     outer += f" with gradients in {crossing}" if crossing is not None else ""
     own = "" if plan.model.numel == work.total_numel else f", {plan.model.numel:,} of them on the place of a rank"
@@ -130,6 +131,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("ranks", f"{ranks.world:,}: {sizes}{experts}"),
         ("strategy", f"{setup.strategy.name}{outer}; recompute {setup.recompute}; {setup.optimizer.name}"),
         ("batch", f"{work.tokens:,} tokens per rank and microbatch, {batches} per step"),
+        *([("weights", f"gathered as {formats}")] if formats else []),
         *([("homes", str(setup.homes))] if setup.homes.are_away else []),
         *_pool_row(plan.model.memory.pool),
         ("padding", f"{100 * plan.model.padding_fraction:.4f} % of what is sharded"),
@@ -271,6 +273,11 @@ def flags(setup: Setup) -> list[str]:
         found.append("--optimizer-cpu-offload")
     if setup.optimizer.name in _OF_TRAINER:
         found += ["--optimizer", _OF_TRAINER[setup.optimizer.name]]
+    if setup.keep_fp8_transpose_cache:
+        found += ["--fp8-param-gather", "--keep-fp8-transpose-cache"]
+    elif setup.policy.weight_formats:
+        entries = (f"{pattern}={form or 'none'}" for pattern, form in setup.policy.weight_formats.items())
+        found += ["--megatron-fsdp-weight-format", *entries]
     if setup.policy.main_params_dtype not in (None, torch.float32):
         found += ["--megatron-fsdp-main-params-dtype", str(setup.policy.main_params_dtype).removeprefix("torch.")]
     return found

@@ -251,6 +251,8 @@ class Setup:
         fp8: Whether products with weights run in 8 bits.
         overlap_exchanges: Whether collectives of tensor, context, expert and pipeline parallelism run behind compute.
         homes: Where state rests. Activations are planned on the device.
+        keep_fp8_transpose_cache: Whether weights in "fp8_compute" stay transposed, too, from backward until they are
+            released.
 
     Raises:
         ConfigurationError: Something is not possible, alone or with the rest.
@@ -273,6 +275,7 @@ class Setup:
     fp8: bool = False
     overlap_exchanges: bool = False
     homes: Homes = Homes()  # noqa: RUF009 (frozen)
+    keep_fp8_transpose_cache: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:

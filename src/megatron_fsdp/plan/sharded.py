@@ -116,7 +116,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
-    formats = encoded_parameters(module, setup.policy, setup.strategy)
+    formats = encoded_parameters(module, setup.policy, setup.strategy, keeps_transposed=setup.keep_fp8_transpose_cache)
     sharding = replace(_sharding(setup), weight_formats=formats, lookups=looked_up(module))
     planned = plan_groups(module, found, sharding, setup.memory.root_group_numel_on(num_ranks))
     units = [
@@ -166,6 +166,7 @@ def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int,
         precision, numel = group.precision, group.main_region.numel
         if group.compute_home.is_away is away:
             compute += group.held_bytes
+        compute += 0 if away else group.scale_bytes
         if (group.weight_format is not None or group.has_main_copy) and group.main_home.is_away is away:
             main += numel * precision.main_params.itemsize
         if group.requires_grad and group.homes.main_gradients.is_away is away:

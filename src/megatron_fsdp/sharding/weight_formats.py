@@ -151,6 +151,13 @@ class Fp8Row(Fp8):
 
 
 @dataclass(frozen=True)
+class Fp8RowCompute(Fp8Row, Fp8Compute):
+    """The bytes of "fp8_row", which linears multiply as they are gathered."""
+
+    name: str = "fp8_row_compute"
+
+
+@dataclass(frozen=True)
 class Fp8Tile(Fp8):
     """e4m3 with one float32 scale per tile of 128 x 128 (DeepSeek-V3); columns are all dimensions but the first."""
 
@@ -274,6 +281,6 @@ def _from_e4m3(codes: torch.Tensor) -> torch.Tensor:
 
 
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
-    each.name: each for each in (Fp8(), Fp8Compute(), Fp8Row(), Fp8Tile(), Mxfp8(), Nvfp4())
+    each.name: each for each in (Fp8(), Fp8Compute(), Fp8Row(), Fp8RowCompute(), Fp8Tile(), Mxfp8(), Nvfp4())
 }
 """The weight formats by name."""
