@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.parts import TensorParallelPart
+from megatron_fsdp.engine.group_plan import GroupPlan, TensorParallelPart
 from megatron_fsdp.engine.weight_codec import WrappingCodec
 from megatron_fsdp.sharding.placement import Region
 from megatron_fsdp.sharding.weight_formats import Fp8Compute, Fp8RowCompute, scale_to
