@@ -665,7 +665,7 @@ def compiled(session: Session) -> None:
 def weight_formats(session: Session) -> None:
     """Time layers whose weights are gathered in weight formats, and in one of which linears multiply them."""
     start_alone(session.device)
-    for form in (None, "fp8", "mxfp8", "nvfp4", "fp8_compute"):
+    for form in (None, "fp8", "mxfp8", "nvfp4", "fp8_compute", "fp8_row_compute"):
         session.note(str(form), ms=_step_ms(session, form))
 
 

@@ -82,7 +82,7 @@ class CurveRun:
 
 FORMATS = {
     name: CurveRun("adam", weight_format=name)
-    for name in ("fp8", "fp8_compute", "fp8_row", "fp8_tile", "mxfp8", "nvfp4")
+    for name in ("fp8", "fp8_compute", "fp8_row", "fp8_row_compute", "fp8_tile", "mxfp8", "nvfp4")
 }
 """Runs by their weight format."""
 

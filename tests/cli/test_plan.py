@@ -106,7 +106,7 @@ def test_weights_in_few_bits_send_and_hold_less(capsys: pytest.CaptureFixture[st
     gathered = [max(moment["gathered_bytes"] for moment in told["timeline"]) for told in found]
     assert sent[0] > sent[1] == sent[2] == sent[3]
     assert gathered[1] == pytest.approx(gathered[0], rel=0.01)  # decoded in a slot of the same size
-    assert gathered[2] < 0.7 * gathered[1]
+    assert gathered[2] < 0.9 * gathered[1]  # what no linear multiplies stays as it is
     assert gathered[2] < gathered[3]
     assert [told["flags"][-2:] for told in found[1:]] == [
         ["--megatron-fsdp-weight-format", "*=fp8"],
