@@ -128,11 +128,41 @@ def test_the_doctor_says_who_is_to_blame_for_a_difference(
     assert found["last"] == 7
 
     applied.write_text(recorded)
+    metrics = out / METRICS_FILE
+    lines = metrics.read_text()
+    each = lines.splitlines(keepends=True)
+    fifth = json.loads(each[4])
+    for name, told in (("learning_rate", "had another schedule"), ("data_checksum", "read other tokens in this step")):
+        metrics.write_text("".join([*each[:4], json.dumps({**fifth, name: fifth[name] * 2}) + "\n", *each[5:]]))
+        assert main(["doctor", "--run", str(out), "--step", "6", "--json"]) == 1
+        causes = json.loads(capfd.readouterr().out)["causes"]
+        assert causes == [f"no rank computes this: the run {told}, or metrics.jsonl was changed"]
+    metrics.write_text(lines)
+
     whole, calls = Trained.accumulate, iter(range(1, 1000))
     monkeypatch.setattr(Trained, "accumulate", lambda *args: whole(*args) * (1 + 2.0**-20 * next(calls)))
     assert main(["doctor", "--run", str(out), "--json"]) == 1
     (cause,) = json.loads(capfd.readouterr().out)["causes"]
     assert cause.startswith("replayed a second time, other bits came out (step 7: loss: recorded ")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("m:Model", "--batch", "m:batch", "--step", "0"),
+            "--step goes with --run: give the folder",
+        ),
+        (("--run", "runs/1", "--invariance"), "--invariance has no effect with --run, which brings its own model"),
+        (("--run", "runs/1", "m:Model"), "MODEL has no effect with --run"),
+        (("--run", "runs/1", "--ranks", "7"), "--ranks has no effect with --run"),
+    ],
+)
+def test_options_of_models_and_of_runs_are_kept_apart(
+    capfd: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+) -> None:
+    assert main(["doctor", *words]) == 2
+    assert told in capfd.readouterr().err
 
 
 def noisy_decoder(job: Job, vocab_size: int) -> Decoder:
@@ -166,6 +196,14 @@ def test_what_cannot_be_replayed_is_told(run_ranks: RunRanks, tmp_path: Path) ->
     assert "metrics.jsonl has no step 9: it has steps 1 to 8" in refusal(9)
     assert "saves has no checkpoint before step 3 (its checkpoints are of steps 3, 6, 8)" in refusal(3)
     assert "has no checkpoint before step 5 (it holds none)" in refusal(5, checkpoints=tmp_path)
+    assert "--checkpoints has no effect with --from-start" in refusal(5, checkpoints=tmp_path, from_start=True)
+    metrics = out / METRICS_FILE
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines[:4], *lines[5:]]))
+    assert "has no step 5: its line, between those of steps 1 and 8, is missing or damaged" in refusal(5)
+    metrics.write_text("".join([*lines[:4], json.dumps({**json.loads(lines[4]), "loss": "much"}) + "\n", *lines[5:]]))
+    assert "the record of step 5 is damaged: loss is 'much', no number" in refusal(5)
+    metrics.write_text("".join(lines))
     write_text(tmp_path / "text").write_text("another text\n" * 500)
     other = "its run had other data or options: --data-path was text with checksum"
     assert f"cannot be replayed from {tmp_path / 'saves' / 'iter_0000003'}: {other}" in refusal(5)
@@ -175,6 +213,8 @@ def test_what_cannot_be_replayed_is_told(run_ranks: RunRanks, tmp_path: Path) ->
     assert replay(out, 5, data_path=write_text(tmp_path / "moved")).difference is None
     applied = out / "applied.json"
     plain = json.loads(applied.read_text())
+    applied.write_text(json.dumps({**plain, "origins": {**plain["origins"], "warp_speed": "flag"}}))
+    assert "names the option 'warp_speed', which version " in refusal(5)
     plain["options"]["deterministic"] = None
     applied.write_text(json.dumps(plain))
     assert "was trained without --deterministic world" in refusal(5)

@@ -120,8 +120,10 @@ def _invariance(args: argparse.Namespace, model_fn: Any, batch: Any) -> int:
 
 def _examine_run(args: argparse.Namespace) -> int:
     """Replay a step of a run, and look for causes of a difference."""
-    if args.model is not None or args.hf_config is not None:
-        raise ConfigurationError("give one of MODEL, --hf-config and --run; a run brings its own model")
+    if idle := _given(args) - {"run_folder", "json", "timeout", *_OF_RUNS}:
+        raise ConfigurationError(
+            f"{_flag(min(idle))} has no effect with --run, which brings its own model and options; leave it out"
+        )
     require_installed("tokenizers", "the trainer")
     from megatron_fsdp.train.replay import find_causes, replay
 
@@ -135,12 +137,24 @@ def _examine_run(args: argparse.Namespace) -> int:
     return EXIT_DIFFERENT if causes else EXIT_SAME
 
 
+_OF_RUNS = frozenset({"step", "checkpoints", "data_path", "from_start"})
+
+
+def _given(args: argparse.Namespace) -> set[str]:
+    """Return the names of the arguments that have other values than their defaults."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return {name for name, default in vars(parser.parse_args([])).items() if getattr(args, name) != default}
+
+
+def _flag(name: str) -> str:
+    return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+
+
 def _what(args: argparse.Namespace) -> tuple[Any, Any]:
     """Return the model function and its batch."""
-    if idle := [name for name in ("step", "checkpoints", "data_path", "from_start") if getattr(args, name)]:
-        raise ConfigurationError(
-            f"--{idle[0].replace('_', '-')} goes with --run: give the folder of a run, or leave it out"
-        )
+    if idle := _given(args) & _OF_RUNS:
+        raise ConfigurationError(f"{_flag(min(idle))} goes with --run: give the folder of a run, or leave it out")
     if (args.model is None) == (args.hf_config is None):
         raise ConfigurationError("give one of MODEL (package.module:name), --hf-config and --run")
     if args.model is not None:

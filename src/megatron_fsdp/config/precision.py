@@ -81,8 +81,12 @@ def weight_formats_of(entries: Sequence[str]) -> dict[str, str | None] | None:
     """Read a `weight_format` from words, such as flags have: "FORMAT" or "PATTERN=FORMAT", with "none" for none.
 
     Raises:
-        ConfigurationError: As `MixedPrecisionPolicy`.
+        ConfigurationError: As `MixedPrecisionPolicy`, or a pattern is empty.
     """
+    if empty := [entry for entry in entries if entry.startswith("=")]:
+        raise ConfigurationError(
+            f"the weight format {empty[0]!r} has no pattern before '='; give FORMAT or PATTERN=FORMAT"
+        )
     pairs = [entry.rpartition("=") for entry in entries]
     formats = {pattern or "*": None if name == "none" else name for pattern, _, name in pairs}
     return dict(MixedPrecisionPolicy(weight_format=formats).weight_formats) if formats else None

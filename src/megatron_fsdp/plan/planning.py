@@ -325,6 +325,9 @@ class Plan:
         notes = self.workload.notes if share is None else (*self.workload.notes, *share.notes(self.setup))
         if any(group.compute_home.is_away for group in self.model.groups):
             notes = (*notes, "Copies of compute weights from their home, before they are gathered, are not timed.")
+        if self.setup.keep_fp8_transpose_cache and self.setup.policy.weight_formats != {"*": "fp8_compute"}:
+            told = "The trainer keeps transposed codes of all weights or of none, so the flags leave them out; "
+            notes = (*notes, f"{told}fully_shard(keep_fp8_transpose_cache=True) keeps these.")
         if muon is None:
             return notes
         tokens = self.workload.tokens * self.setup.microbatches

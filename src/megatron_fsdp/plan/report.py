@@ -273,7 +273,7 @@ def flags(setup: Setup) -> list[str]:
         found.append("--optimizer-cpu-offload")
     if setup.optimizer.name in _OF_TRAINER:
         found += ["--optimizer", _OF_TRAINER[setup.optimizer.name]]
-    if setup.keep_fp8_transpose_cache:
+    if setup.keep_fp8_transpose_cache and setup.policy.weight_formats == {"*": "fp8_compute"}:
         found += ["--fp8-param-gather", "--keep-fp8-transpose-cache"]
     elif setup.policy.weight_formats:
         entries = (f"{pattern}={form or 'none'}" for pattern, form in setup.policy.weight_formats.items())

@@ -21,6 +21,7 @@ from megatron_fsdp.checkpoint.store import RunFolder
 from megatron_fsdp.doctor import check_invariance
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optional_packages import require
+from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, changes_of, facts_of
 from megatron_fsdp.train.data.preparation import prepare_data, tokens_folder
 from megatron_fsdp.train.data.tokens import TokenData, make_feed
@@ -99,6 +100,8 @@ def replay(
         ConfigurationError: The folder holds no such run or step, the run is not deterministic, or there is nothing to
             begin with; or data or options are not those of the run.
     """
+    if from_start and checkpoints is not None:
+        raise ConfigurationError("--checkpoints has no effect with --from-start; give one of them")
     applied, records = _read(folder, step)
     step = max(records) if step is None else step
     begin = None if from_start else _checkpoint_before(step, checkpoints or applied["options"].get("save"), folder)
@@ -155,7 +158,12 @@ def _differences(recorded: StepRecord, found: StepRecord) -> Iterator[str]:
         if what in ("gradients", "weights"):
             yield from _different_units(what, recorded, found)
             continue
-        left, right = float(getattr(recorded, what)), float(getattr(found, what))
+        try:
+            left, right = float(getattr(recorded, what)), float(getattr(found, what))
+        except (TypeError, ValueError):
+            raise ConfigurationError(
+                f"the record of step {recorded.step} is damaged: {what} is {getattr(recorded, what)!r}, no number"
+            ) from None
         if left != right and not (math.isnan(left) and math.isnan(right)):
             yield f"{what}: recorded {left!r} ({left.hex()}), replayed {right!r} ({right.hex()})"
 
@@ -164,6 +172,8 @@ def _different_units(what: str, recorded: StepRecord, found: StepRecord) -> Iter
     if what not in recorded.digests or what not in found.digests:
         return
     left, right = dict(recorded.digests[what]), dict(found.digests[what])
+    if not left or not right:
+        return
     if left.keys() != right.keys():  # other units or buckets: digests of the same tensors add up to the same
         left, right = ({"all units together": _sum_of(each)} for each in (left, right))
     different = [unit for unit in left if left[unit] != right[unit]]
@@ -177,6 +187,14 @@ def _sum_of(digests: Mapping[str, str]) -> str:
 
 
 # ---- why a step differs ----------------------------------------------------------------------------------------------
+
+
+_GIVEN = {
+    "data": "read other tokens in this step",
+    "learning_rate": "had another schedule",
+    "loss_scale": "had another loss scale",
+}
+"""What no model computes, and why it may differ."""
 
 
 def find_causes(
@@ -194,6 +212,10 @@ def find_causes(
         timeout_s: Seconds for the model alone.
         begin: `checkpoints` and `from_start` as of `replay`.
     """
+    assert found.difference is not None
+    what = found.difference.split(": ")[1]
+    if what in _GIVEN:
+        return [f"no rank computes this: the run {_GIVEN[what]}, or {METRICS_FILE} was changed"]
     causes = []
     again = replay(folder, found.last, data_path=data_path, **begin)
     if again.difference != found.difference:
@@ -212,7 +234,8 @@ def find_causes(
     causes += [f"the run had {name} {was}, here it is {value}" for name, was, value in others]
     by_a_rank = (
         "the step has the same bits each time that it is computed here, and so has a microbatch in each of 4 ways: a "
-        "rank of the run computed, sent or kept something wrong; training with --audit-share names such a rank"
+        "rank of the run computed, sent or kept something wrong (training with --audit-share names such a rank), or "
+        f"{METRICS_FILE} was changed"
     )
     return causes or [by_a_rank]
 
@@ -263,10 +286,15 @@ def _read(folder: Path, step: int | None) -> tuple[dict[str, Any], dict[int, Ste
     assert isinstance(total, int)
     records = {record.step: record for record in read_lines(folder / METRICS_FILE, StepRecord)}
     if not records:
-        raise ConfigurationError(f"{folder / METRICS_FILE} has no steps: the run ended before the first one")
+        raise ConfigurationError(
+            f"{folder / METRICS_FILE} has no steps: the run ended before the first one, or the file is gone"
+        )
     if step is not None and step not in records:
-        held = f"steps {min(records)} to {max(records)}"
-        raise ConfigurationError(f"{folder / METRICS_FILE} has no step {step}: it has {held}; give one of them")
+        first, last = min(records), max(records)
+        held = f"it has steps {first} to {last}; give one of them"
+        if first < step < last:
+            held = f"its line, between those of steps {first} and {last}, is missing or damaged; give another step"
+        raise ConfigurationError(f"{folder / METRICS_FILE} has no step {step}: {held}")
     return applied, records
 
 
@@ -293,9 +321,16 @@ def _checkpoint_before(step: int, saves: Path | str | None, folder: Path) -> Pat
 def _job(applied: Mapping[str, Any], given: Mapping[str, str], folder: Path) -> Job:
     """Resolve the recorded options for one rank."""
     parser, options = make_parser(), applied["options"]
-    said = {name: options[name] for name in applied["origins"] if name not in _OF_THE_RUN}
-    said |= {**given, "global_batch_size": applied["batch"]["total"]}
-    values = parser.read([word for name, value in said.items() for word in parser.words_of(name, value)])
+    try:
+        said = {name: options[name] for name in applied["origins"] if name not in _OF_THE_RUN}
+        said |= {**given, "global_batch_size": applied["batch"]["total"]}
+        words = [word for name, value in said.items() for word in parser.words_of(name, value)]
+    except KeyError as error:
+        raise ConfigurationError(
+            f"{folder / APPLIED_FILE} names the option {error}, which version {__version__} does not know; replay with "
+            f"the version of the run, {applied.get('version', 'unknown')}"
+        ) from None
+    values = parser.read(words)
     chosen = assemble([Layer(f"config {folder / APPLIED_FILE}", values)], parser.problems)
     return resolve(chosen, World(1, find_device_type(chosen.parallel.device)))
 
