@@ -103,6 +103,7 @@ def weights() -> dict[str, torch.Tensor]:
         "zeros": torch.zeros(2, 40),
         "one element": torch.tensor([[-3.3]]),
         "a block of zeros": torch.cat([torch.zeros(1, 32), torch.full((1, 32), 0.3)]),
+        "from least to largest of e4m3": torch.tensor([[448.0, 2.0**-9, 3 * 2.0**-9, 1.0] * 8]),
         "subnormal": torch.full((2, 16), 1e-41),
         "huge": torch.tensor([[3e38, -3e38, 1.0, 1e-38]]),
         "experts": torch.randn(2, 9, 7, generator=draw),
