@@ -14,36 +14,10 @@ from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.cli.main import main
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
+from tests.support.coded import Coded
 from tests.support.dcp_contents import contents
 
 E4M3 = torch.float8_e4m3fn
-
-
-class Quantized(torch.Tensor):
-    """Codes (n, columns) and a scale for each row, as the quantised weights of libraries are."""
-
-    codes: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls: type["Quantized"], codes: Tensor, scale: Tensor) -> "Quantized":
-        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
-        made.codes, made.scale = codes, scale
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, _context: None, _size: Any, _stride: Any) -> "Quantized":
-        return cls(inner["codes"], inner["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].codes, args[0].scale)
-        whole = [each.codes.to(each.dtype) * each.scale if isinstance(each, cls) else each for each in args]
-        return func(*whole, **(kwargs or {}))
 
 
 class Scaled(nn.Module):
@@ -83,7 +57,7 @@ def build(kind: str, seed: int) -> nn.Module:
         return nn.Sequential(Layer(Scaled(6, 10)), Layer(Scaled(10, 7)))
     model = nn.Sequential(Layer(nn.Linear(6, 10)), Layer(nn.Linear(10, 7)))
     for layer in model:
-        layer.linear.weight = nn.Parameter(Quantized(*quantized(layer.linear.weight.detach())), requires_grad=False)
+        layer.linear.weight = nn.Parameter(Coded(*quantized(layer.linear.weight.detach())), requires_grad=False)
     return unwrap_tensor_subclass_parameters(model)
 
 

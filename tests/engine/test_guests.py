@@ -14,37 +14,11 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
+from tests.support.coded import Coded
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import hybrid
 
 SAMPLES, STEPS = 12, 4
-
-
-class Gathered(torch.Tensor):
-    """What modules compute with: int8 codes and a scale, float32 to look at."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-
-    @staticmethod
-    def __new__(cls: type["Gathered"], codes: torch.Tensor, scale: torch.Tensor) -> "Gathered":
-        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
-        made.codes, made.scale = codes, scale
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].codes, args[0].scale)
-        whole = [each.decoded() if isinstance(each, cls) else each for each in args]
-        return func(*whole, **(kwargs or {}))
-
-    def decoded(self) -> torch.Tensor:
-        """What the codes stand for, float32."""
-        return self.codes.float() * self.scale
 
 
 class Int8Gather(torch.Tensor):
@@ -85,13 +59,13 @@ class Int8Gather(torch.Tensor):
         assert dtype is torch.float32
         (codes,), (scale,) = gathered, metadata
         if out is None:
-            return Gathered(codes, scale), (codes,)
+            return Coded(codes, scale), (codes,)
         assert out.codes.data_ptr() == codes.data_ptr()
         out.scale = scale
         return None
 
 
-class BlockScaled(Gathered):
+class BlockScaled(Coded):
     """What modules compute with: e4m3 codes and e8m0 scales of four in a row, float32 to look at."""
 
     def decoded(self) -> torch.Tensor:

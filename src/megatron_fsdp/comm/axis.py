@@ -54,10 +54,18 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
     return name == dist.Backend.FAKE or name.startswith(SIMULATED)
 
 
-def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as its back end sends it: float8 as bytes, since gloo knows no such numbers; a view."""
     is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
     return tensor.view(torch.uint8) if is_float8 else tensor
+
+
+def broadcast(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int = 0, async_op: bool = False
+) -> dist.Work | None:
+    """Broadcast a tensor from a rank of the group, in place; with `async_op` a handle to wait on is returned."""
+    work: dist.Work | None = dist.broadcast(_as_sent(tensor), group_src=source, group=group, async_op=async_op)
+    return work
 
 
 # torch 2.13 renames the flat-tensor collectives; the older names warn there and the newer do not exist in 2.11.
@@ -134,7 +142,7 @@ class Axis:
         self.traffic.gathers += 1
         self.traffic.gather_bytes += full.nbytes - shard.nbytes
         group = self.gather_group or self.group
-        work: dist.Work | None = all_gather_flat(as_sent(full), as_sent(shard), group=group, async_op=async_op)
+        work: dist.Work | None = all_gather_flat(_as_sent(full), _as_sent(shard), group=group, async_op=async_op)
         return work
 
     def all_reduce(self, full: torch.Tensor, average: bool = False, async_op: bool = True) -> dist.Work | None:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.comm.agreement import agree
-from megatron_fsdp.comm.axis import Traffic, as_sent
+from megatron_fsdp.comm.axis import Traffic, broadcast
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.lanes import is_capturing
 from megatron_fsdp.comm.registration import UserBuffers
@@ -814,7 +813,7 @@ class Engine:
                 if axis.group is not None and placement is not Placement.SHARD:
                     with self.observers.during(Phase.WHOLE, ROOT_UNIT):
                         whole = on_device(group.weights.main.local, self.device)
-                        dist.broadcast(as_sent(whole), group_src=0, group=axis.group)
+                        broadcast(whole, axis.group)
                         if whole is not group.weights.main.local:
                             group.weights.main.local.copy_(whole)
         self.install_main_weights()

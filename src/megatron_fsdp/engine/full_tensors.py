@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import agree, all_agree
-from megatron_fsdp.comm.axis import address_of, as_sent
+from megatron_fsdp.comm.axis import address_of, broadcast
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import local_part
@@ -375,7 +375,7 @@ def _gather_range(group: ParameterGroup, full: torch.Tensor, start: int, stop: i
         low, high = layout.shard_range(rank)
         part = full[max(low, start) - start : max(min(high, stop) - start, 0)]
         if part.numel():
-            works.append(dist.broadcast(as_sent(part), group_src=rank, group=axis.group, async_op=True))
+            works.append(broadcast(part, axis.group, rank, async_op=True))
     for work in works:
         if work is not None:
             work.wait()

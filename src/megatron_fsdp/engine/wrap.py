@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import agree, all_agree
-from megatron_fsdp.comm.axis import Traffic, as_sent, backend_of, has_values, is_simulated
+from megatron_fsdp.comm.axis import Traffic, backend_of, broadcast, has_values, is_simulated
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
@@ -717,7 +717,7 @@ def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device
     differing = differing_tensors(tensors, group, device)
     for name in differing:
         value = tensors[name].to(device).contiguous()
-        dist.broadcast(as_sent(value), group_src=0, group=group)
+        broadcast(value, group)
         with torch.inference_mode(tensors[name].is_inference()):  # the only place where such a tensor may be written
             tensors[name].copy_(value)
     return differing

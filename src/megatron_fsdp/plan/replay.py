@@ -267,9 +267,10 @@ class _Unit:
     def reshard(self, loses_memory: bool) -> None:  # noqa: ARG002
         self.transposed.clear()
 
-    def multiply(self, names: set[str]) -> None:
-        """Compute gradients of activations by some of its weights."""
-        self.transposed |= {name: self._transposable[name] for name in names & self._transposable.keys()}
+    def multiply(self, name: str) -> None:
+        """Compute gradients of activations by one of its weights."""
+        if name in self._transposable:
+            self.transposed[name] = self._transposable[name]
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -438,8 +439,8 @@ class _Replay:
             self._wires.now_s += self._compute_s(segment)
             for name in segment.gradients:
                 self._arrive(self._owners[name])
-            for unit in self._units:
-                unit.multiply(segment.multiplied)
+            for name in segment.multiplied:
+                self._owners[name].multiply(name)
             if segment.peak_bytes > segment.begin_bytes:
                 self._note(f"{segment}+", segment.peak_bytes + self._saved_bytes)
 
