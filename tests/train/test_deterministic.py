@@ -71,13 +71,17 @@ def test_losses_norms_and_checkpoints_do_not_depend_on_ranks_and_strategies(
         assert of_training(differences(saved / STEP_8, saves / STEP_8)) == []
 
 
-def test_a_run_goes_on_with_the_same_bits_on_other_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
-    (whole, saved), *_ = runs_of(run_ranks, tmp_path, {"one": (1, (*CASES["one"][1], *ODD))})
+@pytest.mark.full(short=["muon"])
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "adamw8bit"])
+def test_a_run_goes_on_with_the_same_bits_on_other_ranks(run_ranks: RunRanks, tmp_path: Path, optimizer: str) -> None:
+    """Also where the optimizer needs whole matrices, or whole blocks of its state."""
+    options = (*CASES["one"][1], *ODD, "--optimizer", optimizer)
+    (whole, saved), *_ = runs_of(run_ranks, tmp_path, {"one": (1, options)})
     saves, text = tmp_path / "saves", str(tmp_path / "text")
     for ranks, steps in ((2, "3"), (3, "5"), (1, "8")):
         words = ("--exit-interval", steps) if steps != "8" else ()
         folders = ("--data-path", text, "--out", str(tmp_path / "out"), "--save", str(saves), "--load", str(saves))
-        run_ranks(ranks, train, *WORLD, *ODD, *CASES["one"][1], *folders, *words)
+        run_ranks(ranks, train, *WORLD, *options, *folders, *words)
     assert losses_of(tmp_path / "out") == whole
     assert of_training(differences(saved / STEP_8, saves / STEP_8)) == []
 
