@@ -337,6 +337,9 @@ def test_what_cannot_hold_is_refused() -> None:
     assert "deterministic='rank' does not exist; give \"world\"" in refusal(deterministic="rank")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     assert "tensor parallelism" in refusal(device_mesh=mesh, dp_shard_dim="a", tp_dim="b")
+    ranks = init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))
+    told = refusal(device_mesh=ranks, dp_shard_dim="a", tp_dim="b", expt_device_mesh=mesh)
+    assert "which tokens an expert computes together depends on the ranks" in told
     narrow = MixedPrecisionPolicy(None, BF16, BF16)
     told = refusal(dtype=BF16, mixed_precision_policy=narrow)
     assert "SGD on main weights in bfloat16 cannot step on the CPU" in told
