@@ -270,6 +270,123 @@ def _off(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
+def formats(session: Session) -> None:
+    """Compare weights in weight formats with plain torch on rounded ones, and float8 products with emulated ones."""
+    from megatron_fsdp import MixedPrecisionPolicy
+    from megatron_fsdp.engine import fp8_linear
+
+    start_alone(session.device)
+    batches = batches_of(REHEARSAL, session.device, torch.bfloat16)
+    for name in ("fp8", "fp8_row", "fp8_tile", "mxfp8", "nvfp4", "fp8_compute", "fp8_row_compute"):
+        policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, weight_format=name)
+        model, optimizer = small(session, torch.bfloat16, mixed_precision_policy=policy)
+        found = train(model, optimizer, batches)
+        if name.endswith("compute"):
+            native, fp8_linear.multiplies_float8 = fp8_linear.multiplies_float8, lambda _: False
+            try:
+                model, optimizer = small(session, torch.bfloat16, mixed_precision_policy=policy)
+                expected, told = train(model, optimizer, batches), "off_emulation"
+            finally:
+                fp8_linear.multiplies_float8 = native
+        else:
+            expected, told = _train_rounded(session, name, batches), "off_plain"
+        session.note(name, **{told: max(map(_off, found, expected))})
+
+
+def _train_rounded(session: Session, name: str, batches: list[list[Tensor]]) -> list[Tensor]:
+    """Train in plain torch, where each step computes with weights that were encoded and decoded."""
+    from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, encoded_bytes
+
+    weight_format = WEIGHT_FORMATS[name]
+    model = layers(REHEARSAL, session.device, torch.bfloat16)
+    params = list(model.parameters())
+    mains = [param.detach().float() for param in params]
+    optimizer = torch.optim.SGD(mains, lr=0.1)
+    seen = []
+    for microbatches in batches:
+        for param, main in zip(params, mains, strict=True):
+            if param.ndim < 2:
+                param.data.copy_(main)
+                continue
+            flat, shape = main.reshape(-1), tuple(main.shape)
+            amaxes = weight_format.amaxes(flat, 0, shape)
+            codes = torch.empty(encoded_bytes(weight_format, flat.numel()), dtype=torch.uint8, device=flat.device)
+            weight_format.encode(flat, 0, shape, amaxes, codes)
+            weight_format.decode(codes, 0, shape, amaxes, param.data.view(-1))
+        for main in mains:
+            main.grad = torch.zeros_like(main)
+        for x in microbatches:
+            loss = loss_of(model, x) / len(microbatches)
+            seen.append(loss.detach().clone())
+            for main, grad in zip(mains, torch.autograd.grad(loss, params), strict=True):
+                assert main.grad is not None
+                main.grad += grad.float()
+        seen += [main.grad.clone() for main in mains if main.grad is not None]
+        optimizer.step()
+    return seen
+
+
+def optimizers(session: Session) -> None:
+    """Compare Muon, Adafactor and AdamW in 32 and in 8 bits with the same classes in plain torch."""
+    from megatron_fsdp.optim.adamw8bit import AdamW8bit
+
+    start_alone(session.device)
+    batches = batches_of(REHEARSAL, session.device, torch.float32)
+    makers: dict[str, Callable[[Any], Any]] = {
+        "Muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02),
+        "Adafactor": partial(torch.optim.Adafactor, lr=0.02),
+        "AdamW8bit": partial(AdamW8bit, lr=0.01),
+        "AdamW": partial(torch.optim.AdamW, lr=0.01, fused=session.is_gpu),
+    }
+    for name, make in makers.items():
+        plain = layers(REHEARSAL, session.device, torch.float32)
+        for param in plain.parameters():
+            param.requires_grad_(name != "Muon" or param.ndim == 2)
+        expected = train(plain, make(plain.parameters()), batches)
+        expected += [param.detach().clone() for param in plain.parameters()]
+        for strategy in (0, 3):
+            model, optimizer = _small_matrices(session, make, name == "Muon", zero_dp_strategy=strategy)
+            found = train(model, optimizer, batches) + [_local(p.detach()).clone() for p in model.parameters()]
+            session.note(f"{name}, strategy {strategy}", off_plain=max(map(_off, found, expected)))
+
+
+def _small_matrices(
+    session: Session, make: Callable[[Any], Any], only: bool, **arguments: Any
+) -> tuple[nn.Module, Any]:
+    from megatron_fsdp import fully_shard
+
+    model = layers(REHEARSAL, session.device, torch.float32)
+    for param in model.parameters():
+        param.requires_grad_(not only or param.ndim == 2)
+    return fully_shard(model, make(model.parameters()), fsdp_unit_modules=[Layer], **arguments)
+
+
+def away(session: Session) -> None:
+    """Compare state on the host with the same state on the device: losses, gradients and weights of two steps."""
+    from megatron_fsdp import MixedPrecisionPolicy
+
+    start_alone(session.device)
+    batches = batches_of(REHEARSAL, session.device, torch.bfloat16)
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    adamw = partial(torch.optim.AdamW, lr=0.01, fused=True)
+    expected: list[Tensor] = []
+    for where in (None, "optimizer_state", "activations", "compute_weights", "main_weights", "host"):
+        for strategy in (1, 3) if where not in ("compute_weights", "host") else (3,):
+            homes = where if where in (None, "host") else {where: "host"}
+            model, optimizer = small(
+                session,
+                torch.bfloat16,
+                optimizer=adamw,
+                mixed_precision_policy=policy,
+                zero_dp_strategy=strategy,
+                homes=homes,
+            )
+            found = train(model, optimizer, batches) + list(model.full_parameters().values())
+            expected = expected or found
+            off = max(_off(one.cpu(), other.cpu()) for one, other in zip(found, expected, strict=True))
+            session.note(f"{where}, strategy {strategy}", off_resident=off)
+
+
 def shared_gpu(session: Session) -> None:
     """Let 2 and 4 processes share the GPU over gloo: every strategy, hybrid sharding, recomputation, against one."""
     for ranks in (2, 4):
@@ -304,7 +421,28 @@ def rank_of_shared_gpu(session: Session, rank: int, ranks: int, store: str) -> N
         if rank == 0:
             off = max(_off(found[key], param.detach()) for key, param in plain.named_parameters())
             session.note(f"{ranks} ranks, {name}", weights_off_one_process=off)
+    for name, arguments in [*cases[:4], cases[-1]]:
+        options: dict[str, Any] = {"deterministic": "world", "calculate_per_token_loss": True}
+        sharded, optimizer = small(session, torch.float32, **options, **arguments)
+        _train_by_numbers(sharded, optimizer, session.device, rank, ranks)
+        found = sharded.full_parameters()
+        plain = layers(REHEARSAL, session.device, torch.float32)
+        _train_by_numbers(plain, torch.optim.SGD(plain.parameters(), lr=0.1), session.device)
+        if rank == 0:
+            equal = all(torch.equal(found[key], param.detach()) for key, param in plain.named_parameters())
+            session.note(f"{ranks} ranks, {name}, deterministic", equals_one_process=equal)
     dist.destroy_process_group()
+
+
+def _train_by_numbers(model: Any, optimizer: Any, device: torch.device, rank: int = 0, ranks: int = 1) -> None:
+    """Train two steps of 12 numbered microbatches, dealt to the ranks in turn."""
+    for step in batches_of(REHEARSAL, device, torch.float32):
+        for number in range(rank, 12, ranks):
+            if ranks > 1:
+                model.set_model_auto_sync(number + ranks >= 12)
+            (loss_of(model, step[0][number : number + 1]) / 12).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def no_synchronisation(session: Session) -> None:
@@ -788,6 +926,9 @@ PARTS: dict[int, tuple[Section, ...]] = {
     1: (
         Section(machine, 30),
         Section(alone, 90),
+        Section(formats, 60),
+        Section(optimizers, 60),
+        Section(away, 60),
         Section(no_synchronisation, 60),
         Section(out_of_memory, 60),
         Section(shared_gpu, 120),

@@ -136,7 +136,8 @@ class _Gathered:
         """Round output gradients (m, out_features) to float8, and multiply them by the codes."""
         scaled, scale, right = rows, self.scale, self.transpose()
         if self._by_row:
-            scaled, scale = rows.float() * self.scale.t(), torch.ones_like(self.scale[:1]).expand(1, right.shape[0])
+            # In memory of its own: the product of a GPU takes no expanded scales.
+            scaled, scale = rows.float() * self.scale.t(), self.scale.new_ones((1, right.shape[0]))
         return scaled_product(*to_float8(scaled, _E5M2, self._by_row), right, scale, rows.dtype, self._emulates)
 
     def transpose(self) -> torch.Tensor:
