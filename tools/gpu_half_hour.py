@@ -76,7 +76,7 @@ class Session:
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
-            torch.accelerator.empty_host_cache()  # pinned memory, of which the next one takes another lot
+            torch._C._host_emptyCache()  # pinned memory, of which the next one takes another lot
             torch.cuda.reset_peak_memory_stats()
 
 
@@ -362,29 +362,55 @@ def _small_matrices(
 
 
 def away(session: Session) -> None:
-    """Compare state on the host with the same state on the device: losses, gradients and weights of two steps."""
+    """Compare state on the host with plain torch, whose optimizer steps on the same device, over two steps."""
     from megatron_fsdp import MixedPrecisionPolicy
 
     start_alone(session.device)
     batches = batches_of(REHEARSAL, session.device, torch.bfloat16)
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     adamw = partial(torch.optim.AdamW, lr=0.01, fused=True)
-    expected: list[Tensor] = []
+    expected = {kind: _train_main_weights(session, kind, adamw, batches) for kind in (session.device, CPU)}
     for where in (None, "optimizer_state", "activations", "compute_weights", "main_weights", "host"):
         for strategy in (1, 3) if where not in ("compute_weights", "host") else (3,):
-            homes = where if where in (None, "host") else {where: "host"}
             model, optimizer = small(
                 session,
                 torch.bfloat16,
                 optimizer=adamw,
                 mixed_precision_policy=policy,
                 zero_dp_strategy=strategy,
-                homes=homes,
+                homes=where if where in (None, "host") else {where: "host"},
             )
             found = train(model, optimizer, batches) + list(model.full_parameters().values())
-            expected = expected or found
-            off = max(_off(one.cpu(), other.cpu()) for one, other in zip(found, expected, strict=True))
-            session.note(f"{where}, strategy {strategy}", off_resident=off)
+            wanted = expected[CPU if where in ("main_weights", "host") else session.device]
+            off = max(_off(one.cpu(), other.cpu()) for one, other in zip(found, wanted, strict=True))
+            session.note(f"{where}, strategy {strategy}", off_plain=off)
+
+
+CPU = torch.device("cpu")
+
+
+def _train_main_weights(
+    session: Session, home: torch.device, make: Callable[[Any], Any], batches: list[list[Tensor]]
+) -> list[Tensor]:
+    """Train in plain torch with float32 main weights on a device; return losses, gradients and the main weights."""
+    model = layers(REHEARSAL, session.device, torch.bfloat16)
+    params = list(model.parameters())
+    mains = [param.detach().to(home, torch.float32) for param in params]
+    optimizer, seen = make(mains), []
+    for microbatches in batches:
+        sums = [torch.zeros_like(param, dtype=torch.float32) for param in params]
+        for x in microbatches:
+            loss = loss_of(model, x) / len(microbatches)
+            seen.append(loss.detach().clone())
+            for total, grad in zip(sums, torch.autograd.grad(loss, params), strict=True):
+                total += grad.float()
+        seen += sums
+        for main, total in zip(mains, sums, strict=True):
+            main.grad = total.to(home)
+        optimizer.step()
+        for param, main in zip(params, mains, strict=True):
+            param.data.copy_(main)
+    return seen + mains
 
 
 def shared_gpu(session: Session) -> None:

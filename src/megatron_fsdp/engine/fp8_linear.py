@@ -81,9 +81,15 @@ def scaled_product(
     Scales are () and (), or (m, 1) and (1, n).
     """
     if not emulates and left.numel():
-        return torch._scaled_mm(left.contiguous(), right.t(), left_scale, right_scale, out_dtype=dtype)
+        scales = (left_scale, _aligned(right_scale))
+        return torch._scaled_mm(left.contiguous(), right.t(), *scales, out_dtype=dtype)
     total = left.double() @ right.double().t()  # selective checkpointing may keep it, so nothing is done in place
     return (total * (left_scale.double() * right_scale.double())).to(dtype)
+
+
+def _aligned(scale: torch.Tensor) -> torch.Tensor:
+    """Return a scale at a multiple of 16 bytes, without which cuBLAS has no product."""
+    return scale.clone() if scale.data_ptr() % 16 else scale
 
 
 def emulation_note(groups: Iterable[ParameterGroup], device: torch.device) -> str:
