@@ -754,6 +754,51 @@ def _note_graph(session: Session, name: str, strategy: int) -> None:
     session.note(name, equal=all(map(torch.equal, *found)), **times)
 
 
+def unit_graphs(world_size: int, session: Session) -> None:
+    """Let torch capture each unit's forward and backward, and compare with units run as they are: values and times."""
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    start_alone(session.device, world_size)
+    draws = torch.Generator(session.device).manual_seed(0)
+    batches = [
+        torch.randn(1, 64, REHEARSAL.dim, device=session.device, dtype=torch.bfloat16, generator=draws)
+        for _ in range(8)
+    ]
+    ways: dict[str, dict[str, Any] | None] = {
+        "eager": None,
+        "cudagraphs": {"backend": "cudagraphs"},
+        "reduce-overhead": {"mode": "reduce-overhead"},
+    }
+    for strategy in (0, 3):
+        expected: list[Tensor] = []
+        for way, options in ways.items():
+            torch._dynamo.reset()
+            model = layers(REHEARSAL, session.device, torch.bfloat16)
+            for layer in model.children() if options is not None else ():
+                layer.compile(fullgraph=True, **options)  # type: ignore[arg-type]
+            sharded, optimizer = fully_shard(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=1e-3, fused=session.is_gpu, capturable=session.is_gpu),
+                fsdp_unit_modules=[Layer],
+                zero_dp_strategy=strategy,
+                cuda_graph_mode=True,
+                mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
+            )
+            for x in batches:
+                stepping(sharded, optimizer, x)()
+            found = [_local(param.detach()).clone() for param in sharded.parameters()]
+            expected = expected or found
+            device_ms, host_ms = measure(session, stepping(sharded, optimizer, batches[0]), 10)
+            facts = profiled(session, stepping(sharded, optimizer, batches[0]), None)
+            session.note(
+                f"strategy {strategy}, {way}, rank 0 of {world_size}",
+                off_eager=max(map(_off, found, expected)),
+                device_ms=round(device_ms, 3),
+                host_ms=round(host_ms, 3),
+                **facts,
+            )
+
+
 def products(session: Session) -> None:
     """Time products of the 8B shapes: bf16, bf16 into fp32, and fp8."""
     sizes = LLAMA_8B if session.is_gpu else REHEARSAL
@@ -876,6 +921,7 @@ def homes(session: Session) -> None:
     one = layers(replace(sizes, layers=1), torch.device("meta"), torch.bfloat16)
     numel = sum(param.numel() for param in one.parameters())
     for name, (where, host_bytes) in HOMES.items():
+        session.free()
         for depth in (n for n in depths if n * numel * host_bytes < _free_host_bytes()):
             if _fits(session, name, where, replace(sizes, layers=depth), recomputes=True):
                 break
@@ -971,6 +1017,8 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section(machine, 30),
         Section(graphs, 60),
         Section(graphs_of_8, 60),
+        Section(partial(unit_graphs, 1), 90, "unit_graphs"),
+        Section(partial(unit_graphs, 8), 90, "unit_graphs_of_8"),
         Section(products, 60),
         Section(registered_memory, 60),
         Section(kept_memory, 60),
