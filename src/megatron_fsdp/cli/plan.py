@@ -204,7 +204,7 @@ def _setup(args: argparse.Namespace) -> Setup:
     offload = {"home": "host", "fraction": args.optimizer_offload_fraction}
     return make_setup(
         _ranks(args),
-        homes=resolve_homes({"main_weights": offload} if args.optimizer_cpu_offload else None, resolve_strategy(3)),
+        homes={"main_weights": offload} if args.optimizer_cpu_offload else None,
         strategy=resolve_strategy(_number(strategy), "--strategy"),
         outer_strategy=resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
         policy=MixedPrecisionPolicy(

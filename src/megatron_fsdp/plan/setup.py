@@ -9,7 +9,7 @@ from heapq import nlargest
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from megatron_fsdp.config.engine_options import MemoryOptions, default_memory_options
-from megatron_fsdp.config.homes import Homes
+from megatron_fsdp.config.homes import Homes, resolve_homes
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.engine.schedule import SyncMode
@@ -327,7 +327,9 @@ class Setup:
 
 
 def make_setup(ranks: Ranks, **options: Any) -> Setup:
-    """Make a setup of fields; strategies and optimizers may be given by name, and None stands for the default.
+    """Make a setup of fields; strategies and optimizers may be given by name, homes as `fully_shard` takes them.
+
+    None stands for the default.
 
     Raises:
         ConfigurationError: A name is not known, or a value is not possible.
@@ -337,4 +339,6 @@ def make_setup(ranks: Ranks, **options: Any) -> Setup:
         chosen[name] = resolve_strategy(chosen[name], name)
     if isinstance(chosen.get("optimizer"), str):
         chosen["optimizer"] = find_optimizer(chosen["optimizer"])
+    if not isinstance(chosen.get("homes", Homes()), Homes):
+        chosen["homes"] = resolve_homes(chosen["homes"], chosen.get("strategy", Setup.strategy))
     return Setup(resolve_ranks(ranks), **chosen)
