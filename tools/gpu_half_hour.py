@@ -309,10 +309,10 @@ def _train_rounded(session: Session, name: str, batches: list[list[Tensor]]) -> 
                 param.data.copy_(main)
                 continue
             flat, shape = main.reshape(-1), tuple(main.shape)
-            amaxes = weight_format.amaxes(flat, 0, shape)
+            scales = weight_format.scales(weight_format.amaxes(flat, 0, shape))
             codes = torch.empty(encoded_bytes(weight_format, flat.numel()), dtype=torch.uint8, device=flat.device)
-            weight_format.encode(flat, 0, shape, amaxes, codes)
-            weight_format.decode(codes, 0, shape, amaxes, param.data.view(-1))
+            weight_format.encode(flat, 0, shape, scales, codes)
+            weight_format.decode(codes, 0, shape, scales, param.data.view(-1))
         for main in mains:
             main.grad = torch.zeros_like(main)
         for x in microbatches:

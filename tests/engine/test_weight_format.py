@@ -82,11 +82,11 @@ def rounded(weight_format: WeightFormat | None, weight: torch.Tensor, dtype: tor
     if weight_format is None:
         return weight.detach().to(dtype)
     flat, shape = weight.detach().reshape(-1), tuple(weight.shape)
-    amaxes = weight_format.amaxes(flat, 0, shape)
+    scales = weight_format.scales(weight_format.amaxes(flat, 0, shape))
     encoded = torch.empty(encoded_bytes(weight_format, flat.numel()), dtype=torch.uint8)
-    weight_format.encode(flat, 0, shape, amaxes, encoded)
+    weight_format.encode(flat, 0, shape, scales, encoded)
     decoded = torch.empty(flat.numel(), dtype=dtype)
-    weight_format.decode(encoded, 0, shape, amaxes, decoded)
+    weight_format.decode(encoded, 0, shape, scales, decoded)
     return decoded.view(shape)
 
 

@@ -76,18 +76,18 @@ def expected(name: str, weight: torch.Tensor) -> list[float]:
 
 
 def encode(
-    form: WeightFormat, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor
+    form: WeightFormat, piece: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor
 ) -> torch.Tensor:
     out = torch.empty(encoded_bytes(form, piece.numel()), dtype=torch.uint8)
-    form.encode(piece, start, shape, amaxes, out)
+    form.encode(piece, start, shape, scales, out)
     return out
 
 
 def rounded(form: WeightFormat, weight: torch.Tensor) -> torch.Tensor:
     flat, shape = weight.reshape(-1), tuple(weight.shape)
-    amaxes = form.amaxes(flat, 0, shape)
+    scales = form.scales(form.amaxes(flat, 0, shape))
     out = torch.empty_like(flat)
-    form.decode(encode(form, flat, 0, shape, amaxes), 0, shape, amaxes, out)
+    form.decode(encode(form, flat, 0, shape, scales), 0, shape, scales, out)
     return out.view(shape)
 
 
@@ -133,8 +133,9 @@ def test_cut_shards_encode_to_cut_bytes(name: str, data: st.DataObject) -> None:
     agreed = torch.stack([form.amaxes(piece, start, shape) for start, piece in pieces]).amax(dim=0)
     assert torch.equal(agreed, form.amaxes(weight, 0, shape))
     assert agreed.numel() == form.amax_numel(shape)
-    gathered = torch.cat([encode(form, piece, start, shape, agreed) for start, piece in pieces])
-    assert torch.equal(gathered, encode(form, weight, 0, shape, agreed))
+    scales = form.scales(agreed)
+    gathered = torch.cat([encode(form, piece, start, shape, scales) for start, piece in pieces])
+    assert torch.equal(gathered, encode(form, weight, 0, shape, scales))
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_fsdp.engine.group_plan import GroupPlan, TensorParallelPart
 from megatron_fsdp.engine.weight_codec import WrappingCodec
 from megatron_fsdp.sharding.placement import Region
-from megatron_fsdp.sharding.weight_formats import Fp8Compute, Fp8RowCompute, scale_to
+from megatron_fsdp.sharding.weight_formats import Fp8Compute, Fp8RowCompute, largest_magnitudes, scale_to
 
 if TYPE_CHECKING:
     from megatron_fsdp.engine.param_group import ParameterGroup
@@ -59,13 +59,13 @@ def to_float8(values: torch.Tensor, dtype: torch.dtype, by_row: bool = False) ->
 
     What is not finite makes all codes or the scale so, and with them every element of a product, or of its row.
     """
-    largest = torch.finfo(dtype).max
     if values.numel():
-        amax = (values.abs().amax(dim=1, keepdim=True) if by_row else values.abs().amax()).float()
+        amax = largest_magnitudes(values, 1 if by_row else None)
     else:
         amax = values.new_zeros((values.shape[0], 1) if by_row else (), dtype=torch.float32)
-    scale = scale_to(largest, amax)
-    return (values.float() / scale).clamp_(-largest, largest).to(dtype), scale
+    scale, codes = scale_to(torch.finfo(dtype).max, amax), torch.empty_like(values, dtype=dtype)
+    # A scale without dimensions would be rounded to half precision, if that is what values have.
+    return torch.div(values, scale if by_row else scale.view(1), out=codes), scale
 
 
 def scaled_product(
@@ -143,7 +143,7 @@ class _Gathered:
         scaled, scale, right = rows, self.scale, self.transpose()
         if self._by_row:
             # In memory of its own: the product of a GPU takes no expanded scales.
-            scaled, scale = rows.float() * self.scale.t(), self.scale.new_ones((1, right.shape[0]))
+            scaled, scale = rows * self.scale.t(), self.scale.new_ones((1, right.shape[0]))
         return scaled_product(*to_float8(scaled, _E5M2, self._by_row), right, scale, rows.dtype, self._emulates)
 
     def transpose(self) -> torch.Tensor:
@@ -279,7 +279,7 @@ class Fp8Codec(WrappingCodec):
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region into uint8 `out`, and note the scales."""
-        self._scales.copy_(scale_to(torch.finfo(_E4M3).max, self.amaxes))
+        self._scales.copy_(self.format.scales(self.amaxes))
         super().encode(local, region, out)
 
     def codes_in(self, full: torch.Tensor, index: int) -> torch.Tensor:
@@ -293,7 +293,7 @@ class Fp8Codec(WrappingCodec):
 
     def wrap(self, index: int, codes: torch.Tensor) -> torch.Tensor:
         """Return the tensor that modules compute with, around codes of tensor `index`."""
-        scale = self._scales[self._ends[index] : self._ends[index + 1]]
+        scale = self._own(self._scales, index)
         scale = scale.view(-1, 1) if isinstance(self.format, Fp8RowCompute) else scale[0]
         part = self._parts[index]
         part = part if part is not None and part.is_dtensor else None

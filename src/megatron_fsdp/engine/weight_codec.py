@@ -181,19 +181,22 @@ class WeightCodec:
         """Set `amaxes` to the largest magnitudes that are here."""
         for index, shape in enumerate(self._layout.shapes):
             start, _ = self._layout.range_in(index, main.region)
-            self._amaxes(index).copy_(self.format.amaxes(main.piece(index).view(-1), start, shape))
+            self._own(self.amaxes, index).copy_(self.format.amaxes(main.piece(index).view(-1), start, shape))
 
     def first_infinite(self) -> int | None:
         """Return the index of the first tensor whose magnitudes are not finite."""
         if self.amaxes.isfinite().all():
             return None
-        return next(i for i in range(len(self._layout.shapes)) if not self._amaxes(i).isfinite().all())
+        return next(i for i in range(len(self._layout.shapes)) if not self._own(self.amaxes, i).isfinite().all())
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region into uint8 `out`."""
+        scales = self.format.scales(self.amaxes)
         for chunk in self._chunks(region):
             piece = local[chunk.place : chunk.place + chunk.numel]
-            self.format.encode(piece, chunk.start, *self._shared(chunk), self._bytes(out, chunk))
+            if piece.dtype is torch.float64:
+                piece = piece.float()
+            self.format.encode(piece, chunk.start, *self._shared(chunk, scales), self._bytes(out, chunk))
 
     def decode(self, encoded: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Decode the bytes of a region into `out` (region.numel,), whose last bytes `encoded` may be.
@@ -201,9 +204,10 @@ class WeightCodec:
         A chunk's bytes lie at or behind its place in `out`, since no element takes more bytes encoded, and chunks come
         in the order of their places: so none is overwritten before it is read.
         """
+        scales = self.format.scales(self.amaxes)
         for chunk in self._chunks(region):
             piece = out[chunk.place : chunk.place + chunk.numel]
-            self.format.decode(self._bytes(encoded, chunk), chunk.start, *self._shared(chunk), piece)
+            self.format.decode(self._bytes(encoded, chunk), chunk.start, *self._shared(chunk, scales), piece)
 
     def round_into(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Round the elements of a region as encoding and decoding do."""
@@ -223,11 +227,12 @@ class WeightCodec:
         first = self.bytes_of(chunk.place)
         return encoded[first : first + self.bytes_of(chunk.numel)]
 
-    def _shared(self, chunk: _Chunk) -> tuple[tuple[int, ...], torch.Tensor]:
-        return self._layout.shapes[chunk.index], self._amaxes(chunk.index)
+    def _shared(self, chunk: _Chunk, scales: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+        return self._layout.shapes[chunk.index], self._own(scales, chunk.index)
 
-    def _amaxes(self, index: int) -> torch.Tensor:
-        return self.amaxes[self._ends[index] : self._ends[index + 1]]
+    def _own(self, shared: torch.Tensor, index: int) -> torch.Tensor:
+        """Return what of magnitudes or scales is that of tensor `index`."""
+        return shared[self._ends[index] : self._ends[index + 1]]
 
 
 class WrappingCodec(WeightCodec):

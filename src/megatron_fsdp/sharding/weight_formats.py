@@ -10,21 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from functools import cache
+from math import gcd, inf, prod
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 _TILE = 128
+_E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
-_E8M0_BIAS = 127
+_E8M0_BIAS = 127  # as in float32
 _E2M1_MAX = 6.0
-_E2M1_SIGN = 8
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BELOW = 1 - 2.0**-24  # times a power of two or a short fraction: the next smaller float32
 _E2M1_ENDS = (0.25, 0.75 * _BELOW, 1.25, 1.75 * _BELOW, 2.5, 3.5 * _BELOW, 5.0)
 """The largest float32 that rounds to each of the seven smallest magnitudes: a tie goes to the even code."""
 _LEAST_SCALE = 2.0**-126  # the smallest normal float32: all-zero tensors divide by it
+_Places = torch.Tensor | slice
 
 
 def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
@@ -35,6 +38,15 @@ def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
 def scale_to(largest: float, amaxes: torch.Tensor) -> torch.Tensor:
     """Return what codes up to `largest` are multiplied by to be values up to `amaxes` again, float32."""
     return (amaxes / largest).clamp_min_(_LEAST_SCALE)
+
+
+def largest_magnitudes(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Return the largest magnitude, or those along a dimension, which stays; float32, NaN where there is one.
+
+    Values are read once and not copied, which `values.abs().amax()` does.
+    """
+    low, high = torch.aminmax(values) if dim is None else torch.aminmax(values, dim=dim, keepdim=True)
+    return torch.maximum(low.abs(), high.abs()).float()
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,13 @@ class WeightFormat:
         name: What users call it.
         block_numel: Elements that are encoded together, which no cut may separate.
         block_bytes: Bytes that a block takes.
+        largest: What a magnitude that ranks agree on is encoded as.
     """
 
     name: str
     block_numel: int = 1
     block_bytes: int = 1
+    largest: float = _E4M3_MAX
 
     @property
     def stays_encoded(self) -> bool:
@@ -71,24 +85,35 @@ class WeightFormat:
     def amaxes(self, piece: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the largest magnitudes in a piece (n,), float32 (amax_numel,): 0 for what is elsewhere, NaN as inf."""
         found = torch.zeros(self.amax_numel(shape), device=piece.device)
-        magnitudes = piece.float().abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        places = self._places(start, piece.numel(), shape, piece.device)
-        if places is not None:
-            return found.scatter_reduce_(0, places, magnitudes, "amax")
-        return magnitudes.amax().view(1) if piece.numel() else found
+        if not piece.numel():
+            return found
+        length, places = self._segments(start, piece.numel(), shape, piece.device)
+        segments = piece.view(-1, length)
+        largest = largest_magnitudes(segments, 1 if len(segments) > 1 else None).view(-1).nan_to_num_(inf, inf)
+        if isinstance(places, torch.Tensor):
+            return found.scatter_reduce_(0, places, largest, "amax")
+        found[places] = largest
+        return found
 
-    def _places(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-        """Return which of the magnitudes each element of a piece has (numel,); None: the only one."""
-        return None
+    def _segments(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> tuple[int, _Places]:
+        """Cut a piece into segments with one magnitude each; returns their length, and which magnitudes those are."""
+        return max(1, numel), slice(0, 1)
+
+    def scales(self, amaxes: torch.Tensor) -> torch.Tensor:
+        """Return the scales of any magnitudes that ranks agreed on."""
+        return scale_to(self.largest, amaxes)
 
     def encode(
-        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Encode a piece (n,) by agreed, finite magnitudes into `out`, uint8 (encoded_bytes(n),), to the nearest."""
+        """Encode a piece (n,), float32 or narrower, to the nearest into `out`, uint8 (encoded_bytes(n),).
+
+        `scales` are those of agreed, finite magnitudes.
+        """
         raise NotImplementedError
 
     def decode(
-        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Decode uint8 (encoded_bytes(n),) into `out` (n,), rounding once; all is read before anything is written."""
         raise NotImplementedError
@@ -101,22 +126,19 @@ class Fp8(WeightFormat):
     name: str = "fp8"
 
     def encode(
-        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Divide each element by its scale and round to the nearest e4m3."""
-        scales = self._scales(start, piece.numel(), shape, amaxes)
-        out.copy_(_to_e4m3(piece.float().div(scales)).view(torch.uint8))
+        length, places = self._segments(start, piece.numel(), shape, piece.device)
+        # Rounding alone leaves a quotient beyond 448, far from 464, from where on conversion would return NaN.
+        torch.div(piece.view(-1, length), scales[places, None], out=out.view(_E4M3).view(-1, length))
 
     def decode(
-        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Multiply each element by its scale in float32 and round once."""
-        out.copy_(_from_e4m3(encoded).mul_(self._scales(start, out.numel(), shape, amaxes)))
-
-    def _scales(self, start: int, numel: int, shape: tuple[int, ...], amaxes: torch.Tensor) -> torch.Tensor:
-        scales = scale_to(_E4M3_MAX, amaxes)
-        places = self._places(start, numel, shape, amaxes.device)
-        return scales if places is None else scales[places]
+        length, places = self._segments(start, out.numel(), shape, out.device)
+        _multiply(encoded.view(_E4M3).to(out.dtype).view(-1, length), scales[places, None], out)
 
 
 @dataclass(frozen=True)
@@ -146,8 +168,13 @@ class Fp8Row(Fp8):
         """Return the number of rows."""
         return shape[0]
 
-    def _places(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-        return torch.arange(start, start + numel, device=device) // max(1, prod(shape[1:]))
+    def _segments(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> tuple[int, _Places]:
+        columns = max(1, prod(shape[1:]))
+        length = gcd(start, numel, columns)
+        ends = start // length, (start + numel) // length
+        if length == columns:
+            return length, slice(*ends)
+        return length, torch.arange(*ends, device=device) // (columns // length)
 
 
 @dataclass(frozen=True)
@@ -167,10 +194,11 @@ class Fp8Tile(Fp8):
         """Return the number of tiles, those at the edges included."""
         return -(-shape[0] // _TILE) * -(-prod(shape[1:]) // _TILE)
 
-    def _places(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+    def _segments(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> tuple[int, _Places]:
         columns = max(1, prod(shape[1:]))
-        element = torch.arange(start, start + numel, device=device)
-        return element // columns // _TILE * -(-columns // _TILE) + element % columns // _TILE
+        length = gcd(start, numel, columns, _TILE)
+        segment, in_row = torch.arange(start // length, (start + numel) // length, device=device), columns // length
+        return length, segment // (in_row * _TILE) * -(-columns // _TILE) + segment % in_row // (_TILE // length)
 
 
 @dataclass(frozen=True)
@@ -185,23 +213,22 @@ class Mxfp8(WeightFormat):
     block_bytes: int = 33
 
     def encode(
-        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Divide each block by its scale and round to the nearest e4m3."""
-        blocks = _in_blocks(piece, self.block_numel)
-        fraction, exponents = torch.frexp(blocks.abs().amax(dim=1, keepdim=True) / _E4M3_MAX)
-        exponents = (exponents - (fraction == 0.5).int()).clamp_(-_E8M0_BIAS + 1, _E8M0_BIAS)  # the log2, rounded up
-        rows = out.view(-1, self.block_bytes)
-        rows[:, :1] = (exponents + _E8M0_BIAS).to(torch.uint8)
-        rows[:, 1:] = _to_e4m3(torch.ldexp(blocks, -exponents)).view(torch.uint8)
+        blocks, rows = _in_blocks(piece, self.block_numel), out.view(-1, self.block_bytes)
+        fraction, exponents = torch.frexp(largest_magnitudes(blocks, 1) / _E4M3_MAX)
+        # Rounded up to the next power of two.
+        codes = (exponents + (fraction != 0.5) + (_E8M0_BIAS - 1)).clamp_(1, 2 * _E8M0_BIAS)
+        rows[:, :1] = codes
+        torch.mul(blocks, _powers(2 * _E8M0_BIAS - codes), out=rows[:, 1:].view(_E4M3))
 
     def decode(
-        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Multiply each block by its scale in float32 and round once."""
         rows = encoded.view(-1, self.block_bytes)
-        exponents = rows[:, :1].int() - _E8M0_BIAS
-        out.copy_(torch.ldexp(_from_e4m3(rows[:, 1:]), exponents).view(-1)[: out.numel()])
+        _multiply(rows[:, 1:].view(_E4M3).to(out.dtype), _powers(rows[:, :1].int()), out)
 
 
 @dataclass(frozen=True)
@@ -214,34 +241,26 @@ class Nvfp4(WeightFormat):
     name: str = "nvfp4"
     block_numel: int = 16
     block_bytes: int = 9
+    largest: float = _E2M1_MAX * _E4M3_MAX
 
     def encode(
-        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Divide each block by both scales and round to the nearest e2m1, ties to even."""
-        blocks = _in_blocks(piece, self.block_numel)
-        whole = self._tensor_scale(amaxes)
-        scales = _to_e4m3(blocks.abs().amax(dim=1, keepdim=True) / _E2M1_MAX / whole)
-        divisors = (scales.float() * whole).clamp_min_(_LEAST_SCALE)
-        scaled = blocks / divisors
-        codes = torch.bucketize(scaled.abs(), torch.tensor(_E2M1_ENDS, device=piece.device)).to(torch.uint8)
-        codes += scaled.signbit().to(torch.uint8) * _E2M1_SIGN
-        rows = out.view(-1, self.block_bytes)
-        rows[:, :1] = scales.view(torch.uint8)
-        rows[:, 1:] = codes[:, ::2] | codes[:, 1::2] << 4
+        blocks, rows = _in_blocks(piece, self.block_numel), out.view(-1, self.block_bytes)
+        block_scales = rows[:, :1].view(_E4M3)
+        torch.div(largest_magnitudes(blocks, 1) / _E2M1_MAX, scales, out=block_scales)
+        scaled = blocks / _both(block_scales, scales).neg_()
+        codes = torch.bucketize(scaled.view(torch.int32), _tables(piece)[0], out_int32=True)
+        torch.add(codes[:, ::2], codes[:, 1::2], alpha=16, out=rows[:, 1:])
 
     def decode(
-        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Multiply each block by both scales in float32 and round once."""
         rows = encoded.view(-1, self.block_bytes)
-        values = torch.tensor(_E2M1_VALUES, device=encoded.device)
-        codes = torch.stack((rows[:, 1:] & 15, rows[:, 1:] >> 4), dim=2).view(-1, self.block_numel)
-        divisors = (_from_e4m3(rows[:, :1]) * self._tensor_scale(amaxes)).clamp_min_(_LEAST_SCALE)
-        out.copy_((values[codes.int()] * divisors).view(-1)[: out.numel()])
-
-    def _tensor_scale(self, amaxes: torch.Tensor) -> torch.Tensor:
-        return scale_to(_E2M1_MAX * _E4M3_MAX, amaxes)
+        pairs = _tables(out)[1].index_select(0, rows[:, 1:].int().view(-1)).view(out.dtype)
+        _multiply(pairs.view(-1, self.block_numel), _both(rows[:, :1].view(_E4M3), scales), out)
 
 
 @dataclass(frozen=True)
@@ -267,17 +286,52 @@ class GuestFormat(WeightFormat):
 
 
 def _in_blocks(piece: torch.Tensor, block_numel: int) -> torch.Tensor:
-    """Return a piece as float32 blocks, the last filled with zeros."""
-    return functional.pad(piece.float(), (0, -piece.numel() % block_numel)).view(-1, block_numel)
+    """Return a piece as blocks, the last filled with zeros."""
+    missing = -piece.numel() % block_numel
+    return (functional.pad(piece, (0, missing)) if missing else piece).view(-1, block_numel)
 
 
-def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest e4m3, ties to even; what is beyond the largest becomes the largest."""
-    return values.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+def _multiply(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Multiply blocks of values of the dtype of `out`, (n, block), by scales (n, 1), rounding once."""
+    if out.numel() == values.numel():
+        torch.mul(values, scales, out=out.view(values.shape))
+    else:
+        out.copy_((values * scales).view(-1)[: out.numel()])
 
 
-def _from_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    return codes.contiguous().view(torch.float8_e4m3fn).float()
+def _both(scales: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return the product of the e4m3 scales of blocks and that of their tensor."""
+    return (scales.float() * whole).clamp_min_(_LEAST_SCALE)
+
+
+def _powers(codes: torch.Tensor) -> torch.Tensor:
+    """Return the powers of two that int32 e8m0 codes from 1 to 254 stand for, whose exponents they are."""
+    return (codes << 23).view(torch.float32)
+
+
+def _make_tables(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the tables to which e2m1 is written and read.
+
+    The first (15,) holds where, among the bits of negated float32 numbers as int32, the next code begins: in that order
+    negative numbers come first, and those of each sign by magnitude. The second (256,) holds by byte what the two codes
+    in it stand for, both of `dtype` as one integer.
+    """
+    ends = torch.tensor(_E2M1_ENDS, device="cpu")
+    last_negative = torch.full((1,), -1, dtype=torch.int32, device="cpu")
+    values = torch.tensor(_E2M1_VALUES, dtype=dtype, device="cpu")
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)
+    return (
+        torch.cat(((-ends).view(torch.int32), last_negative, ends.view(torch.int32))).to(device),
+        pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64).view(-1).to(device),
+    )
+
+
+_keep_tables = cache(_make_tables)
+
+
+def _tables(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tables for a tensor's device and dtype; the host waits for the copy, so they are copied once."""
+    return (_make_tables if isinstance(like, FakeTensor) else _keep_tables)(like.device, like.dtype)
 
 
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
