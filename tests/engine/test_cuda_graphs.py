@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
@@ -35,11 +37,13 @@ class Floor(nn.Module):
 
 
 def shard(
-    dtype: torch.dtype = torch.float32, device: str = "cpu", **given: Any
+    dtype: torch.dtype = torch.float32, device: str = "cpu", backend: Any = None, **given: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     torch.manual_seed(1)
     made: dict[str, Any] = {"dtype": dtype, "device": device}
     model = nn.Sequential(nn.Linear(8, 8, **made), *(Floor(width, **made) for width in (16, 24, 16)))
+    for floor in model[1:] if backend is not None else ():
+        floor.compile(backend=backend, fullgraph=True)
     options = {"capturable": True} if device == "cuda" else {}
     is_decoupled = given.get("use_decoupled_grad", False)
     optimizer = DecoupledSGD(model.parameters()) if is_decoupled else torch.optim.AdamW(model.parameters(), **options)
@@ -106,6 +110,33 @@ def test_results_are_those_without_the_mode(strategy: int) -> None:
         losses = [step(model, optimizer, batch(seed), microbatches=2) for seed in range(3)]
         found.append([*losses, *weights_of(model)])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(2)
+def test_units_that_torch_compiles_find_their_weights_at_the_same_addresses(strategy: int) -> None:
+    """A graph of one unit, such as those of `backend="cudagraphs"`, reads its weights where it was captured."""
+    found: list[list[int]] = []
+
+    def recording(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:  # activations have three rows, and no weight does
+            found[-1] += [x.data_ptr() for x in given if isinstance(x, torch.Tensor) and x.shape[:1] not in ((3,), ())]
+            return graph(*given)
+
+        return make_boxed_func(run)
+
+    torch._dynamo.reset()
+    # The compiler looks at `.grad` of every input, which torch itself warns of.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    model, optimizer = shard(zero_dp_strategy=strategy, backend=aot_autograd(fw_compiler=recording))
+    losses = []
+    for seed in range(4):
+        found.append([])
+        losses.append(step(model, optimizer, batch(seed), microbatches=2))
+    assert len(found[1]) >= 3 * 2 * (4 + 2)  # of three units, two microbatches: four in forward, two in backward
+    assert found[1] == found[2] == found[3]
+    plain, optimizer = shard(zero_dp_strategy=strategy)
+    assert torch.equal(torch.stack(losses), torch.stack([step(plain, optimizer, batch(n), 2) for n in range(4)]))
 
 
 CHANGED_UNSEEN = [
