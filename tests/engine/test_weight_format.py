@@ -81,7 +81,7 @@ def rounded(weight_format: WeightFormat | None, weight: torch.Tensor, dtype: tor
     """Encode and decode a whole tensor, or cast it where it has no format."""
     if weight_format is None:
         return weight.detach().to(dtype)
-    flat, shape = weight.detach().reshape(-1), tuple(weight.shape)
+    flat, shape = weight.detach().float().reshape(-1), tuple(weight.shape)
     scales = weight_format.scales(weight_format.amaxes(flat, 0, shape))
     encoded = torch.empty(encoded_bytes(weight_format, flat.numel()), dtype=torch.uint8)
     weight_format.encode(flat, 0, shape, scales, encoded)
@@ -165,7 +165,7 @@ JOBS = [
     Job("fp8_row", main=None),
     Job("fp8_tile", BF16, inner=3),
     Job("mxfp8", BF16, outer=2, outer_strategy=1),
-    Job("nvfp4"),
+    Job("nvfp4", main=torch.float64),
 ]
 
 

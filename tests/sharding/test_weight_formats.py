@@ -138,6 +138,16 @@ def test_cut_shards_encode_to_cut_bytes(name: str, data: st.DataObject) -> None:
     assert torch.equal(gathered, encode(form, weight, 0, shape, scales))
 
 
+def test_no_largest_element_needs_to_be_clamped() -> None:
+    """Rounding takes it beyond 448, but not as far as 464, which would become NaN; here each row has one element."""
+    fractions = torch.randint(1 << 23, (255, 4000), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    rows = ((torch.arange(255, dtype=torch.int32)[:, None] << 23) + fractions).view(torch.float32).view(-1, 1)
+    form = WEIGHT_FORMATS["fp8_row"]
+    scales = form.scales(form.amaxes(rows.view(-1), 0, rows.shape))
+    assert (rows[:, 0] / scales).max() > 448
+    assert encode(form, rows.view(-1), 0, rows.shape, scales).view(torch.float8_e4m3fn).float().max() == 448
+
+
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_what_is_not_finite_shows_in_the_magnitudes(name: str) -> None:
     for bad in (math.nan, math.inf, -math.inf):
