@@ -25,20 +25,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import Axis, real_values
+from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.comm.lanes import Lane, Ticket, submit_in_turn, submit_through
 from megatron_fsdp.comm.reduction import put_scaled
-from megatron_fsdp.config.homes import ON_DEVICE, Home
-from megatron_fsdp.config.precision import ResolvedPrecision
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, piece_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.sharding.gradient_formats import GradientFormat
-from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
-from megatron_fsdp.sharding.mesh import Domain, FlatAxis
-from megatron_fsdp.sharding.placement import Placement, Region
+from megatron_fsdp.sharding.mesh import Domain
 
 
 class BucketViews:
@@ -117,24 +112,22 @@ _OWN_REFERENCES = 3  # to a DTensor of ours during the check: the list, the vari
 class MainGradient:
     """This rank's part of the accumulated gradients of a group, and the DTensors of its pieces.
 
-    Args:
-        layout: Where each tensor lies in the whole gradient.
-        region: The elements of that which are here.
+    Attributes:
+        region: The elements of the whole gradient that are here.
         dtype: Dtype of the accumulation.
         device: Device of the model.
         home: Where the memory is.
+        views: The DTensor of each tensor's piece, where it was made already.
     """
 
-    def __init__(
-        self, layout: Layout, region: Region, dtype: torch.dtype, device: torch.device, home: Home = ON_DEVICE
-    ) -> None:
-        self._layout = layout
-        self.region = region
-        self.dtype = dtype
-        self.device = device
-        self.home = home
+    def __init__(self, plan: GroupPlan) -> None:
+        self._layout = plan.layout
+        self.region = plan.main_region
+        self.dtype = plan.precision.main_grads
+        self.device = plan.device
+        self.home = plan.homes.main_gradients
         self._buffer: FlatBuffer | None = None
-        self.views: list[DTensor | None] = [None] * len(layout.shapes)
+        self.views: list[DTensor | None] = [None] * len(plan.layout.shapes)
 
     @property
     def is_whole(self) -> bool:
@@ -288,36 +281,25 @@ def direct_hook(gradient: ParameterGradient, take: Take) -> Take:
 class GradientBuffers:
     """Main gradient, bucket and deferred sums of one trainable parameter group."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        axes: Sequence[Axis],
-        placement: Sequence[Placement],
-        precision: ResolvedPrecision,
-        reduction: GradientReduction,
-        device: torch.device,
-        flat: FlatAxis | None = None,
-        home: Home = ON_DEVICE,
-        outer_format: GradientFormat | None = None,
-    ) -> None:
-        self.layout = layout
-        self.precision = precision
-        self.reducer = GradientReducer(layout.numel, axes, placement, reduction, flat, outer_format, device)
+    def __init__(self, plan: GroupPlan) -> None:
+        self.layout = plan.layout
+        self.precision = plan.precision
+        self.reducer = GradientReducer(plan)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
         self.row_shift = 0  # this rank computes the gradient of the rank so many places further
-        self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device, home)
-        self.of_parameter = tuple(ParameterGradient() for _ in layout.shapes)
-        self._padding = padding_ranges(layout)
-        self.bucket_views = BucketViews(layout)
+        self.main = MainGradient(plan)
+        self.of_parameter = tuple(ParameterGradient() for _ in plan.layout.shapes)
+        self._padding = padding_ranges(plan.layout)
+        self.bucket_views = BucketViews(plan.layout)
         self._filling: torch.Tensor | None = None
         self._deferred_sum: torch.Tensor | None = None
         self._inner_sum: torch.Tensor | None = None
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
-    def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
+    def change_precision(self, plan: GroupPlan) -> None:
         """Use another communication dtype for the next bucket."""
-        self.precision, self.reducer.reduction = precision, reduction
+        self.precision, self.reducer.reduction = plan.precision, plan.reduction
         self.bucket_views.forget()
 
     # ---- filling ------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ class ParameterGroup:
         if codec is None and plan.weight_format is not None:
             codec = WeightCodec(plan.weight_format, plan.layout, plan.device)
         self.weights = WeightBuffers(plan, codec, memory)
-        self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
+        self.gradients = GradientBuffers(plan) if plan.requires_grad else None
         self.state_memory = self._make_state_memory()
         self.trainable = [plan.requires_grad] * len(originals)
         self.trained_since_attach = list(self.trainable)
@@ -375,7 +375,7 @@ class ParameterGroup:
             self._pointers = self._find_pointers()
             self.note_installed()
         self.state_memory = self._make_state_memory()
-        self.gradients = self._make_gradients()
+        self.gradients = GradientBuffers(plan)
         self.gradients.grad_attribute = self._grad_attribute
 
     def _make_state_memory(self) -> StateMemory | None:
@@ -385,20 +385,6 @@ class ParameterGroup:
         if not home.is_away or not plan.requires_grad or (home.place is Place.HOST and not is_paged):
             return None
         return StateMemory(home, plan.layout, self.weights.main.region, plan.device, is_paged=is_paged)
-
-    def _make_gradients(self) -> GradientBuffers:
-        plan = self.plan
-        return GradientBuffers(
-            plan.layout,
-            plan.axes,
-            plan.placements.main_grad,
-            plan.precision,
-            plan.reduction,
-            plan.device,
-            plan.flat,
-            plan.homes.main_gradients,
-            plan.outer_format,
-        )
 
     @staticmethod
     def _move(param: nn.Parameter, piece: torch.Tensor, frame: ShardFrame) -> None:
@@ -439,7 +425,7 @@ class ParameterGroup:
         assert self.gradients is not None
         reduction = self.plan.reduction.for_dtype(precision.grad_comm)
         self.plan = replace(self.plan, precision=precision, reduction=reduction)
-        self.gradients.change_precision(precision, reduction)
+        self.gradients.change_precision(self.plan)
 
     def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
         """Wrap this rank's piece of tensor `index` as a DTensor of its global shape; no communication, no copy."""

@@ -22,9 +22,8 @@ import torch.distributed as dist
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Launch
 from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
+from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.sharding.gradient_formats import GradientFormat, row_numel
-from megatron_fsdp.sharding.gradient_scaling import GradientReduction
-from megatron_fsdp.sharding.mesh import FlatAxis
 from megatron_fsdp.sharding.placement import Placement, held_region
 
 
@@ -56,7 +55,7 @@ class Stage(NamedTuple):
 
 
 class GradientReducer:
-    """Reduces gradients of one layout over the ranks.
+    """Reduces the gradients of one parameter group over the ranks.
 
     Attributes:
         first_region: The elements that the first stage leaves on this rank.
@@ -65,30 +64,21 @@ class GradientReducer:
         compressed: The second stage where gradients cross in a gradient format; None: they keep their dtype.
     """
 
-    def __init__(
-        self,
-        numel: int,
-        axes: Sequence[Axis],
-        placement: Sequence[Placement],
-        reduction: GradientReduction,
-        flat: FlatAxis | None = None,
-        outer_format: GradientFormat | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, plan: GroupPlan) -> None:
+        axes, placement = plan.axes, plan.placements.main_grad
         self._outer = axes[0] if len(axes) > 1 else None
-        self._inner = axes[-1]
-        self._flat = flat
-        first = [Placement.REPLICATE] * (len(axes) - 1) + [placement[-1]]
-        if flat is not None:
-            first = [Placement.SHARD if Placement.SHARD in placement else Placement.REPLICATE] * len(axes)
-        self._numel = numel
-        self.first_region = held_region(numel, first, axes)
-        self.main_region = held_region(numel, placement, axes)
-        self.reduction = reduction
+        self._inner = plan.axis
+        self._flat = plan.flat
+        self._numel = plan.layout.numel
+        self.first_region, self.main_region = plan.inner_region, plan.main_region
+        if self._flat is not None:
+            first = Placement.SHARD if Placement.SHARD in placement else Placement.REPLICATE
+            self.first_region = held_region(self._numel, [first] * len(axes), axes)
+        self.reduction = plan.reduction
         self.compressed: CompressedSum | None = None
-        if outer_format is not None and self._outer is not None:
+        if plan.outer_format is not None and self._outer is not None:
             numel = self.first_region.numel
-            self.compressed = CompressedSum(outer_format, self._outer, numel, not self.scatters_outer, device)
+            self.compressed = CompressedSum(plan.outer_format, self._outer, numel, not self.scatters_outer, plan.device)
 
     @property
     def reduces_outer(self) -> bool:
@@ -198,9 +188,7 @@ class CompressedSum:
         device: Device of the vectors.
     """
 
-    def __init__(
-        self, form: GradientFormat, axis: Axis, numel: int, gathers: bool, device: torch.device | None
-    ) -> None:
+    def __init__(self, form: GradientFormat, axis: Axis, numel: int, gathers: bool, device: torch.device) -> None:
         self._form, self._axis, self._numel, self._gathers = form, axis, numel, gathers
         length = row_numel(numel, axis.num_ranks)
         with torch.inference_mode(False):
