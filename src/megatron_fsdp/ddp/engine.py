@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_readers
-from megatron_fsdp.engine.engine import Engine, EngineComponents, ForwardCall, live_engine
+from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
 from megatron_fsdp.engine.hooks import uncompiled
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
@@ -32,9 +32,8 @@ class BucketEngine(Engine):
     scheduler: BucketScheduler
     takes_every_gradient = True  # a bucket is reduced when all of them have come
 
-    def __init__(self, components: EngineComponents, gather_mode: GatherMode) -> None:
-        counts = [sum(len(group.sharded) for group in unit.groups) for unit in components.units]
-        super().__init__(components, BucketScheduler(components.memory_plan.schedule, counts, gather_mode))
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._buckets = self.units[ROOT_UNIT + 1 :]
         self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] = {}
         if self.waits_for_readers:

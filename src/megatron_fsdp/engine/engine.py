@@ -24,7 +24,7 @@ from megatron_fsdp.engine.fp8_linear import emulation_note
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, UsageAgreement, direct_hook, match_waiting_sums
 from megatron_fsdp.engine.group_plan import Sharding
-from megatron_fsdp.engine.memory import CommunicationPool, on_device, storage_of
+from megatron_fsdp.engine.memory import on_device, storage_of
 from megatron_fsdp.engine.memory_plan import MemoryPlan, bucket_count, prefetch_depth, unit_numels
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StateDictAliases, StructureCheck, UnreducedGradients
 from megatron_fsdp.engine.observer import Phase
@@ -37,47 +37,6 @@ from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.units import ROOT_UNIT
-
-
-@dataclass(frozen=True)
-class EngineComponents:
-    """What an engine is built from.
-
-    Attributes:
-        units: All units, root first.
-        memory_plan: How memory is borrowed, with the scheduler's configuration.
-        mode: When gradients are reduced; shared with the wrapper.
-        sharding: Ranks and options.
-        pool: The owner of communication memory.
-        backward_finished: Called at the end of each backward, after all reductions are done.
-        structure: Finds parameters that join the model later.
-        replaced: The parameters that were in the model before.
-        expert_names: Names of experts over all ranks.
-        delayed: The queue of weight gradients that wait for the end of backward, or None. With a queue, all gradients
-            stay where autograd puts them until then: units are filled and reduced there, one after another.
-        finite_check: The check of every gradient for NaN and infinity, where it was asked for.
-        large_check: The same for unexpectedly large values.
-        own_groups: Process groups that are destroyed with the engine.
-        user_buffers: Registered memory that is deregistered with it.
-        capture_lack: Why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to.
-    """
-
-    units: Sequence[Unit]
-    memory_plan: MemoryPlan
-    mode: SyncMode
-    sharding: Sharding
-    pool: CommunicationPool
-    backward_finished: Callable[[], object]
-    structure: StructureCheck
-    replaced: ReplacedParameters
-    expert_names: ExpertNames
-    delayed: WeightGradientQueue | None
-    finite_check: FiniteCheck | None
-    large_check: LargeGradientCheck | None
-    own_groups: OwnGroups | None
-    user_buffers: UserBuffers | None
-    capture_lack: str
-
 
 _NEVER = -1  # the weights_version of a forward that used no weights
 
@@ -125,44 +84,63 @@ def _take_gradient(
     engine.take_gradient(unit_index, group_index, index, param)  # type: ignore[arg-type]  # hooks are typed for tensors
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Engine:
-    """Runs forward, backward and gradient sync of one sharded model."""
+    """Runs forward, backward and gradient sync of one sharded model.
+
+    Attributes:
+        units: All units, root first.
+        memory_plan: How memory is borrowed, with the scheduler's configuration.
+        scheduler: Decides what is gathered and reduced.
+        executor: Carries that out.
+        mode: When gradients are reduced; shared with the wrapper.
+        sharding: Ranks and options.
+        structure: Finds parameters that join the model later.
+        replaced: The parameters that were in the model before.
+        expert_names: Names of experts over all ranks.
+        delayed: The queue of weight gradients that wait for the end of backward, or None. With a queue, all gradients
+            stay where autograd puts them until then: units are filled and reduced there, one after another.
+        finite_check: The check of every gradient for NaN and infinity, where it was asked for.
+        large_check: The same for unexpectedly large values.
+        own_groups: Process groups that are destroyed with the engine.
+        user_buffers: Registered memory that is deregistered with it.
+        capture_lack: Why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to.
+    """
+
+    units: tuple[Unit, ...]
+    memory_plan: MemoryPlan
+    scheduler: Scheduler
+    executor: Executor
+    mode: SyncMode
+    sharding: Sharding
+    structure: StructureCheck
+    replaced: ReplacedParameters
+    expert_names: ExpertNames
+    delayed: WeightGradientQueue | None
+    finite_check: FiniteCheck | None
+    large_check: LargeGradientCheck | None
+    own_groups: OwnGroups | None
+    user_buffers: UserBuffers | None
+    capture_lack: str
 
     takes_every_gradient = False  # whether `take_gradient` is called for every gradient
 
-    def __init__(self, components: EngineComponents, scheduler: Scheduler | None = None) -> None:
-        plan, sharding = components.memory_plan, components.sharding
-        self.units = tuple(components.units)
-        self.mode = components.mode
-        self.device = sharding.device
-        self.memory_plan = plan
-        self.scheduler = Scheduler(plan.schedule) if scheduler is None else scheduler
-        self.executor = Executor(self.units, sharding.device, components.backward_finished, plan, components.pool)
+    def __post_init__(self) -> None:
+        options = self.sharding.options
+        self.device = self.sharding.device
         self.observers = self.executor.observers
-        self.saved_tensors = self._make_saved_tensors(sharding.options.homes.activations)
-        self.finite_check = components.finite_check
-        self.large_check = components.large_check
-        self._checks = [check for check in (components.finite_check, components.large_check) if check is not None]
-        self.structure = components.structure
-        self.replaced = components.replaced
-        self.expert_names = components.expert_names
-        self.delayed = components.delayed
-        self.own_groups = components.own_groups
-        self.user_buffers = components.user_buffers
-        self.capture_lack = components.capture_lack
-        self.keeps_gradients = sharding.options.megatron_fsdp_cuda_graph_mode
+        self.saved_tensors = self._make_saved_tensors(options.homes.activations)
+        self._checks = [check for check in (self.finite_check, self.large_check) if check is not None]
+        self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
-        self.sharding = sharding
         self._usage = {
-            is_expert: UsageAgreement(
-                domain.group, sharding.device, sharding.options.find_unused_parameters, domain.foreign_groups
-            )
-            for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
+            is_expert: UsageAgreement(domain.group, self.device, options.find_unused_parameters, domain.foreign_groups)
+            for is_expert, domain in ((False, self.sharding.dense), (True, self.sharding.experts))
             if domain is not None
         }
         # A deterministic sum takes each microbatch on its own: none is added to another on a rank.
         self._accumulates_shards = (
-            self.is_deterministic or placements_for(sharding.options.strategy).accumulated_grad[-1] is Placement.SHARD
+            self.is_deterministic or placements_for(options.strategy).accumulated_grad[-1] is Placement.SHARD
         )
         self.group_and_index = {
             id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
-from megatron_fsdp.engine.engine import Engine, EngineComponents
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
@@ -45,7 +46,7 @@ from megatron_fsdp.engine.meta_init import (
 )
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.schedule import SyncMode
+from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
@@ -66,7 +67,13 @@ from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 
 class Grouping(Protocol):
-    """The rule by which parameters are grouped into units, and the source of the engine's events."""
+    """The rule by which parameters are grouped into units, and the source of the engine's events.
+
+    Attributes:
+        engine_type: The class of the engine.
+    """
+
+    engine_type: ClassVar[type[Engine]]
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """Return the units of a model, the root first; the model is only read.
@@ -80,8 +87,8 @@ class Grouping(Protocol):
         """Return the elements at which the root's parameters are cut into groups; None: never."""
         ...
 
-    def make_engine(self, components: EngineComponents) -> Engine:
-        """Make the engine, without hooks."""
+    def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> Scheduler:
+        """Make the scheduler of sharded units."""
         ...
 
     def connect(self, engine: Engine, root: nn.Module) -> None:
@@ -101,6 +108,8 @@ class UnitGrouping:
     unit_modules: Sequence[type[nn.Module] | str] | str | None
     memory: MemoryOptions
 
+    engine_type: ClassVar[type[Engine]] = Engine
+
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """Find the units; refine them for fine-grained gathers, or merge small neighbours."""
         alike = sharding.experts is None and sharding.dense.tensor_parallel is None
@@ -110,9 +119,9 @@ class UnitGrouping:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
         return self.memory.root_group_numel_on(num_ranks)
 
-    def make_engine(self, components: EngineComponents) -> Engine:
-        """Make the engine, without hooks."""
-        return Engine(components)
+    def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> Scheduler:  # noqa: ARG002
+        """Make the scheduler."""
+        return Scheduler(config)
 
     def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks on the model and its modules."""
@@ -201,24 +210,22 @@ def assemble(
         units = build_units(module, plan, sharding, planned, pool, leaves_empty=leaves_empty)
         _warn_of_dtypes(units, options, sharding)
         finite_check, large_check = _gradient_checks(units, sharding)
-        engine = grouping.make_engine(
-            EngineComponents(
-                units=units,
-                memory_plan=memory_plan,
-                mode=mode,
-                sharding=sharding,
-                pool=pool,
-                backward_finished=backward_finished,
-                structure=StructureCheck(module, units),
-                replaced=replaced,
-                expert_names=_expert_names(units, sharding, dist_index),
-                delayed=delayed,
-                finite_check=finite_check,
-                large_check=large_check,
-                own_groups=own_groups,
-                user_buffers=user_buffers,
-                capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
-            )
+        engine = grouping.engine_type(
+            units=units,
+            memory_plan=memory_plan,
+            scheduler=grouping.make_scheduler(memory_plan.schedule, units),
+            executor=Executor(units, device, backward_finished, memory_plan, pool),
+            mode=mode,
+            sharding=sharding,
+            structure=StructureCheck(module, units),
+            replaced=replaced,
+            expert_names=_expert_names(units, sharding, dist_index),
+            delayed=delayed,
+            finite_check=finite_check,
+            large_check=large_check,
+            own_groups=own_groups,
+            user_buffers=user_buffers,
+            capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
         )
         if engine.capture_lack:
             warn_caller(engine.notices[-1])
