@@ -387,7 +387,9 @@ class Engine:
         self.executor.run(self.scheduler.weights_changed())
         self.executor.settle_homes()
         with self.observers.during(Phase.INSTALL, ROOT_UNIT):
-            agree_on_amaxes(list(self.groups()))
+            encoded = [group for group in self.groups() if group.weights.codec is not None]
+            if encoded:
+                agree_on_amaxes(encoded)
             for unit in self.units:
                 unit.install_main_weights()
         self.stepped = False

@@ -280,7 +280,7 @@ class EncodedBuffer(FlatBuffer):
 
 
 def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
-    """Measure the main weights of groups in a weight format, and agree on the magnitudes; collective.
+    """Measure the main weights of groups, all in a weight format, and agree on the magnitudes; collective.
 
     One all-reduce per data-parallel axis of dense parameters, and of experts, whatever the number of groups.
 
