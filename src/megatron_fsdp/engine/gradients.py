@@ -116,7 +116,7 @@ class MainGradient:
         region: The elements of the whole gradient that are here.
         dtype: Dtype of the accumulation.
         device: Device of the model.
-        home: Where the memory is.
+        is_away: Whether it rests elsewhere than on the device.
         views: The DTensor of each tensor's piece, where it was made already.
     """
 
@@ -125,7 +125,8 @@ class MainGradient:
         self.region = plan.main_region
         self.dtype = plan.precision.main_grads
         self.device = plan.device
-        self.home = plan.homes.main_gradients
+        self._home = plan.homes.main_gradients
+        self.is_away = self._home.is_away
         self._buffer: FlatBuffer | None = None
         self.views: list[DTensor | None] = [None] * len(plan.layout.shapes)
 
@@ -147,7 +148,7 @@ class MainGradient:
     def allocate(self) -> FlatBuffer:
         """Return the memory, allocated where it was not, uninitialised then."""
         if self._buffer is None:
-            memory = allocate(self.home, self.region.numel, self.dtype, self.device)
+            memory = allocate(self._home, self.region.numel, self.dtype, self.device)
             self._buffer = FlatBuffer(self._layout, self.region, self.dtype, self.device, memory)
         elif self.num_bytes and not self.held_bytes:
             self._buffer.local.untyped_storage().resize_(self.num_bytes)
@@ -201,7 +202,7 @@ class MainGradient:
             return
         assert self._buffer is not None
         if self._is_ours_alone(self._buffer):
-            if not self.home.is_away:  # else it is pinned, or mapped, once
+            if not self.is_away:  # else it is pinned, or mapped, once
                 self._buffer.local.untyped_storage().resize_(0)
         else:
             self._buffer = None
@@ -439,7 +440,7 @@ class GradientBuffers:
         if stage.then is not None:
             last = stage._replace(launch=stage.then, then=None)
             return submit_in_turn(lane, stage.launch, lambda: self._submit(lane, last, home_lane))
-        if self.main.home.is_away:
+        if self.main.is_away:
             return submit_through(lane, stage.launch, home_lane, lambda: self._accumulate(stage))
         return lane.submit(stage.launch, lambda: self._accumulate(stage))
 
@@ -498,7 +499,7 @@ class GradientBuffers:
     def _accumulate(self, stage: Stage) -> None:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
         main, factor = self.main.local, self.reducer.factor
-        is_away = self.main.home.is_away
+        is_away = self.main.is_away
         sums = torch.empty_like(main, device=self.main.device, pin_memory=False) if is_away else main
         rows = stage.rows if self.reducer.reduction.one_by_one else ()
         if any(each.counts for each in self.of_parameter):
