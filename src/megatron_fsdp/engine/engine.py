@@ -26,17 +26,43 @@ from megatron_fsdp.engine.gradients import GradientBuffers, UsageAgreement, dire
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.memory import on_device, storage_of
 from megatron_fsdp.engine.memory_plan import MemoryPlan, bucket_count, prefetch_depth, unit_numels
-from megatron_fsdp.engine.model_checks import ReplacedParameters, StateDictAliases, StructureCheck, UnreducedGradients
 from megatron_fsdp.engine.observer import Phase
+from megatron_fsdp.engine.optimizer_checks import ReplacedParameters, UnreducedGradients
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.saved_tensors import SavedTensors, UnitTensors
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
-from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.engine.weight_codec import agree_on_amaxes
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.units import ROOT_UNIT
+
+
+class StateDictAliases:
+    """Tracks whether the tensors that state dicts have returned were written to, as a bare `dcp.load` does.
+
+    They share the memory of main weights, but not its version counters.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Follow tensors from now on, by an alias that shares their version counter and outlives them."""
+        self._seen += [(weakref.ref(tensor), tensor.detach(), tensor._version) for tensor in tensors]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any was written to since `changed` was called last."""
+        return any(alias._version != version for _, alias, version in self._seen)
+
+    def changed(self) -> bool:
+        """Return whether any was written to since the last call; dead tensors are checked once more and dropped."""
+        changed = self.is_written
+        self._seen = [(origin, alias, alias._version) for origin, alias, _ in self._seen if origin() is not None]
+        return changed
+
 
 _NEVER = -1  # the weights_version of a forward that used no weights
 

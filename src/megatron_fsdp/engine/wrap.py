@@ -44,11 +44,11 @@ from megatron_fsdp.engine.meta_init import (
     materialise,
     same_random_numbers,
 )
-from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck
+from megatron_fsdp.engine.optimizer_checks import ReplacedParameters
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
-from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, warn_caller
