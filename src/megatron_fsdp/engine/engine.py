@@ -18,6 +18,7 @@ from megatron_fsdp.comm.lanes import is_capturing
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.homes import Home
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames
 from megatron_fsdp.engine.fp8_linear import emulation_note
@@ -33,7 +34,6 @@ from megatron_fsdp.engine.saved_tensors import SavedTensors, UnitTensors
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.engine.weight_codec import agree_on_amaxes
-from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.units import ROOT_UNIT

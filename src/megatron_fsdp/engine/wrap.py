@@ -25,7 +25,7 @@ from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
+from megatron_fsdp.engine.delayed_linear import WeightGradientQueue, delay_all, undelay_weight_gradients
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
@@ -50,7 +50,6 @@ from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
-from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_domain
 from megatron_fsdp.sharding.placement import placements_for
