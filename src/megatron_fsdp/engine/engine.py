@@ -20,7 +20,7 @@ from megatron_fsdp.config.homes import Home
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
 from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.expert_state import ExpertNames
+from megatron_fsdp.engine.expert_checkpoints import ExpertNames
 from megatron_fsdp.engine.fp8_linear import emulation_note
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, UsageAgreement, direct_hook, match_waiting_sums
