@@ -149,7 +149,7 @@ class MainGradient:
         """Return the memory, allocated where it was not, uninitialised then."""
         if self._buffer is None:
             memory = allocate(self._home, self.region.numel, self.dtype, self.device)
-            self._buffer = FlatBuffer(self._layout, self.region, self.dtype, self.device, memory)
+            self._buffer = FlatBuffer(self._layout, self.region, memory)
         elif self.num_bytes and not self.held_bytes:
             self._buffer.local.untyped_storage().resize_(self.num_bytes)
         return self._buffer

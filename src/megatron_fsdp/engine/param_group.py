@@ -57,23 +57,22 @@ class WeightBuffers:
         codec: Encodes into the weight format, where there is one.
     """
 
-    def __init__(self, plan: GroupPlan, codec: WeightCodec | None, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, plan: GroupPlan, codec: WeightCodec | None, memory: torch.Tensor | None) -> None:
         """Allocate both; `memory` is that of the compute weights, zeros, where it is there already."""
-        layout, precision = plan.layout, plan.precision
+        layout = plan.layout
         self._axes = plan.axes
-        self._dtype = precision.compute
+        self._dtype = plan.precision.compute
         self._device = plan.device
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
         self.codec = codec
         self.is_encoded = plan.is_encoded
         self.is_away = plan.compute_home.is_away
-        if self.is_away:
-            numel = held.numel if codec is None or not self.is_encoded else codec.bytes_of(held.numel)
+        if memory is None:
+            numel = plan.held_bytes // plan.sent_dtype.itemsize
             memory = allocate(plan.compute_home, numel, plan.sent_dtype, plan.device)
-        if self.codec is not None and self.is_encoded:
-            self.compute: FlatBuffer = EncodedBuffer(self.codec, layout, held, plan.device, memory)
-        else:
-            self.compute = FlatBuffer(layout, held, precision.compute, plan.device, memory)
+        self.compute = FlatBuffer(layout, held, memory)
+        if codec is not None and plan.is_encoded:
+            self.compute = EncodedBuffer(codec, layout, held, memory)
         self.main_lies_in_compute = self.codec is None and not plan.has_main_copy
         self._is_stale = False  # the compute weights are not encoded from what was stored last
         if not self.main_lies_in_compute:
@@ -81,7 +80,7 @@ class WeightBuffers:
         elif plan.main_region == self.compute.region:
             self.main = self.compute
         else:
-            self.main = FlatBuffer.slice_of(self.compute, plan.main_region)
+            self.main = FlatBuffer(layout, plan.main_region, self.compute.view_of(plan.main_region))
         self._sent = self.compute.view_of(plan.inner_region)
         self._seen_version = -1
 
@@ -179,7 +178,7 @@ class WeightBuffers:
         if self.codec is not None:
             main = self.main
             if main.local.device != self._device:
-                main = FlatBuffer(main.layout, main.region, main.local.dtype, self._device, main.local.to(self._device))
+                main = FlatBuffer(main.layout, main.region, main.local.to(self._device))
             self.codec.measure(main)
 
     def _received(self, full: torch.Tensor) -> torch.Tensor:
@@ -197,10 +196,9 @@ class WeightBuffers:
 
 
 def _main_buffer(plan: GroupPlan) -> FlatBuffer:
-    region, dtype = plan.main_region, plan.precision.main_params
-    return FlatBuffer(
-        plan.layout, region, dtype, plan.device, allocate(plan.main_home, region.numel, dtype, plan.device)
-    )
+    region = plan.main_region
+    memory = allocate(plan.main_home, region.numel, plan.precision.main_params, plan.device)
+    return FlatBuffer(plan.layout, region, memory)
 
 
 # These run over all parameters in every step; without a Python call for each they take a fraction of the time.
@@ -231,8 +229,8 @@ class ParameterGroup:
         plan: GroupPlan,
         originals: Sequence[nn.Parameter],
         frames: tuple[ShardFrame, ...],
-        memory: torch.Tensor | None = None,
-        guests: Sequence[Guest] = (),
+        memory: torch.Tensor | None,
+        guests: Sequence[Guest],
     ) -> None:
         self.plan = plan
         self._wrapping: WrappingCodec | None = None
@@ -262,10 +260,6 @@ class ParameterGroup:
         self._pointers = self._find_pointers()
         self._seen_versions = -1
         self.note_installed()
-
-    def store(self, index: int, full: torch.Tensor) -> None:
-        """Copy the initial value of parameter `index`, full, any dtype; call `note_installed` after the last."""
-        self.weights.store(index, full)
 
     @property
     def names(self) -> tuple[str, ...]:

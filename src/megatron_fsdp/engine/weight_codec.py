@@ -260,18 +260,9 @@ class WrappingCodec(WeightCodec):
 class EncodedBuffer(FlatBuffer):
     """A region of a flat buffer as the bytes of a weight format; `local` is uint8, zeros where no tensor is."""
 
-    def __init__(
-        self,
-        codec: WeightCodec,
-        layout: Layout,
-        region: Region,
-        device: torch.device,
-        memory: torch.Tensor | None = None,
-    ) -> None:
-        """Allocate zeros, or use `memory`, which holds some."""
+    def __init__(self, codec: WeightCodec, layout: Layout, region: Region, local: torch.Tensor) -> None:
+        super().__init__(layout, region, local)
         self._codec = codec
-        made = torch.zeros(codec.bytes_of(region.numel), dtype=torch.uint8, device=device) if memory is None else memory
-        super().__init__(layout, region, torch.uint8, device, made)
 
     def view_of(self, region: Region) -> torch.Tensor:
         """Return the bytes of a region inside of this one."""
