@@ -129,7 +129,7 @@ class BucketEngine(Engine):
         """Gather and show all weights, which recomputation may read, before the model's backward."""
         super().pre_backward(call)
         if not self._unsharded_for_backward.issuperset(unit.index for unit in self._buckets):
-            self._run_backward(self.scheduler.everything())
+            self.executor.run(self.scheduler.everything(), self.reach)
             self._show(self._buckets)
             self._unsharded_for_backward.update(unit.index for unit in self._buckets)
 
@@ -147,7 +147,7 @@ class BucketEngine(Engine):
         if came:
             operations = self.scheduler.gradient_counted(unit_index, index)
             if operations:
-                self._run_backward(operations)
+                self.executor.run(operations, self.reach)
 
     def _post_backward(self) -> None:
         learnt = self.scheduler.learns

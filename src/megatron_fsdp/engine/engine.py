@@ -182,7 +182,7 @@ class Engine:
         self._defers = False  # some backward since the last sync defers its reduction
         self._may_differ = False  # since a reset, ranks may hold deferred sums for different groups
         self._unsharded_for_backward: set[int] = set()  # units whose modules hold full parameters for the backward
-        self._backward_id = 0
+        self.backward_number = 0  # how many have begun
         self._callback_queued = False
         self._backward_thread = 0  # the thread on which the hooks of this backward run
         self._ending = False  # inside `_post_backward`, whose checks conclude later
@@ -383,11 +383,6 @@ class Engine:
                 hook = direct_hook(grads.of_parameter[index], hook)
             param.register_post_accumulate_grad_hook(hook)
 
-    @property
-    def backward_number(self) -> int:
-        """How many backwards have begun."""
-        return self._backward_id
-
     def _inspect_gradients(self, group: ParameterGroup) -> None:
         """Pass gradients to the finite check, where there is one, before they are reduced."""
         check, names = self.finite_check, group.names
@@ -426,9 +421,9 @@ class Engine:
         """Unshard a unit for backward: the gradient of some output of a forward is known."""
         self._begin_backward()
         self._check_thread(call.unit)
-        if call.last_backward == self._backward_id:
+        if call.last_backward == self.backward_number:
             return
-        call.last_backward = self._backward_id
+        call.last_backward = self.backward_number
         if self.saved_tensors is not None and call.saved is not None:
             self.saved_tensors.fetch(call.saved)
         self.observers.backward_pauses()
@@ -438,7 +433,8 @@ class Engine:
                 "whose saved weights would be released before they are used; differentiate twice under "
                 "zero_dp_strategy 0 to 2"
             )
-        self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights))
+        operations = self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights)
+        self.executor.run(operations, self.reach)
         if not call.reads_weights:
             return
         self.units[call.unit].show_unsharded(call.module_index)  # recomputation inside the module calls no hooks of it
@@ -526,7 +522,7 @@ class Engine:
         self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
         self._callback_queued = self._has_unattached = True
         self._defers |= self.reach is not Reach.EVERYWHERE
-        self._backward_id += 1
+        self.backward_number += 1
         self._backward_thread = threading.get_ident()
         for check in self._checks:
             check.begin()  # not at the end: an earlier backward may have failed before it
@@ -559,7 +555,7 @@ class Engine:
             for operation in self.scheduler.backward_ends():
                 if self.delayed is not None and operation.action is Action.REDUCE:
                     self._fill_late(operation.unit, self.delayed)
-                self._run_backward((operation,))
+                self.executor.run((operation,), self.reach)
         finally:
             self._ending = False
         for check in self._checks:
@@ -582,9 +578,6 @@ class Engine:
         for unit in self.units:
             unit.show_sharded()
         self._unsharded_for_backward.clear()
-
-    def _run_backward(self, operations: Sequence[object]) -> None:
-        self.executor.run(operations, self.reach)  # type: ignore[arg-type]
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

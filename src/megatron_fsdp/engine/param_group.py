@@ -219,6 +219,7 @@ class ParameterGroup:
         gradients: Main gradient and bucket; None for a group that has been frozen since it was made.
         trainable: For each parameter whether it takes gradients, as the ranks last agreed.
         trained_since_attach: For each whether it took any since gradients were last attached.
+        grad_attribute: The attribute of the sharded parameters that holds their gradient.
         state_memory: Where its optimizer state rests; None: where the optimizer makes it.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
         full: The parameters that compute sees: plain tensors, views of gathered weights.
@@ -244,7 +245,7 @@ class ParameterGroup:
         self.state_memory = self._make_state_memory()
         self.trainable = [plan.requires_grad] * len(originals)
         self.trained_since_attach = list(self.trainable)
-        self._grad_attribute: GradAttribute = GRAD
+        self.grad_attribute: GradAttribute = GRAD
         self._placeholder: torch.Tensor | None = None
         self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
         register_with_torch()
@@ -370,7 +371,7 @@ class ParameterGroup:
             self.note_installed()
         self.state_memory = self._make_state_memory()
         self.gradients = GradientBuffers(plan)
-        self.gradients.grad_attribute = self._grad_attribute
+        self.gradients.grad_attribute = self.grad_attribute
 
     def _make_state_memory(self) -> StateMemory | None:
         """Return where optimizer state rests, if not where torch makes it, beside the main weights."""
@@ -387,19 +388,9 @@ class ParameterGroup:
         moved.data = UnevenDTensor.wrap(piece.data, frame)  # sets the dtype that torch sees
         moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
 
-    @property
-    def exchanges_inner(self) -> bool:
-        """Whether reducing over the inner ranks is an all-to-all and a local sum, which needs scratch."""
-        return self.gradients is not None and self.gradients.reducer.exchanges_inner
-
-    @property
-    def grad_attribute(self) -> GradAttribute:
-        """The attribute of the sharded parameters that holds their gradient."""
-        return self._grad_attribute
-
     def decouple_gradients(self) -> None:
         """Set gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
-        self._grad_attribute = DECOUPLED
+        self.grad_attribute = DECOUPLED
         if self.gradients is not None:
             self.gradients.grad_attribute = DECOUPLED
             self.clear_grads()

@@ -60,6 +60,7 @@ class GradientReducer:
     Attributes:
         first_region: The elements that the first stage leaves on this rank.
         main_region: The elements that the second leaves; the same where the gradient is not sharded over outer ranks.
+        exchanges_inner: Whether the first stage is an all-to-all and a local sum, and needs scratch.
         reduction: Operation and factors; may be replaced between backwards.
         compressed: The second stage where gradients cross in a gradient format; None: they keep their dtype.
     """
@@ -74,6 +75,7 @@ class GradientReducer:
         if self._flat is not None:
             first = Placement.SHARD if Placement.SHARD in placement else Placement.REPLICATE
             self.first_region = held_region(self._numel, [first] * len(axes), axes)
+        self.exchanges_inner = plan.exchanges_inner
         self.reduction = plan.reduction
         self.compressed: CompressedSum | None = None
         if plan.outer_format is not None and self._outer is not None:
@@ -96,11 +98,6 @@ class GradientReducer:
     def scatters_outer(self) -> bool:
         """Whether the second stage leaves each outer rank a shard."""
         return self.main_region.numel < self.first_region.numel
-
-    @property
-    def exchanges_inner(self) -> bool:
-        """Whether the first stage is an all-to-all and a local sum, and needs scratch."""
-        return self.scatters_inner and self._inner.exchanges_pairwise
 
     @property
     def _exchanges_outer(self) -> bool:
@@ -145,7 +142,8 @@ class GradientReducer:
                 stage = _in_rows(axis, received, partial(axis.gather_rows, received, bucket))
                 return stage._replace(memory=(received,))
             return Stage(partial(axis.all_reduce, bucket, average), lambda: bucket)
-        if scratch is not None:
+        if self.exchanges_inner:
+            assert scratch is not None
             return _in_rows(axis, scratch, partial(axis.exchange, scratch, bucket))
         return _native(axis, bucket, self.first_region.numel, average)
 

@@ -94,12 +94,7 @@ class Unit:
     @property
     def exchanges_inner(self) -> bool:
         """Whether reducing any group over the inner ranks needs scratch."""
-        return any(group.exchanges_inner for group in self.groups)
-
-    @property
-    def reduces_outer(self) -> bool:
-        """Whether gradients of any group are reduced over outer ranks."""
-        return any(group.gradients is not None and group.gradients.reducer.reduces_outer for group in self.groups)
+        return any(plan.exchanges_inner for plan in self.group_plans)
 
     @property
     def label(self) -> str:
