@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.sharding.expert_names import ExpertPlan, Numbering, number_parameters, plan_experts
 from megatron_fsdp.sharding.mesh import Domain
 from megatron_fsdp.sharding.shards import MeshUse, TensorParallelCut
@@ -77,14 +77,14 @@ def _reframed(value: Any, old: ShardFrame | None, new: ShardFrame | None) -> Any
     return UnevenDTensor.wrap(value._local_tensor, new)
 
 
-def find_expert_names(groups: Sequence[ParameterGroup], experts: Domain, mesh: DeviceMesh) -> ExpertNames:
+def find_expert_names(units: Sequence[Unit], experts: Domain | None, mesh: DeviceMesh | None) -> ExpertNames:
     """Compare the experts of all expert-parallel ranks. Collective: one small message per such dimension.
 
     Parameters that would share a name with others in a checkpoint raise when they are saved.
     """
-    if not experts.foreign_groups:
+    if experts is None or mesh is None or not experts.foreign_groups:
         return ExpertNames()
-    mine = [group for group in groups if group.plan.is_expert]
+    mine = [group for unit in units for group in unit.groups if group.plan.is_expert]
     places = [(group, index) for group in mine for index in range(len(group.frames))]
     shapes = {group.names[index]: tuple(group.frames[index].shape) for group, index in places}
     rank = 0

@@ -470,7 +470,7 @@ class GradientBuffers:
         return 0 if self.reducer.compressed is None else self.reducer.compressed.error_bytes
 
     def reduce_outer(
-        self, lane: Lane, params: Sequence[nn.Parameter], home_lane: Lane, crossing: Sequence[torch.Tensor] = ()
+        self, lane: Lane, params: Sequence[nn.Parameter], home_lane: Lane, crossing: Sequence[torch.Tensor]
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the inner sums over the outer ranks.
 
@@ -713,8 +713,8 @@ class UsageAgreement:
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        always: bool = False,
-        foreign_groups: Sequence[dist.ProcessGroup] = (),
+        always: bool,
+        foreign_groups: Sequence[dist.ProcessGroup],
     ) -> None:
         self._group = group
         self._always = always or bool(foreign_groups)

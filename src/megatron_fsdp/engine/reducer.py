@@ -198,7 +198,7 @@ class CompressedSum:
         """Bytes of what rounding has lost so far."""
         return self._lost.nbytes + self._lost_of_sum.nbytes
 
-    def reduce(self, sums: torch.Tensor, crossing: Sequence[torch.Tensor] = ()) -> Stage:
+    def reduce(self, sums: torch.Tensor, crossing: Sequence[torch.Tensor]) -> Stage:
         """Add up vectors (numel,) of any floating dtype, in memory that is given or allocated here.
 
         Args:

@@ -28,7 +28,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.delayed_linear import WeightGradientQueue, delay_all, undelay_weight_gradients
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.expert_checkpoints import ExpertNames, find_expert_names
+from megatron_fsdp.engine.expert_checkpoints import find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, part_of, plan_groups
@@ -47,7 +47,7 @@ from megatron_fsdp.engine.meta_init import (
 from megatron_fsdp.engine.optimizer_checks import ReplacedParameters
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
-from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
+from megatron_fsdp.engine.state_dict import register_state_dict_hooks
 from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, warn_caller
@@ -218,7 +218,7 @@ def assemble(
             sharding=sharding,
             structure=StructureCheck(module, units),
             replaced=replaced,
-            expert_names=_expert_names(units, sharding, dist_index),
+            expert_names=find_expert_names(units, sharding.experts, dist_index.expt_device_mesh),
             delayed=delayed,
             finite_check=finite_check,
             large_check=large_check,
@@ -231,7 +231,6 @@ def assemble(
         if user_buffers is not None:
             _register(user_buffers, options.memory)
         grouping.connect(engine, module)
-        register_load_hooks(engine, module)
         if options.gradient_accumulation_fusion:
             fuse_weight_gradients(engine, module)
         return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
@@ -266,13 +265,6 @@ def _prepare(
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
     return sharding, plan
-
-
-def _expert_names(units: Sequence[Unit], sharding: Sharding, dist_index: FSDPDistributedIndex) -> ExpertNames:
-    if sharding.experts is None or dist_index.expt_device_mesh is None:
-        return ExpertNames()
-    groups = [group for unit in units for group in unit.groups]
-    return find_expert_names(groups, sharding.experts, dist_index.expt_device_mesh)
 
 
 def _register(buffers: UserBuffers, options: MemoryOptions) -> None:
@@ -314,8 +306,8 @@ def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> tuple[FiniteC
         for group in unit.groups  # frozen ones too, which may be unfrozen
         for name in group.names
     }
-    finite = FiniteCheck(list(labels), groups, sharding.device, labels) if options.report_nan_in_param_grad else None
-    large = LargeGradientCheck(list(labels), groups, sharding.device, labels) if options.check_for_large_grads else None
+    finite = FiniteCheck(labels, groups, sharding.device) if options.report_nan_in_param_grad else None
+    large = LargeGradientCheck(labels, groups, sharding.device) if options.check_for_large_grads else None
     return finite, large
 
 
@@ -544,7 +536,7 @@ def build_units(
     planned: Sequence[Sequence[GroupPlan]],
     pool: CommunicationPool,
     *,
-    leaves_empty: bool = False,
+    leaves_empty: bool,
 ) -> tuple[Unit, ...]:
     """Shard a model in place, unit by unit, so that at most one unit exists twice.
 
@@ -622,7 +614,7 @@ def check_not_wrapped(module: object) -> None:
             )
 
 
-def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
+def check_module(module: nn.Module, init_meta: bool | str) -> None:
     """Refuse models that cannot be sharded; no communication.
 
     Raises:
