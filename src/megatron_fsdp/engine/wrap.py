@@ -203,11 +203,11 @@ def assemble(
             sharding, own_groups = sharding.over_own_groups()
         planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
         memory_plan = plan_memory(options.memory, options.reduces_early, planned)
-        user_buffers = _user_buffers(options.memory, memory_plan, sharding)
+        user_buffers = _user_buffers(memory_plan, sharding)
         pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
         leaves_empty = options.init_model_with_meta_device == ALLOCATE_ONLY
         units = build_units(module, plan, sharding, planned, pool, leaves_empty=leaves_empty)
-        _warn_of_dtypes(units, options, sharding)
+        _warn_of_dtypes(units, sharding)
         finite_check, large_check = _gradient_checks(units, sharding)
         engine = grouping.engine_type(
             units=units,
@@ -259,7 +259,7 @@ def _prepare(
 ) -> tuple[Sharding, UnitPlan]:
     """Check and plan together with the other ranks, and give the model the values of the first rank."""
     sharding = _sharding(options, dist_index, device)
-    plan, formats = _plan_together(module, grouping, options, sharding)
+    plan, formats = _plan_together(module, grouping, sharding)
     sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
     _move_buffers(module, device)
     _match_ranks(module, sharding)
@@ -275,14 +275,15 @@ def _register(buffers: UserBuffers, options: MemoryOptions) -> None:
         warn_caller(buffers.notice)
 
 
-def _user_buffers(options: MemoryOptions, plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
+def _user_buffers(plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
     """Prepare the registration of communication memory, where it was asked for; ranks agree on where blocks lie."""
-    if options.user_buffers is None or plan.pool is None:
+    asked = sharding.options.memory.user_buffers
+    if asked is None or plan.pool is None:
         return None
     facts = [f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in plan.pool.blocks]
     agree(sharding.reaching_all, None, facts)
     axes = (*sharding.dense.axes, *(sharding.experts.axes if sharding.experts is not None else ()))
-    return UserBuffers(axes, sharding.reaching_all, sharding.device, options.user_buffers.symmetric)
+    return UserBuffers(axes, sharding.reaching_all, sharding.device, asked.symmetric)
 
 
 def _capture_lack(sharding: Sharding) -> str:
@@ -333,17 +334,18 @@ def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: 
 
 
 def _plan_together(
-    module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding
+    module: nn.Module, grouping: Grouping, sharding: Sharding
 ) -> tuple[UnitPlan, dict[str, WeightFormat]]:
     """Check the model, find its units and weight formats; every rank gets the same answer or the same error."""
+    options = sharding.options
     with all_agree(sharding.reaching_all) as facts:
         keeps_log = resolve_hang_log() is not None
         if options.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(options.strategy)
         if options.deterministic is not None:
-            _check_deterministic(options, sharding)
-        _check_homes(options, sharding)
-        _check_outer_format(options, sharding)
+            _check_deterministic(sharding)
+        _check_homes(sharding)
+        _check_outer_format(sharding)
         check_module(module, options.init_model_with_meta_device)
         params = dict(module.named_parameters())
         for name, param in params.items():
@@ -353,15 +355,15 @@ def _plan_together(
             module, options.policy, options.strategy, keeps_transposed=options.keep_fp8_transpose_cache
         )
         guests = find_guests(module)
-        _check_guests(guests, options, sharding)
+        _check_guests(guests, sharding)
         plan = grouping.plan(module, sharding)
-        facts += _facts(module, plan, options, sharding)
+        facts += _facts(module, plan, sharding)
         facts += [f"{name} is a {guest.kind.__name__} ({guest.context})" for name, guest in guests.items()]
         facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
     return plan, {**formats, **_guest_formats(guests, params, sharding)}
 
 
-def _check_guests(guests: Mapping[str, Guest], options: EngineOptions, sharding: Sharding) -> None:
+def _check_guests(guests: Mapping[str, Guest], sharding: Sharding) -> None:
     """Refuse guests where their shards are not whole rows, or where nothing is gathered.
 
     Raises:
@@ -369,7 +371,7 @@ def _check_guests(guests: Mapping[str, Guest], options: EngineOptions, sharding:
     """
     if not guests:
         return
-    lack = None
+    options, lack = sharding.options, None
     if options.strategy is not ShardingStrategy.optim_grads_params:
         lack = f"with strategy {options.strategy.name}, which gathers none; use zero_dp_strategy 3"
     elif sharding.dense.tensor_parallel is not None or sharding.experts is not None:
@@ -398,14 +400,14 @@ def _guest_formats(
     return formats
 
 
-def _check_deterministic(options: EngineOptions, sharding: Sharding) -> None:
+def _check_deterministic(sharding: Sharding) -> None:
     """Refuse what would make the bits depend on the number of ranks.
 
     Raises:
         ConfigurationError: Says which option or mesh does, and what to use.
     """
+    options, dense = sharding.options, sharding.dense
     given = f'deterministic="{options.deterministic}"'
-    dense = sharding.dense
     problems = [
         (
             not options.calculate_per_token_loss,
@@ -425,12 +427,13 @@ def _check_deterministic(options: EngineOptions, sharding: Sharding) -> None:
             raise ConfigurationError(f"{given} cannot hold here: {reason}")
 
 
-def _check_homes(options: EngineOptions, sharding: Sharding) -> None:
+def _check_homes(sharding: Sharding) -> None:
     """Refuse homes of shards that gathers over the outer ranks write into, on the device.
 
     Raises:
         ConfigurationError: Says so.
     """
+    options = sharding.options
     shares_outer = len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
     if shares_outer and options.homes.compute_weights.is_away:
         raise ConfigurationError(
@@ -439,13 +442,14 @@ def _check_homes(options: EngineOptions, sharding: Sharding) -> None:
         )
 
 
-def _check_outer_format(options: EngineOptions, sharding: Sharding) -> None:
+def _check_outer_format(sharding: Sharding) -> None:
     """Refuse gradients in few bits where none cross an outer axis, or where ranks would part by it.
 
     Raises:
         ConfigurationError: Says so.
     """
-    dense, given = sharding.dense, options.policy.outer_grad_comm_format
+    options, dense = sharding.options, sharding.dense
+    given = options.policy.outer_grad_comm_format
     if given is None:
         return
     lack = None
@@ -482,7 +486,7 @@ def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:
         )
 
 
-def _warn_of_dtypes(units: Sequence[Unit], options: EngineOptions, sharding: Sharding) -> None:
+def _warn_of_dtypes(units: Sequence[Unit], sharding: Sharding) -> None:
     trained = [group for unit in units for group in unit.groups if group.gradients is not None]
     narrowed = [group for group in trained if group.plan.precision.narrows]
     if narrowed:
@@ -492,13 +496,13 @@ def _warn_of_dtypes(units: Sequence[Unit], options: EngineOptions, sharding: Sha
             f"{precision.main_params}, which is narrower (first: {narrowed[0].names[0]}); set "
             "MixedPrecisionPolicy(main_params_dtype=None) to optimise them as they are",
         )
-    if options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
+    if sharding.options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits([group.plan.precision for group in trained])
 
 
-def _facts(module: nn.Module, plan: UnitPlan, options: EngineOptions, sharding: Sharding) -> list[str]:
+def _facts(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> list[str]:
     """List what every data-parallel rank must have in common; experts may differ between ranks."""
-    chosen = [f"{name}={value}" for name, value in vars(options).items()]
+    chosen = [f"{name}={value}" for name, value in vars(sharding.options).items()]
     units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
     if not all(spec.modules for spec in plan.units):
         units.append(plan.source)  # made-up names do not identify their parameters
