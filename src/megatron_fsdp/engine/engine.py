@@ -160,7 +160,7 @@ class Engine:
         self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
         self._usage = {
-            is_expert: UsageAgreement(domain.group, self.device, options.find_unused_parameters, domain.foreign_groups)
+            is_expert: UsageAgreement(domain, self.device, options.find_unused_parameters)
             for is_expert, domain in ((False, self.sharding.dense), (True, self.sharding.experts))
             if domain is not None
         }

@@ -699,26 +699,21 @@ def _zero(tensors: list[torch.Tensor]) -> None:
 
 
 class UsageAgreement:
-    """Agrees over one group of ranks which parameters got a gradient on any rank.
+    """Agrees over the ranks of a domain which parameters got a gradient on any rank.
+
+    Foreign groups hold other parameters in the place of these, as expert-parallel ranks do: if any of them shows a
+    gradient, all do, so that all join a norm that spans them. They ask at every sync.
 
     Args:
-        group: The ranks; None for a single one.
+        domain: The ranks.
         device: Where the flags travel.
         always: Ask at every sync, also after all parameters were used once.
-        foreign_groups: Ranks that hold other parameters in the place of these, as expert-parallel ranks do: if any of
-            them shows a gradient, all do, so that all join a norm that spans them. They ask at every sync.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        always: bool,
-        foreign_groups: Sequence[dist.ProcessGroup],
-    ) -> None:
-        self._group = group
-        self._always = always or bool(foreign_groups)
-        self._foreign_groups = tuple(foreign_groups)
+    def __init__(self, domain: Domain, device: torch.device, always: bool) -> None:
+        self._group = domain.group
+        self._foreign_groups = domain.foreign_groups
+        self._always = always or bool(domain.foreign_groups)
         self._device = device
         self._all_used = False
 
