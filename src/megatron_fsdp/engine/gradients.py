@@ -131,11 +131,6 @@ class MainGradient:
         self.views: list[DTensor | None] = [None] * len(plan.layout.shapes)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every element of the gradient is here."""
-        return self.region.numel == self._layout.numel
-
-    @property
     def num_bytes(self) -> int:
         """Bytes that it takes while it is allocated."""
         return self.region.numel * self.dtype.itemsize
