@@ -411,7 +411,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     arguments = bound.arguments
     from megatron_fsdp.comm.agreement import all_agree
     from megatron_fsdp.engine.hooks import compiled_in_place
-    from megatron_fsdp.engine.model_checks import check_keeps_no_copies
+    from megatron_fsdp.engine.optimizer_checks import check_keeps_no_copies
     from megatron_fsdp.optim.optimizer import check_capturable, check_parameters, move_to_sharded
     from megatron_fsdp.sharding.mesh import index_of
 

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def make(factor: float = 100.0, history: int = 3) -> LargeGradientCheck:
-    return LargeGradientCheck(["a", "b"], [None], CPU, {"a": "bucket 2"}, factor, history)
+    return LargeGradientCheck({"a": "bucket 2", "b": ""}, [None], CPU, factor, history)
 
 
 def record(check: LargeGradientCheck, **gradients: float) -> str:

@@ -1,18 +1,24 @@
 """The factors of a gradient reduction, against the value that is mathematically wanted."""
 
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import HostLane
 from megatron_fsdp.config.precision import ResolvedPrecision
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.gradients import GradientBuffers
+from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import plan_layout
-from megatron_fsdp.sharding.placement import Placement
+from megatron_fsdp.sharding.placement import placements_for
+from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec, ParameterInfo
 
 
 def apply(reduction: GradientReduction, gradients: torch.Tensor) -> torch.Tensor:
@@ -112,9 +118,20 @@ def test_a_factor_is_applied_in_the_wider_dtype(
     """bfloat16 gradients, float32 on the wire or in the main gradient, and a factor that is no power of two."""
     precision = ResolvedPrecision(BF16, FP32, main_grads, grad_comm, has_main_copy=True)
     device = torch.device("cpu")
+    key = GroupKey(BF16, requires_grad=True, is_expert=False)
     layout = plan_layout([(100,)], 1)
-    axes = [Axis(None, 0, 1)]
-    gradients = GradientBuffers(layout, axes, [Placement.REPLICATE], precision, reduction, device)
+    plan = GroupPlan(
+        ParameterGroupSpec(key, (ParameterInfo("weight", (100,), key),)),
+        layout,
+        precision,
+        reduction,
+        placements_for(ShardingStrategy.no_shard),
+        (Axis(None, 0, 1),),
+        cast(DeviceMesh, None),  # nothing becomes a DTensor here
+        device,
+        (None,),
+    )
+    gradients = GradientBuffers(plan)
     grad = torch.randn(100, generator=torch.Generator().manual_seed(0)).to(BF16)
     bucket = torch.empty(layout.numel, dtype=grad_comm)
     gradients.begin(None if deferred else bucket)

@@ -97,7 +97,7 @@ def footprint_of(plan: GroupPlan, unit: int) -> GroupFootprint:
         main_grads=plan.precision.main_grads,
         grad_comm=plan.precision.grad_comm,
         requires_grad=plan.requires_grad,
-        is_whole=plan.spec.key.is_scalar or plan.is_trained_whole,
+        is_whole=plan.spec.key.is_scalar or (plan.requires_grad and Placement.SHARD not in plan.placements.main_weight),
         outer_ranks=plan.axes[0].num_ranks if has_outer else 1,
         outer_shares=has_outer and plan.placements.main_weight[0] is Placement.SHARD,
         weight_format=plan.weight_format,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,13 +19,15 @@ from megatron_fsdp.config.engine_options import checked_deterministic, engine_op
 from megatron_fsdp.config.homes import HomesArgument, resolve_homes
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import resolve_verify_ranks
-from megatron_fsdp.ddp.buckets import GatherMode, plan_buckets
+from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_buckets
 from megatron_fsdp.ddp.engine import BucketEngine, Readers
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.describe.model import Subject
-from megatron_fsdp.engine.engine import Engine, EngineComponents
+from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding, local_part, parameter_info
 from megatron_fsdp.engine.hooks import register_hooks
+from megatron_fsdp.engine.schedule import ScheduleConfig
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.wrap import check_not_wrapped
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -47,6 +49,8 @@ class BucketGrouping:
     bucket_numel: int | None
     gather_mode: GatherMode
 
+    engine_type: ClassVar[type[Engine]] = BucketEngine
+
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """Return the buckets."""
         canonical: dict[int, str] = {}
@@ -64,9 +68,10 @@ class BucketGrouping:
         """Return None: parameters outside of buckets are frozen, and not cut."""
         return None
 
-    def make_engine(self, components: EngineComponents) -> BucketEngine:
-        """Make the engine, without hooks."""
-        return BucketEngine(components, self.gather_mode)
+    def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> BucketScheduler:
+        """Make the scheduler of sharded buckets."""
+        counts = [sum(len(group.sharded) for group in unit.groups) for unit in units]
+        return BucketScheduler(config, counts, self.gather_mode)
 
     def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks that drive the engine."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_readers
-from megatron_fsdp.engine.engine import Engine, EngineComponents, ForwardCall, live_engine
+from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
 from megatron_fsdp.engine.hooks import uncompiled
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
@@ -32,9 +32,8 @@ class BucketEngine(Engine):
     scheduler: BucketScheduler
     takes_every_gradient = True  # a bucket is reduced when all of them have come
 
-    def __init__(self, components: EngineComponents, gather_mode: GatherMode) -> None:
-        counts = [sum(len(group.sharded) for group in unit.groups) for unit in components.units]
-        super().__init__(components, BucketScheduler(components.memory_plan.schedule, counts, gather_mode))
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._buckets = self.units[ROOT_UNIT + 1 :]
         self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] = {}
         if self.waits_for_readers:
@@ -130,7 +129,7 @@ class BucketEngine(Engine):
         """Gather and show all weights, which recomputation may read, before the model's backward."""
         super().pre_backward(call)
         if not self._unsharded_for_backward.issuperset(unit.index for unit in self._buckets):
-            self._run_backward(self.scheduler.everything())
+            self.executor.run(self.scheduler.everything(), self.reach)
             self._show(self._buckets)
             self._unsharded_for_backward.update(unit.index for unit in self._buckets)
 
@@ -148,7 +147,7 @@ class BucketEngine(Engine):
         if came:
             operations = self.scheduler.gradient_counted(unit_index, index)
             if operations:
-                self._run_backward(operations)
+                self.executor.run(operations, self.reach)
 
     def _post_backward(self) -> None:
         learnt = self.scheduler.learns

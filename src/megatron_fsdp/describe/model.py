@@ -66,17 +66,16 @@ def memory_of(engine: Engine) -> MemoryUse:
     groups = engine.groups()
     whole = {group: 0 if group.weights.main_lies_in_compute else group.weights.main.local.nbytes for group in groups}
     held = {
-        "compute_weights": [(group.plan.compute_home, group.weights.compute.local.nbytes) for group in groups],
-        "main_weights": [(group.plan.main_home, num_bytes) for group, num_bytes in whole.items()],
+        "compute_weights": [(group.plan.compute_home.is_away, group.weights.compute.local.nbytes) for group in groups],
+        "main_weights": [(group.plan.main_home.is_away, num_bytes) for group, num_bytes in whole.items()],
         "main_gradients": [
-            (group.plan.homes.main_gradients, gradients.main.num_bytes)
-            for group, gradients in engine.groups_with_gradients()
+            (gradients.main.is_away, gradients.main.num_bytes) for _, gradients in engine.groups_with_gradients()
         ],
     }
-    away = {kind: sum(count for home, count in parts if home.is_away) for kind, parts in held.items()}
+    away = {kind: sum(count for is_away, count in parts if is_away) for kind, parts in held.items()}
     away["optimizer_state"] = _state_bytes(engine, is_away=True)
     away["activations"] = 0 if engine.saved_tensors is None else engine.saved_tensors.held_bytes
-    compute, main, grads = (sum(count for home, count in parts if not home.is_away) for parts in held.values())
+    compute, main, grads = (sum(count for is_away, count in parts if not is_away) for parts in held.values())
     compute += sum(group.weights.codec.num_bytes for group in groups if group.weights.codec is not None)
     return MemoryUse(
         compute,

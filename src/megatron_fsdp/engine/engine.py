@@ -18,65 +18,50 @@ from megatron_fsdp.comm.lanes import is_capturing
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.homes import Home
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
 from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.expert_state import ExpertNames
+from megatron_fsdp.engine.expert_checkpoints import ExpertNames
 from megatron_fsdp.engine.fp8_linear import emulation_note
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, UsageAgreement, direct_hook, match_waiting_sums
 from megatron_fsdp.engine.group_plan import Sharding
-from megatron_fsdp.engine.memory import CommunicationPool, on_device, storage_of
+from megatron_fsdp.engine.memory import on_device, storage_of
 from megatron_fsdp.engine.memory_plan import MemoryPlan, bucket_count, prefetch_depth, unit_numels
-from megatron_fsdp.engine.model_checks import ReplacedParameters, StateDictAliases, StructureCheck, UnreducedGradients
 from megatron_fsdp.engine.observer import Phase
+from megatron_fsdp.engine.optimizer_checks import ReplacedParameters, UnreducedGradients
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.saved_tensors import SavedTensors, UnitTensors
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
-from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.engine.weight_codec import agree_on_amaxes
-from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
-@dataclass(frozen=True)
-class EngineComponents:
-    """What an engine is built from.
+class StateDictAliases:
+    """Tracks whether the tensors that state dicts have returned were written to, as a bare `dcp.load` does.
 
-    Attributes:
-        units: All units, root first.
-        memory_plan: How memory is borrowed, with the scheduler's configuration.
-        mode: When gradients are reduced; shared with the wrapper.
-        sharding: Ranks and options.
-        pool: The owner of communication memory.
-        backward_finished: Called at the end of each backward, after all reductions are done.
-        structure: Finds parameters that join the model later.
-        replaced: The parameters that were in the model before.
-        expert_names: Names of experts over all ranks.
-        delayed: The queue of weight gradients that wait for the end of backward, or None. With a queue, all gradients
-            stay where autograd puts them until then: units are filled and reduced there, one after another.
-        finite_check: The check of every gradient for NaN and infinity, where it was asked for.
-        large_check: The same for unexpectedly large values.
-        own_groups: Process groups that are destroyed with the engine.
-        user_buffers: Registered memory that is deregistered with it.
-        capture_lack: Why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to.
+    They share the memory of main weights, but not its version counters.
     """
 
-    units: Sequence[Unit]
-    memory_plan: MemoryPlan
-    mode: SyncMode
-    sharding: Sharding
-    pool: CommunicationPool
-    backward_finished: Callable[[], object]
-    structure: StructureCheck
-    replaced: ReplacedParameters
-    expert_names: ExpertNames
-    delayed: WeightGradientQueue | None
-    finite_check: FiniteCheck | None
-    large_check: LargeGradientCheck | None
-    own_groups: OwnGroups | None
-    user_buffers: UserBuffers | None
-    capture_lack: str
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Follow tensors from now on, by an alias that shares their version counter and outlives them."""
+        self._seen += [(weakref.ref(tensor), tensor.detach(), tensor._version) for tensor in tensors]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any was written to since `changed` was called last."""
+        return any(alias._version != version for _, alias, version in self._seen)
+
+    def changed(self) -> bool:
+        """Return whether any was written to since the last call; dead tensors are checked once more and dropped."""
+        changed = self.is_written
+        self._seen = [(origin, alias, alias._version) for origin, alias, _ in self._seen if origin() is not None]
+        return changed
 
 
 _NEVER = -1  # the weights_version of a forward that used no weights
@@ -125,44 +110,63 @@ def _take_gradient(
     engine.take_gradient(unit_index, group_index, index, param)  # type: ignore[arg-type]  # hooks are typed for tensors
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Engine:
-    """Runs forward, backward and gradient sync of one sharded model."""
+    """Runs forward, backward and gradient sync of one sharded model.
+
+    Attributes:
+        units: All units, root first.
+        memory_plan: How memory is borrowed, with the scheduler's configuration.
+        scheduler: Decides what is gathered and reduced.
+        executor: Carries that out.
+        mode: When gradients are reduced; shared with the wrapper.
+        sharding: Ranks and options.
+        structure: Finds parameters that join the model later.
+        replaced: The parameters that were in the model before.
+        expert_names: Names of experts over all ranks.
+        delayed: The queue of weight gradients that wait for the end of backward, or None. With a queue, all gradients
+            stay where autograd puts them until then: units are filled and reduced there, one after another.
+        finite_check: The check of every gradient for NaN and infinity, where it was asked for.
+        large_check: The same for unexpectedly large values.
+        own_groups: Process groups that are destroyed with the engine.
+        user_buffers: Registered memory that is deregistered with it.
+        capture_lack: Why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to.
+    """
+
+    units: tuple[Unit, ...]
+    memory_plan: MemoryPlan
+    scheduler: Scheduler
+    executor: Executor
+    mode: SyncMode
+    sharding: Sharding
+    structure: StructureCheck
+    replaced: ReplacedParameters
+    expert_names: ExpertNames
+    delayed: WeightGradientQueue | None
+    finite_check: FiniteCheck | None
+    large_check: LargeGradientCheck | None
+    own_groups: OwnGroups | None
+    user_buffers: UserBuffers | None
+    capture_lack: str
 
     takes_every_gradient = False  # whether `take_gradient` is called for every gradient
 
-    def __init__(self, components: EngineComponents, scheduler: Scheduler | None = None) -> None:
-        plan, sharding = components.memory_plan, components.sharding
-        self.units = tuple(components.units)
-        self.mode = components.mode
-        self.device = sharding.device
-        self.memory_plan = plan
-        self.scheduler = Scheduler(plan.schedule) if scheduler is None else scheduler
-        self.executor = Executor(self.units, sharding.device, components.backward_finished, plan, components.pool)
+    def __post_init__(self) -> None:
+        options = self.sharding.options
+        self.device = self.sharding.device
         self.observers = self.executor.observers
-        self.saved_tensors = self._make_saved_tensors(sharding.options.homes.activations)
-        self.finite_check = components.finite_check
-        self.large_check = components.large_check
-        self._checks = [check for check in (components.finite_check, components.large_check) if check is not None]
-        self.structure = components.structure
-        self.replaced = components.replaced
-        self.expert_names = components.expert_names
-        self.delayed = components.delayed
-        self.own_groups = components.own_groups
-        self.user_buffers = components.user_buffers
-        self.capture_lack = components.capture_lack
-        self.keeps_gradients = sharding.options.megatron_fsdp_cuda_graph_mode
+        self.saved_tensors = self._make_saved_tensors(options.homes.activations)
+        self._checks = [check for check in (self.finite_check, self.large_check) if check is not None]
+        self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
-        self.sharding = sharding
         self._usage = {
-            is_expert: UsageAgreement(
-                domain.group, sharding.device, sharding.options.find_unused_parameters, domain.foreign_groups
-            )
-            for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
+            is_expert: UsageAgreement(domain, self.device, options.find_unused_parameters)
+            for is_expert, domain in ((False, self.sharding.dense), (True, self.sharding.experts))
             if domain is not None
         }
         # A deterministic sum takes each microbatch on its own: none is added to another on a rank.
         self._accumulates_shards = (
-            self.is_deterministic or placements_for(sharding.options.strategy).accumulated_grad[-1] is Placement.SHARD
+            self.is_deterministic or placements_for(options.strategy).accumulated_grad[-1] is Placement.SHARD
         )
         self.group_and_index = {
             id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)
@@ -178,7 +182,7 @@ class Engine:
         self._defers = False  # some backward since the last sync defers its reduction
         self._may_differ = False  # since a reset, ranks may hold deferred sums for different groups
         self._unsharded_for_backward: set[int] = set()  # units whose modules hold full parameters for the backward
-        self._backward_id = 0
+        self.backward_number = 0  # how many have begun
         self._callback_queued = False
         self._backward_thread = 0  # the thread on which the hooks of this backward run
         self._ending = False  # inside `_post_backward`, whose checks conclude later
@@ -379,11 +383,6 @@ class Engine:
                 hook = direct_hook(grads.of_parameter[index], hook)
             param.register_post_accumulate_grad_hook(hook)
 
-    @property
-    def backward_number(self) -> int:
-        """How many backwards have begun."""
-        return self._backward_id
-
     def _inspect_gradients(self, group: ParameterGroup) -> None:
         """Pass gradients to the finite check, where there is one, before they are reduced."""
         check, names = self.finite_check, group.names
@@ -409,7 +408,9 @@ class Engine:
         self.executor.run(self.scheduler.weights_changed())
         self.executor.settle_homes()
         with self.observers.during(Phase.INSTALL, ROOT_UNIT):
-            agree_on_amaxes(list(self.groups()))
+            encoded = [group for group in self.groups() if group.weights.codec is not None]
+            if encoded:
+                agree_on_amaxes(encoded)
             for unit in self.units:
                 unit.install_main_weights()
         self.stepped = False
@@ -420,9 +421,9 @@ class Engine:
         """Unshard a unit for backward: the gradient of some output of a forward is known."""
         self._begin_backward()
         self._check_thread(call.unit)
-        if call.last_backward == self._backward_id:
+        if call.last_backward == self.backward_number:
             return
-        call.last_backward = self._backward_id
+        call.last_backward = self.backward_number
         if self.saved_tensors is not None and call.saved is not None:
             self.saved_tensors.fetch(call.saved)
         self.observers.backward_pauses()
@@ -432,7 +433,8 @@ class Engine:
                 "whose saved weights would be released before they are used; differentiate twice under "
                 "zero_dp_strategy 0 to 2"
             )
-        self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights))
+        operations = self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights)
+        self.executor.run(operations, self.reach)
         if not call.reads_weights:
             return
         self.units[call.unit].show_unsharded(call.module_index)  # recomputation inside the module calls no hooks of it
@@ -520,7 +522,7 @@ class Engine:
         self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
         self._callback_queued = self._has_unattached = True
         self._defers |= self.reach is not Reach.EVERYWHERE
-        self._backward_id += 1
+        self.backward_number += 1
         self._backward_thread = threading.get_ident()
         for check in self._checks:
             check.begin()  # not at the end: an earlier backward may have failed before it
@@ -553,7 +555,7 @@ class Engine:
             for operation in self.scheduler.backward_ends():
                 if self.delayed is not None and operation.action is Action.REDUCE:
                     self._fill_late(operation.unit, self.delayed)
-                self._run_backward((operation,))
+                self.executor.run((operation,), self.reach)
         finally:
             self._ending = False
         for check in self._checks:
@@ -576,9 +578,6 @@ class Engine:
         for unit in self.units:
             unit.show_sharded()
         self._unsharded_for_backward.clear()
-
-    def _run_backward(self, operations: Sequence[object]) -> None:
-        self.executor.run(operations, self.reach)  # type: ignore[arg-type]
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

@@ -263,7 +263,7 @@ class Executor:
                 continue
             if not gradients.is_filling and not gradients.has_deferred_sum:
                 self._begin_filling(unit, group_index, reach)
-            received = unit.bucket_of(group_index, scratch) if scratch is not None and group.exchanges_inner else None
+            received = None if scratch is None else unit.bucket_of(group_index, scratch)
             tickets.append(
                 gradients.reduce(
                     self._reduce_lane, unit.bucket_of(group_index, bucket), received, group.sharded, self.home_lane
@@ -274,8 +274,6 @@ class Executor:
 
     def reduce_outer(self, unit: Unit) -> None:
         """Start to reduce over the outer ranks what the inner ones have summed."""
-        if not unit.reduces_outer:
-            return
         if not any(group.gradients is not None and group.gradients.has_inner_sum for group in unit.groups):
             return
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:

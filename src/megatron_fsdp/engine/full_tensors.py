@@ -24,7 +24,7 @@ from megatron_fsdp.comm.axis import address_of, broadcast
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import local_part
-from megatron_fsdp.engine.memory import FlatBuffer, full_view
+from megatron_fsdp.engine.memory import full_view
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Unit
@@ -47,9 +47,9 @@ def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def gather_buffer(group: ParameterGroup, buffer: FlatBuffer) -> torch.Tensor:
-    """Return a buffer that is placed as main weights, whole (numel,): gathered if sharded, else the local tensor."""
-    local = buffer.local
+def _whole_main_weights(group: ParameterGroup) -> torch.Tensor:
+    """Return the main weights of a group (numel,): gathered if sharded, else the local tensor."""
+    local = group.weights.main.local
     for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
         if placement is Placement.SHARD and axis.num_ranks > 1:  # outermost first: it was cut last
             full = torch.empty(axis.num_ranks * local.numel(), dtype=local.dtype, device=local.device)
@@ -123,11 +123,10 @@ def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype
 
 def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]:
     """Copy a group's weights: views of one new buffer, which take no gradient, since it would be lost."""
-    main = group.weights.main
-    full = gather_buffer(group, main)
+    full = _whole_main_weights(group)
     if compute_dtype:
         full = group.weights.as_computed(full)
-    if address_of(full) == address_of(main.local):
+    if address_of(full) == address_of(group.weights.main.local):
         full = full.clone()
     copies = []
     for index, param in enumerate(group.full):

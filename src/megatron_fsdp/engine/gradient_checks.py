@@ -23,8 +23,8 @@ class NamedRanks:
     """The parameters of every rank. Making one is collective.
 
     Args:
-        names: Parameters of this rank; expert-parallel ranks may have others, and another number.
-        labels: The unit or bucket of a parameter, by its name; without an entry nothing is said of it.
+        labels: The unit or bucket of each parameter of this rank, by its name; nothing is said of an empty one.
+            Expert-parallel ranks may have others, and another number.
         groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
 
     Attributes:
@@ -32,11 +32,9 @@ class NamedRanks:
         most: The largest number of parameters of any rank.
     """
 
-    def __init__(
-        self, names: Sequence[str], labels: Mapping[str, str] | None, groups: Sequence[dist.ProcessGroup | None]
-    ) -> None:
+    def __init__(self, labels: Mapping[str, str], groups: Sequence[dist.ProcessGroup | None]) -> None:
         self._groups = [group for group in groups if group is not None]
-        self.own = tuple(f"{name} ({labels[name]})" if labels and name in labels else name for name in names)
+        self.own = tuple(f"{name} ({label})" if label else name for name, label in labels.items())
         self.everyone = gather_over(self._groups, (dist.get_rank() if self._groups else 0, self.own))
         self.most = max(len(of_rank) for _, of_rank in self.everyone)
 
@@ -94,10 +92,9 @@ class LargeGradientCheck:
     Where experts of different ranks have the same local name, they share their history.
 
     Args:
-        names: Every trainable parameter of this rank; expert-parallel ranks may have others, and another number.
+        labels: The unit or bucket of each parameter, for messages; see `NamedRanks`.
         groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
         device: Device of the magnitudes.
-        labels: The unit or bucket of each parameter, for messages.
         factor: How many times the largest magnitude so far is too large; above 1.
         history: Backwards with a gradient other than zero before a parameter is judged; at least 1.
 
@@ -107,10 +104,9 @@ class LargeGradientCheck:
 
     def __init__(
         self,
-        names: Sequence[str],
+        labels: Mapping[str, str],
         groups: Sequence[dist.ProcessGroup | None],
         device: torch.device,
-        labels: Mapping[str, str] | None = None,
         factor: float = FACTOR,
         history: int = HISTORY,
     ) -> None:
@@ -121,8 +117,8 @@ class LargeGradientCheck:
             )
         self._factor = factor
         self._history = history
-        self._own_index = {name: index for index, name in enumerate(names)}
-        self._ranks = NamedRanks(names, labels, groups)
+        self._own_index = {name: index for index, name in enumerate(labels)}
+        self._ranks = NamedRanks(labels, groups)
         self._seen = torch.zeros(self._ranks.most, dtype=torch.float32, device=device)  # of this rank, in this backward
         known = dict.fromkeys(name for _, of_rank in self._ranks.everyone for name in of_rank)
         self._index = {name: index for index, name in enumerate(known)}
@@ -187,14 +183,10 @@ class FiniteCheck:
     """Collects one flag per parameter during backward; the ranks compare them when it ends."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        groups: Sequence[dist.ProcessGroup | None],
-        device: torch.device,
-        labels: Mapping[str, str] | None = None,
+        self, labels: Mapping[str, str], groups: Sequence[dist.ProcessGroup | None], device: torch.device
     ) -> None:
-        self._own_index = {name: index for index, name in enumerate(names)}
-        self._ranks = NamedRanks(names, labels, groups)
+        self._own_index = {name: index for index, name in enumerate(labels)}
+        self._ranks = NamedRanks(labels, groups)
         self._flags = torch.zeros(self._ranks.most, dtype=torch.bool, device=device)
 
     def begin(self) -> None:

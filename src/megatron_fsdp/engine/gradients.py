@@ -25,20 +25,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import Axis, real_values
+from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.comm.lanes import Lane, Ticket, submit_in_turn, submit_through
 from megatron_fsdp.comm.reduction import put_scaled
-from megatron_fsdp.config.homes import ON_DEVICE, Home
-from megatron_fsdp.config.precision import ResolvedPrecision
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, piece_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.sharding.gradient_formats import GradientFormat
-from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
-from megatron_fsdp.sharding.mesh import Domain, FlatAxis
-from megatron_fsdp.sharding.placement import Placement, Region
+from megatron_fsdp.sharding.mesh import Domain
 
 
 class BucketViews:
@@ -117,29 +112,23 @@ _OWN_REFERENCES = 3  # to a DTensor of ours during the check: the list, the vari
 class MainGradient:
     """This rank's part of the accumulated gradients of a group, and the DTensors of its pieces.
 
-    Args:
-        layout: Where each tensor lies in the whole gradient.
-        region: The elements of that which are here.
+    Attributes:
+        region: The elements of the whole gradient that are here.
         dtype: Dtype of the accumulation.
         device: Device of the model.
-        home: Where the memory is.
+        is_away: Whether it rests elsewhere than on the device.
+        views: The DTensor of each tensor's piece, where it was made already.
     """
 
-    def __init__(
-        self, layout: Layout, region: Region, dtype: torch.dtype, device: torch.device, home: Home = ON_DEVICE
-    ) -> None:
-        self._layout = layout
-        self.region = region
-        self.dtype = dtype
-        self.device = device
-        self.home = home
+    def __init__(self, plan: GroupPlan) -> None:
+        self._layout = plan.layout
+        self.region = plan.main_region
+        self.dtype = plan.precision.main_grads
+        self.device = plan.device
+        self._home = plan.homes.main_gradients
+        self.is_away = self._home.is_away
         self._buffer: FlatBuffer | None = None
-        self.views: list[DTensor | None] = [None] * len(layout.shapes)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every element of the gradient is here."""
-        return self.region.numel == self._layout.numel
+        self.views: list[DTensor | None] = [None] * len(plan.layout.shapes)
 
     @property
     def num_bytes(self) -> int:
@@ -154,8 +143,8 @@ class MainGradient:
     def allocate(self) -> FlatBuffer:
         """Return the memory, allocated where it was not, uninitialised then."""
         if self._buffer is None:
-            memory = allocate(self.home, self.region.numel, self.dtype, self.device)
-            self._buffer = FlatBuffer(self._layout, self.region, self.dtype, self.device, memory)
+            memory = allocate(self._home, self.region.numel, self.dtype, self.device)
+            self._buffer = FlatBuffer(self._layout, self.region, memory)
         elif self.num_bytes and not self.held_bytes:
             self._buffer.local.untyped_storage().resize_(self.num_bytes)
         return self._buffer
@@ -208,7 +197,7 @@ class MainGradient:
             return
         assert self._buffer is not None
         if self._is_ours_alone(self._buffer):
-            if not self.home.is_away:  # else it is pinned, or mapped, once
+            if not self.is_away:  # else it is pinned, or mapped, once
                 self._buffer.local.untyped_storage().resize_(0)
         else:
             self._buffer = None
@@ -288,36 +277,25 @@ def direct_hook(gradient: ParameterGradient, take: Take) -> Take:
 class GradientBuffers:
     """Main gradient, bucket and deferred sums of one trainable parameter group."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        axes: Sequence[Axis],
-        placement: Sequence[Placement],
-        precision: ResolvedPrecision,
-        reduction: GradientReduction,
-        device: torch.device,
-        flat: FlatAxis | None = None,
-        home: Home = ON_DEVICE,
-        outer_format: GradientFormat | None = None,
-    ) -> None:
-        self.layout = layout
-        self.precision = precision
-        self.reducer = GradientReducer(layout.numel, axes, placement, reduction, flat, outer_format, device)
+    def __init__(self, plan: GroupPlan) -> None:
+        self.layout = plan.layout
+        self.precision = plan.precision
+        self.reducer = GradientReducer(plan)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
         self.row_shift = 0  # this rank computes the gradient of the rank so many places further
-        self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device, home)
-        self.of_parameter = tuple(ParameterGradient() for _ in layout.shapes)
-        self._padding = padding_ranges(layout)
-        self.bucket_views = BucketViews(layout)
+        self.main = MainGradient(plan)
+        self.of_parameter = tuple(ParameterGradient() for _ in plan.layout.shapes)
+        self._padding = padding_ranges(plan.layout)
+        self.bucket_views = BucketViews(plan.layout)
         self._filling: torch.Tensor | None = None
         self._deferred_sum: torch.Tensor | None = None
         self._inner_sum: torch.Tensor | None = None
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
-    def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
+    def change_precision(self, plan: GroupPlan) -> None:
         """Use another communication dtype for the next bucket."""
-        self.precision, self.reducer.reduction = precision, reduction
+        self.precision, self.reducer.reduction = plan.precision, plan.reduction
         self.bucket_views.forget()
 
     # ---- filling ------------------------------------------------------------------------------------------------
@@ -457,7 +435,7 @@ class GradientBuffers:
         if stage.then is not None:
             last = stage._replace(launch=stage.then, then=None)
             return submit_in_turn(lane, stage.launch, lambda: self._submit(lane, last, home_lane))
-        if self.main.home.is_away:
+        if self.main.is_away:
             return submit_through(lane, stage.launch, home_lane, lambda: self._accumulate(stage))
         return lane.submit(stage.launch, lambda: self._accumulate(stage))
 
@@ -487,7 +465,7 @@ class GradientBuffers:
         return 0 if self.reducer.compressed is None else self.reducer.compressed.error_bytes
 
     def reduce_outer(
-        self, lane: Lane, params: Sequence[nn.Parameter], home_lane: Lane, crossing: Sequence[torch.Tensor] = ()
+        self, lane: Lane, params: Sequence[nn.Parameter], home_lane: Lane, crossing: Sequence[torch.Tensor]
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the inner sums over the outer ranks.
 
@@ -516,7 +494,7 @@ class GradientBuffers:
     def _accumulate(self, stage: Stage) -> None:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
         main, factor = self.main.local, self.reducer.factor
-        is_away = self.main.home.is_away
+        is_away = self.main.is_away
         sums = torch.empty_like(main, device=self.main.device, pin_memory=False) if is_away else main
         rows = stage.rows if self.reducer.reduction.one_by_one else ()
         if any(each.counts for each in self.of_parameter):
@@ -716,26 +694,21 @@ def _zero(tensors: list[torch.Tensor]) -> None:
 
 
 class UsageAgreement:
-    """Agrees over one group of ranks which parameters got a gradient on any rank.
+    """Agrees over the ranks of a domain which parameters got a gradient on any rank.
+
+    Foreign groups hold other parameters in the place of these, as expert-parallel ranks do: if any of them shows a
+    gradient, all do, so that all join a norm that spans them. They ask at every sync.
 
     Args:
-        group: The ranks; None for a single one.
+        domain: The ranks.
         device: Where the flags travel.
         always: Ask at every sync, also after all parameters were used once.
-        foreign_groups: Ranks that hold other parameters in the place of these, as expert-parallel ranks do: if any of
-            them shows a gradient, all do, so that all join a norm that spans them. They ask at every sync.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        always: bool = False,
-        foreign_groups: Sequence[dist.ProcessGroup] = (),
-    ) -> None:
-        self._group = group
-        self._always = always or bool(foreign_groups)
-        self._foreign_groups = tuple(foreign_groups)
+    def __init__(self, domain: Domain, device: torch.device, always: bool) -> None:
+        self._group = domain.group
+        self._foreign_groups = domain.foreign_groups
+        self._always = always or bool(domain.foreign_groups)
         self._device = device
         self._all_used = False
 

@@ -247,11 +247,6 @@ class GroupPlan:
         """Whether these are parameters of experts, on the mesh of these."""
         return self.spec.key.is_expert
 
-    @property
-    def is_trained_whole(self) -> bool:
-        """Whether every rank updates the whole main weights, under whatever strategy."""
-        return self.requires_grad and Placement.SHARD not in self.placements.main_weight
-
     @cached_property
     def inner_region(self) -> Region:
         """The elements of the compute weights that one inner rank has after the gather over the outer ranks."""
@@ -527,13 +522,6 @@ class Sharding:
             experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut : cut + len(experts)]),
         ), own
 
-    def parts_of(
-        self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]
-    ) -> tuple[TensorParallelPart | None, ...]:
-        """Describe how tensor parallelism cut the parameters of a group."""
-        mesh = self.domain(spec.key.is_expert).tensor_parallel
-        return tuple(part_of(info.name, param, mesh) for info, param in zip(spec.parameters, originals, strict=True))
-
     def plan_group(self, spec: ParameterGroupSpec, parts: tuple[TensorParallelPart | None, ...]) -> GroupPlan:
         """Plan layout, dtypes, placements and factors of one group, whose parameters were cut as `parts` before."""
         domain = self.domain(spec.key.is_expert)
@@ -673,7 +661,8 @@ def plan_groups(
     known: dict[object, GroupPlan] = {}
 
     def plan_group(spec: ParameterGroupSpec) -> GroupPlan:
-        parts = sharding.parts_of(spec, [originals[info.name] for info in spec.parameters])
+        mesh = sharding.domain(spec.key.is_expert).tensor_parallel
+        parts = tuple(part_of(info.name, originals[info.name], mesh) for info in spec.parameters)
         alike = (spec.key, tuple(info.shape for info in spec.parameters), parts)
         if alike not in known:
             known[alike] = sharding.plan_group(spec, parts)

@@ -50,26 +50,10 @@ class FlatBuffer:
         local: These elements, (region.numel,).
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        region: Region,
-        dtype: torch.dtype,
-        device: torch.device,
-        memory: torch.Tensor | None = None,
-    ) -> None:
-        """Allocate zeros, or use `memory` (region.numel,), which holds some."""
+    def __init__(self, layout: Layout, region: Region, local: torch.Tensor) -> None:
         self.layout = layout
         self.region = region
-        self.local = torch.zeros(region.numel, dtype=dtype, device=device) if memory is None else memory
-
-    @classmethod
-    def slice_of(cls, whole: FlatBuffer, region: Region) -> FlatBuffer:
-        """Return a part of a buffer as a buffer of its own that shares the memory."""
-        part = cls.__new__(cls)
-        part.layout, part.region = whole.layout, region
-        part.local = whole.view_of(region)
-        return part
+        self.local = local
 
     @property
     def is_whole(self) -> bool:
@@ -206,7 +190,7 @@ class StateMemory:
             buffer = self._buffers.get((key, value.dtype))
             if buffer is None:
                 memory = allocate(self._home, self._region.numel, value.dtype, self._device)
-                buffer = FlatBuffer(self._layout, self._region, value.dtype, self._device, memory)
+                buffer = FlatBuffer(self._layout, self._region, memory)
                 self._buffers[key, value.dtype] = buffer
             found = self._pieces[key, index] = buffer.piece(index)
         if found is not value:

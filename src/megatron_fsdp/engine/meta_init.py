@@ -334,7 +334,7 @@ def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], de
     """
     unit_tops = [root.get_submodule(path) for unit in units for path in unit.modules if path]
     store = {
-        name: partial(group.store, index)
+        name: partial(group.weights.store, index)
         for unit in units
         for group in unit.groups
         for index, name in enumerate(group.names)

@@ -57,23 +57,22 @@ class WeightBuffers:
         codec: Encodes into the weight format, where there is one.
     """
 
-    def __init__(self, plan: GroupPlan, codec: WeightCodec | None, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, plan: GroupPlan, codec: WeightCodec | None, memory: torch.Tensor | None) -> None:
         """Allocate both; `memory` is that of the compute weights, zeros, where it is there already."""
-        layout, precision = plan.layout, plan.precision
+        layout = plan.layout
         self._axes = plan.axes
-        self._dtype = precision.compute
+        self._dtype = plan.precision.compute
         self._device = plan.device
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
         self.codec = codec
         self.is_encoded = plan.is_encoded
         self.is_away = plan.compute_home.is_away
-        if self.is_away:
-            numel = held.numel if codec is None or not self.is_encoded else codec.bytes_of(held.numel)
+        if memory is None:
+            numel = plan.held_bytes // plan.sent_dtype.itemsize
             memory = allocate(plan.compute_home, numel, plan.sent_dtype, plan.device)
-        if self.codec is not None and self.is_encoded:
-            self.compute: FlatBuffer = EncodedBuffer(self.codec, layout, held, plan.device, memory)
-        else:
-            self.compute = FlatBuffer(layout, held, precision.compute, plan.device, memory)
+        self.compute = FlatBuffer(layout, held, memory)
+        if codec is not None and plan.is_encoded:
+            self.compute = EncodedBuffer(codec, layout, held, memory)
         self.main_lies_in_compute = self.codec is None and not plan.has_main_copy
         self._is_stale = False  # the compute weights are not encoded from what was stored last
         if not self.main_lies_in_compute:
@@ -81,7 +80,7 @@ class WeightBuffers:
         elif plan.main_region == self.compute.region:
             self.main = self.compute
         else:
-            self.main = FlatBuffer.slice_of(self.compute, plan.main_region)
+            self.main = FlatBuffer(layout, plan.main_region, self.compute.view_of(plan.main_region))
         self._sent = self.compute.view_of(plan.inner_region)
         self._seen_version = -1
 
@@ -179,7 +178,7 @@ class WeightBuffers:
         if self.codec is not None:
             main = self.main
             if main.local.device != self._device:
-                main = FlatBuffer(main.layout, main.region, main.local.dtype, self._device, main.local.to(self._device))
+                main = FlatBuffer(main.layout, main.region, main.local.to(self._device))
             self.codec.measure(main)
 
     def _received(self, full: torch.Tensor) -> torch.Tensor:
@@ -197,10 +196,9 @@ class WeightBuffers:
 
 
 def _main_buffer(plan: GroupPlan) -> FlatBuffer:
-    region, dtype = plan.main_region, plan.precision.main_params
-    return FlatBuffer(
-        plan.layout, region, dtype, plan.device, allocate(plan.main_home, region.numel, dtype, plan.device)
-    )
+    region = plan.main_region
+    memory = allocate(plan.main_home, region.numel, plan.precision.main_params, plan.device)
+    return FlatBuffer(plan.layout, region, memory)
 
 
 # These run over all parameters in every step; without a Python call for each they take a fraction of the time.
@@ -221,6 +219,7 @@ class ParameterGroup:
         gradients: Main gradient and bucket; None for a group that has been frozen since it was made.
         trainable: For each parameter whether it takes gradients, as the ranks last agreed.
         trained_since_attach: For each whether it took any since gradients were last attached.
+        grad_attribute: The attribute of the sharded parameters that holds their gradient.
         state_memory: Where its optimizer state rests; None: where the optimizer makes it.
         sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
         full: The parameters that compute sees: plain tensors, views of gathered weights.
@@ -231,8 +230,8 @@ class ParameterGroup:
         plan: GroupPlan,
         originals: Sequence[nn.Parameter],
         frames: tuple[ShardFrame, ...],
-        memory: torch.Tensor | None = None,
-        guests: Sequence[Guest] = (),
+        memory: torch.Tensor | None,
+        guests: Sequence[Guest],
     ) -> None:
         self.plan = plan
         self._wrapping: WrappingCodec | None = None
@@ -242,11 +241,11 @@ class ParameterGroup:
         if codec is None and plan.weight_format is not None:
             codec = WeightCodec(plan.weight_format, plan.layout, plan.device)
         self.weights = WeightBuffers(plan, codec, memory)
-        self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
+        self.gradients = GradientBuffers(plan) if plan.requires_grad else None
         self.state_memory = self._make_state_memory()
         self.trainable = [plan.requires_grad] * len(originals)
         self.trained_since_attach = list(self.trainable)
-        self._grad_attribute: GradAttribute = GRAD
+        self.grad_attribute: GradAttribute = GRAD
         self._placeholder: torch.Tensor | None = None
         self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
         register_with_torch()
@@ -262,10 +261,6 @@ class ParameterGroup:
         self._pointers = self._find_pointers()
         self._seen_versions = -1
         self.note_installed()
-
-    def store(self, index: int, full: torch.Tensor) -> None:
-        """Copy the initial value of parameter `index`, full, any dtype; call `note_installed` after the last."""
-        self.weights.store(index, full)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -375,8 +370,8 @@ class ParameterGroup:
             self._pointers = self._find_pointers()
             self.note_installed()
         self.state_memory = self._make_state_memory()
-        self.gradients = self._make_gradients()
-        self.gradients.grad_attribute = self._grad_attribute
+        self.gradients = GradientBuffers(plan)
+        self.gradients.grad_attribute = self.grad_attribute
 
     def _make_state_memory(self) -> StateMemory | None:
         """Return where optimizer state rests, if not where torch makes it, beside the main weights."""
@@ -386,20 +381,6 @@ class ParameterGroup:
             return None
         return StateMemory(home, plan.layout, self.weights.main.region, plan.device, is_paged=is_paged)
 
-    def _make_gradients(self) -> GradientBuffers:
-        plan = self.plan
-        return GradientBuffers(
-            plan.layout,
-            plan.axes,
-            plan.placements.main_grad,
-            plan.precision,
-            plan.reduction,
-            plan.device,
-            plan.flat,
-            plan.homes.main_gradients,
-            plan.outer_format,
-        )
-
     @staticmethod
     def _move(param: nn.Parameter, piece: torch.Tensor, frame: ShardFrame) -> None:
         """Move a sharded parameter into other memory, maybe of another dtype; it stays the same object."""
@@ -407,19 +388,9 @@ class ParameterGroup:
         moved.data = UnevenDTensor.wrap(piece.data, frame)  # sets the dtype that torch sees
         moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
 
-    @property
-    def exchanges_inner(self) -> bool:
-        """Whether reducing over the inner ranks is an all-to-all and a local sum, which needs scratch."""
-        return self.gradients is not None and self.gradients.reducer.exchanges_inner
-
-    @property
-    def grad_attribute(self) -> GradAttribute:
-        """The attribute of the sharded parameters that holds their gradient."""
-        return self._grad_attribute
-
     def decouple_gradients(self) -> None:
         """Set gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
-        self._grad_attribute = DECOUPLED
+        self.grad_attribute = DECOUPLED
         if self.gradients is not None:
             self.gradients.grad_attribute = DECOUPLED
             self.clear_grads()
@@ -439,7 +410,7 @@ class ParameterGroup:
         assert self.gradients is not None
         reduction = self.plan.reduction.for_dtype(precision.grad_comm)
         self.plan = replace(self.plan, precision=precision, reduction=reduction)
-        self.gradients.change_precision(precision, reduction)
+        self.gradients.change_precision(self.plan)
 
     def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
         """Wrap this rank's piece of tensor `index` as a DTensor of its global shape; no communication, no copy."""

@@ -22,9 +22,8 @@ import torch.distributed as dist
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Launch
 from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
+from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.sharding.gradient_formats import GradientFormat, row_numel
-from megatron_fsdp.sharding.gradient_scaling import GradientReduction
-from megatron_fsdp.sharding.mesh import FlatAxis
 from megatron_fsdp.sharding.placement import Placement, held_region
 
 
@@ -56,39 +55,32 @@ class Stage(NamedTuple):
 
 
 class GradientReducer:
-    """Reduces gradients of one layout over the ranks.
+    """Reduces the gradients of one parameter group over the ranks.
 
     Attributes:
         first_region: The elements that the first stage leaves on this rank.
         main_region: The elements that the second leaves; the same where the gradient is not sharded over outer ranks.
+        exchanges_inner: Whether the first stage is an all-to-all and a local sum, and needs scratch.
         reduction: Operation and factors; may be replaced between backwards.
         compressed: The second stage where gradients cross in a gradient format; None: they keep their dtype.
     """
 
-    def __init__(
-        self,
-        numel: int,
-        axes: Sequence[Axis],
-        placement: Sequence[Placement],
-        reduction: GradientReduction,
-        flat: FlatAxis | None = None,
-        outer_format: GradientFormat | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, plan: GroupPlan) -> None:
+        axes, placement = plan.axes, plan.placements.main_grad
         self._outer = axes[0] if len(axes) > 1 else None
-        self._inner = axes[-1]
-        self._flat = flat
-        first = [Placement.REPLICATE] * (len(axes) - 1) + [placement[-1]]
-        if flat is not None:
-            first = [Placement.SHARD if Placement.SHARD in placement else Placement.REPLICATE] * len(axes)
-        self._numel = numel
-        self.first_region = held_region(numel, first, axes)
-        self.main_region = held_region(numel, placement, axes)
-        self.reduction = reduction
+        self._inner = plan.axis
+        self._flat = plan.flat
+        self._numel = plan.layout.numel
+        self.first_region, self.main_region = plan.inner_region, plan.main_region
+        if self._flat is not None:
+            first = Placement.SHARD if Placement.SHARD in placement else Placement.REPLICATE
+            self.first_region = held_region(self._numel, [first] * len(axes), axes)
+        self.exchanges_inner = plan.exchanges_inner
+        self.reduction = plan.reduction
         self.compressed: CompressedSum | None = None
-        if outer_format is not None and self._outer is not None:
+        if plan.outer_format is not None and self._outer is not None:
             numel = self.first_region.numel
-            self.compressed = CompressedSum(outer_format, self._outer, numel, not self.scatters_outer, device)
+            self.compressed = CompressedSum(plan.outer_format, self._outer, numel, not self.scatters_outer, plan.device)
 
     @property
     def reduces_outer(self) -> bool:
@@ -106,11 +98,6 @@ class GradientReducer:
     def scatters_outer(self) -> bool:
         """Whether the second stage leaves each outer rank a shard."""
         return self.main_region.numel < self.first_region.numel
-
-    @property
-    def exchanges_inner(self) -> bool:
-        """Whether the first stage is an all-to-all and a local sum, and needs scratch."""
-        return self.scatters_inner and self._inner.exchanges_pairwise
 
     @property
     def _exchanges_outer(self) -> bool:
@@ -155,7 +142,8 @@ class GradientReducer:
                 stage = _in_rows(axis, received, partial(axis.gather_rows, received, bucket))
                 return stage._replace(memory=(received,))
             return Stage(partial(axis.all_reduce, bucket, average), lambda: bucket)
-        if scratch is not None:
+        if self.exchanges_inner:
+            assert scratch is not None
             return _in_rows(axis, scratch, partial(axis.exchange, scratch, bucket))
         return _native(axis, bucket, self.first_region.numel, average)
 
@@ -198,9 +186,7 @@ class CompressedSum:
         device: Device of the vectors.
     """
 
-    def __init__(
-        self, form: GradientFormat, axis: Axis, numel: int, gathers: bool, device: torch.device | None
-    ) -> None:
+    def __init__(self, form: GradientFormat, axis: Axis, numel: int, gathers: bool, device: torch.device) -> None:
         self._form, self._axis, self._numel, self._gathers = form, axis, numel, gathers
         length = row_numel(numel, axis.num_ranks)
         with torch.inference_mode(False):
@@ -212,7 +198,7 @@ class CompressedSum:
         """Bytes of what rounding has lost so far."""
         return self._lost.nbytes + self._lost_of_sum.nbytes
 
-    def reduce(self, sums: torch.Tensor, crossing: Sequence[torch.Tensor] = ()) -> Stage:
+    def reduce(self, sums: torch.Tensor, crossing: Sequence[torch.Tensor]) -> Stage:
         """Add up vectors (numel,) of any floating dtype, in memory that is given or allocated here.
 
         Args:

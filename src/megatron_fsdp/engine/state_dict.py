@@ -82,25 +82,14 @@ def are_from_file(values: Iterable[object]) -> bool:
 
 
 def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
-    """Attach chunk functions to the shards in every state dict, of the model or of any part of it.
+    """Save sharded parameters in state dicts of the model and of its parts, whatever the modules hold now.
 
-    Experts are saved as all ranks together have them, and converted back when they are loaded: tensors that stack a
-    rank's experts in every state dict, names that count them in state dicts of the model.
-    """
-    reference = weakref.ref(engine)
-    owners = [owner for owner in module.modules() if owner._parameters]
-    describe = partial(_describe, reference)
-    handles = [owner.register_state_dict_post_hook(describe) for owner in owners]
-    if not engine.expert_names.is_trivial:
-        handles.append(module.register_state_dict_post_hook(partial(_to_global_names, reference)))
-        handles.append(module.register_load_state_dict_pre_hook(partial(_to_local_names, reference)))
-    return handles
+    Loads that replace parameters are refused. Of whole tensors each rank loads its own elements; they have to be the
+    same on every rank. Experts are saved as all ranks together have them, and converted back when they are loaded:
+    tensors that stack a rank's experts in every state dict, names that count them in state dicts of the model.
 
-
-def register_load_hooks(engine: Engine, module: nn.Module) -> None:
-    """Save sharded parameters in state dicts, whatever the modules hold now, and refuse loads that replace parameters.
-
-    Of whole tensors each rank loads its own elements; they have to be the same on every rank.
+    Returns:
+        The hooks that attach chunk functions to the shards, and that convert names.
     """
     reference = weakref.ref(engine)
     owners = [owner for owner in module.modules() if owner._parameters]
@@ -109,6 +98,12 @@ def register_load_hooks(engine: Engine, module: nn.Module) -> None:
     for owner in owners:
         owner.register_load_state_dict_pre_hook(before_load)
         owner.register_state_dict_post_hook(after_save)
+    describe = partial(_describe, reference)
+    handles = [owner.register_state_dict_post_hook(describe) for owner in owners]
+    if not engine.expert_names.is_trivial:
+        handles.append(module.register_state_dict_post_hook(partial(_to_global_names, reference)))
+        handles.append(module.register_load_state_dict_pre_hook(partial(_to_local_names, reference)))
+    return handles
 
 
 def _note_aliases(

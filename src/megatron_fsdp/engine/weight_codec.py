@@ -265,18 +265,9 @@ class WrappingCodec(WeightCodec):
 class EncodedBuffer(FlatBuffer):
     """A region of a flat buffer as the bytes of a weight format; `local` is uint8, zeros where no tensor is."""
 
-    def __init__(
-        self,
-        codec: WeightCodec,
-        layout: Layout,
-        region: Region,
-        device: torch.device,
-        memory: torch.Tensor | None = None,
-    ) -> None:
-        """Allocate zeros, or use `memory`, which holds some."""
+    def __init__(self, codec: WeightCodec, layout: Layout, region: Region, local: torch.Tensor) -> None:
+        super().__init__(layout, region, local)
         self._codec = codec
-        made = torch.zeros(codec.bytes_of(region.numel), dtype=torch.uint8, device=device) if memory is None else memory
-        super().__init__(layout, region, torch.uint8, device, made)
 
     def view_of(self, region: Region) -> torch.Tensor:
         """Return the bytes of a region inside of this one."""
@@ -285,7 +276,7 @@ class EncodedBuffer(FlatBuffer):
 
 
 def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
-    """Measure the main weights of groups in a weight format, and agree on the magnitudes; collective.
+    """Measure the main weights of groups, all in a weight format, and agree on the magnitudes; collective.
 
     One all-reduce per data-parallel axis of dense parameters, and of experts, whatever the number of groups.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
-from megatron_fsdp.engine.engine import Engine, EngineComponents
-from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
+from megatron_fsdp.engine.delayed_linear import WeightGradientQueue, delay_all, undelay_weight_gradients
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.executor import Executor
+from megatron_fsdp.engine.expert_checkpoints import find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, part_of, plan_groups
@@ -43,13 +44,12 @@ from megatron_fsdp.engine.meta_init import (
     materialise,
     same_random_numbers,
 )
-from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck
+from megatron_fsdp.engine.optimizer_checks import ReplacedParameters
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.schedule import SyncMode
-from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
-from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
+from megatron_fsdp.engine.state_dict import register_state_dict_hooks
+from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
-from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_domain
 from megatron_fsdp.sharding.placement import placements_for
@@ -66,7 +66,13 @@ from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 
 class Grouping(Protocol):
-    """The rule by which parameters are grouped into units, and the source of the engine's events."""
+    """The rule by which parameters are grouped into units, and the source of the engine's events.
+
+    Attributes:
+        engine_type: The class of the engine.
+    """
+
+    engine_type: ClassVar[type[Engine]]
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """Return the units of a model, the root first; the model is only read.
@@ -80,8 +86,8 @@ class Grouping(Protocol):
         """Return the elements at which the root's parameters are cut into groups; None: never."""
         ...
 
-    def make_engine(self, components: EngineComponents) -> Engine:
-        """Make the engine, without hooks."""
+    def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> Scheduler:
+        """Make the scheduler of sharded units."""
         ...
 
     def connect(self, engine: Engine, root: nn.Module) -> None:
@@ -101,6 +107,8 @@ class UnitGrouping:
     unit_modules: Sequence[type[nn.Module] | str] | str | None
     memory: MemoryOptions
 
+    engine_type: ClassVar[type[Engine]] = Engine
+
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """Find the units; refine them for fine-grained gathers, or merge small neighbours."""
         alike = sharding.experts is None and sharding.dense.tensor_parallel is None
@@ -110,9 +118,9 @@ class UnitGrouping:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
         return self.memory.root_group_numel_on(num_ranks)
 
-    def make_engine(self, components: EngineComponents) -> Engine:
-        """Make the engine, without hooks."""
-        return Engine(components)
+    def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> Scheduler:  # noqa: ARG002
+        """Make the scheduler."""
+        return Scheduler(config)
 
     def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks on the model and its modules."""
@@ -195,37 +203,34 @@ def assemble(
             sharding, own_groups = sharding.over_own_groups()
         planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
         memory_plan = plan_memory(options.memory, options.reduces_early, planned)
-        user_buffers = _user_buffers(options.memory, memory_plan, sharding)
+        user_buffers = _user_buffers(memory_plan, sharding)
         pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
         leaves_empty = options.init_model_with_meta_device == ALLOCATE_ONLY
         units = build_units(module, plan, sharding, planned, pool, leaves_empty=leaves_empty)
-        _warn_of_dtypes(units, options, sharding)
+        _warn_of_dtypes(units, sharding)
         finite_check, large_check = _gradient_checks(units, sharding)
-        engine = grouping.make_engine(
-            EngineComponents(
-                units=units,
-                memory_plan=memory_plan,
-                mode=mode,
-                sharding=sharding,
-                pool=pool,
-                backward_finished=backward_finished,
-                structure=StructureCheck(module, units),
-                replaced=replaced,
-                expert_names=_expert_names(units, sharding, dist_index),
-                delayed=delayed,
-                finite_check=finite_check,
-                large_check=large_check,
-                own_groups=own_groups,
-                user_buffers=user_buffers,
-                capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
-            )
+        engine = grouping.engine_type(
+            units=units,
+            memory_plan=memory_plan,
+            scheduler=grouping.make_scheduler(memory_plan.schedule, units),
+            executor=Executor(units, device, backward_finished, memory_plan, pool),
+            mode=mode,
+            sharding=sharding,
+            structure=StructureCheck(module, units),
+            replaced=replaced,
+            expert_names=find_expert_names(units, sharding.experts, dist_index.expt_device_mesh),
+            delayed=delayed,
+            finite_check=finite_check,
+            large_check=large_check,
+            own_groups=own_groups,
+            user_buffers=user_buffers,
+            capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
         )
         if engine.capture_lack:
             warn_caller(engine.notices[-1])
         if user_buffers is not None:
             _register(user_buffers, options.memory)
         grouping.connect(engine, module)
-        register_load_hooks(engine, module)
         if options.gradient_accumulation_fusion:
             fuse_weight_gradients(engine, module)
         return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
@@ -254,19 +259,12 @@ def _prepare(
 ) -> tuple[Sharding, UnitPlan]:
     """Check and plan together with the other ranks, and give the model the values of the first rank."""
     sharding = _sharding(options, dist_index, device)
-    plan, formats = _plan_together(module, grouping, options, sharding)
+    plan, formats = _plan_together(module, grouping, sharding)
     sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
     return sharding, plan
-
-
-def _expert_names(units: Sequence[Unit], sharding: Sharding, dist_index: FSDPDistributedIndex) -> ExpertNames:
-    if sharding.experts is None or dist_index.expt_device_mesh is None:
-        return ExpertNames()
-    groups = [group for unit in units for group in unit.groups]
-    return find_expert_names(groups, sharding.experts, dist_index.expt_device_mesh)
 
 
 def _register(buffers: UserBuffers, options: MemoryOptions) -> None:
@@ -277,14 +275,15 @@ def _register(buffers: UserBuffers, options: MemoryOptions) -> None:
         warn_caller(buffers.notice)
 
 
-def _user_buffers(options: MemoryOptions, plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
+def _user_buffers(plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
     """Prepare the registration of communication memory, where it was asked for; ranks agree on where blocks lie."""
-    if options.user_buffers is None or plan.pool is None:
+    asked = sharding.options.memory.user_buffers
+    if asked is None or plan.pool is None:
         return None
     facts = [f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in plan.pool.blocks]
     agree(sharding.reaching_all, None, facts)
     axes = (*sharding.dense.axes, *(sharding.experts.axes if sharding.experts is not None else ()))
-    return UserBuffers(axes, sharding.reaching_all, sharding.device, options.user_buffers.symmetric)
+    return UserBuffers(axes, sharding.reaching_all, sharding.device, asked.symmetric)
 
 
 def _capture_lack(sharding: Sharding) -> str:
@@ -308,8 +307,8 @@ def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> tuple[FiniteC
         for group in unit.groups  # frozen ones too, which may be unfrozen
         for name in group.names
     }
-    finite = FiniteCheck(list(labels), groups, sharding.device, labels) if options.report_nan_in_param_grad else None
-    large = LargeGradientCheck(list(labels), groups, sharding.device, labels) if options.check_for_large_grads else None
+    finite = FiniteCheck(labels, groups, sharding.device) if options.report_nan_in_param_grad else None
+    large = LargeGradientCheck(labels, groups, sharding.device) if options.check_for_large_grads else None
     return finite, large
 
 
@@ -335,17 +334,18 @@ def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: 
 
 
 def _plan_together(
-    module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding
+    module: nn.Module, grouping: Grouping, sharding: Sharding
 ) -> tuple[UnitPlan, dict[str, WeightFormat]]:
     """Check the model, find its units and weight formats; every rank gets the same answer or the same error."""
+    options = sharding.options
     with all_agree(sharding.reaching_all) as facts:
         keeps_log = resolve_hang_log() is not None
         if options.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(options.strategy)
         if options.deterministic is not None:
-            _check_deterministic(options, sharding)
-        _check_homes(options, sharding)
-        _check_outer_format(options, sharding)
+            _check_deterministic(sharding)
+        _check_homes(sharding)
+        _check_outer_format(sharding)
         check_module(module, options.init_model_with_meta_device)
         params = dict(module.named_parameters())
         for name, param in params.items():
@@ -355,15 +355,15 @@ def _plan_together(
             module, options.policy, options.strategy, keeps_transposed=options.keep_fp8_transpose_cache
         )
         guests = find_guests(module)
-        _check_guests(guests, options, sharding)
+        _check_guests(guests, sharding)
         plan = grouping.plan(module, sharding)
-        facts += _facts(module, plan, options, sharding)
+        facts += _facts(module, plan, sharding)
         facts += [f"{name} is a {guest.kind.__name__} ({guest.context})" for name, guest in guests.items()]
         facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
     return plan, {**formats, **_guest_formats(guests, params, sharding)}
 
 
-def _check_guests(guests: Mapping[str, Guest], options: EngineOptions, sharding: Sharding) -> None:
+def _check_guests(guests: Mapping[str, Guest], sharding: Sharding) -> None:
     """Refuse guests where their shards are not whole rows, or where nothing is gathered.
 
     Raises:
@@ -371,7 +371,7 @@ def _check_guests(guests: Mapping[str, Guest], options: EngineOptions, sharding:
     """
     if not guests:
         return
-    lack = None
+    options, lack = sharding.options, None
     if options.strategy is not ShardingStrategy.optim_grads_params:
         lack = f"with strategy {options.strategy.name}, which gathers none; use zero_dp_strategy 3"
     elif sharding.dense.tensor_parallel is not None or sharding.experts is not None:
@@ -400,14 +400,14 @@ def _guest_formats(
     return formats
 
 
-def _check_deterministic(options: EngineOptions, sharding: Sharding) -> None:
+def _check_deterministic(sharding: Sharding) -> None:
     """Refuse what would make the bits depend on the number of ranks.
 
     Raises:
         ConfigurationError: Says which option or mesh does, and what to use.
     """
+    options, dense = sharding.options, sharding.dense
     given = f'deterministic="{options.deterministic}"'
-    dense = sharding.dense
     problems = [
         (
             not options.calculate_per_token_loss,
@@ -427,12 +427,13 @@ def _check_deterministic(options: EngineOptions, sharding: Sharding) -> None:
             raise ConfigurationError(f"{given} cannot hold here: {reason}")
 
 
-def _check_homes(options: EngineOptions, sharding: Sharding) -> None:
+def _check_homes(sharding: Sharding) -> None:
     """Refuse homes of shards that gathers over the outer ranks write into, on the device.
 
     Raises:
         ConfigurationError: Says so.
     """
+    options = sharding.options
     shares_outer = len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
     if shares_outer and options.homes.compute_weights.is_away:
         raise ConfigurationError(
@@ -441,13 +442,14 @@ def _check_homes(options: EngineOptions, sharding: Sharding) -> None:
         )
 
 
-def _check_outer_format(options: EngineOptions, sharding: Sharding) -> None:
+def _check_outer_format(sharding: Sharding) -> None:
     """Refuse gradients in few bits where none cross an outer axis, or where ranks would part by it.
 
     Raises:
         ConfigurationError: Says so.
     """
-    dense, given = sharding.dense, options.policy.outer_grad_comm_format
+    options, dense = sharding.options, sharding.dense
+    given = options.policy.outer_grad_comm_format
     if given is None:
         return
     lack = None
@@ -484,7 +486,7 @@ def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:
         )
 
 
-def _warn_of_dtypes(units: Sequence[Unit], options: EngineOptions, sharding: Sharding) -> None:
+def _warn_of_dtypes(units: Sequence[Unit], sharding: Sharding) -> None:
     trained = [group for unit in units for group in unit.groups if group.gradients is not None]
     narrowed = [group for group in trained if group.plan.precision.narrows]
     if narrowed:
@@ -494,13 +496,13 @@ def _warn_of_dtypes(units: Sequence[Unit], options: EngineOptions, sharding: Sha
             f"{precision.main_params}, which is narrower (first: {narrowed[0].names[0]}); set "
             "MixedPrecisionPolicy(main_params_dtype=None) to optimise them as they are",
         )
-    if options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
+    if sharding.options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits([group.plan.precision for group in trained])
 
 
-def _facts(module: nn.Module, plan: UnitPlan, options: EngineOptions, sharding: Sharding) -> list[str]:
+def _facts(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> list[str]:
     """List what every data-parallel rank must have in common; experts may differ between ranks."""
-    chosen = [f"{name}={value}" for name, value in vars(options).items()]
+    chosen = [f"{name}={value}" for name, value in vars(sharding.options).items()]
     units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
     if not all(spec.modules for spec in plan.units):
         units.append(plan.source)  # made-up names do not identify their parameters
@@ -538,7 +540,7 @@ def build_units(
     planned: Sequence[Sequence[GroupPlan]],
     pool: CommunicationPool,
     *,
-    leaves_empty: bool = False,
+    leaves_empty: bool,
 ) -> tuple[Unit, ...]:
     """Shard a model in place, unit by unit, so that at most one unit exists twice.
 
@@ -616,7 +618,7 @@ def check_not_wrapped(module: object) -> None:
             )
 
 
-def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
+def check_module(module: nn.Module, init_meta: bool | str) -> None:
     """Refuse models that cannot be sharded; no communication.
 
     Raises:

@@ -124,6 +124,11 @@ class ChainedOptimizer(Optimizer):
             after(self)
 
 
+def params_of(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters of all groups of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """Return the optimizers of a chain, or the optimizer itself."""
     return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
@@ -204,7 +209,7 @@ class ChainedStep:
 
     def _all_ranks(self, optimizer: torch.optim.Optimizer) -> list[Ranks]:
         """Return the ranks of all meshes, the most first, but for those that all belong to another mesh."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         meshes = dict.fromkeys(param.shard_frame.mesh for param in params if isinstance(param, UnevenDTensor))
         found: dict[frozenset[int], Ranks] = {}
         for mesh in sorted(meshes, key=lambda mesh: -mesh.size()):

@@ -18,14 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.state_dict import are_from_file, other_shards
-from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
-from megatron_fsdp.optim.blank_state import StateDict, is_known_without_a_step, with_blank_state, without_blank_momentum
-from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, Step, members_of
+from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, Step, members_of, params_of
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
 from megatron_fsdp.optim.muon import MuonStandIn, MuonStep, check_muon
+from megatron_fsdp.optim.state_dict import StateDict, StateOwner, as_held, as_saved, with_blank_state
 from megatron_fsdp.optim.whole_step import (
     OwnedStep,
     ReplicatedStep,
@@ -99,18 +97,16 @@ def _kind(param: Tensor, holder: tuple[nn.Module | None, str], vocabularies: set
 
 def route_line(optimizer: Optimizer, modules: Iterable[nn.Module]) -> str:
     """Say in a line what an optimizer updates: "AdamW: 67 parameters on local tensors (norms 65, ...)"."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     parts = ", ".join(count_kinds(params, modules))
     return f"{type(optimizer).__name__}: {len(params)} parameters {step_of(optimizer)} ({parts})"
 
 
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
-STEP_KEY = "step"
-"""Key of the step count: a scalar for each parameter, also where the parameter is a scalar itself."""
 
 
-class ShardedModel(Protocol):
+class ShardedModel(StateOwner, Protocol):
     """The part of the wrapped model that the hooks use."""
 
     @property
@@ -133,32 +129,9 @@ class ShardedModel(Protocol):
     def install_optimized_model_weights(self) -> None:
         """Copy main weights into compute weights."""
 
-    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
-        """Describe the chunks of a state tensor that is sharded as its parameter."""
-
-    def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return an optimizer's state dict as of one optimizer of all ranks' experts, with this rank's part."""
-        ...
-
     @property
     def is_deterministic(self) -> bool:
         """Whether bits may not depend on the number of ranks."""
-        ...
-
-    @property
-    def state_dict_was_filled(self) -> bool:
-        """Whether weights were just loaded into a state dict of the model."""
-        ...
-
-    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
-        """Return this rank's piece of a full tensor, cut as a sharded parameter."""
-        ...
-
-    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
-        """Raise the problem of a state dict; on all ranks, together, where it comes out of a file."""
-
-    def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return this rank's part of a saved state dict, numbered as torch does here."""
         ...
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
@@ -254,9 +227,10 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     optimizer.register_state_dict_pre_hook(hooks.before_state_is_read)
     optimizer.register_state_dict_post_hook(with_blank_state)
+    get_model = functools.partial(_alive, reference)
     if describes_state:
-        optimizer.register_state_dict_post_hook(functools.partial(_as_saved, reference))
-    optimizer.register_load_state_dict_pre_hook(functools.partial(_as_held, reference))
+        optimizer.register_state_dict_post_hook(functools.partial(as_saved, get_model))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(as_held, get_model))
     if _moves_state(optimizer):
         for each in members_of(optimizer):
             optimizer.register_load_state_dict_post_hook(functools.partial(_rehome, each))
@@ -272,7 +246,7 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
         if _alive(reference).keeps_gradients:
             args, kwargs = (), {"set_to_none": False}
         original(alive, *args, **kwargs)
-        params = [param for group in alive.param_groups for param in group["params"]]
+        params = params_of(alive)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         _alive(reference).clear_decoupled_gradients(params, set_to_none)
         if zero_grad_buffer:
@@ -331,7 +305,7 @@ def _rehome(member: torch.optim.Optimizer, _optimizer: torch.optim.Optimizer) ->
 
 def _moves_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether state of some parameters of an optimizer rests elsewhere than on the device."""
-    return any(param._megatron_fsdp_model.moves_optimizer_state for param in _params_of(optimizer))
+    return any(param._megatron_fsdp_model.moves_optimizer_state for param in params_of(optimizer))
 
 
 def _guard(optimizer: torch.optim.Optimizer, made: OwnedStep | ReplicatedStep) -> None:
@@ -353,90 +327,6 @@ def _guard(optimizer: torch.optim.Optimizer, made: OwnedStep | ReplicatedStep) -
             raise
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # a method, as schedulers want it
-
-
-def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """Describe the chunks of state tensors, which the optimizer itself makes, when they are about to be saved."""
-    alive = _alive(model)
-    for param, number in _numbered(optimizer, state_dict):
-        for value in state_dict["state"].get(number, {}).values():
-            alive.describe_optimizer_state(param, value)
-    return alive.optimizer_state_as_saved(optimizer, state_dict)
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _numbered(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> list[tuple[Any, Any]]:
-    """Pair each parameter with its number in a state dict."""
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    return list(zip(_params_of(optimizer), numbers, strict=True))
-
-
-def _as_held(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    alive = _alive(model)
-    nothing = not state_dict["state"] and not optimizer.state
-    if nothing and alive.state_dict_was_filled and not is_known_without_a_step(optimizer):
-        kind = type(optimizer).__name__
-        warn_caller(
-            f"{kind}.load_state_dict was given no state: the state of a {kind} is known after its first step only, so "
-            "torch.distributed.checkpoint.load had none to fill, and moments start from zero; load with "
-            "megatron_fsdp.checkpoint.load_checkpoint, which makes state out of what the checkpoint holds"
-        )
-    slots = [each for each in state_dict["state"].values() if isinstance(each, Mapping)]
-    is_from_file = are_from_file(value for each in slots for value in each.values())
-    held = alive.optimizer_state_as_held(optimizer, _with_numbers(state_dict))
-    if len(_params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
-        return held  # torch refuses it
-    found = (
-        other_shards(value, param.shard_frame)
-        for param, number in _numbered(optimizer, held)
-        for value in held["state"].get(number, {}).values()
-        if isinstance(param, UnevenDTensor)
-    )
-    alive.refuse_load(next(filter(None, found), None), is_from_file)
-    return without_blank_momentum(optimizer, _with_shards(optimizer, held, alive))
-
-
-def _with_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict, model: ShardedModel) -> StateDict:
-    """Cut state as its parameters are, where it is whole or cut otherwise; the rest stays as it is."""
-    state = dict(state_dict["state"])
-    for param, number in _numbered(optimizer, state_dict):
-        if number in state and isinstance(param, DTensor):
-            state[number] = {key: _cut_as(param, key, value, model) for key, value in state[number].items()}
-    return {**state_dict, "state": state}
-
-
-def _cut_as(param: DTensor, key: str, value: Any, model: ShardedModel) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape != param.shape or key == STEP_KEY:
-        return value
-    if isinstance(value, UnevenDTensor) and isinstance(param, UnevenDTensor) and value.shard_frame == param.shard_frame:
-        is_same = value.shard_frame is param.shard_frame  # then no new wrapper, as for unpickled tensors
-        return value if is_same else UnevenDTensor.wrap(value._local_tensor, param.shard_frame)
-    if isinstance(value, DTensor) and not isinstance(param, UnevenDTensor):
-        return value
-    return model.shard_like(param, _whole(value))
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _with_numbers(state_dict: StateDict) -> StateDict:
-    """Merge what torch.distributed.checkpoint has loaded under "0" into what it has filled under 0.
-
-    It loads tensors in place, but puts other objects back under keys that it has turned into strings.
-    """
-    state = state_dict["state"]
-    listed = {key for group in state_dict["param_groups"] for key in group["params"]}
-    texts = {key: int(key) for key in state if isinstance(key, str) and key.isdecimal() and int(key) in listed}
-    if not texts:
-        return state_dict
-    merged = {key: dict(values) for key, values in state.items() if key not in texts}
-    for text, number in texts.items():
-        merged.setdefault(number, {}).update(state[text])
-    return {**state_dict, "state": merged}
 
 
 def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:
@@ -612,7 +502,7 @@ def check_rounding(optimizer: torch.optim.Optimizer, is_deterministic: bool) -> 
             are narrower than float32.
     """
     for each in members_of(optimizer) if is_deterministic else ():
-        here = [param for param in _params_of(each) if param.device.type == "cpu" and param.is_floating_point()]
+        here = [param for param in params_of(each) if param.device.type == "cpu" and param.is_floating_point()]
         narrow = [] if type(each) is torch.optim.AdamW else [p for p in here if p.itemsize < torch.float32.itemsize]
         is_fused = bool(here) and any(group.get("fused") for group in each.param_groups)
         if not steps_owned(each) and (is_fused or narrow):

@@ -62,7 +62,7 @@ def as_planned(model: DistributedDataParallel, job: Job, *, defers: bool) -> Pla
         microbatches=job.batch.microbatches,
         accumulation="last" if defers else "every",
         optimizer=OPTIMIZERS[job.options.optimizer.planned_name],
-        backend="gloo" if any(group.exchanges_inner for group in engine.groups()) else "nccl",
+        backend="gloo" if any(group.plan.exchanges_inner for group in engine.groups()) else "nccl",
     )
     units = tuple(
         PlannedUnit(str(unit.index), "", (str(unit.index),), tuple(group.plan for group in unit.groups))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
+from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 

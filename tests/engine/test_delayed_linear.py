@@ -9,8 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megatron_fsdp.engine.delayed_linear import DelayedLinear, delay_weight_gradients, undelay_weight_gradients
-from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
+from megatron_fsdp.engine.delayed_linear import (
+    DelayedLinear,
+    WeightGradientQueue,
+    delay_weight_gradients,
+    undelay_weight_gradients,
+)
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 

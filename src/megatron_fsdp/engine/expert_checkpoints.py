@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.sharding.experts import ExpertPlan, parse_expert, plan_experts
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.sharding.expert_names import ExpertPlan, Numbering, number_parameters, plan_experts
 from megatron_fsdp.sharding.mesh import Domain
 from megatron_fsdp.sharding.shards import MeshUse, TensorParallelCut
 
@@ -77,14 +77,14 @@ def _reframed(value: Any, old: ShardFrame | None, new: ShardFrame | None) -> Any
     return UnevenDTensor.wrap(value._local_tensor, new)
 
 
-def find_expert_names(groups: Sequence[ParameterGroup], experts: Domain, mesh: DeviceMesh) -> ExpertNames:
+def find_expert_names(units: Sequence[Unit], experts: Domain | None, mesh: DeviceMesh | None) -> ExpertNames:
     """Compare the experts of all expert-parallel ranks. Collective: one small message per such dimension.
 
     Parameters that would share a name with others in a checkpoint raise when they are saved.
     """
-    if not experts.foreign_groups:
+    if experts is None or mesh is None or not experts.foreign_groups:
         return ExpertNames()
-    mine = [group for group in groups if group.plan.is_expert]
+    mine = [group for unit in units for group in unit.groups if group.plan.is_expert]
     places = [(group, index) for group in mine for index in range(len(group.frames))]
     shapes = {group.names[index]: tuple(group.frames[index].shape) for group, index in places}
     rank = 0
@@ -154,68 +154,9 @@ def _dim_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> str:
     return next(name for name in mesh.mesh_dim_names or () if mesh.get_group(name) is group)
 
 
-# Optimizer state of ranks with different experts: numbered as if one optimizer had the experts of all ranks.
-#
-# torch numbers the parameters of an optimizer in the order of its groups, and keys the state by these numbers. Ranks
-# that hold different experts would use one number for several. So each rank counts the parameters of all ranks: where
-# its own experts stand in its list, those of all ranks do, expert by expert, as in the model of one process.
+# Optimizer state is numbered as if one optimizer had the experts of all ranks (`number_parameters`).
 
 StateDict = dict[str, Any]
-
-
-@dataclass
-class Numbering:
-    """The parameters of one optimizer among those of all ranks.
-
-    Attributes:
-        groups: Names over all ranks, by parameter group.
-        own: For each group the positions of this rank's parameters in it, in this rank's order.
-        problem: Why there is no such list; None where there is one.
-    """
-
-    groups: list[list[str]] = field(default_factory=list)
-    own: list[list[int]] = field(default_factory=list)
-    problem: str | None = None
-
-
-def number_parameters(groups: Sequence[Sequence[str]], plan: ExpertPlan) -> Numbering:
-    """List the parameters of all ranks' optimizers; pure, the same list on every rank."""
-    found = Numbering()
-    if plan.unnumbered:
-        found.problem = (
-            f"expert-parallel ranks hold parameters that others have none of the kind of (such as {plan.unnumbered[0]})"
-        )
-    seen: set[str] = set()
-    for group in groups:
-        own_names = [plan.to_global(name) for name in group]
-        everyone: list[str] = []
-        for container, run in itertools.groupby(own_names, lambda name: _container(name, plan)):
-            names = list(run)
-            everyone += _expand(names, plan) if container is not None else names
-        if len(set(everyone)) < len(everyone) or seen.intersection(everyone):
-            found.problem = "the experts of one module are spread over several parameter groups, or not kept together"
-        seen.update(everyone)
-        places = {name: position for position, name in enumerate(everyone)}
-        found.groups.append(everyone)
-        found.own.append([places[name] for name in own_names])
-    return found
-
-
-def _container(name: str, plan: ExpertPlan) -> str | None:
-    parsed = parse_expert(name)
-    return parsed.container if parsed is not None and parsed.container in plan.indices else None
-
-
-def _expand(run: Sequence[str], plan: ExpertPlan) -> list[str]:
-    """List the parameters of all experts, expert by expert, in place of those of this rank's."""
-    namesakes = dict.fromkeys(plan.namesakes(name) for name in run)
-    found = [(_index(name), order, name) for order, names in enumerate(namesakes) for name in names]
-    return [name for _, _, name in sorted(found)]
-
-
-def _index(name: str) -> int:
-    parsed = parse_expert(name)
-    return -1 if parsed is None else parsed.index
 
 
 def state_as_saved(

@@ -205,3 +205,65 @@ def _container_of(name: str) -> str | None:
 def _indices(names: Iterable[str], container: str) -> list[int]:
     found = (parse_expert(name) for name in names)
     return sorted({each.index for each in found if each is not None and each.container == container})
+
+
+# Parameters of optimizers, numbered as if one optimizer had the experts of all ranks.
+#
+# torch numbers the parameters of an optimizer in the order of its groups, and keys the state by these numbers. Ranks
+# that hold different experts would use one number for several. So each rank counts the parameters of all ranks: where
+# its own experts stand in its list, those of all ranks do, expert by expert, as in the model of one process.
+
+
+@dataclass
+class Numbering:
+    """The parameters of one optimizer among those of all ranks.
+
+    Attributes:
+        groups: Names over all ranks, by parameter group.
+        own: For each group the positions of this rank's parameters in it, in this rank's order.
+        problem: Why there is no such list; None where there is one.
+    """
+
+    groups: list[list[str]] = field(default_factory=list)
+    own: list[list[int]] = field(default_factory=list)
+    problem: str | None = None
+
+
+def number_parameters(groups: Sequence[Sequence[str]], plan: ExpertPlan) -> Numbering:
+    """List the parameters of all ranks' optimizers; the same list on every rank."""
+    found = Numbering()
+    if plan.unnumbered:
+        found.problem = (
+            f"expert-parallel ranks hold parameters that others have none of the kind of (such as {plan.unnumbered[0]})"
+        )
+    seen: set[str] = set()
+    for group in groups:
+        own_names = [plan.to_global(name) for name in group]
+        everyone: list[str] = []
+        for container, run in itertools.groupby(own_names, lambda name: _counted_container(name, plan)):
+            names = list(run)
+            everyone += _expand(names, plan) if container is not None else names
+        if len(set(everyone)) < len(everyone) or seen.intersection(everyone):
+            found.problem = "the experts of one module are spread over several parameter groups, or not kept together"
+        seen.update(everyone)
+        places = {name: position for position, name in enumerate(everyone)}
+        found.groups.append(everyone)
+        found.own.append([places[name] for name in own_names])
+    return found
+
+
+def _counted_container(name: str, plan: ExpertPlan) -> str | None:
+    container = _container_of(name)
+    return container if container in plan.indices else None
+
+
+def _expand(run: Sequence[str], plan: ExpertPlan) -> list[str]:
+    """List the parameters of all experts, expert by expert, in place of those of this rank's."""
+    namesakes = dict.fromkeys(plan.namesakes(name) for name in run)
+    found = [(_index(name), order, name) for order, names in enumerate(namesakes) for name in names]
+    return [name for _, _, name in sorted(found)]
+
+
+def _index(name: str) -> int:
+    parsed = parse_expert(name)
+    return -1 if parsed is None else parsed.index

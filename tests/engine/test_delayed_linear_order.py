@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp.engine.delayed_linear import delay_weight_gradients
-from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
+from megatron_fsdp.engine.delayed_linear import WeightGradientQueue, delay_weight_gradients
 from tests.conftest import RunRanks
-from tests.ddp.test_delayed_linear import assert_same_gradients
+from tests.engine.test_delayed_linear import assert_same_gradients
 from tests.support.on_ranks import on_ranks
 
 

@@ -1,0 +1,234 @@
+"""State dicts of optimizers with sharded parameters: what is saved, and what is loaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from megatron_fsdp.dtensor.frame import exclude_from_save
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.state_dict import are_from_file, other_shards
+from megatron_fsdp.errors import warn_caller
+from megatron_fsdp.optim.adamw8bit import AdamW8bit
+from megatron_fsdp.optim.chained import ChainedOptimizer, members_of, params_of
+from megatron_fsdp.optim.whole_step import steps_owned
+
+StateDict = dict[str, Any]
+
+STEP_KEY = "step"
+"""Key of the step count: a scalar for each parameter, also where the parameter is a scalar itself."""
+_BUFFER = "momentum_buffer"
+
+
+class StateOwner(Protocol):
+    """The part of the wrapped model that state dicts use."""
+
+    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
+        """Describe the chunks of a state tensor that is sharded as its parameter."""
+
+    def optimizer_state_as_saved(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        """Return an optimizer's state dict as of one optimizer of all ranks' experts, with this rank's part."""
+        ...
+
+    @property
+    def state_dict_was_filled(self) -> bool:
+        """Whether weights were just loaded into a state dict of the model."""
+        ...
+
+    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
+        """Return this rank's piece of a full tensor, cut as a sharded parameter."""
+        ...
+
+    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
+        """Raise the problem of a state dict; on all ranks, together, where it comes out of a file."""
+
+    def optimizer_state_as_held(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        """Return this rank's part of a saved state dict, numbered as torch does here."""
+        ...
+
+
+def as_saved(get_model: Callable[[], StateOwner], optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """Describe the chunks of state tensors, which the optimizer itself makes, when they are about to be saved."""
+    model = get_model()
+    for param, number in _numbered(optimizer, state_dict):
+        for value in state_dict["state"].get(number, {}).values():
+            model.describe_optimizer_state(param, value)
+    return model.optimizer_state_as_saved(optimizer, state_dict)
+
+
+def _numbered(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[Any, Any]]:
+    """Pair each parameter with its number in a state dict."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    return list(zip(params_of(optimizer), numbers, strict=True))
+
+
+def as_held(get_model: Callable[[], StateOwner], optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """Return what is loaded in place of a state dict: this rank's part, cut as its parameters are.
+
+    Raises:
+        CheckpointError: There are shards that this rank does not hold.
+    """
+    model = get_model()
+    nothing = not state_dict["state"] and not optimizer.state
+    if nothing and model.state_dict_was_filled and not is_known_without_a_step(optimizer):
+        kind = type(optimizer).__name__
+        warn_caller(
+            f"{kind}.load_state_dict was given no state: the state of a {kind} is known after its first step only, so "
+            "torch.distributed.checkpoint.load had none to fill, and moments start from zero; load with "
+            "megatron_fsdp.checkpoint.load_checkpoint, which makes state out of what the checkpoint holds"
+        )
+    slots = [each for each in state_dict["state"].values() if isinstance(each, Mapping)]
+    is_from_file = are_from_file(value for each in slots for value in each.values())
+    held = model.optimizer_state_as_held(optimizer, _with_numbers(state_dict))
+    if len(params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
+        return held  # torch refuses it
+    found = (
+        other_shards(value, param.shard_frame)
+        for param, number in _numbered(optimizer, held)
+        for value in held["state"].get(number, {}).values()
+        if isinstance(param, UnevenDTensor)
+    )
+    model.refuse_load(next(filter(None, found), None), is_from_file)
+    return _without_blank_momentum(optimizer, _with_shards(optimizer, held, model))
+
+
+def _with_shards(optimizer: Optimizer, state_dict: StateDict, model: StateOwner) -> StateDict:
+    """Cut state as its parameters are, where it is whole or cut otherwise; the rest stays as it is."""
+    state = dict(state_dict["state"])
+    for param, number in _numbered(optimizer, state_dict):
+        if number in state and isinstance(param, DTensor):
+            state[number] = {key: _cut_as(param, key, value, model) for key, value in state[number].items()}
+    return {**state_dict, "state": state}
+
+
+def _cut_as(param: DTensor, key: str, value: Any, model: StateOwner) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or key == STEP_KEY:
+        return value
+    if isinstance(value, UnevenDTensor) and isinstance(param, UnevenDTensor) and value.shard_frame == param.shard_frame:
+        is_same = value.shard_frame is param.shard_frame  # then no new wrapper, as for unpickled tensors
+        return value if is_same else UnevenDTensor.wrap(value._local_tensor, param.shard_frame)
+    if isinstance(value, DTensor) and not isinstance(param, UnevenDTensor):
+        return value
+    return model.shard_like(param, _whole(value))
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _with_numbers(state_dict: StateDict) -> StateDict:
+    """Merge what torch.distributed.checkpoint has loaded under "0" into what it has filled under 0.
+
+    It loads tensors in place, but puts other objects back under keys that it has turned into strings.
+    """
+    state = state_dict["state"]
+    listed = {key for group in state_dict["param_groups"] for key in group["params"]}
+    texts = {key: int(key) for key in state if isinstance(key, str) and key.isdecimal() and int(key) in listed}
+    if not texts:
+        return state_dict
+    merged = {key: dict(values) for key, values in state.items() if key not in texts}
+    for text, number in texts.items():
+        merged.setdefault(number, {}).update(state[text])
+    return {**state_dict, "state": merged}
+
+
+# ---- state before the first step -------------------------------------------------------------------------------------
+#
+# torch's optimizers make the state of a parameter in their first step, so that a new one has none, and
+# `torch.distributed.checkpoint.load`, which fills the tensors that it is given, would load none. Their initial state is
+# made by a method of each class, `_init_group`, which is called here on an object of the class that shares everything
+# with the optimizer but its parameters and its state. (SGD has only a buffer, which its step makes.)
+
+
+def is_known_without_a_step(optimizer: Optimizer) -> bool:
+    """Return whether the initial state of an optimizer can be made without a step: it is one of torch's, or ours."""
+    kind = type(optimizer)
+    if isinstance(optimizer, ChainedOptimizer):
+        return all(map(is_known_without_a_step, optimizer.optimizers))
+    if kind is AdamW8bit:
+        return True
+    of_torch = kind.step.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")
+    return of_torch and not steps_owned(optimizer)  # which makes state from whole tensors
+
+
+def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """Add the initial state of the first step, for every trainable parameter that has none.
+
+    The optimizer is not changed: state that is loaded into these tensors becomes the optimizer's when `load_state_dict`
+    is given them.
+
+    Returns:
+        A state dict with state in the order of the parameters, the same on every rank; tensors cut as parameters.
+    """
+    had, state = state_dict["state"], {}
+    owners = (each for each in members_of(optimizer) for _ in each.param_groups)
+    for owner, group, packed in zip(owners, optimizer.param_groups, state_dict["param_groups"], strict=True):
+        is_known = is_known_without_a_step(owner) and not isinstance(owner, torch.optim.Adagrad)  # which has it at once
+        for param, number in zip(group["params"], packed["params"], strict=True):
+            makes = is_known and param.requires_grad
+            found = had.get(number) or (_first_state(owner, group, param) if makes else None)
+            if found:
+                state[number] = found
+    return {**state_dict, "state": {**state, **had}}
+
+
+def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    if isinstance(optimizer, torch.optim.SGD):
+        return {_BUFFER: torch.full_like(param.detach(), _blank_momentum(group))} if group["momentum"] else {}
+    if isinstance(optimizer, AdamW8bit):
+        return _saved_by_holders(param, optimizer.first_state(param))
+    alias = param.detach()
+    alias.grad = param.detach()  # its values are not read
+    probe: Any = object.__new__(type(optimizer))
+    probe.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
+    num_lists = len(inspect.signature(probe._init_group).parameters) - 1
+    probe._init_group({**group, "params": [alias]}, *([] for _ in range(num_lists)))
+    return _saved_by_holders(param, probe.state[alias])
+
+
+def _saved_by_holders(param: torch.Tensor, made: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(param, DTensor) and param.numel() and not param._local_tensor.numel():
+        for value in made.values():
+            if not isinstance(value, DTensor):
+                exclude_from_save(value)  # ranks that hold elements save the step count
+    return made
+
+
+# ---- SGD -------------------------------------------------------------------------------------------------------------
+
+
+def _blank_momentum(group: Mapping[str, Any]) -> float:
+    """Return the zero that stands for "no step yet": the sign that zero gradients do not leave in a buffer.
+
+    Adding negative zero also changes no value, to the last bit.
+    """
+    return 0.0 if group["maximize"] and group["dampening"] else -0.0
+
+
+def _without_blank_momentum(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """Remove blank momentum where it differs from none: SGD's first step applies no dampening."""
+    if not any(isinstance(each, torch.optim.SGD) for each in members_of(optimizer)):
+        return state_dict
+    blank = {
+        number
+        for group in state_dict["param_groups"]
+        if group.get("dampening")
+        for number in group["params"]
+        if _is_blank(state_dict["state"].get(number, {}).get(_BUFFER), _blank_momentum(group))
+    }
+    state = {number: slots for number, slots in state_dict["state"].items() if number not in blank}
+    return {**state_dict, "state": state}
+
+
+def _is_blank(buffer: Any, zero: float) -> bool:
+    if buffer is None:
+        return False
+    local: torch.Tensor = getattr(buffer, "_local_tensor", buffer)
+    is_negative = torch.signbit(torch.tensor(zero)).item()
+    return bool(local.numel() and not local.any() and (torch.signbit(local) == is_negative).all())
