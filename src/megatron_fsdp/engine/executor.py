@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp.comm.lanes import Ticket, make_lane
+from megatron_fsdp.engine.early_steps import EarlySteps
 from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, weakly
 from megatron_fsdp.engine.memory_plan import OUTER_REDUCTIONS, MemoryPlan, Use, crossing_offsets
 from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase
@@ -110,6 +111,7 @@ class Executor:
         bucket_count: As planned, or as set since.
         home_lane: Where copies between the device and other homes run.
         observers: Observers of phases and collectives.
+        early: What gives reduced gradients to an optimizer that steps in backward; else None.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Executor:
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.operations_digest = 0
+        self.early: EarlySteps | None = None
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self.in_flight: deque[_Reduction] = deque()
         self._outer_reductions: deque[tuple[int, Block | None, list[tuple[Ticket, tuple[torch.Tensor, ...]]]]] = deque()
@@ -254,6 +257,8 @@ class Executor:
         if reach is Reach.NOWHERE:
             self._defer(unit)
             return
+        if self.early is not None:
+            self.early.unit_reduces(unit)
         bucket = self._bucket(unit)
         scratch = self._scratch_for(unit)
         tickets = []
@@ -298,6 +303,8 @@ class Executor:
                 ticket.wait()
         if block is not None:
             self._crossing.give_back(block)
+        if self.early is not None:
+            self.early.unit_is_reduced(self._units[index])
 
     def _defer(self, unit: Unit) -> None:
         """Keep deferred sums, of zeros where no gradient came: ranks must agree on what there is to reduce later."""
@@ -343,6 +350,8 @@ class Executor:
             self._scratch.give_back(reduction.scratch)
         if reduction.reach is Reach.EVERYWHERE:
             self.reduce_outer(reduction.unit)
+            if self.early is not None and not reduction.unit.reduces_outer:
+                self.early.unit_is_reduced(reduction.unit)
         return True
 
     def retire_all(self) -> None:

@@ -68,6 +68,12 @@ class LocalStep:
     def __init__(self, moves_state: bool = False) -> None:
         self._lanes = _StateLanes() if moves_state else None
         self._view: _LocalTensors | None = None  # of the running step
+        self.has_stepped = False  # so that there is state, in the order of parameters and where it rests
+        self.leaves_out: frozenset[int] = frozenset()  # ids of parameters that the next step finds stepped
+
+    def part(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalView:
+        """Return the object that steps some parameters alone; let it hand over its state after it."""
+        return _view_of(optimizer, _LocalTensors(optimizer, None, list(groups)))
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object to step in place of a connected optimizer; call `finish` after the step.
@@ -77,17 +83,21 @@ class LocalStep:
             or where the step is compiled or runs in inference mode.
         """
         self.hand_over()
-        if not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        groups, left_out, self.leaves_out = None, self.leaves_out, frozenset()
+        if left_out:
+            groups = [
+                {**group, "params": [param for param in group["params"] if id(param) not in left_out]}
+                for group in optimizer.param_groups
+            ]
+        elif not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
-        kind = _view_class(type(optimizer))  # type: ignore[arg-type]  # mypy: classes with a __hash__
-        made: Optimizer = kind.__new__(kind)
-        made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
-        self._view = made._view = _LocalTensors(optimizer, self._lanes)  # type: ignore[attr-defined]
-        return made
+        self._view = _LocalTensors(optimizer, self._lanes, groups)
+        return _view_of(optimizer, self._view)
 
     def finish(self, _optimizer: Optimizer) -> None:
         """Give new state to the optimizer after a step."""
         self.hand_over()
+        self.has_stepped = True
 
     def hand_over(self) -> None:
         """Give new state to the optimizer, after a step or one that failed, and drop all references."""
@@ -99,8 +109,11 @@ class LocalStep:
 class _LocalTensors:
     """The parameters, gradients and state of an optimizer as local tensors."""
 
-    def __init__(self, optimizer: Optimizer, lanes: _StateLanes | None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, lanes: _StateLanes | None, groups: list[dict[str, Any]] | None = None
+    ) -> None:
         self._optimizer = optimizer
+        self._groups = groups  # what to show in place of all current ones
         self._lanes = lanes  # where state moves, if it does
         self._sharded = _SHARDED_STATE[type(optimizer)]
         self._shown: list[tuple[UnevenDTensor, State]] = []
@@ -113,7 +126,7 @@ class _LocalTensors:
         step is to be differentiated: DTensors then handle it, or say what is wrong.
         """
         self.hand_over_state()
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        groups: list[dict[str, Any]] = self._optimizer.param_groups if self._groups is None else self._groups
         states: dict[Tensor, State] = {}
         shown: list[dict[str, Any]] = []
         pairs: list[tuple[UnevenDTensor, State]] = []
@@ -258,7 +271,8 @@ class _Turns(list[dict[str, Any]]):
         if self._taking_room:  # in the first step, on all ranks alike
             for memory in self._taking_room:
                 memory.was_refused = True
-            self._groups[0]["params"][0]._megatron_fsdp_model.raise_together(self._error, "keeping optimizer state")
+            first = next(param for group in self._groups for param in group["params"])
+            first._megatron_fsdp_model.raise_together(self._error, "keeping optimizer state")
             for memory in self._taking_room:
                 memory.was_refused = False
 
@@ -364,8 +378,16 @@ def _is_sharded_as(frame: ShardFrame, value: object) -> bool:
     return type(value) is UnevenDTensor and (value.shard_frame is frame or value.shard_frame == frame)
 
 
+def _view_of(optimizer: Optimizer, view: _LocalTensors) -> LocalView:
+    kind = _view_class(type(optimizer))  # type: ignore[arg-type]  # mypy: classes with a __hash__
+    made: LocalView = kind.__new__(kind)
+    made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
+    made._view = view
+    return made
+
+
 @functools.cache
-def _view_class(kind: type[Optimizer]) -> type[Optimizer]:
+def _view_class(kind: type[Optimizer]) -> type[LocalView]:
     """Return the class of views for a class of optimizers, under its name, which torch's messages mention."""
     return type(kind.__name__, (LocalView, kind), {"__slots__": ()})
 
@@ -375,6 +397,10 @@ class LocalView(Optimizer):
 
     __slots__ = ("_view",)
     _view: _LocalTensors
+
+    def hand_over(self) -> None:
+        """Give new state to the optimizer."""
+        self._view.hand_over_state()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
