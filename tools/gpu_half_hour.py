@@ -148,11 +148,12 @@ def small(session: Session, dtype: torch.dtype, **arguments: Any) -> tuple[nn.Mo
     return fully_shard(model, optimizer, fsdp_unit_modules=[Layer], **arguments)
 
 
-def stepping(model: nn.Module, optimizer: Any, x: Tensor) -> Callable[[], None]:
-    """Return a function that trains a step."""
+def stepping(model: nn.Module, optimizer: Any, x: Tensor, in_backward: bool = False) -> Callable[[], None]:
+    """Return a function that trains a step, of which the optimizer's part begins in backward where that is asked."""
 
     def step() -> None:
-        loss_of(model, x).backward()
+        with optimizer.step_in_backward() if in_backward else nullcontext():
+            loss_of(model, x).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -929,9 +930,11 @@ def homes(session: Session) -> None:
         _fits(session, f"activations {name}", where, replace(sizes, layers=depths[-1]), recomputes=False)
     for name, (where, _) in HOMES.items():  # what they cost where all fit
         _fits(session, f"small, {name}", where, replace(sizes, layers=depths[-1]), recomputes=True)
+    name = "small, all but activations on the host, stepping in backward"
+    _fits(session, name, "host", replace(sizes, layers=depths[-1]), recomputes=True, in_backward=True)
 
 
-def _fits(session: Session, name: str, where: Any, sizes: Sizes, recomputes: bool) -> bool:
+def _fits(session: Session, name: str, where: Any, sizes: Sizes, recomputes: bool, in_backward: bool = False) -> bool:
     """Train a few steps on 16k and on 32k tokens, and return whether memory sufficed for the first."""
     from torch.utils.checkpoint import checkpoint
 
@@ -954,7 +957,7 @@ def _fits(session: Session, name: str, where: Any, sizes: Sizes, recomputes: boo
         for tokens in (16384, 32768) if session.is_gpu else sizes.tokens:
             length = min(tokens, 4096)
             x = torch.randn(tokens // length, length, sizes.dim, device=session.device, dtype=torch.bfloat16)
-            step = stepping(model, optimizer, x)
+            step = stepping(model, optimizer, x, in_backward)
             step()
             session.finish()
             if session.is_gpu:

@@ -39,6 +39,7 @@ from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.early_steps import EarlySteps, Take, begin_early_steps
 from megatron_fsdp.engine.expert_checkpoints import names_as_saved, state_as_held, state_as_saved
 from megatron_fsdp.engine.full_tensors import (
     DEFAULT_BUCKET_BYTES,
@@ -520,6 +521,15 @@ class MegatronFSDP(nn.Module):
     def moves_optimizer_state(self) -> bool:
         """Whether optimizer state of some parameters rests elsewhere than on the device."""
         return self._options.homes.optimizer_state.is_away
+
+    def step_early(self, take: Take | None) -> EarlySteps:
+        """Give groups to an optimizer in the next backward, as their gradients become final; None: not in this one.
+
+        Raises:
+            ConfigurationError: None of them would be final before backward ends.
+            ScheduleError: An optimizer steps in backward already.
+        """
+        return begin_early_steps(self._engine, take)
 
     def _stamp_parameters(self) -> None:
         """Set the one attribute on parameters: a weak reference back to this object."""

@@ -65,6 +65,7 @@ class ParamAndGradBuffer(_View):
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply all gradients, set and deferred, by a factor."""
+        self._engine.refuse_late("scale_gradients")
         for group in self._engine.groups():
             if group.gradients is not None:
                 group.gradients.scale(scaling_factor, group.sharded)

@@ -21,6 +21,7 @@ from megatron_fsdp.engine import gradients
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.saved_tensors import _Content, _Saved
 from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.optim import local_step
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, hybrid
 from tests.support.ordered_streams import (
@@ -270,6 +271,9 @@ FAULTS: Mapping[str, Fault] = {
     "main gradients go home before they are reduced": main_gradients_go_home_before_they_are_reduced,
     "buckets are lent again before the main gradient is home": buckets_are_lent_again_before_the_main_gradient_is_home,
     "the host does not wait for copies": partial(patch.object, Executor, "settle_homes", nothing),
+    "a unit steps before its state has come": partial(without_tickets, local_step._Turn, "receive"),
+    "memory of state is taken again before it has left": partial(without_tickets, local_step._Turns, "_let_go"),
+    "the host does not wait for state": partial(patch.object, local_step, "finish_stream", nothing),
     "activations are dropped before they have left": partial(without_tickets, _Content, "drop"),
     "activations are read before they are back": partial(without_tickets, _Saved, "restore"),
 }

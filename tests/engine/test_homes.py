@@ -2,11 +2,13 @@
 
 import errno
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch import nn
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.config.homes import Home, Place
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.memory import allocate
+from megatron_fsdp.engine.memory import StateMemory, allocate
 from megatron_fsdp.errors import ConfigurationError, RankError
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, hybrid
@@ -25,7 +27,7 @@ from tests.support.formulas import footprints_of, persistent_bytes
 from tests.support.models import DENSE
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
 
 HALF = {"home": "host", "fraction": 0.5}
 BF16 = MixedPrecisionPolicy(torch.float32, torch.float32)
@@ -206,6 +208,34 @@ def test_what_is_away_takes_no_bytes_of_the_device() -> None:
             assert state == 0
         assert any(line.startswith("optimizer_state host") for line in described.memory.homes)
         del model, optimizer
+
+
+@on_ranks(1)
+def test_state_of_three_units_at_most_is_on_the_device_while_the_next_comes_and_the_last_goes() -> None:
+    model = Tower((32,) * 6)
+    model, optimizer = fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters(), foreach=True),
+        fsdp_unit_modules=[Floor],
+        homes={"optimizer_state": "host"},
+    )
+    borrowed: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+    make = StateMemory.borrow
+
+    def borrow(memory: StateMemory, value: torch.Tensor) -> torch.Tensor:
+        made = make(memory, value)
+        borrowed.append(weakref.ref(made))
+        held.append(sum(found.numel() for each in borrowed if (found := each()) is not None))
+        return made
+
+    with patch.object(StateMemory, "borrow", borrow):
+        for _ in range(2):  # the first makes the state
+            tower_loss(model, torch.randn(2, FEATURES)).backward()
+            optimizer.step()
+    assert len(borrowed) == 2 * 14
+    assert max(held) == 3 * 2 * FLOOR_NUMEL
+    assert not [each for each in borrowed if each() is not None]
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import make_workload, plan_workload
 from megatron_fsdp.plan.setup import ParallelRanks, Setup, make_setup
-from megatron_fsdp.plan.sharded import away_bytes, held_bytes, home_step_s, optimizer_bytes, plan_model
+from megatron_fsdp.plan.sharded import away_bytes, held_bytes, home_step_s, optimizer_bytes, plan_model, step_bytes
 from tests.support.on_ranks import on_ranks
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
@@ -69,9 +69,18 @@ def test_the_seconds_of_a_step_by_hand() -> None:
     there = 7 * 4 * numel / machine.host_bytes_per_s + 4 * numel / machine.host_link_bytes_per_s
     assert seconds("host") == pytest.approx(there)
     counters = 4 * len(list(Tower().parameters()))
-    assert seconds({"optimizer_state": "host"}) == pytest.approx(
-        2 * (8 * numel + counters) / machine.host_link_bytes_per_s
-    )
+    both_ways = (8 * numel + counters) / machine.host_link_bytes_per_s
+    assert seconds({"optimizer_state": "host"}) == pytest.approx(both_ways)
+
+
+def test_state_of_three_groups_is_on_the_device_while_it_steps() -> None:
+    homes = resolve_homes({"optimizer_state": "host"}, ShardingStrategy.optim_grads_params)
+    setup = make_setup(1, policy=BF16, optimizer="adamw", homes=homes)
+    planned = plan_model(Tower((32, 64, 32, 32)).bfloat16(), setup, [Floor])
+    widths = (64, 32, 32)
+    resident = plan_model(Tower((32, 64, 32, 32)).bfloat16(), replace(setup, homes=Homes()), [Floor])
+    paged = step_bytes(planned) - step_bytes(resident)
+    assert paged == sum(8 * 2 * FEATURES * width + 2 * 4 for width in widths)  # and two counters each
 
 
 def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None:

@@ -332,6 +332,7 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
 
     with (
         patch.object(executor, "make_lane", make_lane),
+        patch.object(local_step, "make_lane", make_lane),
         patch.object(engine_memory, "allocate", allocate),
         patch.object(param_group, "allocate", allocate),
         patch.object(gradients, "allocate", allocate),

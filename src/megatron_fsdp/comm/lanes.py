@@ -236,6 +236,15 @@ def finish_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def reached(device: torch.device) -> Callable[[], None]:
+    """Return what blocks the host until the current stream of a CUDA device has come so far; elsewhere nothing does."""
+    return torch.cuda.current_stream(device).record_event().synchronize if device.type == "cuda" else _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
+
+
 def hold_up(device: torch.device, host_s: float, device_s: float) -> None:
     """Sleep on the host, and on CUDA also delay what is queued next on the current stream, by about `device_s`."""
     time.sleep(host_s)

@@ -25,7 +25,7 @@ from megatron_fsdp.dtensor.reduction import (
     wide,
 )
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.errors import ShardOperationError
+from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 
 # Reductions of shards to one number, operation by operation.
 
@@ -308,7 +308,21 @@ Rule = Callable[[Any, Args, Kwargs], Any]
 
 def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation of which an argument is an `UnevenDTensor`."""
+    if func._schema.is_mutable:
+        _check_unused(func, args)
     return _rule(func)(func, args, kwargs)
+
+
+def _check_unused(func: Any, args: Args) -> None:
+    """Refuse to change gradients that an optimizer has used in backward, as clipping and scalers do before a step."""
+    written = args[0] if args else None
+    for each in written if isinstance(written, list | tuple) else (written,):
+        if isinstance(each, UnevenDTensor) and each.used_for:
+            raise ConfigurationError(
+                f"{func} would change the gradient of {each.used_for}, which optimizer.step_in_backward() has used "
+                "already, as clipping, scalers, penalties and zero_grad(set_to_none=False) do; call optimizer.step() "
+                "first, or leave step_in_backward out"
+            )
 
 
 @functools.cache

@@ -35,9 +35,12 @@ class UnevenDTensor(DTensor):
 
     Attributes:
         shard_frame: How it is cut, and over which ranks.
+        used_for: Of a gradient that an optimizer has used in backward, the name of its parameter; then nobody may write
+            to it.
     """
 
     shard_frame: ShardFrame
+    used_for = ""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing, as torch's constructor needs; use `wrap`."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp.comm.lanes import Ticket, make_lane
+from megatron_fsdp.engine.early_steps import EarlySteps
 from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, weakly
 from megatron_fsdp.engine.memory_plan import OUTER_REDUCTIONS, MemoryPlan, Use, crossing_offsets
 from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase
@@ -110,6 +111,7 @@ class Executor:
         bucket_count: As planned, or as set since.
         home_lane: Where copies between the device and other homes run.
         observers: Observers of phases and collectives.
+        early: What gives reduced gradients to an optimizer that steps in backward; else None.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Executor:
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.operations_digest = 0
+        self.early: EarlySteps | None = None
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self.in_flight: deque[_Reduction] = deque()
         self._outer_reductions: deque[tuple[int, Block | None, list[tuple[Ticket, tuple[torch.Tensor, ...]]]]] = deque()
@@ -254,6 +257,8 @@ class Executor:
         if reach is Reach.NOWHERE:
             self._defer(unit)
             return
+        if self.early is not None:
+            self.early.unit_reduces(unit)
         bucket = self._bucket(unit)
         scratch = self._scratch_for(unit)
         tickets = []
@@ -272,10 +277,10 @@ class Executor:
         del self._borrowed[unit.index]
         self.in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
 
-    def reduce_outer(self, unit: Unit) -> None:
-        """Start to reduce over the outer ranks what the inner ones have summed."""
+    def reduce_outer(self, unit: Unit) -> bool:
+        """Start to reduce over the outer ranks what the inner ones have summed; returns whether there is anything."""
         if not any(group.gradients is not None and group.gradients.has_inner_sum for group in unit.groups):
-            return
+            return False
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:
             self._finish_outer_reduction()
         block = self._crossing.borrow() if self._crossing.held_bytes else None
@@ -288,6 +293,7 @@ class Executor:
                 if group.gradients is not None and group.gradients.has_inner_sum
             ]
         self._outer_reductions.append((unit.index, block, started))
+        return True
 
     def _finish_outer_reduction(self) -> None:
         index, block, started = self._outer_reductions.popleft()
@@ -296,6 +302,8 @@ class Executor:
                 ticket.wait()
         if block is not None:
             self._crossing.give_back(block)
+        if self.early is not None:
+            self.early.unit_is_reduced(self._units[index])
 
     def _defer(self, unit: Unit) -> None:
         """Keep deferred sums, of zeros where no gradient came: ranks must agree on what there is to reduce later."""
@@ -340,7 +348,9 @@ class Executor:
             self.observers.takes_back(BorrowedMemory.SCRATCH, reduction.unit.index, reduction.scratch)
             self._scratch.give_back(reduction.scratch)
         if reduction.reach is Reach.EVERYWHERE:
-            self.reduce_outer(reduction.unit)
+            is_on_its_way = self.reduce_outer(reduction.unit)
+            if self.early is not None and not is_on_its_way:
+                self.early.unit_is_reduced(reduction.unit)
         return True
 
     def retire_all(self) -> None:

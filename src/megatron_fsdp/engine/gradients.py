@@ -717,6 +717,21 @@ class UsageAgreement:
         """Whether the next sync asks the other ranks, and waits for their answer."""
         return self._group is not None and not self._all_used
 
+    @property
+    def is_known(self) -> bool:
+        """Whether every parameter was used once, so that nobody asks any more."""
+        return self._all_used
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank to ask."""
+        return self._group is None and not self._foreign_groups
+
+    @property
+    def never_knows(self) -> bool:
+        """Whether ranks ask at every sync."""
+        return self._always
+
     def forget(self) -> None:
         """Ask at the next sync, since other parameters take gradients now."""
         self._all_used = False

@@ -179,27 +179,24 @@ class StateMemory:
         """Return whether there is memory for a state already."""
         return (key, dtype) in self._buffers
 
-    def keep(self, key: str, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Copy a state of parameter `index` to its place, and return that: always the same tensor for a dtype.
+    def place(self, key: str, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return where a state of parameter `index` rests: always the same tensor for a dtype.
 
         Raises:
             ConfigurationError: There is no room; see `allocate`.
         """
         found = self._pieces.get((key, index))
-        if found is None or found.dtype != value.dtype:
-            buffer = self._buffers.get((key, value.dtype))
+        if found is None or found.dtype != dtype:
+            buffer = self._buffers.get((key, dtype))
             if buffer is None:
-                memory = allocate(self._home, self._region.numel, value.dtype, self._device)
-                buffer = FlatBuffer(self._layout, self._region, memory)
-                self._buffers[key, value.dtype] = buffer
+                memory = allocate(self._home, self._region.numel, dtype, self._device)
+                buffer = self._buffers[key, dtype] = FlatBuffer(self._layout, self._region, memory)
             found = self._pieces[key, index] = buffer.piece(index)
-        if found is not value:
-            found.copy_(value, non_blocking=True)
         return found
 
-    def fetch(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a state on the device."""
-        return value.to(self._device, non_blocking=True, copy=True)
+    def borrow(self, value: torch.Tensor) -> torch.Tensor:
+        """Return memory on the device for a copy of a state, uninitialised."""
+        return torch.empty_like(value, device=self._device, pin_memory=False)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -519,6 +519,13 @@ class ParameterGroup:
     # gradient that autograd computes for a sharded parameter itself (a penalty on `model.parameters()`) calls the hooks
     # right there, as for any tensor, and is part of what they see at the sync.
 
+    @property
+    def has_user_hooks(self) -> bool:
+        """Whether the user has hooks on gradients of sharded parameters."""
+        with plain_attributes():
+            keys = chain.from_iterable(filter(None, map(_backward_hooks, self.sharded)))
+            return not self.own_hooks.issuperset(keys) or any(map(_accumulate_hooks, self.sharded))
+
     def run_user_hooks(self, used: Sequence[bool]) -> None:
         """Call the user's gradient hooks on sharded parameters whose gradient was renewed at a sync.
 
@@ -528,11 +535,7 @@ class ParameterGroup:
         Raises:
             ConfigurationError: What a hook returned cannot replace the gradient, or is ignored.
         """
-        with plain_attributes():
-            keys = chain.from_iterable(filter(None, map(_backward_hooks, self.sharded)))
-            if self.own_hooks.issuperset(keys) and not any(map(_accumulate_hooks, self.sharded)):
-                return
-        for index, param in enumerate(self.sharded):
+        for index, param in enumerate(self.sharded if self.has_user_hooks else ()):
             if used[index] and get_grad(param, self.grad_attribute) is not None:
                 self._run_user_hooks(index, param)
 

@@ -54,6 +54,7 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
         ConfigurationError: `norm_type` is not positive; or neither 2 nor infinity, for a deterministic model.
         NonFiniteNormError: The norm is not finite, on every rank; gradients are as they were.
     """
+    engine.refuse_late("clip_grad_norm_")
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
     if engine.is_deterministic and norm_type not in (2.0, math.inf):

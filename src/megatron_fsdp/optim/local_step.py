@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_fsdp.comm.lanes import finish_stream
+from megatron_fsdp.comm.lanes import Lane, Ticket, finish_stream, make_lane
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
@@ -64,8 +66,14 @@ class LocalStep:
     """
 
     def __init__(self, moves_state: bool = False) -> None:
-        self._moves_state = moves_state
+        self._lanes = _StateLanes() if moves_state else None
         self._view: _LocalTensors | None = None  # of the running step
+        self.has_stepped = False  # so that there is state, in the order of parameters and where it rests
+        self.leaves_out: frozenset[int] = frozenset()  # ids of parameters that the next step finds stepped
+
+    def part(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalView:
+        """Return the object that steps some parameters alone; let it hand over its state after it."""
+        return _view_of(optimizer, _LocalTensors(optimizer, None, list(groups)))
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object to step in place of a connected optimizer; call `finish` after the step.
@@ -75,17 +83,21 @@ class LocalStep:
             or where the step is compiled or runs in inference mode.
         """
         self.hand_over()
-        if not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        groups, left_out, self.leaves_out = None, self.leaves_out, frozenset()
+        if left_out:
+            groups = [
+                {**group, "params": [param for param in group["params"] if id(param) not in left_out]}
+                for group in optimizer.param_groups
+            ]
+        elif not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
-        kind = _view_class(type(optimizer))  # type: ignore[arg-type]  # mypy: classes with a __hash__
-        made: Optimizer = kind.__new__(kind)
-        made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
-        self._view = made._view = _LocalTensors(optimizer, self._moves_state)  # type: ignore[attr-defined]
-        return made
+        self._view = _LocalTensors(optimizer, self._lanes, groups)
+        return _view_of(optimizer, self._view)
 
     def finish(self, _optimizer: Optimizer) -> None:
         """Give new state to the optimizer after a step."""
         self.hand_over()
+        self.has_stepped = True
 
     def hand_over(self) -> None:
         """Give new state to the optimizer, after a step or one that failed, and drop all references."""
@@ -97,9 +109,12 @@ class LocalStep:
 class _LocalTensors:
     """The parameters, gradients and state of an optimizer as local tensors."""
 
-    def __init__(self, optimizer: Optimizer, moves_state: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, lanes: _StateLanes | None, groups: list[dict[str, Any]] | None = None
+    ) -> None:
         self._optimizer = optimizer
-        self._moves_state = moves_state
+        self._groups = groups  # what to show in place of all current ones
+        self._lanes = lanes  # where state moves, if it does
         self._sharded = _SHARDED_STATE[type(optimizer)]
         self._shown: list[tuple[UnevenDTensor, State]] = []
         self.state: Mapping[Tensor, State] = optimizer.state
@@ -111,14 +126,14 @@ class _LocalTensors:
         step is to be differentiated: DTensors then handle it, or say what is wrong.
         """
         self.hand_over_state()
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        groups: list[dict[str, Any]] = self._optimizer.param_groups if self._groups is None else self._groups
         states: dict[Tensor, State] = {}
         shown: list[dict[str, Any]] = []
         pairs: list[tuple[UnevenDTensor, State]] = []
         for group in groups:
             found = None if group.get("differentiable") else self._localise(group["params"])
             if found is None:
-                if self._moves_state and _pages(self._optimizer):
+                if self._lanes is not None and _pages(self._optimizer):
                     raise _cannot_page(self._optimizer)
                 self.state = self._optimizer.state
                 return groups
@@ -126,8 +141,8 @@ class _LocalTensors:
             states.update(found)
             pairs += zip(group["params"], (state for _, state in found), strict=True)
         self.state, self._shown = states, pairs
-        if self._moves_state:
-            return _Turns(shown, groups, states, self._sharded)
+        if self._lanes is not None:
+            return _Turns(shown, groups, states, self._sharded, self._lanes)
         return shown
 
     def _localise(self, params: Sequence[Tensor]) -> list[tuple[Tensor, State]] | None:
@@ -169,8 +184,50 @@ class _LocalTensors:
                     own[key] = UnevenDTensor.wrap(value, param.shard_frame)
 
 
+class _StateLanes:
+    """Two lanes for each device: state comes on one and goes on the other, at the same time."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.device, str], Lane] = {}
+
+    def copy(self, device: torch.device, name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
+        """Start to copy from the first of each pair to the second, which are kept until the ticket was waited for."""
+        lane = self._made.get((device, name))
+        if lane is None:
+            lane = self._made[device, name] = make_lane(device, name)
+
+        def copy(_async_op: bool) -> None:
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+
+        return lane.submit(copy)
+
+
+@dataclass(eq=False)
+class _Turn:
+    """Parameters of one group of an optimizer whose state rests in one place; `comes` is on its way to the device."""
+
+    group: dict[str, Any]
+    memory: StateMemory | None
+    device: torch.device
+    members: list[tuple[Tensor, int]]  # with the index of each in that place
+    comes: list[tuple[State, str, Tensor]] = field(default_factory=list)
+    ticket: Ticket | None = None
+
+    def receive(self) -> None:
+        """Let the optimizer see the state that has come."""
+        if self.ticket is not None:
+            self.ticket.wait()
+        for state, key, value in self.comes:
+            state[key] = value
+        self.comes, self.ticket = [], None
+
+
 class _Turns(list[dict[str, Any]]):
     """The groups of a step whose state rests elsewhere: each comes unit by unit, with its state for so long.
+
+    While a unit steps, the state of the next one comes and that of the one before goes. What comes takes its memory on
+    the compute stream, once that waits for what has left: of three units at most there is state on the device.
 
     Torch's steps iterate over their groups once, and what they do with one parameter depends on no other.
     """
@@ -181,50 +238,88 @@ class _Turns(list[dict[str, Any]]):
         groups: Sequence[Mapping[str, Any]],
         states: Mapping[Tensor, State],
         sharded: frozenset[str],
+        lanes: _StateLanes,
     ) -> None:
         super().__init__(shown)
-        self._groups, self._states, self._sharded = groups, states, sharded
+        self._groups, self._states, self._sharded, self._lanes = groups, states, sharded, lanes
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        devices: set[torch.device] = set()
         self._error: ConfigurationError | None = None
         self._taking_room: set[StateMemory] = set()
-        for shown, group in zip(super().__iter__(), self._groups, strict=True):
-            places = zip(shown["params"], map(memory_of, group["params"]), strict=True)
-            for (memory, _), members in itertools.groupby(places, key=lambda place: (place[1][0], place[0].device)):
-                turn = [(local, index) for local, (_, index) in members]
-                devices.update(local.device for local, _ in turn)
-                if memory is not None:
-                    self._fetch(memory, turn)
+        self._going: deque[tuple[Ticket, list[Tensor]]] = deque()
+        turns = list(self._find_turns())
+        try:
+            for turn, following in itertools.zip_longest(turns, turns[1:]):
+                if turn is turns[0]:
+                    self._fetch(turn)
+                self._let_go(1)
+                if following is not None:
+                    self._fetch(following)
+                turn.receive()
                 try:
-                    yield {**shown, "params": [local for local, _ in turn]}
+                    yield {**turn.group, "params": [local for local, _ in turn.members]}
                 finally:
-                    if memory is not None:
-                        self._give_back(memory, turn)
-        for device in devices:
+                    self._give_back(turn)
+        finally:
+            for turn in turns:
+                if turn.ticket is not None:  # it came for nothing: the step has failed
+                    turn.ticket.wait()
+                    turn.comes.clear()
+            self._let_go(0)
+        for device in {turn.device for turn in turns}:
             finish_stream(device)  # the host reads what rests there
         if self._taking_room:  # in the first step, on all ranks alike
             for memory in self._taking_room:
                 memory.was_refused = True
-            self._groups[0]["params"][0]._megatron_fsdp_model.raise_together(self._error, "keeping optimizer state")
+            first = next(param for group in self._groups for param in group["params"])
+            first._megatron_fsdp_model.raise_together(self._error, "keeping optimizer state")
             for memory in self._taking_room:
                 memory.was_refused = False
 
-    def _fetch(self, memory: StateMemory, turn: Sequence[tuple[Tensor, int]]) -> None:
-        for local, _ in turn if memory.is_paged else ():
-            state = self._states[local]
-            state.update((key, memory.fetch(state[key])) for key in _tensors(state, self._sharded))
+    def _find_turns(self) -> Iterator[_Turn]:
+        for shown, group in zip(super().__iter__(), self._groups, strict=True):
+            places = zip(shown["params"], map(memory_of, group["params"]), strict=True)
+            by_place = itertools.groupby(places, key=lambda place: (place[1][0], place[0].device))
+            for (memory, device), members in by_place:
+                yield _Turn(shown, memory, device, [(local, index) for local, (_, index) in members])
 
-    def _give_back(self, memory: StateMemory, turn: Sequence[tuple[Tensor, int]]) -> None:
-        for local, index in turn:
+    def _fetch(self, turn: _Turn) -> None:
+        """Start to bring the state of a turn."""
+        memory, pairs = turn.memory, []
+        for local, _ in turn.members if memory is not None and memory.is_paged else ():
+            assert memory is not None
             state = self._states[local]
             for key in _tensors(state, self._sharded):
-                if memory.was_refused or not memory.has_room(key, state[key].dtype):
+                pairs.append((state[key], memory.borrow(state[key])))
+                turn.comes.append((state, key, pairs[-1][1]))
+        if pairs:
+            turn.ticket = self._lanes.copy(turn.device, "state comes", pairs)
+
+    def _give_back(self, turn: _Turn) -> None:
+        """Start to send the state of a turn to where it rests."""
+        memory, pairs = turn.memory, []
+        for local, index in turn.members if memory is not None else ():
+            assert memory is not None
+            state = self._states[local]
+            for key in _tensors(state, self._sharded):
+                value = state[key]
+                if memory.was_refused or not memory.has_room(key, value.dtype):
                     self._taking_room.add(memory)
                 try:
-                    state[key] = memory.keep(key, index, state[key])
+                    state[key] = memory.place(key, index, value.dtype)
                 except ConfigurationError as error:
                     self._error = error  # nothing is lost: it stays where the step has made it
+                if state[key] is not value:
+                    pairs.append((value, state[key]))
+        if pairs:
+            self._going.append((self._lanes.copy(turn.device, "state goes", pairs), [value for value, _ in pairs]))
+
+    def _let_go(self, count: int) -> None:
+        """Free the copies of state that were sent before the last `count`, once they have left."""
+        while len(self._going) > count:
+            ticket, copies = self._going.popleft()
+            ticket.wait()
+            copies.clear()
 
 
 def _tensors(state: State, sharded: frozenset[str]) -> list[str]:
@@ -247,8 +342,11 @@ def rehome(optimizer: Optimizer) -> None:
         for key in _tensors(state, _SHARDED_STATE[type(optimizer)]) if memory is not None else ():
             assert memory is not None
             given = state[key]._local_tensor
+            kept = memory.place(key, index, given.dtype)
+            if kept is not given:
+                kept.copy_(given, non_blocking=True)
             devices.add(given.device)
-            state[key] = UnevenDTensor.wrap(memory.keep(key, index, given), param.shard_frame)
+            state[key] = UnevenDTensor.wrap(kept, param.shard_frame)
     for device in devices:
         finish_stream(device)  # the host reads what rests there
 
@@ -280,8 +378,16 @@ def _is_sharded_as(frame: ShardFrame, value: object) -> bool:
     return type(value) is UnevenDTensor and (value.shard_frame is frame or value.shard_frame == frame)
 
 
+def _view_of(optimizer: Optimizer, view: _LocalTensors) -> LocalView:
+    kind = _view_class(type(optimizer))  # type: ignore[arg-type]  # mypy: classes with a __hash__
+    made: LocalView = kind.__new__(kind)
+    made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
+    made._view = view
+    return made
+
+
 @functools.cache
-def _view_class(kind: type[Optimizer]) -> type[Optimizer]:
+def _view_class(kind: type[Optimizer]) -> type[LocalView]:
     """Return the class of views for a class of optimizers, under its name, which torch's messages mention."""
     return type(kind.__name__, (LocalView, kind), {"__slots__": ()})
 
@@ -291,6 +397,10 @@ class LocalView(Optimizer):
 
     __slots__ = ("_view",)
     _view: _LocalTensors
+
+    def hand_over(self) -> None:
+        """Give new state to the optimizer."""
+        self._view.hand_over_state()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -9,7 +9,8 @@ import functools
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.engine.early_steps import EarlySteps, Take
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, Step, members_of, params_of
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
 from megatron_fsdp.optim.muon import MuonStandIn, MuonStep, check_muon
 from megatron_fsdp.optim.state_dict import StateDict, StateOwner, as_held, as_saved, with_blank_state
+from megatron_fsdp.optim.step_in_backward import StepInBackward
 from megatron_fsdp.optim.whole_step import (
     OwnedStep,
     ReplicatedStep,
@@ -109,6 +112,13 @@ INSTALL_KEYWORD = "install_optimized_model_weights"
 class ShardedModel(StateOwner, Protocol):
     """The part of the wrapped model that the hooks use."""
 
+    def step_early(self, take: Take | None) -> EarlySteps:
+        """Give groups to an optimizer in the next backward, as their gradients become final."""
+        ...
+
+    def raise_together(self, error: Exception | None, doing: str) -> None:
+        """Raise on all ranks what any of them has met."""
+
     @property
     def model_auto_sync(self) -> bool:
         """Whether every backward ends with a gradient sync."""
@@ -154,6 +164,7 @@ class _StepHooks:
         self._installs = True
         self._step = step
         self.several: SeveralModels | None = None  # the only reference to it
+        self._early: StepInBackward | None = None
 
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -162,6 +173,11 @@ class _StepHooks:
         kwargs = dict(kwargs)
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
+        if self._early is not None:
+            has_closure = (len(args) > 1 and callable(args[1])) or callable(kwargs.get("closure"))
+            self._early.finish(optimizer, _alive(self._model), has_closure)
+            assert isinstance(self._step, LocalStep)
+            self._step.leaves_out, self._early = frozenset(self._early.stepped), None
         if len(args) > 1 and callable(args[1]):
             args = (args[0], self._around(args[1], syncs), *args[2:])
         elif callable(kwargs.get("closure")):
@@ -185,6 +201,34 @@ class _StepHooks:
             return result
 
         return self._step.around(synchronised) if isinstance(self._step, ReplicatedStep) else synchronised
+
+    @contextmanager
+    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let a thread step units inside a block, in which the last backward of a step runs."""
+        if self._early is not None:
+            raise ScheduleError(
+                self._early.broken
+                or "optimizer.step_in_backward() was entered again before optimizer.step(); call that first"
+            )
+        if not isinstance(self._step, LocalStep) or not steps_locally(optimizer):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} cannot step in backward, since its step is none of those of torch that go "
+                "element by element; leave step_in_backward out"
+            )
+        early = self._early = StepInBackward(optimizer, self._step, _alive(self._model))
+        try:
+            yield
+        except BaseException as error:
+            early.fail(error)
+            self._early = early if early.broken else None
+            raise
+        early.leave()
+
+    def after_loading(self, _optimizer: torch.optim.Optimizer) -> None:
+        """Forget a step that began in backward: a checkpoint is loaded."""
+        early, self._early = self._early, None
+        if early is not None:
+            early.end()
 
     def at_once_after(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         self._step.finish(optimizer)
@@ -235,6 +279,7 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
         for each in members_of(optimizer):
             optimizer.register_load_state_dict_post_hook(functools.partial(_rehome, each))
     optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
+    optimizer.register_load_state_dict_post_hook(hooks.after_loading)
     _check_new_groups(optimizer, reference)
     owner, original = weakref.ref(optimizer), type(optimizer).zero_grad
 
@@ -253,6 +298,13 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
             _alive(reference).forget_pending_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def step_in_backward() -> AbstractContextManager[None]:
+        alive = owner()
+        assert alive is not None
+        return hooks.step_in_backward(alive)
+
+    optimizer.step_in_backward = step_in_backward  # type: ignore[attr-defined]
 
 
 def _refuse_copy(_protocol: object) -> Any:
@@ -348,6 +400,18 @@ class SeveralModels:
     @property
     def _models(self) -> list[ShardedModel]:
         return [_alive(reference) for reference in self._references]
+
+    def step_early(self, _take: Take | None) -> EarlySteps:
+        """Refuse."""
+        raise ConfigurationError(
+            "an optimizer of several sharded models cannot step in backward; leave step_in_backward out, or build an "
+            "optimizer for each"
+        )
+
+    def raise_together(self, error: Exception | None, doing: str) -> None:
+        """Raise on all ranks of all models what any of them has met."""
+        for model in self._models:
+            model.raise_together(error, doing)
 
     def sharded_names(self) -> Mapping[int, str]:
         """Return the canonical name of each sharded parameter of any model by its id."""

@@ -6,6 +6,7 @@ holds between steps is counted from the layouts, to the byte.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -191,8 +192,8 @@ def away_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
 def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """Count the bytes of the device that the steps of the optimizers borrow, one after another.
 
-    State that rests elsewhere comes group by group, while main weights are on the device. `used` as for
-    `optimizer_bytes`.
+    State that rests elsewhere comes group by group, while main weights are on the device: that of three at a time,
+    one that comes, one that steps and one that goes. `used` as for `optimizer_bytes`.
     """
     kind, muon = model.setup.optimizer, 0 if model.muon is None else model.muon.borrowed_bytes
     here = [piece for piece in model.pieces(used) if piece.kind is kind and not piece.is_away]
@@ -201,19 +202,19 @@ def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
         for group in model.groups
         if group.requires_grad
     ]
-    return max(kind.borrowed_bytes(here) + max(paged, default=0), muon)
+    return max(kind.borrowed_bytes(here) + sum(heapq.nlargest(3, paged)), muon)
 
 
 def home_step_s(model: PlannedModel, machine: Machine, used: Collection[str] | None = None) -> float:
     """Estimate the seconds that an optimizer's step takes longer since state rests elsewhere than on the device.
 
-    The host steps what rests there and sends the new weights back; state that rests there alone comes and goes.
-    Gradients leave during backward, which hides them.
+    The host steps what rests there and sends the new weights back; state that rests there alone comes and goes, in both
+    directions at the same time. Gradients leave during backward, which hides them.
     """
     pieces = model.pieces(used)
     stepped = sum(piece.kind.passes_per_param * piece.num_bytes for piece in pieces if piece.is_away)
     sent = sum(piece.num_bytes for piece in pieces if piece.is_away)
-    sent += 2 * sum(piece.state_bytes for piece in pieces if piece.comes_and_goes)
+    sent += sum(piece.state_bytes for piece in pieces if piece.comes_and_goes)
     return stepped / machine.host_bytes_per_s + sent / machine.host_link_bytes_per_s
 
 

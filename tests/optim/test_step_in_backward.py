@@ -1,0 +1,359 @@
+"""Steps that begin in backward: the bits of the ordinary loop, when they happen, and what comes too late."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.engine import early_steps
+from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError
+from megatron_fsdp.optim import step_in_backward
+from megatron_fsdp.optim.adamw8bit import AdamW8bit
+from tests.support.arrangements import FLAT, hybrid
+from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+
+BF16 = MixedPrecisionPolicy(torch.float32, torch.float32)
+WIDTHS = (32, 32, 48, 32, 32)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Of two groups, of which the second decays."""
+    first, *others = params
+    groups = [{"params": [first], "weight_decay": 0.0}, {"params": others}]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True)
+
+
+def build(optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Tower(WIDTHS).bfloat16()
+    options = {"homes": {"main_weights": "host"}, "mixed_precision_policy": BF16, **options}
+    return fully_shard(model, optimizer(model.parameters()), fsdp_unit_modules=[Floor], **options)
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    inputs = torch.Generator().manual_seed(number + 100 * dist.get_rank())
+    return tower_loss(model, torch.randn(4, FEATURES, generator=inputs).bfloat16())
+
+
+def step(model: Any, optimizer: Any, number: int) -> None:
+    """A step of the usual kind, all of it in backward."""
+    with optimizer.step_in_backward():
+        loss_of(model, number).backward()
+    optimizer.step()
+
+
+def train(
+    optimizer_of: Callable[[Any], torch.optim.Optimizer], in_backward: bool, **options: Any
+) -> list[torch.Tensor]:
+    """Four steps of two microbatches each, with a scheduler; return gradients of each, weights and state."""
+    model, optimizer = build(optimizer_of, **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0 / (1 + number))
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    seen = []
+    for number in range(4):
+        with model.no_sync():
+            loss_of(model, 2 * number).backward()
+        loss = loss_of(model, 2 * number + 1)
+        with optimizer.step_in_backward() if in_backward else nullcontext():
+            loss.backward()
+        optimizer.step()
+        seen += [loss.detach(), *(param.grad.to_local().clone() for param in model.parameters())]
+        optimizer.zero_grad()
+        schedule.step()
+    assert calls == ["before", "after"] * 4
+    assert not [each for each in threading.enumerate() if each.name.startswith("step in backward")]
+    for param in model.parameters():
+        seen.append(param.to_local().detach().clone())
+        state = optimizer.state[param]
+        seen += [getattr(state[key], "to_local", lambda key=key, state=state: state[key])() for key in sorted(state)]
+    return seen + [value for _, value in sorted(model.full_parameters().items())]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "adam foreach": lambda params: torch.optim.Adam(params, lr=1e-2, foreach=True, amsgrad=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
+HALF = {"main_weights": {"home": "host", "fraction": 0.5}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "1": {"zero_dp_strategy": 1},
+    "2": {"zero_dp_strategy": 2},
+    "3": {"zero_dp_strategy": 3, "homes": "host"},
+    "half": {"homes": HALF},
+    "file": {"homes": {"main_weights": "host", "optimizer_state": "file:/tmp"}},
+}
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Count the parameters that are stepped on the thread."""
+    found: list[int] = []
+    run = step_in_backward.StepInBackward._run
+
+    def counts(self: Any, view: Any, at_home: Any) -> None:
+        found.append(sum(len(group["params"]) for group in view.param_groups))
+        run(self, view, at_home)
+
+    with patch.object(step_in_backward.StepInBackward, "_run", counts):
+        yield found
+
+
+def assert_same_bits(optimizer: str, **options: Any) -> None:
+    expected = train(OPTIMIZERS[optimizer], in_backward=False, **options)
+    with counted() as found:
+        got = train(OPTIMIZERS[optimizer], in_backward=True, **options)
+    assert len(expected) == len(got)
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+    wholly = options.get("homes") is not HALF
+    params = 2 + 2 * len(WIDTHS)
+    assert sum(found) == 3 * params if wholly else 0 < sum(found) < 3 * params
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks()
+def test_bits_are_those_of_the_ordinary_loop(num_ranks: int, optimizer: str, setting: str) -> None:
+    assert num_ranks == dist.get_world_size()
+    assert_same_bits(optimizer, **SETTINGS[setting])
+
+
+@pytest.mark.parametrize("outer", [0, 1])
+@on_ranks(4)
+def test_so_they_are_with_an_outer_axis(outer: int) -> None:
+    arguments = {**FLAT.arguments(), **hybrid(2, 2).arguments(), "outer_dp_sharding_strategy": outer}
+    assert_same_bits("adamw", **arguments)
+
+
+@on_ranks(2)
+def test_units_are_stepped_while_backward_goes_on() -> None:
+    """The backward of the first floor waits for the step of the last one."""
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    last = model.module.floors[-1].up.weight
+    before = last.to_local().detach().clone()
+    stepped = threading.Event()
+    run = step_in_backward.StepInBackward._run
+
+    def tells(self: Any, view: Any, at_home: Any) -> None:
+        run(self, view, at_home)
+        stepped.set()
+
+    def waits(*_: object) -> None:
+        assert stepped.wait(60)
+        assert not before.numel() or not torch.equal(last.to_local(), before)
+        waited.append(True)
+
+    waited: list[bool] = []
+    model.module.floors[0].register_full_backward_hook(waits)
+    with patch.object(step_in_backward.StepInBackward, "_run", tells):
+        step(model, optimizer, 1)
+    assert waited
+
+
+@on_ranks(2)
+def test_no_unit_is_stepped_before_its_gradients_are_at_home() -> None:
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    before = [param.to_local().detach().clone() for param in model.parameters()]
+    at_home = threading.Event()
+    with patch.object(early_steps, "reached", lambda _device: at_home.wait), optimizer.step_in_backward():
+        loss_of(model, 1).backward()
+    during = [param.to_local().detach().clone() for param in model.parameters()]
+    at_home.set()
+    optimizer.step()
+    assert all(map(torch.equal, before, during))
+    assert not any(
+        torch.equal(one, param.to_local()) for one, param in zip(before, model.parameters(), strict=True) if one.numel()
+    )
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_cannot_step_in_backward_is_refused_on_entering() -> None:
+    def refusal(optimizer_of: Callable[[Any], torch.optim.Optimizer] = adamw, **options: Any) -> str:
+        model, optimizer = build(optimizer_of, **options)
+        with pytest.raises(ConfigurationError) as refused, optimizer.step_in_backward():
+            raise AssertionError
+        loss_of(model, 0).backward()
+        optimizer.step()
+        return str(same_on_ranks(str(refused.value)))
+
+    assert "where main weights rest on the device; leave" in refusal(homes=None)
+    assert "since its step is none of those of torch" in refusal(lambda params: torch.optim.Adafactor(params))
+    assert "AdamW8bit cannot step in backward" in refusal(lambda params: AdamW8bit(params, lr=1e-2))
+    assert "gradients are checked" in refusal(report_nan_in_param_grad=True)
+    half = MixedPrecisionPolicy(torch.float32, torch.bfloat16)
+    assert "gradients are cast" in refusal(mixed_precision_policy=half)
+    model, optimizer = build()
+    with (
+        model.no_sync(),
+        pytest.raises(ConfigurationError, match="enter it for the last"),
+        optimizer.step_in_backward(),
+    ):
+        raise AssertionError
+
+
+@on_ranks(2)
+def test_what_comes_too_late_is_refused_when_it_comes() -> None:
+    model, optimizer = build()
+
+    def begin(number: int) -> None:
+        optimizer.zero_grad()
+        with optimizer.step_in_backward():
+            loss_of(model, number).backward()
+
+    def refused(error: type[Exception], match: str, act: Callable[[], object]) -> None:
+        with pytest.raises(error, match=match):
+            act()
+
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for number in range(2):  # the first steps after backward, and is held to the same
+        begin(number)
+        refused(ConfigurationError, "^clip_grad_norm_ comes too late", lambda: model.clip_grad_norm_(1.0))
+        refused(ConfigurationError, "^scale_gradients comes too late", lambda: model.scale_gradients(0.5))
+        refused(
+            ConfigurationError,
+            "would change the gradient of .*, which optimizer.step_in_backward",
+            lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9),
+        )
+        refused(ConfigurationError, "would change the gradient", lambda: scaler.unscale_(optimizer))
+        refused(ScheduleError, "^a forward began before the step", lambda: loss_of(model, 0))
+        refused(ScheduleError, "entered again before", lambda: optimizer.step_in_backward().__enter__())
+        refused(ConfigurationError, "without a closure", lambda: optimizer.step(lambda: 0.0))
+        group = optimizer.param_groups[1]
+        group["lr"] *= 0.5
+        refused(ConfigurationError, "^param_groups of AdamW were changed", optimizer.step)
+        group["lr"] *= 2.0
+        optimizer.step()
+    model.clip_grad_norm_(1.0)
+    for change in (lambda grad: grad.to_local().mul_(0.5), None):
+        begin(2)
+        param = next(model.parameters())
+        if change is None:
+            param.grad = None
+        else:
+            change(param.grad)
+        refused(ConfigurationError, "^the gradient of first.weight was changed between", optimizer.step)
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["the same", "another", "a penalty"])
+@on_ranks(2)
+def test_gradients_after_the_step_of_their_parameter_are_an_error_that_names_it(kind: str) -> None:
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    weight = model.module.floors[-1].up.weight
+    penalty = (weight * weight).sum()  # the first in the graph, so that its gradient is the last
+    loss = loss_of(model, 1)
+    other = loss_of(model, 2) if kind == "another" else loss
+
+    def backward() -> None:
+        if kind == "a penalty":
+            (loss + penalty).backward()
+        else:
+            loss.backward(retain_graph=True)
+            other.backward()
+
+    with pytest.raises((ScheduleError, ConfigurationError)) as refused, optimizer.step_in_backward():
+        backward()
+    assert re.search(
+        r"gradient of floors\.4\.up\.weight, which" if kind == "a penalty" else r"gradient of floors\.\d\..*a second",
+        same_on_ranks(str(refused.value)),
+    )
+    model.reset()
+    with pytest.raises(ScheduleError, match="load a checkpoint"):
+        loss_of(model, 3)
+    with pytest.raises(ScheduleError, match="load a checkpoint"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_penalty_that_comes_before_the_step_of_its_parameter_counts() -> None:
+    def train_with_penalty(in_backward: bool) -> list[torch.Tensor]:
+        model, optimizer = build()
+        for number in range(3):
+            loss = loss_of(model, number) + model.module.floors[-1].up.weight.square().sum()
+            with optimizer.step_in_backward() if in_backward else nullcontext():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.to_local().detach() for param in model.parameters()]
+
+    ends = zip(train_with_penalty(True), train_with_penalty(False), strict=True)
+    assert all(torch.equal(one, other) for one, other in ends)
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+class PlannedError(RuntimeError):
+    """What a test raises."""
+
+
+def fail(*_: object) -> None:
+    raise PlannedError("as planned")
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_is_told_until_a_checkpoint_is_loaded() -> None:
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    saved = {"model": dict(model.full_parameters()), "optimizer": optimizer.state_dict()}
+    handle = model.module.floors[0].register_full_backward_hook(fail)
+    with pytest.raises(PlannedError) as met:
+        step(model, optimizer, 1)
+    assert any("load a checkpoint" in note for note in met.value.__notes__)
+    handle.remove()
+    model.reset()
+    for act in (lambda: loss_of(model, 1), optimizer.step, lambda: optimizer.step_in_backward().__enter__()):
+        with pytest.raises(ScheduleError, match=r"failed \(PlannedError: as planned\).*load a checkpoint"):
+            act()
+    optimizer.load_state_dict(saved["optimizer"])
+    optimizer.zero_grad()
+    step(model, optimizer, 1)
+
+
+@on_ranks(2)
+def test_a_thread_that_fails_on_one_rank_is_told_on_all() -> None:
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    failing = patch.object(step_in_backward, "own_step", lambda _view: fail) if dist.get_rank() else nullcontext()
+    with failing, optimizer.step_in_backward():
+        loss_of(model, 1).backward()
+    with pytest.raises(RankError) as met:
+        optimizer.step()
+    told = same_on_ranks(str(met.value))
+    assert "a step in backward failed (rank 1: RuntimeError: PlannedError: as planned" in told
+    assert "load a checkpoint" in told
+    assert not [each for each in threading.enumerate() if each.name.startswith("step in backward")]
+    with pytest.raises(ScheduleError, match="load a checkpoint"):
+        loss_of(model, 2)
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_before_any_step_leaves_an_ordinary_loop() -> None:
+    model, optimizer = build()
+    with pytest.raises(PlannedError), optimizer.step_in_backward():
+        fail()
+    step(model, optimizer, 0)
