@@ -327,7 +327,7 @@ class TwiceRecomputed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = UnusedBlock(7)
+        self.block = UnusedBlock()
         self.head = nn.Linear(7, 5)
 
     def forward(self, x: Tensor) -> Tensor:

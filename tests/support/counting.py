@@ -13,20 +13,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.comm.axis import Traffic
 from tests.support.settling import steady
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows every storage that an operator makes inside the block until it dies.
+    """Follows every storage that an operator makes inside the block until it dies; `peak_bytes` is the most at a time.
 
     Storages from before the block are not counted, but those that are resized in it are as far as they grow or shrink.
     Operators that run inside those of tensor subclasses are not seen.
-
-    Attributes:
-        peak_bytes: The most that was alive at a time.
     """
 
     def __init__(self) -> None:
@@ -37,7 +34,6 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now_bytes(self) -> int:
-        """Alive now."""
         storages = [reference() for reference in self._known.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None) - self._before_bytes
 
@@ -72,11 +68,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = _key(storage)
-
-        def dies(_: object) -> None:
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, dies)
+        self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
 
 
 def held_bytes(collect: bool = True) -> int:
@@ -123,9 +115,7 @@ def measured_peak(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], Tensor
 
 def on_meta(value: Any) -> Any:
     """The same tensors without memory."""
-    if isinstance(value, dict):
-        return {name: on_meta(item) for name, item in value.items()}
-    return value.to("meta")
+    return tree_map(lambda tensor: tensor.to("meta"), value)
 
 
 def token_batch() -> dict[str, Tensor]:
@@ -146,15 +136,11 @@ _REDUCTIONS = (EXCHANGE, "_reduce_scatter_base_", ALL_REDUCE)
 
 
 class Sent(NamedTuple):
-    """One collective: the name of its group, its operator of the c10d library, and the bytes that this rank sends.
-
-    Bytes are those of algorithms that reach the minimum (ring or pairwise), and 0 of operators that this file does not
-    know.
-    """
+    """One collective."""
 
     group: str
-    name: str
-    num_bytes: int
+    name: str  # of its operator of the c10d library
+    num_bytes: int  # that this rank sends by an algorithm that reaches the minimum; 0 of operators not known here
 
 
 @dataclass
@@ -165,18 +151,12 @@ class Collectives(Traffic):
 
 
 class OpCounts(TorchDispatchMode):
-    """Everything that passes the dispatcher inside the block.
-
-    Attributes:
-        ops: How often each operator ran, by name and overload; collectives, views and the like left out.
-        numels: For each operator, the elements of the first tensor, or list of tensors, of every call.
-        sent: Collectives, as they were issued.
-    """
+    """Everything that passes the dispatcher inside the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
-        self.ops: Counter[str] = Counter()
-        self.numels: dict[str, list[int]] = {}
+        self.ops: Counter[str] = Counter()  # by name and overload; collectives, views and the like left out
+        self.numels: dict[str, list[int]] = {}  # by operator, of the first tensor, or list of tensors, of every call
         self.sent: list[Sent] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,7 +173,6 @@ class OpCounts(TorchDispatchMode):
 
     @property
     def collectives(self) -> Collectives:
-        """What was sent on all groups."""
         gathers = [each.num_bytes for each in self.sent if each.name == GATHER]
         reductions = [each.num_bytes for each in self.sent if each.name in _REDUCTIONS]
         others = [each.name for each in self.sent if each.name not in (GATHER, *_REDUCTIONS)]
@@ -201,21 +180,14 @@ class OpCounts(TorchDispatchMode):
 
     def on(self, group: ProcessGroup | None, *names: str) -> tuple[int, int]:
         """Calls and bytes of some operators, all where none is named, on a group (None: no group, nothing)."""
-        found = [
-            each.num_bytes
-            for each in self.sent
-            if group is not None and each.group == group.group_name and (not names or each.name in names)
-        ]
+        on_group = [each for each in self.sent if group is not None and each.group == group.group_name]
+        found = [each.num_bytes for each in on_group if not names or each.name in names]
         return len(found), sum(found)
 
 
 def _numel_of_first(args: tuple[Any, ...]) -> int:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg.numel()
-        if isinstance(arg, list) and arg and isinstance(arg[0], torch.Tensor):
-            return sum(tensor.numel() for tensor in arg)
-    return 0
+    counts = ([leaf.numel() for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args)
+    return next((sum(each) for each in counts if each), 0)
 
 
 def _sent_bytes(name: str, args: Any, num_ranks: int) -> int:

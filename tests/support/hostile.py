@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -93,9 +94,8 @@ def tensor_pickle(
     numel: int, size: tuple[int, ...], stride: tuple[int, ...], *, start: int = 0, key: str = "0"
 ) -> bytes:
     """The pickle of a float32 tensor that claims whatever is asked."""
-    reference = (
-        b"(" + b"X\7\0\0\0storage" + b"ctorch\nFloatStorage\n" + plain(key) + plain("cpu") + plain(numel) + b"tQ"
-    )
+    storage = b"(X\7\0\0\0storagectorch\nFloatStorage\n"
+    reference = storage + plain(key) + plain("cpu") + plain(numel) + b"tQ"
     rest = plain(start) + plain(size) + plain(stride) + b"\x89" + b"ccollections\nOrderedDict\n)R"
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + reference + rest + b"tR."
 
@@ -141,18 +141,13 @@ def by_folder(folder: Path) -> None:
 
 def by_loading(folder: Path) -> None:
     """With the step as something that a model's owner loads too."""
-
-    class Step:
-        def state_dict(self) -> dict[str, Any]:
-            return {"step": 1}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise AssertionError(f"given {state}")
-
+    step = Mock(spec=["state_dict", "load_state_dict"])
+    step.state_dict.return_value = {"step": 1}
+    step.load_state_dict.side_effect = AssertionError
     model = torch.nn.Linear(4, 3)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     try:
-        load_checkpoint(model, None, folder, extra={"schedule": Step()}, with_rng=False)
+        load_checkpoint(model, None, folder, extra={"schedule": step}, with_rng=False)
     except CheckpointError as error:
         if "in memory now" not in str(error):
             assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
@@ -197,8 +192,7 @@ def small_state() -> dict[str, Any]:
 
 def write_ours(folder: Path) -> None:
     """With a manifest."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
         write_state(small_state(), folder)
 
 

@@ -43,7 +43,6 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(*options: str, env: Mapping[str, str] | None = None) -> Program:
-    """Start the program."""
     return Program(trainer, [*OPTIONS, *options], env or environment())
 
 
@@ -61,7 +60,6 @@ def this_rank() -> Rank:
 
 
 def job_of(*options: str, ranks: int = 2, restarts: int = 0) -> Job:
-    """A run, resolved."""
     return resolve(parse_options([*OPTIONS, *options]), World(ranks, "cpu", restarts=restarts))
 
 
