@@ -43,7 +43,6 @@ class Net(nn.Module):
 
 
 def build(seed: int = 0) -> Net:
-    """The network with the weights that belong to a seed."""
     with fixed_seed(seed):
         return Net()
 
@@ -61,7 +60,6 @@ def batches(count: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's rows of a whole batch."""
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
 

@@ -61,9 +61,6 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> Devic
     return mesh[names]._flatten(flat_name)
 
 
-# ---- hybrid ----------------------------------------------------------------------------------------------------------
-
-
 def arguments_of(mesh: DeviceMesh) -> dict[str, Any]:
     """What `fully_shard` is told of a mesh with the axis "dp_shard", and maybe "dp_outer" and "tp"."""
     found: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp_shard"}
@@ -77,7 +74,6 @@ def arguments_of(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def hybrid_arguments(outer: int, inner: int) -> dict[str, Any]:
-    """Of hybrid sharding on `outer * inner` ranks, the outer axis first."""
     return arguments_of(mesh_of((outer, inner), ("dp_outer", "dp_shard")))
 
 
@@ -85,8 +81,6 @@ def hybrid(outer: int, inner: int) -> Arrangement:
     """Hybrid sharding on `outer * inner` ranks."""
     return Arrangement(f"hybrid {outer}x{inner}", partial(hybrid_arguments, outer, inner))
 
-
-# ---- pairs of ranks that share every sample and divide a `TinyTransformer` -------------------------------------------
 
 Divide = Callable[[nn.Module, DeviceMesh], None]
 

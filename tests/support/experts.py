@@ -109,8 +109,6 @@ def build_with_experts(top_k: int = 1, name: str = "experts", kind: ExpertsKind 
     return TinyTransformer(layers=2, feed_forward=feed_forward)
 
 
-# ---- arrangements of 4 ranks -----------------------------------------------------------------------------------------
-
 Sizes = tuple[tuple[str, int], ...]
 """Name and ranks of each dimension of the expert mesh, outermost first: "ep", "dp_shard" and maybe "dp_outer"."""
 
@@ -118,7 +116,6 @@ FLAT: Sizes = (("ep", 2), ("dp_shard", 2))
 
 
 def expert_mesh(sizes: Sizes) -> DeviceMesh:
-    """The mesh of expert parameters."""
     names, shape = zip(*sizes, strict=True)
     return mesh_of(shape, names)
 
@@ -150,7 +147,6 @@ def arguments(sizes: Sizes) -> dict[str, Any]:
 
 
 def experts_of(sizes: Sizes, experts_name: str = ".experts.") -> Arrangement:
-    """Expert parallelism on an expert mesh."""
     return Arrangement(
         "experts " + " x ".join(f"{name} {size}" for name, size in sizes),
         partial(arguments, sizes),

@@ -104,7 +104,6 @@ def trainer(argv: Sequence[str]) -> int:
 
 
 def torchrun(argv: Sequence[str]) -> int:
-    """`torchrun` with these words, with ranks that are forked."""
     _with_forked_ranks()
     run.main(list(argv))
     return 0

@@ -138,20 +138,20 @@ def persistent_bytes(
     Deferred reductions (``no_sync``) take an unsharded gradient per trainable group under every strategy. State values
     per parameter are 2 for Adam, 1 for momentum, 0 for SGD; those of padding, which no optimizer keeps, are counted.
     """
-    trainable = [group for group in groups if group.requires_grad]
-    with_main_copy = [group for group in groups if group.has_main_copy and "main_weight" not in group.away]
-    main_grad = sum(_held_bytes(g, strategy, "main_grad", g.main_grads) for g in trainable if "main_grad" not in g.away)
-    if deferred:
-        main_grad += sum(group.numel * group.main_grads.itemsize for group in trainable)
-    return PersistentBytes(
-        compute_weight=sum(
-            g.weight_bytes(_held_numel(g, strategy, "compute_weight")) for g in groups if "compute_weight" not in g.away
-        ),
-        main_weight=sum(_held_bytes(g, strategy, "main_weight", g.main_params) for g in with_main_copy),
-        main_grad=main_grad,
-        optimizer=optimizer_states_per_param
-        * sum(_held_bytes(g, strategy, "main_weight", g.main_params) for g in trainable if "optimizer" not in g.away),
-    )
+    compute_weight = main_weight = main_grad = state = 0
+    for group in groups:
+        main_bytes = _held_bytes(group, strategy, "main_weight", group.main_params)
+        if "compute_weight" not in group.away:
+            compute_weight += group.weight_bytes(_held_numel(group, strategy, "compute_weight"))
+        if group.has_main_copy and "main_weight" not in group.away:
+            main_weight += main_bytes
+        if group.requires_grad and "main_grad" not in group.away:
+            main_grad += _held_bytes(group, strategy, "main_grad", group.main_grads)
+        if group.requires_grad and deferred:
+            main_grad += group.numel * group.main_grads.itemsize
+        if group.requires_grad and "optimizer" not in group.away:
+            state += main_bytes
+    return PersistentBytes(compute_weight, main_weight, main_grad, optimizer_states_per_param * state)
 
 
 def transient_bytes(

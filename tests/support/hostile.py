@@ -43,33 +43,28 @@ def payloads(marker: Path) -> dict[str, tuple[bytes, str]]:
     code = f"open({str(marker)!r}, 'w').close()"
     text = plain(code)
     run = plain((code,))
-    named = {
-        "eval": (call("builtins", "eval", code), "builtins.eval"),
-        "old eval": (call("__builtin__", "eval", code), "__builtin__.eval"),
-        "exec": (call("builtins", "exec", code), "builtins.exec"),
-        "open": (call("builtins", "open", str(marker), "w"), "builtins.open"),
-        "import": (call("builtins", "__import__", "os"), "builtins.__import__"),
-        "system": (call("posix", "system", f"touch {marker}"), "posix.system"),
-        "popen": (call("subprocess", "Popen", ["touch", str(marker)]), "subprocess.Popen"),
-        "getattr": (call("builtins", "getattr", "", "format"), "builtins.getattr"),
-        "partial": (call("functools", "partial", 0), "functools.partial"),
-        "attrgetter": (call("operator", "attrgetter", "a"), "operator.attrgetter"),
-        "methodcaller": (call("operator", "methodcaller", "a"), "operator.methodcaller"),
-        "copyreg": (call("copyreg", "_reconstructor", 0), "copyreg._reconstructor"),
-        "nested pickle": (call("pickle", "loads", whole(call("builtins", "eval", code))), "pickle.loads"),
-        "torch.load": (call("torch.serialization", "load", str(marker)), "torch.serialization.load"),
-        "torch.storage": (call("torch.storage", "_load_from_bytes", b""), "torch.storage._load_from_bytes"),
-        "torch._utils": (call("torch._utils", "_rebuild_wrapper_subclass", 0), "_rebuild_wrapper_subclass"),
-        "torch.jit": (call("torch.jit", "load", str(marker)), "torch.jit.load"),
-        "torch.hub": (call("torch.hub", "load", str(marker)), "torch.hub.load"),
-        "numpy.load": (call("numpy", "load", str(marker), None, True), "numpy.load"),
-        "numpy f2py": (call("numpy.f2py.crackfortran", "getlincoef", code, {}), "getlincoef"),
-        "numpy testing": (call("numpy.testing._private.utils", "runstring", code, {}), "runstring"),
-        "dotted name": (b"\x8c\x08argparse\x8c\x17Namespace.__init__.name\x93" + run + b"R", "Namespace.__init__"),
-        "our own reader": (call("megatron_fsdp.checkpoint.archive", "load_object", ""), "load_object"),
+    calls: dict[str, tuple[Any, ...]] = {
+        **dict.fromkeys(("builtins.eval", "__builtin__.eval", "builtins.exec"), (code,)),
+        **dict.fromkeys(("torch.serialization.load", "torch.jit.load", "torch.hub.load"), (str(marker),)),
+        **dict.fromkeys(("operator.attrgetter", "operator.methodcaller"), ("a",)),
+        **dict.fromkeys(("functools.partial", "copyreg._reconstructor"), (0,)),
+        "torch._utils._rebuild_wrapper_subclass": (0,),
+        "numpy.f2py.crackfortran.getlincoef": (code, {}),
+        "numpy.testing._private.utils.runstring": (code, {}),
+        "numpy.load": (str(marker), None, True),
+        "builtins.open": (str(marker), "w"),
+        "builtins.__import__": ("os",),
+        "builtins.getattr": ("", "format"),
+        "posix.system": (f"touch {marker}",),
+        "subprocess.Popen": (["touch", str(marker)],),
+        "pickle.loads": (whole(call("builtins", "eval", code)),),
+        "torch.storage._load_from_bytes": (b"",),
+        "megatron_fsdp.checkpoint.archive.load_object": ("",),
     }
+    named = {path: (call(*path.rsplit(".", 1), *given), path) for path, given in calls.items()}
     ops = {
         "extension code": (b"\x82\xf1" + run + b"R", "0x82"),
+        "dotted name": (b"\x8c\x08argparse\x8c\x17Namespace.__init__.name\x93" + run + b"R", "Namespace.__init__"),
         "instance": (b"(" + text + b"ibuiltins\neval\n", "0x69"),
         "object": (b"(cbuiltins\neval\n" + text + b"o", "builtins.eval"),
         "text reference": (b"Pstorage\n", "0x50"),
@@ -119,8 +114,6 @@ def plant(folder: Path, key: str, raw: bytes, file: str = "planted.distcp") -> N
 
     edit_metadata(folder, point)
 
-
-# ---- readers, as functions of a folder -----------------------------------------------------------------------------
 
 WEIGHT, STEP = "model.weight", "schedule.step"
 
@@ -172,9 +165,6 @@ def refused(read: Reader, folder: Path, marker: Path, *told: str) -> None:
     assert not marker.exists()
 
 
-# ---- a checkpoint to damage ------------------------------------------------------------------------------------------
-
-
 def small_state() -> dict[str, Any]:
     """Tensors of several dtypes, a scalar, an empty one, and objects of the kinds that checkpoints hold."""
     generator = torch.Generator().manual_seed(3)
@@ -191,7 +181,6 @@ def small_state() -> dict[str, Any]:
 
 
 def write_ours(folder: Path) -> None:
-    """With a manifest."""
     with warnings.catch_warnings(action="ignore"):  # that there is one process
         write_state(small_state(), folder)
 

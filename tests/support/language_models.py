@@ -53,7 +53,6 @@ _NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "att
 
 
 def config_of(kind: str, **changes: Any) -> Any:
-    """The small config of a family."""
     prefix, own = FAMILIES[kind]
     sizes = _GPT2 if prefix == "GPT2" else _DENSE
     name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
@@ -97,8 +96,6 @@ def label_count(labels: Tensor) -> int:
     """How many labels count towards `token_loss_sum`."""
     return int((labels[:, 1:] != -100).sum())
 
-
-# ---- for the planner -------------------------------------------------------------------------------------------------
 
 LAYERS = 3
 SMALL_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -200,10 +200,8 @@ class ScalarHead(nn.Module):
 def build_partly_frozen_transformer() -> nn.Module:
     """Freeze the token embedding, all of block 0, and of block 1 a norm and one matrix."""
     model = TinyTransformer()
-    trainable_block = model.blocks[1]
-    assert isinstance(trainable_block, Block)
-    for module in (model.tokens, model.blocks[0], trainable_block.attention_norm, trainable_block.attention.out):
-        module.requires_grad_(requires_grad=False)
+    for name in ("tokens", "blocks.0", "blocks.1.attention_norm", "blocks.1.attention.out"):
+        model.get_submodule(name).requires_grad_(requires_grad=False)
     return model
 
 
@@ -246,12 +244,10 @@ def token_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tenso
 
 
 def vector_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean squared error."""
     return F.mse_loss(model(batch.inputs), batch.targets)
 
 
 def token_case(build: Callable[[], nn.Module]) -> ModelCase:
-    """A case of a `TinyTransformer`."""
     return ModelCase(build, make_token_batch, token_loss, (Block,))
 
 

@@ -57,8 +57,6 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a scenario is sharded."""
-
     strategy: int
     policy: MixedPrecisionPolicy = _DEFAULT_POLICY
     one_call: bool = True  # model and optimizer by `fully_shard`, else each by its own function
@@ -109,19 +107,11 @@ FP32 = Tolerance(rtol=1e-5, atol=1e-6)
 
 @dataclass
 class Recording:
-    """What a script noted, in order."""
+    """What a script noted, in order. A rank sends home a digest of all notes, and rank 0 alone the notes themselves."""
 
     losses: list[float] = field(default_factory=list)
     notes: list[tuple[str, dict[str, Tensor | None]]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank sends home: its losses, a digest of all notes, and from rank 0 the notes themselves."""
-
-    losses: list[float]
-    digest: list[tuple[str, str, int]]
-    notes: list[tuple[str, dict[str, Tensor | None]]] | None
+    digest: list[tuple[str, str, int]] = field(default_factory=list)
 
 
 class Run:
@@ -163,7 +153,6 @@ class Run:
         self.recording.losses.append(loss.item())
 
     def backward(self, *indices: int) -> None:
-        """Forward and backward of one batch after another."""
         for index in indices:
             self.loss(index).backward()
 
@@ -201,7 +190,6 @@ class Run:
             self.note(label, self.arrangement.whole(self.sharded.full_gradients()))
 
     def note_parameters(self, label: str = "parameters") -> None:
-        """Note every main weight."""
         plain = dict(self.model.named_parameters())
         self.note(label, plain if self.sharded is None else self.arrangement.whole(self.sharded.full_parameters()))
 
@@ -219,13 +207,9 @@ class Run:
             torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], factor)
 
     def train(self, *indices: int) -> None:
-        """One ordinary step for each batch."""
         for index in indices:
             self.backward(index)
             self.step()
-
-
-# ---- running -------------------------------------------------------------------------------------------------------
 
 
 def check_strategies(
@@ -246,8 +230,7 @@ def check_jobs(run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job], toleran
             raise AssertionError(f"{where}: {error}") from None
 
 
-def run_sharded(jobs: Sequence[Job]) -> list[Outcome]:
-    """Run scenarios one after another on this rank."""
+def run_sharded(jobs: Sequence[Job]) -> list[Recording]:
     outcomes = []
     for scenario, setting in jobs:
         run = Run(scenario, setting)
@@ -260,15 +243,13 @@ def run_sharded(jobs: Sequence[Job]) -> list[Outcome]:
     return outcomes
 
 
-def outcome_of(run: Run) -> Outcome:
-    """What this rank sends home of a run."""
-
+def outcome_of(run: Run) -> Recording:
     def checksum(value: Tensor | None) -> int:
         return -1 if value is None else zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
     losses, notes = run.recording.losses, run.recording.notes
     digest = [(label, name, checksum(value)) for label, values in notes for name, value in values.items()]
-    return Outcome(losses, digest, notes if dist.get_rank() == 0 else None)
+    return Recording(losses, notes if dist.get_rank() == 0 else [], digest)
 
 
 @cache
@@ -291,10 +272,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# ---- comparing -----------------------------------------------------------------------------------------------------
-
-
-def assert_parity(outcomes: Sequence[Outcome], expected: Recording, tolerance: Tolerance) -> None:
+def assert_parity(outcomes: Sequence[Recording], expected: Recording, tolerance: Tolerance) -> None:
     """Assert that all ranks agree bit for bit, and with the expected recording within the tolerance."""
     losses = [sum(of_ranks) / len(outcomes) for of_ranks in zip(*(o.losses for o in outcomes), strict=True)]
     assert len(losses) == len(expected.losses)
@@ -304,12 +282,11 @@ def assert_parity(outcomes: Sequence[Outcome], expected: Recording, tolerance: T
     assert_notes(outcomes, expected, tolerance)
 
 
-def assert_notes(outcomes: Sequence[Outcome], expected: Recording, tolerance: Tolerance) -> None:
+def assert_notes(outcomes: Sequence[Recording], expected: Recording, tolerance: Tolerance) -> None:
     """Assert the same of all but the losses."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.digest == outcomes[0].digest, f"rank {rank} holds other values than rank 0"
     notes = outcomes[0].notes
-    assert notes is not None
     assert [label for label, _ in notes] == [label for label, _ in expected.notes]
     for position, ((label, got_values), (_, want_values)) in enumerate(zip(notes, expected.notes, strict=True)):
         try:

@@ -137,8 +137,6 @@ def make_truth(spec: GptSpec, slots: tuple[str, ...] = SLOTS) -> Truth:
     return Truth(spec, masters, states)
 
 
-# ---- how a file lays live parameters out: global keys, stacked layers and experts, grids of chunks -------------------
-
 _ROW_CUT = re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_q_up_proj|linear_kv_up_proj)\.(weight|bias)$")
 _COLUMN_CUT = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 
@@ -198,7 +196,6 @@ def grid_of(key: str, tensor: Tensor, leading: int, tp: int, gated: bool) -> Sha
 
 
 def boxes_of_grid(shape: Shape, grid: Shape) -> tuple[Box, ...]:
-    """The cells of a grid."""
     lengths = tuple(size // parts for size, parts in zip(shape, grid, strict=True))
     return tuple(
         Box(tuple(i * n for i, n in zip(cell, lengths, strict=True)), lengths) for cell in product(*map(range, grid))
@@ -225,8 +222,6 @@ def flattened_cells(tensor: Tensor, grid: Shape, dp: int) -> Stored:
     return Stored(stored, tuple(boxes), shape)
 
 
-# ---- the non-tensor state: arguments, parameter groups, scheduler, generators ----------------------------------------
-
 STEP = 7
 
 
@@ -249,11 +244,6 @@ def classes_of_megatron() -> Iterator[tuple[Any, Any]]:
             del sys.modules[name]
 
 
-def is_expert(name: str) -> bool:
-    """Whether a live name is an expert's."""
-    return ".experts." in name
-
-
 def group_map(spec: GptSpec) -> dict[str, int]:
     """Live name -> group, by Megatron's default rule: dense groups first; biases and 1-d tensors do not decay."""
     kinds = _group_kinds(spec)
@@ -270,7 +260,7 @@ def _group_kinds(spec: GptSpec) -> dict[str, tuple[bool, bool]]:
     """Live name -> whether it is an expert's, and whether it decays."""
     shapes, buffers = parameter_shapes(spec).items(), buffers_of(spec)
     return {
-        name: (is_expert(name), len(shape) > 1 and not name.endswith(".bias"))
+        name: (".experts." in name, len(shape) > 1 and not name.endswith(".bias"))
         for name, shape in shapes
         if name not in buffers
     }
@@ -281,7 +271,6 @@ def _in_order(kinds: Mapping[str, tuple[bool, bool]]) -> list[tuple[bool, bool]]
 
 
 def make_group(weight_decay: float, expert: bool = False, **fields: Any) -> dict[str, Any]:
-    """One parameter group of Adam."""
     multipliers = {"wd_mult": 1.0 if weight_decay else 0.0, "lr_mult": 1.0}
     kind = {"is_expert_parallel": expert, "is_decoupled_lr": False, "default_config": True}
     rates = {"max_lr": 1e-2, "min_lr": 1e-3, "lr": 0.005, "weight_decay": weight_decay}
@@ -342,9 +331,6 @@ def rng_state(seed: int) -> list[dict[str, Any]]:
     ]
 
 
-# ---- what a converted checkpoint must hold, said a second time, from the truth instead of from the file --------------
-
-
 def split_halves(tensors: Mapping[str, Tensor], gated: bool) -> dict[str, Tensor]:
     """Live tensors with every gated fc1 as two."""
     found: dict[str, Tensor] = {}
@@ -368,16 +354,12 @@ def expected_tensors(truth: Truth, state_prefix: str = "optimizer.state.module.m
     return found
 
 
-# ---- the folder: any generation, any grid, one process ---------------------------------------------------------------
-
 Change = Callable[[dict[str, Any]], Any]
 _DATA_RANKS = 2  # which cut the cells of generation 1
 
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How a run saved."""
-
     kind: str = "fully_reshardable"  # or "plain" (an fp32 model and optimizer), "dp_reshardable", "none" (only weights)
     generation: int = 3  # 1 (flattened optimizer cells, common.pt), 2 (common.pt) or 3 (common state in DCP)
     tp: int = 1
@@ -444,7 +426,7 @@ def stored_tensors(truth: Truth, options: WriteOptions) -> dict[str, Stored]:
             slots["fp32_param"] = {k: v for k, v in truth.masters.items() if k in optimised}
         for slot, tensors in slots.items():
             for key, stored in lay_out(tensors, options.generation == 1).items():
-                chain = f"chained_{int(is_expert(key))}." if options.chained_prefix else ""
+                chain = f"chained_{int('.experts.' in key)}." if options.chained_prefix else ""
                 found[f"{chain}optimizer.state.{slot}.{key}"] = stored
     if kind == "dp_reshardable":
         bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"

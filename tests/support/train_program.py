@@ -31,7 +31,6 @@ _TORCHRUN = ("RANK", "WORLD", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELAS
 
 
 def write_text(path: Path) -> Path:
-    """A text to train on."""
     path.write_text("".join(f"line {i} of the text\n" for i in range(800)))
     return path
 

@@ -15,8 +15,6 @@ from tests.support.arrangements import mesh_of
 
 @dataclass(frozen=True)
 class UnevenCase:
-    """One way to cut."""
-
     name: str
     shape: tuple[int, ...]  # of the global tensor
     sizes: tuple[int, ...]  # of the mesh
@@ -49,7 +47,6 @@ class UnevenCase:
         return ShardDescription(self.shape, use, coordinate, cuts[here], tensor_cut, tuple(cuts))
 
     def frame(self, mesh: DeviceMesh) -> ShardFrame:
-        """The cut on a mesh of this rank."""
         return ShardFrame(mesh, self.description(tuple(mesh.get_coordinate() or ())))
 
     def whole(self, seed: int = 0) -> Tensor:

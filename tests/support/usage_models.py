@@ -154,8 +154,6 @@ class Nested(nn.Module):
 
 @dataclass
 class Parts:
-    """A dataclass as an output."""
-
     left: Tensor
     right: tuple[Tensor, dict[str, Tensor]]
 
@@ -267,13 +265,7 @@ class Branching(Layer):
         return super().forward(x)
 
 
-class Branches(Ordered):
-    """Branching units."""
-
-    def __init__(self) -> None:
-        super().__init__((0, 1, 2), 3, Branching)
-
-
+Branches = partial(Ordered, (0, 1, 2), 3, Branching)
 make_batch = partial(make_vector_batch, features=(FEATURES, FEATURES))
 
 
@@ -409,11 +401,8 @@ class Failing(Layer):
             tensor.register_hook(lambda _grad: self.fail(point))
 
 
-class FailingModel(Ordered):
-    """Failing units between layers of the root."""
-
-    def __init__(self) -> None:
-        super().__init__((0, 1, 2), 3, Failing)
+FailingModel = partial(Ordered, (0, 1, 2), 3, Failing)
+"""Failing units between layers of the root."""
 
 
 @contextmanager

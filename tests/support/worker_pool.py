@@ -26,11 +26,9 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import connection as mp_connection
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.process import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +212,7 @@ class WorkerPool:
             if remaining_s <= 0:
                 return
             ends = [end for worker in pending for end in (worker.connection, worker.process.sentinel)]
-            mp_connection.wait(ends, remaining_s)
+            wait(ends, remaining_s)
 
 
 def _shorten(text: str) -> str:
