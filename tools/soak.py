@@ -22,9 +22,8 @@ from datetime import datetime
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
-from tests.support.chaos import torment
 from tests.support.forked_programs import Program
-from tests.support.train_program import by_step, differences, run, start, train, write_text
+from tests.support.train_program import by_step, differences, run, start, torment, train, write_text
 from tests.support.worker_pool import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[1]

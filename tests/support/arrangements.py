@@ -43,15 +43,11 @@ class Arrangement:
 
 
 FLAT = Arrangement()
-"""All ranks on one axis."""
-
-
-# Process groups are dear (threads until the process ends), so every worker makes each mesh once.
 
 
 @cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The CPU mesh over all ranks, the same object every time."""
+    """The CPU mesh over all ranks, the same object every time: its groups are dear (threads until the process ends)."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 

@@ -16,7 +16,6 @@ def in_memory(array: NDArray[Any]) -> TokenFile:
 
 
 def token_data(training: NDArray[Any], held_out: NDArray[Any] | None = None) -> TokenData:
-    """Tokens as the trainer prepares them, but in memory."""
     held_out = np.zeros(0, training.dtype) if held_out is None else held_out
     return TokenData(in_memory(training), in_memory(held_out), vocab_size=256, end_id=0, checksum="no checksum")
 

@@ -147,9 +147,5 @@ def arguments(sizes: Sizes) -> dict[str, Any]:
 
 
 def experts_of(sizes: Sizes, experts_name: str = ".experts.") -> Arrangement:
-    return Arrangement(
-        "experts " + " x ".join(f"{name} {size}" for name, size in sizes),
-        partial(arguments, sizes),
-        partial(place, sizes),
-        whole=partial(whole, sizes, experts_name),
-    )
+    together = partial(whole, sizes, experts_name)
+    return Arrangement(f"experts {sizes}", partial(arguments, sizes), partial(place, sizes), whole=together)

@@ -168,9 +168,8 @@ def transient_bytes(
     buckets, each as large as the largest of them. Inside one, the groups of a unit start at multiples of
     `BLOCK_ALIGNMENT_BYTES`. For other allocators than slots, `WeightPlan.peak_bytes` has the formulas.
 
-    `buckets` is how many units besides the root fill a bucket or have one in reduction at a time: all of them where
-    reductions wait for the end of backward (``overlap_grad_reduce=False`` under ``no_shard`` and ``optim``). On gloo
-    the back end's `scratch_bytes` are ``exchange_scratch_bytes``.
+    So many `buckets` fill or are in reduction at a time: as many as there are units besides the root where reductions
+    wait for the end of backward (``overlap_grad_reduce=False`` under ``no_shard`` and ``optim``).
     """
     gathered = plan_weights(allocator, _unit_weights(groups, strategy), slots).peak_bytes
     sizes = _bucket_bytes(groups)

@@ -186,7 +186,6 @@ def write_ours(folder: Path) -> None:
 
 
 def saved_bytes(value: object) -> bytes:
-    """What `torch.save` writes."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

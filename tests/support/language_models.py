@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tests.support.on_ranks import fixed_seed
 
 VOCABULARY = 96
-SEQUENCE = 16
 
 _TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1}
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "max_position_embeddings": 64}
@@ -76,7 +75,7 @@ def build(kind: str, seed: int = 0, *, attention: str | None = None, **changes: 
     return model.train()
 
 
-def batch_of(rows: int = 4, sequence: int = SEQUENCE, seed: int = 1) -> dict[str, Tensor]:
+def batch_of(rows: int = 4, sequence: int = 16, seed: int = 1) -> dict[str, Tensor]:
     """Token ids and labels, (rows, sequence); some labels are -100, unevenly over the rows."""
     with fixed_seed(seed):
         tokens = torch.randint(2, VOCABULARY, (rows, sequence))

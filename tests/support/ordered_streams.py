@@ -336,8 +336,6 @@ def _only_describes(func: Any) -> bool:
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
-# ---- planted faults ---
-
 Fault = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which something is left out, or done too early."""
 

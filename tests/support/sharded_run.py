@@ -307,8 +307,6 @@ def assert_values(actual: Values, expected: Values, tolerance: Tolerance) -> Non
         assert_equal_tensors({name: got}, {name: want}, tolerance.rtol, atol)
 
 
-# ---- scripts, an optimizer and settings that several files of tests share --------------------------------------------
-
 STRATEGIES = tuple(Setting(strategy) for strategy in range(4))
 MAX_NORM = 0.05
 """A norm that every gradient exceeds."""
@@ -367,9 +365,6 @@ def clip_by_torch(run: Run, model: MegatronFSDP | None = None) -> None:
             norm = nn.utils.clip_grad_norm_(run.model.parameters(), MAX_NORM)
         run.note("norm", {"norm": norm.full_tensor() if isinstance(norm, DTensor) else norm})
         run.step()
-
-
-# ---- trained by `DistributedDataParallel` in place of `fully_shard` --------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
-PACKAGE = "megatron_fsdp"
 _FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", "tools", ".ci")
 
 
@@ -56,7 +55,7 @@ def runtime_imports(path: Path) -> list[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), module_name(path).rpartition(".")[0])
             found += [Import(_module_or_member(base, alias.name), node.lineno) for alias in node.names]
-    return [item for item in found if item.module.split(".")[0] == PACKAGE]
+    return [item for item in found if item.module.split(".")[0] == "megatron_fsdp"]
 
 
 def _walk_without_type_checking(node: ast.AST) -> Iterator[ast.AST]:

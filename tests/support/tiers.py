@@ -10,6 +10,7 @@ are full; hypothesis draws 30 examples in the short suite and 100 in the full on
 that no subject is left out.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -23,7 +24,11 @@ def leave_out_full(items: list[pytest.Item], whole_files: bool) -> list[pytest.I
     Refuses a mark that names an id that no parameter set has and, if all tests of every file were collected
     (`whole_files`), a file without a short case.
     """
-    full = {item for group in _by_function(items).values() for item in _full_cases(group)}
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("full") is not None:
+            groups[item.nodeid.split("[")[0]].append(item)
+    full = {item for group in groups.values() for item in _full_cases(group)}
     short_files = {item.path for item in items if item not in full}
     bare = sorted({str(item.path) for item in full if item.path not in short_files})
     if whole_files and bare:
@@ -44,14 +49,6 @@ def covering(rows: Sequence[Mapping[str, Any]], strength: int) -> list[int]:
         chosen.append(best)
         missing -= held[best]
     return sorted(chosen)
-
-
-def _by_function(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    groups: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("full") is not None:
-            groups.setdefault(item.nodeid.split("[")[0], []).append(item)
-    return groups
 
 
 def _full_cases(group: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -246,28 +246,14 @@ def classes_of_megatron() -> Iterator[tuple[Any, Any]]:
 
 def group_map(spec: GptSpec) -> dict[str, int]:
     """Live name -> group, by Megatron's default rule: dense groups first; biases and 1-d tensors do not decay."""
-    kinds = _group_kinds(spec)
-    order = _in_order(kinds)
-    return {name: order.index(kind) for name, kind in kinds.items()}
+    shapes, buffers = parameter_shapes(spec).items(), buffers_of(spec)
+    dense = {name: 0 if len(shape) > 1 else 1 for name, shape in shapes if name not in buffers}
+    return {name: 2 if ".experts." in name else group for name, group in dense.items()}
 
 
 def param_groups(spec: GptSpec) -> list[dict[str, Any]]:
     """The groups of `group_map`, as files keep them: without their parameters."""
-    return [make_group(0.1 if decays else 0.0, expert) for expert, decays in _in_order(_group_kinds(spec))]
-
-
-def _group_kinds(spec: GptSpec) -> dict[str, tuple[bool, bool]]:
-    """Live name -> whether it is an expert's, and whether it decays."""
-    shapes, buffers = parameter_shapes(spec).items(), buffers_of(spec)
-    return {
-        name: (".experts." in name, len(shape) > 1 and not name.endswith(".bias"))
-        for name, shape in shapes
-        if name not in buffers
-    }
-
-
-def _in_order(kinds: Mapping[str, tuple[bool, bool]]) -> list[tuple[bool, bool]]:
-    return sorted(dict.fromkeys(kinds.values()), key=lambda kind: kind[0])
+    return [make_group(0.1), make_group(0.0), *([make_group(0.1, expert=True)] if spec.experts else [])]
 
 
 def make_group(weight_decay: float, expert: bool = False, **fields: Any) -> dict[str, Any]:
@@ -292,18 +278,11 @@ def common_state(
     spec: GptSpec, kind: str, groups: Sequence[dict[str, Any]] | None = None, backend: Any = None
 ) -> dict[str, Any]:
     """The whole common dict: a few of Megatron's arguments, one of a class that only Megatron has, and the state."""
-    args = argparse.Namespace(
-        num_layers=spec.layers,
-        hidden_size=spec.hidden,
-        ffn_hidden_size=spec.ffn,
-        num_experts=spec.experts or None,
-        bf16=kind != "plain",
-        fp16=False,
-        params_dtype=torch.float32 if kind == "plain" else torch.bfloat16,
-        attention_backend=backend,
-        untie_embeddings_and_output_weights=not spec.tied,
-        swiglu=spec.swiglu,
-    )
+    sizes = {"num_layers": spec.layers, "hidden_size": spec.hidden, "ffn_hidden_size": spec.ffn}
+    form = {"swiglu": spec.swiglu, "untie_embeddings_and_output_weights": not spec.tied, "attention_backend": backend}
+    is_plain = kind == "plain"
+    dtypes = {"bf16": not is_plain, "fp16": False, "params_dtype": torch.float32 if is_plain else torch.bfloat16}
+    args = argparse.Namespace(num_experts=spec.experts or None, **sizes, **form, **dtypes)
     state: dict[str, Any] = {
         "args": args,
         "checkpoint_version": 3.0,

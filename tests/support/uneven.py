@@ -50,7 +50,6 @@ class UnevenCase:
         return ShardFrame(mesh, self.description(tuple(mesh.get_coordinate() or ())))
 
     def whole(self, seed: int = 0) -> Tensor:
-        """The global tensor, of values around 0."""
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(seed))
 
     def tensor(self, mesh: DeviceMesh, seed: int = 0, dtype: torch.dtype = torch.float32) -> UnevenDTensor:

@@ -6,7 +6,7 @@ All take and return float32 vectors of `FEATURES`; `vector_case` makes a `ModelC
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -85,9 +85,9 @@ class Recomputed(Ordered):
         self.width = {"units": 1, "inside": 0, "pairs": 2, "all": 4}[where]
         self.checkpoint = partial(checkpoint, use_reentrant=reentrant)
         if where == "inside":
+            layer: Any
             for layer in self.layers:
-                assert isinstance(layer, Layer)
-                layer.inside = partial(self.checkpoint, layer.inside)  # type: ignore[method-assign]
+                layer.inside = partial(self.checkpoint, layer.inside)
 
     def middle(self, x: Tensor) -> Tensor:
         if not self.width:
@@ -131,9 +131,8 @@ class NeighbourCallers(Ordered):
 
     def __init__(self) -> None:
         super().__init__((0, 2), unit=RecomputedCaller)
-        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
-            assert isinstance(first, RecomputedCaller)
-            first.follower = (second,)
+        first, second, third, fourth = self.layers
+        first.follower, third.follower = (second,), (fourth,)  # type: ignore[assignment]
 
 
 class Nested(nn.Module):
@@ -152,12 +151,7 @@ class Nested(nn.Module):
         return self.last(self.helper(x))
 
 
-@dataclass
-class Parts:
-    left: Tensor
-    right: tuple[Tensor, dict[str, Tensor]]
-
-
+Parts = make_dataclass("Parts", ["left", "right"])
 Pair = namedtuple("Pair", ["value", "extra"])
 
 
@@ -274,9 +268,6 @@ def vector_case(build: Callable[[], nn.Module]) -> ModelCase:
     return ModelCase(build, make_batch, vector_loss, (Layer,))
 
 
-# ---- parameters that other modules read than those that own them -----------------------------------------------------
-
-
 class Attention(Between):
     """Self-attention, whose output projection is never called: its weight is read by the module around it."""
 
@@ -326,8 +317,6 @@ ATTENTION: ModelCase = vector_case(Attention)
 ENCODER: ModelCase = vector_case(Encoder)
 READING: ModelCase = vector_case(Reading)
 
-# ---- units that some ranks skip --------------------------------------------------------------------------------------
-
 EXPERTS = 4
 
 
@@ -362,9 +351,6 @@ def let_take_part(model: nn.Module) -> None:
     if isinstance(model, MegatronFSDP):
         assert isinstance(model.module, Experts)
         model.module.take_part = model.take_part
-
-
-# ---- units that raise at a chosen point of forward or backward -------------------------------------------------------
 
 
 class PlannedError(Exception):

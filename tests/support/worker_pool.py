@@ -46,17 +46,8 @@ _PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any call may take:
 MAX_CALLS = 300  # long-lived gloo processes leak threads
 _MAX_THREADS = 150  # gloo leaves some behind for each group, also when it is destroyed; they wake up every 10 ms
 _SHOWN_AT_EACH_END = 3000
-_PRELOADED_MODULES = [
-    "torch",
-    "torch.distributed.tensor",
-    "torch.distributed.device_mesh",
-    "torch._dynamo",  # which the first optimizer of a process imports
-    "megatron_fsdp.ddp",
-    "megatron_fsdp.sharding.mesh",
-    "megatron_fsdp.megatron_fsdp",
-    "megatron_fsdp.fully_shard",
-    "tests.support.worker_pool",
-]
+# The first optimizer of a process imports `torch._dynamo`.
+_PRELOADED_MODULES = ["torch._dynamo", "megatron_fsdp.ddp", "megatron_fsdp.fully_shard", "tests.support.worker_pool"]
 
 
 def preloaded_modules() -> list[str]:
@@ -219,9 +210,6 @@ def _shorten(text: str) -> str:
     left_out = len(text) - 2 * _SHOWN_AT_EACH_END
     middle = f"\n... {left_out} characters left out ...\n"
     return text if left_out <= 0 else text[:_SHOWN_AT_EACH_END] + middle + text[-_SHOWN_AT_EACH_END:]
-
-
-# ---- in a worker -----------------------------------------------------------------------------------------------------
 
 
 def _serve(spec: _Spec, connection: Connection) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from tests.conftest import RunRanks
-from tests.support.chaos import torment
 from tests.support.forked_programs import children_of
 from tests.support.train_program import (
     LIMIT_S,
@@ -26,6 +25,7 @@ from tests.support.train_program import (
     run,
     start,
     steps_done,
+    torment,
     train,
     wait_for,
 )
