@@ -88,7 +88,7 @@ def tensor_mesh(outer: int | None = None) -> DeviceMesh:
     return mesh_of((outer, dist.get_world_size() // (2 * outer), 2), ("dp_outer", "dp_shard", "tp"))
 
 
-def tensor_arguments(outer: int | None) -> dict[str, Any]:
+def tensor_arguments(outer: int | None = None) -> dict[str, Any]:
     return arguments_of(tensor_mesh(outer))
 
 
