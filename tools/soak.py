@@ -22,9 +22,8 @@ from datetime import datetime
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
-from tests.support.chaos import Chaos
 from tests.support.forked_programs import Program
-from tests.support.train_program import by_step, differences, run, start, train, write_text
+from tests.support.train_program import by_step, differences, run, start, torment, train, write_text
 from tests.support.worker_pool import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,11 +95,10 @@ def disturbed_run(place: Path, quiet: Path, data: tuple[str, ...], seed: int, ta
     options = (*data, *background, "--save", str(saved), "--out", str(out), "--max-restarts", str(KILLS))
     before = temporary_folders()
     program: Program = start(*options)
-    chaos = Chaos(seed, KILLS, during_saves=seed % (KILLS + 1))
-    chaos.torment(program, out, saved)
+    killed = torment(program, out, saved, seed=seed, kills=KILLS, during_saves=seed % (KILLS + 1))
     _, errors = program.communicate(timeout=600)
     tally.disturbed += 1
-    tally.killed += chaos.killed
+    tally.killed += killed
     if program.returncode != 0:
         tally.problems.append(f"seed {seed} ended with {program.returncode}: {errors}")
         return

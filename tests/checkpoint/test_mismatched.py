@@ -120,10 +120,10 @@ def prepare(kind: str, saved: Path, root: Path) -> None:
     elif kind == "other names":
         manifest.write_text(manifest.read_text().replace(first, "model.module.other"))
     elif kind == "a hostile object":
-        raw, _ = hostile.payloads(root / "marker")["eval"]
+        raw, _ = hostile.payloads(root / "marker")["builtins.eval"]
         hostile.plant(folder, "iteration", hostile.archive_of(raw))
     elif kind == "hostile metadata":
-        (folder / ".metadata").write_bytes(hostile.payloads(root / "marker")["eval"][0])
+        (folder / ".metadata").write_bytes(hostile.payloads(root / "marker")["builtins.eval"][0])
     elif kind == "a damaged manifest":
         manifest.write_bytes(manifest.read_bytes()[:-20])
     elif kind == "nonsense for paths":

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_payloads_would_work(tmp_path: Path) -> None:
     """Those that are complete do create the file when Python's own reader takes them."""
-    for name in ("eval", "exec", "system", "nested pickle", "instance", "object"):
+    for name in ("builtins.eval", "builtins.exec", "posix.system", "pickle.loads", "instance", "object"):
         marker = tmp_path / name.replace(" ", "-")
         raw, _ = hostile.payloads(marker)[name]
         try:
@@ -202,7 +202,7 @@ def test_what_other_pickles_have_registered_is_out_of_reach(tmp_path: Path) -> N
 
 def test_a_link_is_followed_and_what_it_leads_to_is_data(folder: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    raw, told = hostile.payloads(marker)["eval"]
+    raw, told = hostile.payloads(marker)["builtins.eval"]
     hostile.plant(folder, STEP, hostile.archive_of(raw))
     moved = (folder / "planted.distcp").rename(tmp_path / "elsewhere")
     (folder / "planted.distcp").symlink_to(moved)
@@ -240,7 +240,7 @@ def test_arrays_of_numpy_that_would_end_the_process() -> None:
 def test_torchs_own_switches_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither what a program has allowed torch to load nor torch's environment variables widen or break reading."""
     marker = tmp_path / "marker"
-    raw, told = hostile.payloads(marker)["eval"]
+    raw, told = hostile.payloads(marker)["builtins.eval"]
     for variable in ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
         with monkeypatch.context() as patched:
             patched.setenv(variable, "1")

@@ -21,7 +21,7 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
-from tests.support.sharded_run import Outcome, Run, Scenario, Setting, outcome_of
+from tests.support.sharded_run import Recording, Run, Scenario, Setting, outcome_of
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Failing, FailingModel, PlannedError, Recomputed, failing_at, vector_case
 
@@ -55,7 +55,7 @@ def delayed(run: Run, seed: int) -> None:
     assert delays.count > 20
 
 
-def outcomes(name: ModelName | None, setting: Setting, seeds: tuple[int, ...]) -> list[Outcome]:
+def outcomes(name: ModelName | None, setting: Setting, seeds: tuple[int, ...]) -> list[Recording]:
     """The same run: alone, checked, and checked with the delays of each seed."""
     case = vector_case(partial(Recomputed, "pairs", False)) if name is None else MODEL_CASES[name]
     found = []
@@ -70,7 +70,7 @@ def outcomes(name: ModelName | None, setting: Setting, seeds: tuple[int, ...]) -
 _HYBRID = {"outer": 2, "inner": 2}
 
 
-def hybrid_outcomes(strategy: int, outer_strategy: int, seeds: tuple[int, ...]) -> list[Outcome]:
+def hybrid_outcomes(strategy: int, outer_strategy: int, seeds: tuple[int, ...]) -> list[Recording]:
     mesh = mesh_of((2, 2), ("outer", "inner"))
     group = mesh["outer", "inner"]._flatten("outer_inner_of_lifetimes").get_group()
     options = (
@@ -83,7 +83,7 @@ def hybrid_outcomes(strategy: int, outer_strategy: int, seeds: tuple[int, ...]) 
     return outcomes("transformer", setting, seeds)
 
 
-def _assert_same(by_rank: list[list[Outcome]]) -> None:
+def _assert_same(by_rank: list[list[Recording]]) -> None:
     for alone, *others in by_rank:
         assert all(torch.isfinite(torch.tensor(alone.losses)))
         for other in others:

@@ -19,7 +19,7 @@ from megatron_fsdp.debug import verify_ranks as row_exchange
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.settling import settled
-from tests.support.sharded_run import FP32, Outcome, Run, Scenario, Setting, assert_parity, reference, run_sharded
+from tests.support.sharded_run import FP32, Recording, Run, Scenario, Setting, assert_parity, reference, run_sharded
 from tests.support.usage_models import FEATURES, Layer, Ordered, vector_case
 
 _TIMEOUT_S = 300.0
@@ -191,7 +191,7 @@ def train_verified(run: Run) -> None:
 VERIFIED = Scenario(train_verified, vector_case(Ordered))
 
 
-def run_verified(strategies: tuple[int, ...]) -> list[Outcome]:
+def run_verified(strategies: tuple[int, ...]) -> list[Recording]:
     os.environ[VERIFY_VARIABLE] = "30"
     try:
         return run_sharded([(VERIFIED, Setting(strategy)) for strategy in strategies])

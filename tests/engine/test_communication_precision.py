@@ -28,7 +28,7 @@ from tests.conftest import RunRanks
 from tests.engine.test_precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train
 from tests.support.api_net import Layer, backward, batches, build, mesh
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
-from tests.support.sharded_run import Outcome
+from tests.support.sharded_run import Recording
 
 SWITCH = "reduce_scatter_with_fp32_accumulation"
 ALL_BF16 = MixedPrecisionPolicy(FP32, FP32, BF16)
@@ -68,7 +68,7 @@ def another_back_end() -> Iterator[_Reductions]:
         yield reductions
 
 
-def train_elsewhere(jobs: Sequence[Job]) -> tuple[list[Outcome], set[str]]:
+def train_elsewhere(jobs: Sequence[Job]) -> tuple[list[Recording], set[str]]:
     with another_back_end() as reductions:
         return train(jobs), reductions.names
 

@@ -18,7 +18,6 @@ from tests.support.models import MODEL_CASES, Batch, ModelCase, OddBlock, Unused
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.sharded_run import (
     SAMPLES,
-    Outcome,
     Recording,
     Run,
     RunRanks,
@@ -194,7 +193,7 @@ def _copy(value: Tensor | None) -> Tensor | None:
 # ---- training on ranks -----------------------------------------------------------------------------------------------
 
 
-def train(jobs: Sequence[Job]) -> list[Outcome]:
+def train(jobs: Sequence[Job]) -> list[Recording]:
     """Train each job sharded on this rank, and look whether every dtype is the one that its policy names."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is narrower")
@@ -242,7 +241,7 @@ def check(run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job]) -> None:
     assert_emulated(num_ranks, jobs, run_ranks(num_ranks, train, jobs))
 
 
-def assert_emulated(num_ranks: int, jobs: Sequence[Job], by_rank: Sequence[list[Outcome]]) -> None:
+def assert_emulated(num_ranks: int, jobs: Sequence[Job], by_rank: Sequence[list[Recording]]) -> None:
     """The comparison of `check`, for what `train` returned on each rank."""
     for job, *outcomes in zip(jobs, *by_rank, strict=True):
         expected = emulate(job, num_ranks)
@@ -327,7 +326,7 @@ class TwiceRecomputed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = UnusedBlock(7)
+        self.block = UnusedBlock()
         self.head = nn.Linear(7, 5)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A small network, its data and a training loop, for tests of the public functions; the same on every rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,19 +33,16 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers = nn.Sequential(Layer(), Layer())
         self.head = nn.Linear(5, 3)
         self.gain = nn.Parameter(torch.ones(4))
         self.register_buffer("offset", torch.full((3,), 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x) * self.gain.sum() / 4 + self.offset
+        return self.head(self.layers(x)) * self.gain.sum() / 4 + self.offset
 
 
 def build(seed: int = 0) -> Net:
-    """The network with the weights that belong to a seed."""
     with fixed_seed(seed):
         return Net()
 
@@ -63,23 +60,16 @@ def batches(count: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's rows of a whole batch."""
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
     """Forward and backward of the mean squared error; on a sharded model of this rank's rows. Returns the loss."""
-    inputs, targets = batch
-    if isinstance(model, MegatronFSDP):
-        inputs, targets = own_part(inputs), own_part(targets)
-    loss = F.mse_loss(model(inputs.to(compute_dtype(model))).float(), targets)
+    inputs, targets = map(own_part, batch) if isinstance(model, MegatronFSDP) else batch
+    params = model.raw_param.values() if isinstance(model, MegatronFSDP) else model.parameters()
+    loss = F.mse_loss(model(inputs.to(next(iter(params)).dtype)).float(), targets)  # in the dtype that it computes in
     loss.backward()
     return loss.item()
-
-
-def compute_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype that a model computes in, sharded or not."""
-    return next(iter(model.raw_param.values() if isinstance(model, MegatronFSDP) else model.parameters())).dtype
 
 
 def train(
@@ -99,9 +89,8 @@ def train(
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Whole weights by name, copied; collective on a sharded model."""
-    if isinstance(model, MegatronFSDP):
-        return {name: tensor.clone() for name, tensor in model.full_parameters().items()}
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    found = model.full_parameters() if isinstance(model, MegatronFSDP) else dict(model.named_parameters())
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
@@ -112,11 +101,5 @@ def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> flo
     return torch.stack(largest).max().item()
 
 
-def names_in(model: MegatronFSDP, groups: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The canonical names of the parameters in an optimizer's groups."""
-    return [[model.param_to_name[param] for param in group["params"]] for group in groups]
-
-
 def message_of(error: BaseException) -> tuple[str, str]:
-    """Class name and text of an exception."""
     return type(error).__name__, str(error)

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -33,33 +33,21 @@ def _as_it_is(given: Any) -> Any:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What one rank does beside plain data parallelism over all ranks; all functions run on the rank.
-
-    Attributes:
-        name: For messages.
-        arguments: () -> what `fully_shard` is told of meshes and groups.
-        place: Turns the whole model into what this rank computes with, in place, before sharding.
-        part: (batch of all ranks) -> the data that this rank computes.
-        whole: (what this rank's data-parallel ranks hold together) -> the tensors of the whole model. Collective.
-    """
+    """What one rank does beside plain data parallelism over all ranks; all functions run on the rank."""
 
     name: str = "flat"
-    arguments: Callable[[], dict[str, Any]] = dict
-    place: Callable[[nn.Module], None] = _as_it_is
-    part: Callable[[Batch], Batch] = _part_of_rank
-    whole: Callable[[Values], Values] = _as_it_is
+    arguments: Callable[[], dict[str, Any]] = dict  # what `fully_shard` is told of meshes and groups
+    place: Callable[[nn.Module], None] = _as_it_is  # leaves a rank, in place, what it computes with, before sharding
+    part: Callable[[Batch], Batch] = _part_of_rank  # of the batch of all ranks
+    whole: Callable[[Values], Values] = _as_it_is  # collective: the whole model, of what data-parallel ranks hold
 
 
 FLAT = Arrangement()
-"""All ranks on one axis."""
-
-
-# Process groups are dear (threads until the process ends), so every worker makes each mesh once.
 
 
 @cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The CPU mesh over all ranks, the same object every time."""
+    """The CPU mesh over all ranks, the same object every time: its groups are dear (threads until the process ends)."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -67,9 +55,6 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> DeviceMesh:
     """One axis made of several, which the root mesh then knows by a name of its own."""
     return mesh[names]._flatten(flat_name)
-
-
-# ---- hybrid ----------------------------------------------------------------------------------------------------------
 
 
 def arguments_of(mesh: DeviceMesh) -> dict[str, Any]:
@@ -85,7 +70,6 @@ def arguments_of(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def hybrid_arguments(outer: int, inner: int) -> dict[str, Any]:
-    """Of hybrid sharding on `outer * inner` ranks, the outer axis first."""
     return arguments_of(mesh_of((outer, inner), ("dp_outer", "dp_shard")))
 
 
@@ -93,8 +77,6 @@ def hybrid(outer: int, inner: int) -> Arrangement:
     """Hybrid sharding on `outer * inner` ranks."""
     return Arrangement(f"hybrid {outer}x{inner}", partial(hybrid_arguments, outer, inner))
 
-
-# ---- pairs of ranks that share every sample and divide a `TinyTransformer` -------------------------------------------
 
 Divide = Callable[[nn.Module, DeviceMesh], None]
 
@@ -107,8 +89,11 @@ def tensor_mesh(outer: int | None = None) -> DeviceMesh:
 
 
 def tensor_arguments(outer: int | None = None) -> dict[str, Any]:
-    """What `fully_shard` is told of that mesh."""
     return arguments_of(tensor_mesh(outer))
+
+
+def _part_of_pair(whole: Batch) -> Batch:
+    return whole.part(dist.get_rank() // 2, dist.get_world_size() // 2)
 
 
 def place_tensors(divide: Divide, model: nn.Module, outer: int | None = None) -> None:
@@ -116,50 +101,34 @@ def place_tensors(divide: Divide, model: nn.Module, outer: int | None = None) ->
     divide(model, tensor_mesh(outer)["tp"])
 
 
-def part_of_pair(whole: Batch) -> Batch:
-    """Ranks of one tensor-parallel group compute the same samples."""
-    return whole.part(dist.get_rank() // 2, dist.get_world_size() // 2)
-
-
 def tensor_parallel(divide: Divide, outer: int | None = None) -> Arrangement:
     """Tensor parallelism in pairs; below hybrid sharding where outer ranks are given."""
     name = f"tensor parallel, {divide.__name__}, outer ranks {outer}"
     place = partial(place_tensors, divide, outer=outer)
-    return Arrangement(name, partial(tensor_arguments, outer), place, part_of_pair)
-
-
-_COLUMNS = ("attention.q", "attention.k", "attention.v", "mlp.up")
-_ROWS = ("attention.out", "mlp.down")
+    return Arrangement(name, partial(tensor_arguments, outer), place, _part_of_pair)
 
 
 def divide_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide embedding, attention, MLP and head; norms and positions stay plain tensors, the same on all ranks."""
-    plan: dict[str, ParallelStyle] = {
-        "tokens": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    for block in _blocks(model):
-        plan |= {f"{block}.{name}": ColwiseParallel() for name in _COLUMNS}
-        plan |= {f"{block}.{name}": RowwiseParallel() for name in _ROWS}
-    parallelize_module(model, mesh, plan)
+    parallelize_module(model, mesh, _plan(Replicate()))
 
 
 def divide_tensors_and_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     """The same, with activations between the layers divided along the tokens; all parameters are DTensors."""
-    plan: dict[str, ParallelStyle] = {
-        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
+    plan = _plan(Shard(1))
+    plan |= {"positions": plan["tokens"]}
+    plan |= {name: SequenceParallel() for name in ("norm", "blocks.*.attention_norm", "blocks.*.mlp_norm")}
     whole_input = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    for block in _blocks(model):
-        plan |= {f"{block}.{norm}": SequenceParallel() for norm in ("attention_norm", "mlp_norm")}
-        plan |= {f"{block}.attention": whole_input, f"{block}.mlp": whole_input}
-        plan |= {f"{block}.{name}": ColwiseParallel() for name in _COLUMNS}
-        plan |= {f"{block}.{name}": RowwiseParallel(output_layouts=Shard(1)) for name in _ROWS}
+    plan |= {"blocks.*.attention": whole_input, "blocks.*.mlp": whole_input}
     parallelize_module(model, mesh, plan)
 
 
-def _blocks(model: nn.Module) -> list[str]:
-    return [f"blocks.{name}" for name, _ in model.get_submodule("blocks").named_children()]
+def _plan(between: Placement) -> dict[str, ParallelStyle]:
+    """With activations between the layers placed like this."""
+    columns, rows = ("attention.q", "attention.k", "attention.v", "mlp.up"), ("attention.out", "mlp.down")
+    return {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+        **{f"blocks.*.{name}": ColwiseParallel() for name in columns},
+        **{f"blocks.*.{name}": RowwiseParallel(output_layouts=between) for name in rows},
+    }

@@ -1,6 +1,6 @@
 """Token ids in memory where the trainer has them in a file."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -10,27 +10,12 @@ from megatron_fsdp.train.data.tokens import Feed, Microbatches, SampleOrder, Tok
 from megatron_fsdp.train.options.job import Job
 
 
-@dataclass(frozen=True)
-class ArrayTokens:
-    """What a feed asks of a `TokenFile`."""
-
-    array: NDArray[Any]
-
-    @property
-    def count(self) -> int:
-        return len(self.array)
-
-    def open(self) -> NDArray[Any]:
-        return self.array
-
-
 def in_memory(array: NDArray[Any]) -> TokenFile:
-    """Ids that pass for those of a file."""
-    return cast("TokenFile", ArrayTokens(array))
+    """Ids that pass for those of a file, as far as a feed asks."""
+    return cast("TokenFile", SimpleNamespace(count=len(array), open=lambda: array))
 
 
 def token_data(training: NDArray[Any], held_out: NDArray[Any] | None = None) -> TokenData:
-    """Tokens as the trainer prepares them, but in memory."""
     held_out = np.zeros(0, training.dtype) if held_out is None else held_out
     return TokenData(in_memory(training), in_memory(held_out), vocab_size=256, end_id=0, checksum="no checksum")
 

@@ -34,5 +34,4 @@ class Coded(torch.Tensor):
         return func(*whole, **(kwargs or {}))
 
     def decoded(self) -> torch.Tensor:
-        """What the codes stand for, float32."""
         return self.codes.float() * self.scale

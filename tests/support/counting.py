@@ -3,30 +3,27 @@
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.comm.axis import Traffic
 from tests.support.settling import steady
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows every storage that an operator makes inside the block until it dies.
+    """Follows every storage that an operator makes inside the block until it dies; `peak_bytes` is the most at a time.
 
     Storages from before the block are not counted, but those that are resized in it are as far as they grow or shrink.
     Operators that run inside those of tensor subclasses are not seen.
-
-    Attributes:
-        peak_bytes: The most that was alive at a time.
     """
 
     def __init__(self) -> None:
@@ -37,7 +34,6 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now_bytes(self) -> int:
-        """Alive now."""
         storages = [reference() for reference in self._known.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None) - self._before_bytes
 
@@ -45,7 +41,7 @@ class LiveBytes(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
-            if _key(storage) not in self._known:
+            if storage._cdata not in self._known:
                 self._before_bytes += storage.nbytes()
                 self._follow(storage)
             resized = resize(storage, num_bytes)
@@ -62,34 +58,29 @@ class LiveBytes(TorchDispatchMode):
         self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {_key(storage) for storage in _storages((args, kwargs))}
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            if _key(storage) not in inputs and _key(storage) not in self._known:
+            if storage._cdata not in inputs and storage._cdata not in self._known:
                 self._follow(storage)
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
-        key = _key(storage)
-
-        def dies(_: object) -> None:
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, dies)
+        key = storage._cdata
+        self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
 
 
 def held_bytes(collect: bool = True) -> int:
     """Bytes of all storages that some tensor object of this process refers to; `collect`: garbage does not count."""
-    if not collect:
-        return _held_now()
-    gc.collect()
-    return steady(_held_now)
+    if collect:
+        gc.collect()
+    return steady(_held_now) if collect else _held_now()
 
 
 def _held_now() -> int:
     found = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)]  # proxies lie to isinstance
-    return sum({_key(storage): storage.nbytes() for storage in _storages(found)}.values())
+    return sum({storage._cdata: storage.nbytes() for storage in _storages(found)}.values())
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
@@ -101,31 +92,8 @@ def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
             yield leaf.untyped_storage()
 
 
-def _key(storage: torch.UntypedStorage) -> int:
-    return storage._cdata
-
-
-# ---- one step of a model, for comparison with a profile of the planner -----------------------------------------------
-
-
-def measured_peak(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], Tensor] | None) -> int:
-    """The most bytes alive during one step besides parameters and inputs; gradients of parameters die at once."""
-    for param in model.parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    with LiveBytes() as live:
-        output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-        loss = loss_fn(output) if loss_fn is not None else output.loss
-        del output
-        loss.backward()
-    return live.peak_bytes
-
-
 def on_meta(value: Any) -> Any:
-    """The same tensors without memory."""
-    if isinstance(value, dict):
-        return {name: on_meta(item) for name, item in value.items()}
-    return value.to("meta")
+    return tree_map(lambda tensor: tensor.to("meta"), value)
 
 
 def token_batch() -> dict[str, Tensor]:
@@ -133,8 +101,6 @@ def token_batch() -> dict[str, Tensor]:
     ids = torch.arange(32).view(2, 16) * 7 % 100
     return {"input_ids": ids, "labels": ids}
 
-
-# ---- operators and collectives, not by the library's own counters ----------------------------------------------------
 
 # These move no bytes of a model.
 _SILENT_OPS = frozenset(
@@ -146,15 +112,9 @@ _REDUCTIONS = (EXCHANGE, "_reduce_scatter_base_", ALL_REDUCE)
 
 
 class Sent(NamedTuple):
-    """One collective: the name of its group, its operator of the c10d library, and the bytes that this rank sends.
-
-    Bytes are those of algorithms that reach the minimum (ring or pairwise), and 0 of operators that this file does not
-    know.
-    """
-
     group: str
-    name: str
-    num_bytes: int
+    name: str  # of its operator of the c10d library
+    num_bytes: int  # that this rank sends by an algorithm that reaches the minimum; 0 of operators not known here
 
 
 @dataclass
@@ -165,35 +125,31 @@ class Collectives(Traffic):
 
 
 class OpCounts(TorchDispatchMode):
-    """Everything that passes the dispatcher inside the block.
-
-    Attributes:
-        ops: How often each operator ran, by name and overload; collectives, views and the like left out.
-        numels: For each operator, the elements of the first tensor, or list of tensors, of every call.
-        sent: Collectives, as they were issued.
-    """
+    """Everything that passes the dispatcher inside the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
-        self.ops: Counter[str] = Counter()
+        # By operator, of the first tensor, or list of tensors, of every call; collectives, views and the like left out.
         self.numels: dict[str, list[int]] = {}
         self.sent: list[Sent] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, name = func._schema.name.split("::")
-        overload = func._overloadname
         if namespace == "c10d":
             group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             self.sent.append(Sent(group.group_name, name, _sent_bytes(name, args, group.size())))
         elif name not in _SILENT_OPS:
-            full_name = name if overload == "default" else f"{name}.{overload}"
-            self.ops[full_name] += 1
-            self.numels.setdefault(full_name, []).append(_numel_of_first(args))
+            tensors = ([leaf.numel() for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args)
+            calls = self.numels.setdefault(func.name().partition("::")[2], [])
+            calls.append(next((sum(each) for each in tensors if each), 0))
         return func(*args, **(kwargs or {}))
 
     @property
+    def ops(self) -> Counter[str]:
+        return Counter({name: len(calls) for name, calls in self.numels.items()})
+
+    @property
     def collectives(self) -> Collectives:
-        """What was sent on all groups."""
         gathers = [each.num_bytes for each in self.sent if each.name == GATHER]
         reductions = [each.num_bytes for each in self.sent if each.name in _REDUCTIONS]
         others = [each.name for each in self.sent if each.name not in (GATHER, *_REDUCTIONS)]
@@ -201,21 +157,9 @@ class OpCounts(TorchDispatchMode):
 
     def on(self, group: ProcessGroup | None, *names: str) -> tuple[int, int]:
         """Calls and bytes of some operators, all where none is named, on a group (None: no group, nothing)."""
-        found = [
-            each.num_bytes
-            for each in self.sent
-            if group is not None and each.group == group.group_name and (not names or each.name in names)
-        ]
+        on_group = [each for each in self.sent if group is not None and each.group == group.group_name]
+        found = [each.num_bytes for each in on_group if not names or each.name in names]
         return len(found), sum(found)
-
-
-def _numel_of_first(args: tuple[Any, ...]) -> int:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg.numel()
-        if isinstance(arg, list) and arg and isinstance(arg[0], torch.Tensor):
-            return sum(tensor.numel() for tensor in arg)
-    return 0
 
 
 def _sent_bytes(name: str, args: Any, num_ranks: int) -> int:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_gather_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
@@ -25,12 +25,8 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, expert: Tensor) -> Tensor:
         """rows (rows, features) of local experts (rows,) -> (rows, features)."""
-        out = torch.zeros_like(rows)
-        for index in range(self.up.shape[0]):
-            chosen = (expert == index).nonzero().squeeze(-1)
-            mine = F.gelu(rows[chosen] @ self.up[index]) @ self.down[index] + self.shift[index]
-            out = out.index_copy(0, chosen, mine)
-        return out
+        hidden = F.gelu(rows.unsqueeze(1) @ self.up[expert])
+        return (hidden @ self.down[expert]).squeeze(1) + self.shift[expert]
 
 
 class ListedExperts(nn.ModuleList):
@@ -55,18 +51,7 @@ ExpertsKind = type[Experts] | type[ListedExperts]
 
 
 class MixtureOfExperts(nn.Module):
-    """Router and experts; (..., features) in and out. Every token reaches its `top_k` experts, none is dropped.
-
-    Args:
-        features: Features of a token.
-        experts: Number of experts, over all ranks.
-        top_k: Experts per token.
-        experts_name: Name of the module that holds the experts.
-        kind: Of that module.
-
-    Attributes:
-        closed: How many experts, the last ones, are never chosen.
-    """
+    """Router and experts; (..., features) in and out. Every token reaches its `top_k` experts, none is dropped."""
 
     def __init__(
         self, features: int, experts: int, top_k: int, experts_name: str = "experts", kind: ExpertsKind = Experts
@@ -77,7 +62,7 @@ class MixtureOfExperts(nn.Module):
         self.add_module(experts_name, kind(experts, features, features))
         self.num_experts = experts
         self.top_k = top_k
-        self.closed = 0
+        self.closed = 0  # how many experts, the last ones, are never chosen
         self.group: dist.ProcessGroup | None = None
 
     def divide(self, group: dist.ProcessGroup) -> None:
@@ -87,12 +72,10 @@ class MixtureOfExperts(nn.Module):
         held = self.get_submodule(self.experts_name)
         if isinstance(held, ListedExperts):
             count = len(held) // ranks
-            kept = list(held)[rank * count : (rank + 1) * count]
-            del held[:]
-            held.extend(kept)
-            return
-        for name, param in list(held.named_parameters()):
-            setattr(held, name, nn.Parameter(param.detach().chunk(ranks)[rank].clone()))
+            del held[(rank + 1) * count :], held[: rank * count]
+        else:
+            for name, param in list(held.named_parameters()):
+                setattr(held, name, nn.Parameter(param.detach().chunk(ranks)[rank].clone()))
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
@@ -126,8 +109,6 @@ def build_with_experts(top_k: int = 1, name: str = "experts", kind: ExpertsKind 
     return TinyTransformer(layers=2, feed_forward=feed_forward)
 
 
-# ---- arrangements of 4 ranks -----------------------------------------------------------------------------------------
-
 Sizes = tuple[tuple[str, int], ...]
 """Name and ranks of each dimension of the expert mesh, outermost first: "ep", "dp_shard" and maybe "dp_outer"."""
 
@@ -135,7 +116,6 @@ FLAT: Sizes = (("ep", 2), ("dp_shard", 2))
 
 
 def expert_mesh(sizes: Sizes) -> DeviceMesh:
-    """The mesh of expert parameters."""
     names, shape = zip(*sizes, strict=True)
     return mesh_of(shape, names)
 
@@ -150,15 +130,10 @@ def place(sizes: Sizes, model: nn.Module) -> None:
 def whole(sizes: Sizes, experts_name: str, values: Values) -> Values:
     """Put the experts of all expert-parallel ranks together along dimension 0."""
     group = expert_mesh(sizes)["ep"].get_group()
-    return {name: _all_experts(value, group) if experts_name in name else value for name, value in values.items()}
-
-
-def _all_experts(value: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
-    if value is None:
-        return None
-    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, value.contiguous(), group=group)
-    return torch.cat(parts)
+    return {
+        name: all_gather_single(value.contiguous(), 0, group) if experts_name in name and value is not None else value
+        for name, value in values.items()
+    }
 
 
 def arguments(sizes: Sizes) -> dict[str, Any]:
@@ -172,10 +147,5 @@ def arguments(sizes: Sizes) -> dict[str, Any]:
 
 
 def experts_of(sizes: Sizes, experts_name: str = ".experts.") -> Arrangement:
-    """Expert parallelism on an expert mesh."""
-    return Arrangement(
-        "experts " + " x ".join(f"{name} {size}" for name, size in sizes),
-        partial(arguments, sizes),
-        partial(place, sizes),
-        whole=partial(whole, sizes, experts_name),
-    )
+    together = partial(whole, sizes, experts_name)
+    return Arrangement(f"experts {sizes}", partial(arguments, sizes), partial(place, sizes), whole=together)

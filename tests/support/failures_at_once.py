@@ -21,5 +21,4 @@ class FailuresAtOnce:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to print."""
     config.pluginmanager.register(FailuresAtOnce(config))

@@ -41,18 +41,16 @@ class ForkedRank:
             end_with(lambda: python(args[1:], env))
 
     def poll(self) -> int | None:
-        """As Popen's."""
         if self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
-    def wait(self, timeout: float | None = None) -> int:
-        """As Popen's."""
-        until = time.monotonic() + (1e9 if timeout is None else timeout)
+    def wait(self, timeout: float = 1e9) -> int:
+        until = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+                raise subprocess.TimeoutExpired("a rank", timeout)
             time.sleep(0.02)
         return code
 
@@ -106,7 +104,6 @@ def trainer(argv: Sequence[str]) -> int:
 
 
 def torchrun(argv: Sequence[str]) -> int:
-    """`torchrun` with these words, with ranks that are forked."""
     _with_forked_ranks()
     run.main(list(argv))
     return 0
@@ -126,8 +123,7 @@ def _main(program: Callable[[Sequence[str]], int], argv: Sequence[str], env: Map
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in jobs in the background
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one below nohup
     for stream, name in ((1, "out"), (2, "err")):
-        file = os.open(Path(place) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, stream)
+        os.dup2(os.open(Path(place) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.clear()
     os.environ.update(env)
     end_with(lambda: program(argv))
@@ -148,27 +144,20 @@ class Program:
         self.pid = self._process.pid
         weakref.finalize(self, _end_tree, self._process)
 
-    @property
-    def returncode(self) -> int | None:
-        """As Popen's."""
+    def poll(self) -> int | None:
         return self._process.exitcode
 
-    def poll(self) -> int | None:
-        """As Popen's."""
-        return self._process.exitcode
+    returncode = property(poll)
 
     def send_signal(self, number: int) -> None:
-        """As Popen's."""
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """As Popen's."""
         self._process.kill()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """As Popen's."""
         self._process.join(timeout)
-        if self._process.exitcode is None:
+        if self.poll() is None:
             raise subprocess.TimeoutExpired("the program", timeout or 0.0, self.shown("out"), self.shown("err"))
         return self.shown("out"), self.shown("err")
 
@@ -198,12 +187,8 @@ def children_of(pid: int) -> list[int]:
 def remains(place: Path, sessions: Iterable[int]) -> list[str]:
     """What is there still, once processes that were killed had the time to die.
 
-    Args:
-        place: TMPDIR of the program.
-        sessions: Ids of its ranks, each of which leads a session.
-
-    Returns:
-        Processes of these sessions, files in `place`, and shared memory that names one of these processes.
+    Processes of these sessions, each led by a rank; files in `place`, the program's TMPDIR; and shared memory that
+    names one of these processes.
     """
     leaders = {str(session) for session in sessions}
     found = [path.name for path in place.iterdir() if not path.name.startswith("torchinductor_")]  # torch's cache

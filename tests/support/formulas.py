@@ -5,7 +5,7 @@ They are written down apart from the engine and the planner, which tests compare
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -24,46 +24,25 @@ _SUM_ITEMSIZE = torch.float32.itemsize  # local sums are at least this wide
 
 @dataclass(frozen=True)
 class GroupFootprint:
-    """The numbers of one parameter group that the formulas need.
+    """The numbers of one parameter group that the formulas need."""
 
-    Attributes:
-        unit: Index of its unit in the order of forward; 0 is the root.
-        numel: Elements of the whole flat buffer, with padding, over all shards.
-        num_shards: Ranks on the sharding axis, under every strategy; divides ``numel`` wherever a buffer of the group
-            is sharded.
-        compute: Dtype of the weights that forward and backward use.
-        main_params: Dtype of the weights that the optimizer updates.
-        main_grads: Dtype in which gradients are accumulated.
-        grad_comm: Dtype in which gradients travel.
-        requires_grad: Whether it is trained.
-        is_whole: Whether every rank holds it whole under every strategy, as it does parameters without a dimension to
-            shard: the group then costs what it costs under ``no_shard``.
-        outer_ranks: Ranks on the outer axis of hybrid sharding; 1 where there is none.
-        outer_shares: Whether main weights, main gradients and optimizer state are sharded over these, too (HFSDP).
-        weight_format: The weight format in which compute weights are sharded and gathered; None: their dtype.
-        is_looked_up: Whether backward reads none of its weights, as of embeddings.
-        away: The buffers that rest elsewhere than on the device: "compute_weight", "main_weight", "main_grad",
-            "optimizer".
-    """
-
-    unit: int
-    numel: int
-    num_shards: int
-    compute: torch.dtype
-    main_params: torch.dtype
-    main_grads: torch.dtype
-    grad_comm: torch.dtype
+    unit: int  # index of its unit in the order of forward; 0 is the root
+    numel: int  # elements of the whole flat buffer, with padding; divides by the shards wherever a buffer is sharded
+    num_shards: int  # ranks on the sharding axis, under every strategy
+    compute: torch.dtype  # of the weights that forward and backward use
+    main_params: torch.dtype  # of the weights that the optimizer updates
+    main_grads: torch.dtype  # in which gradients are accumulated
+    grad_comm: torch.dtype  # in which gradients travel
     requires_grad: bool
-    is_whole: bool = False
-    outer_ranks: int = 1
-    outer_shares: bool = False
-    weight_format: WeightFormat | None = None
-    is_looked_up: bool = False
-    away: frozenset[str] = frozenset()
+    is_whole: bool = False  # held whole by every rank, as parameters without a dimension are: costs as in `no_shard`
+    outer_ranks: int = 1  # on the outer axis of hybrid sharding
+    outer_shares: bool = False  # main weights, main gradients and optimizer state are sharded over these, too (HFSDP)
+    weight_format: WeightFormat | None = None  # in which compute weights are sharded and gathered; None: their dtype
+    is_looked_up: bool = False  # backward reads none of its weights, as of embeddings
+    away: frozenset[str] = frozenset()  # the fields of `PersistentBytes` that rest elsewhere than on the device
 
     @property
     def shard_numel(self) -> int:
-        """Elements that one rank owns."""
         return self.numel // self.num_shards
 
     @property
@@ -73,7 +52,7 @@ class GroupFootprint:
         return self.weight_format is not None or (self.requires_grad and (moved or self.main_params != self.compute))
 
     def weight_bytes(self, numel: int) -> int:
-        """Return the bytes of compute weights that are sharded or travel."""
+        """Bytes of compute weights that are sharded or travel."""
         if self.weight_format is not None and (self.num_shards > 1 or self.weight_format.stays_encoded):
             return encoded_bytes(self.weight_format, numel)
         return numel * self.compute.itemsize
@@ -85,95 +64,67 @@ class GroupFootprint:
         return (self.weight_bytes(self.numel), torch.uint8) if stays_encoded else (self.numel, self.compute)
 
 
-def footprint_of(plan: GroupPlan, unit: int) -> GroupFootprint:
-    """Return the numbers of one group of a unit, by its plan."""
-    has_outer = len(plan.axes) > 1
+def footprints_of(model: MegatronFSDP) -> tuple[GroupFootprint, ...]:
+    """The numbers of each parameter group of a wrapped model."""
+    return tuple(_footprint_of(group.plan, unit.index) for unit in model._engine.units for group in unit.groups)
+
+
+def _footprint_of(plan: GroupPlan, unit: int) -> GroupFootprint:
+    has_outer, precision = len(plan.axes) > 1, plan.precision
+    homes = {
+        "compute_weight": plan.compute_home,
+        "main_weight": plan.main_home,
+        "main_grad": plan.homes.main_gradients,
+        "optimizer": plan.homes.optimizer_state,
+    }
     return GroupFootprint(
         unit=unit,
         numel=plan.layout.numel,
         num_shards=plan.axis.num_ranks,
-        compute=plan.precision.compute,
-        main_params=plan.precision.main_params,
-        main_grads=plan.precision.main_grads,
-        grad_comm=plan.precision.grad_comm,
+        compute=precision.compute,
+        main_params=precision.main_params,
+        main_grads=precision.main_grads,
+        grad_comm=precision.grad_comm,
         requires_grad=plan.requires_grad,
         is_whole=plan.spec.key.is_scalar or (plan.requires_grad and Placement.SHARD not in plan.placements.main_weight),
         outer_ranks=plan.axes[0].num_ranks if has_outer else 1,
         outer_shares=has_outer and plan.placements.main_weight[0] is Placement.SHARD,
         weight_format=plan.weight_format,
         is_looked_up=plan.is_looked_up,
-        away=frozenset(
-            name
-            for name, home in (
-                ("compute_weight", plan.compute_home),
-                ("main_weight", plan.main_home),
-                ("main_grad", plan.homes.main_gradients),
-                ("optimizer", plan.homes.optimizer_state),
-            )
-            if home.is_away
-        ),
+        away=frozenset(name for name, home in homes.items() if home.is_away),
     )
 
 
-def footprints_of(model: MegatronFSDP) -> tuple[GroupFootprint, ...]:
-    """Return the numbers of each parameter group of a wrapped model."""
-    return tuple(footprint_of(group.plan, unit.index) for unit in model._engine.units for group in unit.groups)
-
-
-@dataclass(frozen=True)
-class PersistentBytes:
-    """Bytes that one rank holds when an optimizer steps; between steps the same without gradients.
-
-    Attributes:
-        compute_weight: Weights that forward and backward use.
-        main_weight: Weights that the optimizer updates, where they have memory of their own.
-        main_grad: Accumulated gradients, from a backward until they are cleared.
-        optimizer: Optimizer state.
-    """
+class PersistentBytes(NamedTuple):
+    """Bytes that one rank holds when an optimizer steps; between steps the same without gradients."""
 
     compute_weight: int
-    main_weight: int
-    main_grad: int
+    main_weight: int  # where they have memory of their own
+    main_grad: int  # from a backward until they are cleared
     optimizer: int
 
     @property
     def total(self) -> int:
-        """Sum of all parts, in bytes."""
-        return self.compute_weight + self.main_weight + self.main_grad + self.optimizer
+        return sum(self)
 
 
-@dataclass(frozen=True)
-class TransientBytes:
-    """Full-size memory that one rank borrows during a step; each part at its own peak.
+class TransientBytes(NamedTuple):
+    """Full-size memory that one rank borrows during a step; each part at its own peak."""
 
-    Attributes:
-        gathered: Unsharded compute weights of the units that are gathered at a time.
-        buckets: Unsharded gradients before and in reductions; freed at the end of each backward.
-        scratch: Further memory of the back end; freed likewise.
-    """
-
-    gathered: int
-    buckets: int
-    scratch: int
+    gathered: int  # unsharded compute weights of the units that are gathered at a time
+    buckets: int  # unsharded gradients before and in reductions; freed at the end of each backward
+    scratch: int  # further memory of the back end; freed likewise
 
     @property
     def total(self) -> int:
-        """Sum of all parts, in bytes."""
-        return self.gathered + self.buckets + self.scratch
+        return sum(self)
 
 
-@dataclass(frozen=True)
-class PassingBytes:
-    """Shard-sized tensors that each backward allocates and frees, besides persistent and borrowed memory.
+class PassingBytes(NamedTuple):
+    """Shard-sized tensors that each backward allocates and frees, besides persistent and borrowed memory."""
 
-    Attributes:
-        local_sum: The sum over what a pairwise exchange received for one group, until it is accumulated.
-        cast_grads: Gradients in the dtype of the main weights, where main gradients have another: they are made when
-            backward ends and are what `.grad` holds, until gradients are cleared.
-    """
-
-    local_sum: int
-    cast_grads: int
+    local_sum: int  # the sum over what a pairwise exchange received for one group, until it is accumulated
+    cast_grads: int  # what `.grad` holds until it is cleared, where main gradients have another dtype than main weights
 
 
 def persistent_bytes(
@@ -185,25 +136,22 @@ def persistent_bytes(
     """Count the bytes that the engine and the optimizer hold on the device while gradients exist.
 
     Deferred reductions (``no_sync``) take an unsharded gradient per trainable group under every strategy. State values
-    per parameter are 2 for Adam, 1 for momentum, 0 for SGD.
-
-    Returns:
-        Bytes per rank; optimizer state of padding included, which an optimizer does not keep.
+    per parameter are 2 for Adam, 1 for momentum, 0 for SGD; those of padding, which no optimizer keeps, are counted.
     """
-    trainable = [group for group in groups if group.requires_grad]
-    with_main_copy = [group for group in groups if group.has_main_copy and "main_weight" not in group.away]
-    main_grad = sum(_held_bytes(g, strategy, "main_grad", g.main_grads) for g in trainable if "main_grad" not in g.away)
-    if deferred:
-        main_grad += sum(group.numel * group.main_grads.itemsize for group in trainable)
-    return PersistentBytes(
-        compute_weight=sum(
-            g.weight_bytes(_held_numel(g, strategy, "compute_weight")) for g in groups if "compute_weight" not in g.away
-        ),
-        main_weight=sum(_held_bytes(g, strategy, "main_weight", g.main_params) for g in with_main_copy),
-        main_grad=main_grad,
-        optimizer=optimizer_states_per_param
-        * sum(_held_bytes(g, strategy, "main_weight", g.main_params) for g in trainable if "optimizer" not in g.away),
-    )
+    compute_weight = main_weight = main_grad = state = 0
+    for group in groups:
+        main_bytes = _held_bytes(group, strategy, "main_weight", group.main_params)
+        if "compute_weight" not in group.away:
+            compute_weight += group.weight_bytes(_held_numel(group, strategy, "compute_weight"))
+        if group.has_main_copy and "main_weight" not in group.away:
+            main_weight += main_bytes
+        if group.requires_grad and "main_grad" not in group.away:
+            main_grad += _held_bytes(group, strategy, "main_grad", group.main_grads)
+        if group.requires_grad and deferred:
+            main_grad += group.numel * group.main_grads.itemsize
+        if group.requires_grad and "optimizer" not in group.away:
+            state += main_bytes
+    return PersistentBytes(compute_weight, main_weight, main_grad, optimizer_states_per_param * state)
 
 
 def transient_bytes(
@@ -220,19 +168,12 @@ def transient_bytes(
     buckets, each as large as the largest of them. Inside one, the groups of a unit start at multiples of
     `BLOCK_ALIGNMENT_BYTES`. For other allocators than slots, `WeightPlan.peak_bytes` has the formulas.
 
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
-        slots: How many units besides the root are gathered at a time.
-        buckets: How many units besides the root fill a bucket or have one in reduction at a time. Where reductions wait
-            for the end of backward (``overlap_grad_reduce=False`` under ``no_shard`` and ``optim``), that is all of
-            them.
-        scratch_bytes: Further memory of the back end; ``exchange_scratch_bytes`` on gloo.
-        allocator: Allocator of gathered weights.
+    So many `buckets` fill or are in reduction at a time: as many as there are units besides the root where reductions
+    wait for the end of backward (``overlap_grad_reduce=False`` under ``no_shard`` and ``optim``).
     """
     gathered = plan_weights(allocator, _unit_weights(groups, strategy), slots).peak_bytes
     sizes = _bucket_bytes(groups)
-    in_turn = _largest_in_a_row([sizes[unit] for unit in _without_root(sizes)], buckets)
+    in_turn = _largest_in_a_row([sizes[unit] for unit in sorted(sizes.keys() - {ROOT_UNIT})], buckets)
     return TransientBytes(gathered, sizes.get(ROOT_UNIT, 0) + in_turn, scratch_bytes)
 
 
@@ -271,15 +212,9 @@ def step_traffic(
 
     Every trainable group is reduced once per microbatch; groups on one rank never communicate, and groups that are held
     whole are never gathered. An optimizer step makes all gathered weights stale. Frozen groups have nothing to gather
-    under ``optim`` and ``optim_grads``, where every rank holds them whole.
-
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
-        microbatches: Pairs of forward and backward per optimizer step, 1 or more.
-        slots: How many units besides the root stay gathered.
-        allocator: Allocator of gathered weights. Weights whose memory is freed after a backward are gathered again by
-            the next forward; a unit that keeps its own buffer is gathered once per step.
+    under ``optim`` and ``optim_grads``, where every rank holds them whole. Besides the root, as many units as there are
+    slots stay gathered; but weights whose memory the allocator frees after a backward are gathered again by the next
+    forward, and a unit that keeps its own buffer is gathered once per step.
     """
     communicating = [group for group in groups if group.num_shards > 1]
     trainable = [group for group in communicating if group.requires_grad]
@@ -287,12 +222,13 @@ def step_traffic(
     if strategy == ShardingStrategy.optim_grads_params:
         plan = plan_weights(allocator, _unit_weights(groups, strategy), slots)
         reading = {group.unit for group in groups if not group.is_looked_up}
-        order = _gathered_units(_without_root(group.unit for group in groups), microbatches, plan, reading)
+        order = _gathered_units(sorted({group.unit for group in groups} - {ROOT_UNIT}), microbatches, plan, reading)
         gathered = [group for unit in order for group in cut if group.unit == unit]
     else:
         gathered = [] if strategy == ShardingStrategy.no_shard else [group for group in cut if group.requires_grad]
     reduced_bytes = sum(
-        _sent_bytes(group, group.grad_comm) * (1 if _is_sharded(group, strategy, "main_grad") else 2)  # an all-reduce
+        _all_but_one(group.numel * group.grad_comm.itemsize, group.num_shards)
+        * (1 if _is_sharded(group, strategy, "main_grad") else 2)  # an all-reduce
         for group in trainable
     )
     return Traffic(
@@ -308,12 +244,8 @@ def _gathered_units(
 ) -> list[int]:
     """List the units in the order of their gathers: down the model and back, while the last few used stay gathered.
 
-    Args:
-        unit_indices: Units besides the root, in forward order.
-        microbatches: Pairs of forward and backward; without an optimizer step between, the next forward finds the last
-            used units, unless their memory was freed.
-        plan: Where gathered weights lie; units that take turns in slots keep the slot of their first gather.
-        reading: Units whose backward reads weights.
+    Units that take turns in slots keep the slot of their first gather. Without an optimizer step between, the next
+    forward finds the last used units, unless their memory was freed. Backward reads weights of the `reading` units.
     """
     in_turn = [unit for unit in unit_indices if plan.storages[unit] is not WeightStorage.OWN]
     slots = {unit: turn % max(1, plan.slots) for turn, unit in enumerate(in_turn)}
@@ -335,18 +267,12 @@ _Buffer = Literal["compute_weight", "main_weight", "main_grad"]
 
 
 def _is_sharded(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buffer) -> bool:
-    """Return whether one buffer of a group is sharded."""
     return not group.is_whole and getattr(placements_for(strategy), buffer) == (Placement.SHARD,)
 
 
 def _is_exchanged(group: GroupFootprint, strategy: ShardingStrategy) -> bool:
-    """Return whether a group's gradients are reduce-scattered, on more than one rank."""
+    """Whether a group's gradients are reduce-scattered, on more than one rank."""
     return group.requires_grad and group.num_shards > 1 and _is_sharded(group, strategy, "main_grad")
-
-
-def _held_bytes(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buffer, dtype: torch.dtype) -> int:
-    """Count the bytes of one buffer of a group on one rank."""
-    return _held_numel(group, strategy, buffer) * dtype.itemsize
 
 
 def _held_numel(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buffer) -> int:
@@ -354,6 +280,10 @@ def _held_numel(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buff
     if buffer != "compute_weight" and group.outer_shares and not group.is_whole:
         numel //= group.outer_ranks
     return numel
+
+
+def _held_bytes(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buffer, dtype: torch.dtype) -> int:
+    return _held_numel(group, strategy, buffer) * dtype.itemsize
 
 
 def _block_bytes(
@@ -370,11 +300,8 @@ def _block_bytes(
 
 def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> list[UnitWeights]:
     """List the weights that each unit gathers into borrowed memory, root first."""
-    cut = [
-        g
-        for g in groups
-        if (g.num_shards > 1 or "compute_weight" in g.away) and _is_sharded(g, strategy, "compute_weight")
-    ]
+    cut = [group for group in groups if _is_sharded(group, strategy, "compute_weight")]
+    cut = [group for group in cut if group.num_shards > 1 or "compute_weight" in group.away]
     gathered = _block_bytes(cut, lambda group: group.gathered)
     return [
         UnitWeights(gathered.get(unit, 0), tuple(g.gathered for g in cut if g.unit == unit))
@@ -384,27 +311,17 @@ def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) 
 
 def _bucket_bytes(groups: Iterable[GroupFootprint]) -> dict[int, int]:
     """Count the bytes of the bucket of each unit with trainable groups."""
-    return _block_bytes(
-        (group for group in groups if group.requires_grad), lambda group: (group.numel, group.grad_comm)
-    )
-
-
-def _without_root(units: Iterable[int]) -> list[int]:
-    """List units other than the root, in forward order."""
-    return sorted(set(units) - {ROOT_UNIT})
+    trainable = (group for group in groups if group.requires_grad)
+    return _block_bytes(trainable, lambda group: (group.numel, group.grad_comm))
 
 
 def _largest_in_a_row(sizes: Sequence[int], count: int) -> int:
-    """Return the largest sum over `count` neighbours, or over all where there are fewer; 0 for none."""
+    """The largest sum over `count` neighbours, or over all where there are fewer; 0 for none."""
     return max((sum(sizes[first : first + count]) for first in range(len(sizes))), default=0)
 
 
-def _sent_bytes(group: GroupFootprint, dtype: torch.dtype) -> int:
-    """Count the bytes that one rank sends in an all-gather or reduce-scatter of a group: all parts but one."""
-    return _all_but_one(group.numel * dtype.itemsize, group.num_shards)
-
-
 def _all_but_one(whole_bytes: int, parts: int) -> int:
+    """What one rank sends in an all-gather or reduce-scatter of so many parts."""
     return whole_bytes - whole_bytes // parts
 
 
@@ -420,24 +337,15 @@ def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrat
     """
     trainable = [group for group in groups if group.requires_grad and group.outer_ranks > 1]
     shared = [group for group in trainable if group.outer_shares and not group.is_whole]
-    return Traffic(
-        gathers=len(shared),
-        reductions=len(trainable),
-        gather_bytes=sum(
-            _all_but_one(group.weight_bytes(_part_numel(group, strategy)), group.outer_ranks) for group in shared
-        ),
-        reduce_bytes=sum(
-            _sent_across(group, strategy, group.grad_comm.itemsize) * (1 if group in shared else 2)
-            for group in trainable
-        ),
-    )
 
+    def part_numel(group: GroupFootprint) -> int:
+        """Elements of a group's gradient that one inner rank has after the inner reduction."""
+        is_cut = not group.is_whole and strategy is not ShardingStrategy.no_shard
+        return group.shard_numel if is_cut else group.numel
 
-def _part_numel(group: GroupFootprint, strategy: ShardingStrategy) -> int:
-    """Return the elements of a group's gradient that one inner rank has after the inner reduction."""
-    is_cut = not group.is_whole and strategy is not ShardingStrategy.no_shard
-    return group.shard_numel if is_cut else group.numel
-
-
-def _sent_across(group: GroupFootprint, strategy: ShardingStrategy, itemsize: int) -> int:
-    return _all_but_one(_part_numel(group, strategy) * itemsize, group.outer_ranks)
+    gathers = [_all_but_one(group.weight_bytes(part_numel(group)), group.outer_ranks) for group in shared]
+    reductions = [
+        _all_but_one(part_numel(group) * group.grad_comm.itemsize, group.outer_ranks) * (1 if group in shared else 2)
+        for group in trainable
+    ]
+    return Traffic(len(gathers), len(reductions), sum(gathers), sum(reductions))

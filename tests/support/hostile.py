@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -42,33 +43,28 @@ def payloads(marker: Path) -> dict[str, tuple[bytes, str]]:
     code = f"open({str(marker)!r}, 'w').close()"
     text = plain(code)
     run = plain((code,))
-    named = {
-        "eval": (call("builtins", "eval", code), "builtins.eval"),
-        "old eval": (call("__builtin__", "eval", code), "__builtin__.eval"),
-        "exec": (call("builtins", "exec", code), "builtins.exec"),
-        "open": (call("builtins", "open", str(marker), "w"), "builtins.open"),
-        "import": (call("builtins", "__import__", "os"), "builtins.__import__"),
-        "system": (call("posix", "system", f"touch {marker}"), "posix.system"),
-        "popen": (call("subprocess", "Popen", ["touch", str(marker)]), "subprocess.Popen"),
-        "getattr": (call("builtins", "getattr", "", "format"), "builtins.getattr"),
-        "partial": (call("functools", "partial", 0), "functools.partial"),
-        "attrgetter": (call("operator", "attrgetter", "a"), "operator.attrgetter"),
-        "methodcaller": (call("operator", "methodcaller", "a"), "operator.methodcaller"),
-        "copyreg": (call("copyreg", "_reconstructor", 0), "copyreg._reconstructor"),
-        "nested pickle": (call("pickle", "loads", whole(call("builtins", "eval", code))), "pickle.loads"),
-        "torch.load": (call("torch.serialization", "load", str(marker)), "torch.serialization.load"),
-        "torch.storage": (call("torch.storage", "_load_from_bytes", b""), "torch.storage._load_from_bytes"),
-        "torch._utils": (call("torch._utils", "_rebuild_wrapper_subclass", 0), "_rebuild_wrapper_subclass"),
-        "torch.jit": (call("torch.jit", "load", str(marker)), "torch.jit.load"),
-        "torch.hub": (call("torch.hub", "load", str(marker)), "torch.hub.load"),
-        "numpy.load": (call("numpy", "load", str(marker), None, True), "numpy.load"),
-        "numpy f2py": (call("numpy.f2py.crackfortran", "getlincoef", code, {}), "getlincoef"),
-        "numpy testing": (call("numpy.testing._private.utils", "runstring", code, {}), "runstring"),
-        "dotted name": (b"\x8c\x08argparse\x8c\x17Namespace.__init__.name\x93" + run + b"R", "Namespace.__init__"),
-        "our own reader": (call("megatron_fsdp.checkpoint.archive", "load_object", ""), "load_object"),
+    calls: dict[str, tuple[Any, ...]] = {
+        **dict.fromkeys(("builtins.eval", "__builtin__.eval", "builtins.exec"), (code,)),
+        **dict.fromkeys(("torch.serialization.load", "torch.jit.load", "torch.hub.load"), (str(marker),)),
+        **dict.fromkeys(("operator.attrgetter", "operator.methodcaller"), ("a",)),
+        **dict.fromkeys(("functools.partial", "copyreg._reconstructor"), (0,)),
+        "torch._utils._rebuild_wrapper_subclass": (0,),
+        "numpy.f2py.crackfortran.getlincoef": (code, {}),
+        "numpy.testing._private.utils.runstring": (code, {}),
+        "numpy.load": (str(marker), None, True),
+        "builtins.open": (str(marker), "w"),
+        "builtins.__import__": ("os",),
+        "builtins.getattr": ("", "format"),
+        "posix.system": (f"touch {marker}",),
+        "subprocess.Popen": (["touch", str(marker)],),
+        "pickle.loads": (whole(call("builtins", "eval", code)),),
+        "torch.storage._load_from_bytes": (b"",),
+        "megatron_fsdp.checkpoint.archive.load_object": ("",),
     }
+    named = {path: (call(*path.rsplit(".", 1), *given), path) for path, given in calls.items()}
     ops = {
         "extension code": (b"\x82\xf1" + run + b"R", "0x82"),
+        "dotted name": (b"\x8c\x08argparse\x8c\x17Namespace.__init__.name\x93" + run + b"R", "Namespace.__init__"),
         "instance": (b"(" + text + b"ibuiltins\neval\n", "0x69"),
         "object": (b"(cbuiltins\neval\n" + text + b"o", "builtins.eval"),
         "text reference": (b"Pstorage\n", "0x50"),
@@ -93,9 +89,8 @@ def tensor_pickle(
     numel: int, size: tuple[int, ...], stride: tuple[int, ...], *, start: int = 0, key: str = "0"
 ) -> bytes:
     """The pickle of a float32 tensor that claims whatever is asked."""
-    reference = (
-        b"(" + b"X\7\0\0\0storage" + b"ctorch\nFloatStorage\n" + plain(key) + plain("cpu") + plain(numel) + b"tQ"
-    )
+    storage = b"(X\7\0\0\0storagectorch\nFloatStorage\n"
+    reference = storage + plain(key) + plain("cpu") + plain(numel) + b"tQ"
     rest = plain(start) + plain(size) + plain(stride) + b"\x89" + b"ccollections\nOrderedDict\n)R"
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + reference + rest + b"tR."
 
@@ -120,8 +115,6 @@ def plant(folder: Path, key: str, raw: bytes, file: str = "planted.distcp") -> N
     edit_metadata(folder, point)
 
 
-# ---- readers, as functions of a folder -----------------------------------------------------------------------------
-
 WEIGHT, STEP = "model.weight", "schedule.step"
 
 
@@ -141,18 +134,13 @@ def by_folder(folder: Path) -> None:
 
 def by_loading(folder: Path) -> None:
     """With the step as something that a model's owner loads too."""
-
-    class Step:
-        def state_dict(self) -> dict[str, Any]:
-            return {"step": 1}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise AssertionError(f"given {state}")
-
+    step = Mock(spec=["state_dict", "load_state_dict"])
+    step.state_dict.return_value = {"step": 1}
+    step.load_state_dict.side_effect = AssertionError
     model = torch.nn.Linear(4, 3)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     try:
-        load_checkpoint(model, None, folder, extra={"schedule": Step()}, with_rng=False)
+        load_checkpoint(model, None, folder, extra={"schedule": step}, with_rng=False)
     except CheckpointError as error:
         if "in memory now" not in str(error):
             assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
@@ -177,9 +165,6 @@ def refused(read: Reader, folder: Path, marker: Path, *told: str) -> None:
     assert not marker.exists()
 
 
-# ---- a checkpoint to damage ------------------------------------------------------------------------------------------
-
-
 def small_state() -> dict[str, Any]:
     """Tensors of several dtypes, a scalar, an empty one, and objects of the kinds that checkpoints hold."""
     generator = torch.Generator().manual_seed(3)
@@ -196,14 +181,11 @@ def small_state() -> dict[str, Any]:
 
 
 def write_ours(folder: Path) -> None:
-    """With a manifest."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
         write_state(small_state(), folder)
 
 
 def saved_bytes(value: object) -> bytes:
-    """What `torch.save` writes."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

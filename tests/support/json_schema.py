@@ -2,15 +2,8 @@
 
 from typing import Any
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "null": (type(None),),
-}
+_TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": float}
+_TYPES["null"] = type(None)
 _KNOWN = {"$schema", "title", "description", "type", "enum", "minimum", "items", "required", "properties"}
 _KNOWN |= {"additionalProperties"}
 
@@ -20,7 +13,8 @@ def problems(value: Any, schema: dict[str, Any], path: str = "$") -> list[str]:
     if unknown := schema.keys() - _KNOWN:
         return [f"{path}: the schema uses {sorted(unknown)}, which this checker does not know"]
     names = schema.get("type", [])
-    kinds = [kind for name in ([names] if isinstance(names, str) else names) for kind in _TYPES[name]]
+    kinds = [_TYPES[name] for name in ([names] if isinstance(names, str) else names)]
+    kinds += [int] if float in kinds else []
     if kinds and type(value) not in kinds:  # to which True is no number
         return [f"{path}: {value!r} is not of type {names}"]
     found = []

@@ -15,37 +15,16 @@ from torch import Tensor, nn
 from tests.support.on_ranks import fixed_seed
 
 VOCABULARY = 96
-SEQUENCE = 16
 
-_DENSE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
-}
+_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1}
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "max_position_embeddings": 64}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_dropout": 0.0}
+_DENSE = {**_TOKENS, **_SIZES, **_HEADS, "pad_token_id": 1, "tie_word_embeddings": False}
+_GPT2 = {**_TOKENS, "n_embd": 32, "n_inner": 48, "n_layer": 4, "n_head": 4, "n_positions": 64}
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6, "tie_word_embeddings": True}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_DEEPSEEK = {
-    **_EXPERTS,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-}
+_ROUTING = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -65,20 +44,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2Moe", {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}),
     "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "head_dim": 8}),
-    "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
+    "deepseek_v3": ("DeepseekV3", {**_EXPERTS, **_ROUTING, **_LATENT}),
 }
 """kind -> (prefix of the classes in transformers, what differs from the common sizes)."""
 
-_GPT2 = {"n_embd": 32, "n_inner": 48, "n_layer": 4, "n_head": 4, "n_positions": 64}
 _NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "embedding_dropout")
 
 
 def config_of(kind: str, **changes: Any) -> Any:
-    """The small config of a family."""
     prefix, own = FAMILIES[kind]
-    sizes = dict(_DENSE)
-    if prefix == "GPT2":
-        sizes = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, **_GPT2}
+    sizes = _GPT2 if prefix == "GPT2" else _DENSE
     name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
     config = getattr(transformers, name)(**{**sizes, **own, **changes})
     for field in _NO_DROPOUT:
@@ -88,27 +63,19 @@ def config_of(kind: str, **changes: Any) -> Any:
 
 
 def build(kind: str, seed: int = 0, *, attention: str | None = None, **changes: Any) -> Any:
-    """A causal language model in float32 with random weights, norms included, in training mode without dropout.
-
-    Args:
-        kind: A key of `FAMILIES`.
-        seed: Of the weights.
-        attention: Implementation; None: what transformers chooses.
-        changes: Of the config.
-    """
-    with fixed_seed(seed):
+    """A causal language model in float32 with random weights, norms included, in training mode without dropout."""
+    with fixed_seed(seed), torch.no_grad():
         factory: Any = transformers.AutoModelForCausalLM
         model = factory.from_config(config_of(kind, **changes), attn_implementation=attention, dtype=torch.float32)
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                if param.ndim == 1:  # norms start at one or zero and biases at zero: a swap would not be seen
-                    param.add_(torch.randn(param.shape) * 0.1)
-                elif "norm" not in name:
-                    param.mul_(3.0)  # larger weights, so that wrong ones show
+        for name, param in model.named_parameters():
+            if param.ndim == 1:  # norms start at one or zero and biases at zero: a swap would not be seen
+                param.add_(torch.randn(param.shape) * 0.1)
+            elif "norm" not in name:
+                param.mul_(3.0)  # larger weights, so that wrong ones show
     return model.train()
 
 
-def batch_of(rows: int = 4, sequence: int = SEQUENCE, seed: int = 1) -> dict[str, Tensor]:
+def batch_of(rows: int = 4, sequence: int = 16, seed: int = 1) -> dict[str, Tensor]:
     """Token ids and labels, (rows, sequence); some labels are -100, unevenly over the rows."""
     with fixed_seed(seed):
         tokens = torch.randint(2, VOCABULARY, (rows, sequence))
@@ -129,19 +96,13 @@ def label_count(labels: Tensor) -> int:
     return int((labels[:, 1:] != -100).sum())
 
 
-# ---- for the planner -------------------------------------------------------------------------------------------------
-
 LAYERS = 3
 SMALL_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama_gqa", {}, {}),
     "llama-eager-attention": ("llama_gqa", {}, {"attn_implementation": "eager"}),
     "llama-bf16": ("llama_gqa", {}, {"dtype": torch.bfloat16}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}, {}),
-    "gpt2-dropout": (
-        "gpt2",
-        {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "loss_type": "ForCausalLM"},
-        {},
-    ),
+    "gpt2-dropout": ("gpt2", {**dict.fromkeys(_NO_DROPOUT[:3], 0.1), "loss_type": "ForCausalLM"}, {}),
     "mixtral": ("mixtral", {}, {}),
     "mixtral-balanced-loss": ("mixtral", {"output_router_logits": True}, {}),
     "qwen3-moe": ("qwen3_moe", {}, {}),

@@ -4,15 +4,17 @@ A `ModelCase` is plain data of module-level functions, so it can be sent to work
 (`with fixed_seed(0): model = case.build()`), so that every rank builds the same weights.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_single_autograd
 
 _ODD_FEATURES = 7
 _ODD_OUTPUTS = 5
@@ -29,28 +31,19 @@ class Batch:
 
     def part(self, index: int, count: int) -> "Batch":
         """Return slice `index` of `count` equal slices, for a rank or a microbatch."""
-        samples = self.inputs.shape[0]
-        if samples % count:
-            raise ValueError(f"{samples} samples do not divide into {count} equal parts; choose a multiple of {count}.")
-        rows = slice(index * samples // count, (index + 1) * samples // count)
-        return Batch(self.inputs[rows], self.targets[rows])
+        samples = len(self.inputs)
+        assert samples % count == 0, f"{samples} samples do not divide into {count} equal parts"
+        return Batch(self.inputs.tensor_split(count)[index], self.targets.tensor_split(count)[index])
 
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model, its data and its loss (a mean over the samples, so that a mean over equal slices is the same).
+    """A model, its data and its loss (a mean over the samples, so that a mean over equal slices is the same)."""
 
-    Attributes:
-        build: () -> module, from torch's current random state.
-        make_batch: (samples, generator) -> batch.
-        loss: (module, batch) -> scalar.
-        unit_classes: what to pass as `fsdp_unit_modules`.
-    """
-
-    build: Callable[[], nn.Module]
-    make_batch: Callable[[int, torch.Generator], Batch]
+    build: Callable[[], nn.Module]  # from torch's current random state
+    make_batch: Callable[[int, torch.Generator], Batch]  # so many samples
     loss: Callable[[nn.Module, Batch], Tensor]
-    unit_classes: tuple[type[nn.Module], ...]
+    unit_classes: tuple[type[nn.Module], ...]  # `fsdp_unit_modules`
 
 
 class Attention(nn.Module):
@@ -60,10 +53,7 @@ class Attention(nn.Module):
 
     def __init__(self, features: int) -> None:
         super().__init__()
-        self.q = nn.Linear(features, features)
-        self.k = nn.Linear(features, features)
-        self.v = nn.Linear(features, features)
-        self.out = nn.Linear(features, features)
+        self.q, self.k, self.v, self.out = (nn.Linear(features, features) for _ in range(4))
         self.context: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,8 +61,7 @@ class Attention(nn.Module):
         first = 0
         if self.context is not None:
             first = dist.get_rank(self.context) * x.shape[1]
-            gather: Any = _GatherTokens.apply
-            key, value = (gather(part, self.context) for part in (key, value))
+            key, value = (all_gather_single_autograd(part.contiguous(), 2, self.context) for part in (key, value))
         positions = torch.arange(first, first + query.shape[2], device=x.device)
         may_see = positions[:, None] >= torch.arange(key.shape[2], device=x.device)[None]
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=may_see)
@@ -82,40 +71,15 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.HEAD_FEATURES)).transpose(1, 2)
 
 
-class _GatherTokens(torch.autograd.Function):
-    """All ranks' keys or values, in rank order along the tokens; backward sums what the ranks' queries say of them.
-
-    (samples, heads, tokens of a rank, features) -> (samples, heads, all tokens, features).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(part.contiguous()) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim=2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(dist.get_world_size(ctx.group), dim=2)[dist.get_rank(ctx.group)].contiguous(), None
-
-
-class Mlp(nn.Module):
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(features, 2 * features)
-        self.down = nn.Linear(2 * features, features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+def mlp(features: int) -> nn.Module:
+    widen, narrow = nn.Linear(features, 2 * features), nn.Linear(2 * features, features)
+    return nn.Sequential(OrderedDict(up=widen, act=nn.GELU(), down=narrow))
 
 
 class Block(nn.Module):
     """Pre-norm attention and MLP, or mixture of experts; (samples, tokens, features) in and out."""
 
-    def __init__(self, features: int, feed_forward: Callable[[int], nn.Module] = Mlp) -> None:
+    def __init__(self, features: int, feed_forward: Callable[[int], nn.Module] = mlp) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(features)
         self.attention = Attention(features)
@@ -132,18 +96,13 @@ class TinyTransformer(nn.Module):
 
     Ranks can divide heads (tests/support/arrangements.py), tokens (`divide_context`) and experts (`feed_forward` of
     tests/support/experts.py) among them.
-
-    Args:
-        layers: Blocks.
-        tied: Whether embedding and head share their weight.
-        feed_forward: (features) -> the second half of a block.
     """
 
     VOCABULARY: ClassVar[int] = 31  # 2 ranks cannot divide it evenly
     FEATURES: ClassVar[int] = 16
     MAX_TOKENS: ClassVar[int] = 8
 
-    def __init__(self, *, layers: int = 3, tied: bool = False, feed_forward: Callable[[int], nn.Module] = Mlp) -> None:
+    def __init__(self, *, layers: int = 3, tied: bool = False, feed_forward: Callable[[int], nn.Module] = mlp) -> None:
         super().__init__()
         self.tokens = nn.Embedding(self.VOCABULARY, self.FEATURES)
         self.positions = nn.Embedding(self.MAX_TOKENS, self.FEATURES)
@@ -155,10 +114,8 @@ class TinyTransformer(nn.Module):
         self.first_position = 0
 
     def embed(self, tokens: Tensor) -> Tensor:
-        first = self.first_position * tokens.shape[1]
-        return self.tokens(tokens) + self.positions(
-            torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
-        )
+        positions = torch.arange(tokens.shape[1], device=tokens.device) + self.first_position * tokens.shape[1]
+        return self.tokens(tokens) + self.positions(positions[None])
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -179,9 +136,9 @@ def divide_context(model: nn.Module, group: dist.ProcessGroup) -> None:
 class ScalarBlock(nn.Module):
     """A linear layer scaled by a 0-d parameter and shifted by one of shape (1,)."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(features, features)
+        self.linear = nn.Linear(_ODD_FEATURES, _ODD_FEATURES)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.shift = nn.Parameter(torch.full((1,), 0.25))
 
@@ -205,10 +162,10 @@ class OddBlock(nn.Module):
 class MixedDtypeBlock(nn.Module):
     """A linear layer in one dtype behind a norm in another; input and output have the norm's dtype."""
 
-    def __init__(self, features: int, linear_dtype: torch.dtype, norm_dtype: torch.dtype) -> None:
+    def __init__(self, linear_dtype: torch.dtype = torch.float32, norm_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(features, dtype=norm_dtype)
-        self.linear = nn.Linear(features, features, dtype=linear_dtype)
+        self.norm = nn.LayerNorm(_ODD_FEATURES, dtype=norm_dtype)
+        self.linear = nn.Linear(_ODD_FEATURES, _ODD_FEATURES, dtype=linear_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(self.norm(x).to(self.linear.weight.dtype)).to(x.dtype)
@@ -217,10 +174,10 @@ class MixedDtypeBlock(nn.Module):
 class UnusedBlock(nn.Module):
     """A block one of whose layers takes no part in the forward pass."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.used = nn.Linear(features, features)
-        self.unused = nn.Linear(features, 3)
+        self.used = nn.Linear(_ODD_FEATURES, _ODD_FEATURES)
+        self.unused = nn.Linear(_ODD_FEATURES, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.used(x))
@@ -231,7 +188,7 @@ class ScalarHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(ScalarBlock(_ODD_FEATURES), ScalarBlock(_ODD_FEATURES))
+        self.blocks = nn.Sequential(ScalarBlock(), ScalarBlock())
         self.head = nn.Linear(_ODD_FEATURES, _ODD_OUTPUTS)
         self.temperature = nn.Parameter(torch.tensor(2.0))
         self.offset = nn.Parameter(torch.zeros(1))
@@ -243,24 +200,20 @@ class ScalarHead(nn.Module):
 def build_partly_frozen_transformer() -> nn.Module:
     """Freeze the token embedding, all of block 0, and of block 1 a norm and one matrix."""
     model = TinyTransformer()
-    trainable_block = model.blocks[1]
-    assert isinstance(trainable_block, Block)
-    for module in (model.tokens, model.blocks[0], trainable_block.attention_norm, trainable_block.attention.out):
-        module.requires_grad_(requires_grad=False)
+    for name in ("tokens", "blocks.0", "blocks.1.attention_norm", "blocks.1.attention.out"):
+        model.get_submodule(name).requires_grad_(requires_grad=False)
     return model
 
 
-def build_odd_shapes() -> nn.Module:
-    return nn.Sequential(OddBlock(), OddBlock(), nn.Linear(_ODD_FEATURES, _ODD_OUTPUTS))
+def build_odd(block: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Two blocks and a head, in this dtype."""
+    return nn.Sequential(block(), block(), nn.Linear(_ODD_FEATURES, _ODD_OUTPUTS, dtype=dtype))
 
 
-def build_mixed(linear_dtype: torch.dtype, norm_dtype: torch.dtype) -> nn.Module:
-    blocks = [MixedDtypeBlock(_ODD_FEATURES, linear_dtype, norm_dtype) for _ in range(2)]
-    return nn.Sequential(*blocks, nn.Linear(_ODD_FEATURES, _ODD_OUTPUTS, dtype=norm_dtype))
-
-
-def build_unused() -> nn.Module:
-    return nn.Sequential(UnusedBlock(_ODD_FEATURES), UnusedBlock(_ODD_FEATURES), nn.Linear(_ODD_FEATURES, _ODD_OUTPUTS))
+def odd_case(block: type[nn.Module], dtype: torch.dtype = torch.float32, **options: Any) -> ModelCase:
+    """A case of two such blocks, made with these options."""
+    build = partial(build_odd, partial(block, **options), dtype)
+    return ModelCase(build, partial(make_vector_batch, dtype=dtype), vector_loss, (block,))
 
 
 def make_token_batch(samples: int, generator: torch.Generator) -> Batch:
@@ -291,12 +244,10 @@ def token_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tenso
 
 
 def vector_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean squared error."""
     return F.mse_loss(model(batch.inputs), batch.targets)
 
 
 def token_case(build: Callable[[], nn.Module]) -> ModelCase:
-    """A case of a `TinyTransformer`."""
     return ModelCase(build, make_token_batch, token_loss, (Block,))
 
 
@@ -305,31 +256,17 @@ def gappy_case(build: Callable[[], nn.Module]) -> ModelCase:
     return ModelCase(build, make_gappy_token_batch, partial(token_loss, reduction="sum"), (Block,))
 
 
-def build_dense() -> nn.Module:
-    """Two blocks."""
-    return TinyTransformer(layers=2)
-
-
+build_dense = partial(TinyTransformer, layers=2)
 DENSE = token_case(build_dense)
 
-ModelName = Literal[
-    "transformer", "tied", "partly_frozen", "scalars", "odd_shapes", "bf16_fp32_norm", "fp32_fp64_norm", "unused"
-]
-
-MODEL_CASES: dict[ModelName, ModelCase] = {
+MODEL_CASES: dict[str, ModelCase] = {
     "transformer": token_case(TinyTransformer),
     "tied": token_case(partial(TinyTransformer, tied=True)),
     "partly_frozen": token_case(build_partly_frozen_transformer),
     "scalars": ModelCase(ScalarHead, make_vector_batch, vector_loss, (ScalarBlock,)),
-    "odd_shapes": ModelCase(build_odd_shapes, make_vector_batch, vector_loss, (OddBlock,)),
-    "bf16_fp32_norm": ModelCase(
-        partial(build_mixed, torch.bfloat16, torch.float32), make_vector_batch, vector_loss, (MixedDtypeBlock,)
-    ),
-    "fp32_fp64_norm": ModelCase(
-        partial(build_mixed, torch.float32, torch.float64),
-        partial(make_vector_batch, dtype=torch.float64),
-        vector_loss,
-        (MixedDtypeBlock,),
-    ),
-    "unused": ModelCase(build_unused, make_vector_batch, vector_loss, (UnusedBlock,)),
+    "odd_shapes": odd_case(OddBlock),
+    "bf16_fp32_norm": odd_case(MixedDtypeBlock, linear_dtype=torch.bfloat16),
+    "fp32_fp64_norm": odd_case(MixedDtypeBlock, torch.float64, norm_dtype=torch.float64),
+    "unused": odd_case(UnusedBlock),
 }
+ModelName = str

@@ -19,11 +19,7 @@ Test = Callable[..., None]
 
 
 def on_ranks(world_size: int | None = None) -> Callable[[Test], Test]:
-    """Run the body of a test on each of so many ranks; what one of them fails, fails the test.
-
-    Args:
-        world_size: How many; None: as many as the parameter `num_ranks` says.
-    """
+    """Run the body of a test on so many ranks (None: as the parameter `num_ranks` says); what one fails, fails it."""
 
     def decorate(body: Test) -> Test:
         @functools.wraps(body)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
@@ -43,10 +44,7 @@ Make = Callable[[Sequence[Any]], torch.optim.Optimizer]
 
 
 class Twins:
-    """A sharded optimizer and one on whole copies of the same parameters, given the same gradients.
-
-    Units are linear layers, where the arguments do not say otherwise.
-    """
+    """A sharded optimizer and one on whole copies of the same parameters, given the same gradients."""
 
     def __init__(self, model: nn.Module, make: Make, arguments: dict[str, Any]) -> None:
         self.model: MegatronFSDP = fully_shard_model(model, **{"fsdp_unit_modules": [nn.Linear], **arguments})
@@ -68,27 +66,25 @@ class Twins:
         """What differs in any bit; empty is right."""
         found = []
         for index, (param, copy) in enumerate(zip(self.params, self.copies, strict=True)):
-            if not torch.equal(param.full_tensor(), copy):  # type: ignore[attr-defined]
-                found.append(f"weight {index}")
-            states = self.optimizer.state[param], self.reference.state[copy]
-            if states[0].keys() != states[1].keys():
-                found.append(f"state of {index}: {list(states[0])}")
-            whole = tree_map(lambda v: v.full_tensor() if isinstance(v, UnevenDTensor) else v, dict(states[0]))
-            for key, value in states[1].items():
-                if not _equal(whole[key], value):
-                    found.append(f"{key} of {index}")
+            ours, theirs = {"weight": param, **self.optimizer.state[param]}, self.reference.state[copy]
+            whole = tree_map(lambda v: v.full_tensor() if isinstance(v, DTensor) else v, ours)
+            expected = {"weight": copy, **theirs}
+            found += [f"{key} of {index}" for key in whole.keys() ^ expected.keys()]
+            found += [f"{key} of {index}" for key, v in whole.items() if not _equal(v, expected.get(key))]
         return found
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of this package, and one by torch's own functions."""
         save_checkpoint(self.model, self.optimizer, folder / "ours", iteration=2)
-        state = {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
-        save(state, checkpoint_id=folder / "torch")
+        save(self._state(), checkpoint_id=folder / "torch")
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
 
     def goes_on(self, twins: "Twins", folder: Path | None = None) -> list[str]:
         """Load one of those and make the third step beside the single process of others; what differs then."""
         if folder is not None and folder.name == "torch":
-            state = {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+            state = self._state()
             load(state, checkpoint_id=folder)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optim"])

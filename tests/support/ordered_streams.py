@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any
+from itertools import islice
+from traceback import walk_stack
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.checkpoint import background
-from megatron_fsdp.comm.lanes import LaneWatch, StreamLane
+from megatron_fsdp.comm.lanes import StreamLane
 from megatron_fsdp.config.homes import Home
 from megatron_fsdp.engine import executor, gradients, param_group, saved_tensors
 from megatron_fsdp.engine import memory as engine_memory
@@ -27,13 +28,7 @@ Clock = dict[int, int]
 
 
 class OrderedStream:
-    """A stream's vector clock: how much of each stream is done before what comes next here.
-
-    Args:
-        index: Its number in clocks.
-        name: Its name in findings.
-        host: The host's own, which may wait for this one; None: this is it.
-    """
+    """A stream's vector clock: how much of each stream is done before what comes next here."""
 
     def __init__(self, index: int, name: str, host: OrderedStream | None = None) -> None:
         self.index = index
@@ -67,8 +62,7 @@ class HostCopies:
             target.copy_(value)
 
 
-@dataclass(frozen=True)
-class _Bytes:
+class _Bytes(NamedTuple):
     """Bytes of one memory that one stream reads or writes."""
 
     stream: int
@@ -103,16 +97,12 @@ class OrderedStreams(TorchDispatchMode):
     The host is one more stream, which everything that is queued later waits for, and which itself waits for a stream
     that it synchronises with, and for copies that block it. Memory of a home is the host's, and so is what is computed
     of that alone; in copies to and from there, that do not block, the stream reads or writes it.
-
-    Attributes:
-        findings: What no wait orders, in words, once each.
-        num_accesses: How many accesses were looked at.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
-        self.findings: dict[str, None] = {}
-        self.num_accesses = 0
+        self.findings: dict[str, None] = {}  # what no wait orders, in words, once each
+        self.num_accesses = 0  # how many were looked at
         self.host = OrderedStream(0, "the host")
         self._streams = [self.host]
         self._current = self.Stream(torch.device("cpu"), 0)
@@ -152,7 +142,6 @@ class OrderedStreams(TorchDispatchMode):
         return self._run(func, args, kwargs)
 
     def is_at_home(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor is the host's."""
         return tensor.layout is torch.strided and self._memory_of(tensor).owner is self.host
 
     def _run_at_home(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -228,18 +217,13 @@ class OrderedStreams(TorchDispatchMode):
     def _take(self, storage: torch.UntypedStorage) -> _Memory:
         """Take memory on the current stream, perhaps what was used before."""
         self._current.wait_event(self.host.clock)
-        kept = []
-        for memory, how in self._freed:
-            if memory.owner is not self._current:
-                kept.append((memory, how))
-                continue
+        freed_here = [(memory, how) for memory, how in self._freed if memory.owner is self._current]
+        self._freed = [(memory, how) for memory, how in self._freed if memory.owner is not self._current]
+        for memory, how in freed_here:
+            taken = f"memory taken on {memory.owner.name} at {memory.taken} was {how}"
             for access, (time, then) in memory.accesses.items():
                 if self._current.clock.get(access.stream, 0) < time:
-                    self.findings[
-                        f"memory taken on {memory.owner.name} at {memory.taken} was {how}, and may be taken again at "
-                        f"{_where()} before a {then}"
-                    ] = None
-        self._freed = kept
+                    self.findings[f"{taken}, and may be taken again at {_where()} before a {then}"] = None
         found = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self._current, _where())
         return found
 
@@ -267,34 +251,15 @@ class OrderedStreams(TorchDispatchMode):
 
 def _where() -> str:
     """Return the innermost lines of the package that are running."""
-    found: list[str] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < 3:
-        folder, inside, path = frame.f_code.co_filename.rpartition("megatron_fsdp/")
-        if inside and folder.endswith("src/"):
-            found.append(f"{path}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " < ".join(found) or "the user's code"
+    lines = ((frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe(1)))
+    ours = ((file.partition("src/megatron_fsdp/")[2], line) for file, line in lines)
+    return " < ".join(islice((f"{path}:{line}" for path, line in ours if path), 3)) or "the user's code"
 
 
 Values = Sequence[torch.Tensor | None]
 
 
-def on_streams(play: Callable[[], Values]) -> tuple[list[str], bool]:
-    """Run a program on the host and on ordered streams.
-
-    Returns:
-        What no wait orders, and whether the program's values have the same bits in both.
-    """
-    on_host = play()
-    with ordered_lanes() as streams:
-        same = same_bits(on_host, play())
-    assert streams.num_accesses > 100
-    return list(streams.findings), same
-
-
 def same_bits(ones: Values, others: Values) -> bool:
-    """Whether two runs of a program gave the same values."""
     return all(
         one is other if one is None or other is None else torch.equal(one, other)
         for one, other in zip(ones, others, strict=True)
@@ -318,7 +283,7 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
         streams.wait_for_collectives()
         return wait(work, *timeout)
 
-    def make_lane(device: torch.device, name: str, watch: LaneWatch | None = None) -> StreamLane:
+    def make_lane(device: torch.device, name: str, watch: Any = None) -> StreamLane:
         return StreamLane(device, name, watch, streams)
 
     allocate_in = engine_memory.allocate
@@ -354,7 +319,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _vectors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors that are neither empty nor single numbers."""
     return [tensor for tensor in _tensors(tree) if tensor.dim() and tensor.numel()]
 
 
@@ -375,8 +339,6 @@ def _only_describes(func: Any) -> bool:
     aliases = [each.alias_info for each in func._schema.returns if each.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
-
-# ---- planted faults ---
 
 Fault = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which something is left out, or done too early."""

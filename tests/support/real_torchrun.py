@@ -16,21 +16,13 @@ _OWN_HASH_SEED = 'PYTHONHASHSEED=$((RANK + 1)) exec "$0" "$@"'
 
 
 def real_torchrun(words: Sequence[str]) -> str:
-    """Run `torchrun --standalone --nproc-per-node 2` with a script, or with "-m" and a module, and its words.
-
-    Returns:
-        What the ranks wrote to standard output.
-
-    Raises:
-        AssertionError: A rank failed; has what they wrote to standard error.
-    """
+    """What ranks of `torchrun --standalone --nproc-per-node 2` write, with a script or "-m" and a module."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
     done = subprocess.run(
         [sys.executable, *launcher, "sh", "-c", _OWN_HASH_SEED, sys.executable, *words],
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        check=False,
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr

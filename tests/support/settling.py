@@ -12,16 +12,9 @@ _PAUSE_S = 0.02
 
 
 def settled(measure: Callable[[], T], is_settled: Callable[[T], bool]) -> T:
-    """Measure until the value is the one to wait for.
+    """Measure until the value is final, or for two minutes; the test then asserts it.
 
     gloo's thread, for one, holds what it sent until a moment after the wait for it has ended.
-
-    Args:
-        measure: Called again and again.
-        is_settled: Whether a value is final.
-
-    Returns:
-        The first final value, or the last of two minutes, which the test then asserts.
     """
     deadline = time.monotonic() + PATIENCE_S
     while not is_settled(value := measure()) and time.monotonic() < deadline:
@@ -30,14 +23,7 @@ def settled(measure: Callable[[], T], is_settled: Callable[[T], bool]) -> T:
 
 
 def steady(measure: Callable[[], T]) -> T:
-    """Measure until the value stays: what an earlier test used may be let go of a moment after its end.
-
-    Args:
-        measure: Called again and again.
-
-    Returns:
-        The value that was found three times in a row.
-    """
+    """Measure until the value is the same three times: what a test used may be let go of a moment after its end."""
     values = [measure()]
     while len(values) < 3 or len(set(values[-3:])) > 1:
         time.sleep(_PAUSE_S)

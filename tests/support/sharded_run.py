@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ SAMPLES = 12
 
 RunRanks = Callable[..., list[Any]]
 OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
+Named = tuple[tuple[str, Any], ...]
 
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 
@@ -56,32 +57,17 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a scenario is sharded.
-
-    Attributes:
-        strategy: 0 to 3.
-        policy: dtypes.
-        one_call: shard model and optimizer by `fully_shard`, else each by its own function.
-        average_in_collective: let the collective average.
-        auto_sync: `sync_model_each_microbatch`.
-        outer_strategy: 0 or 1, on the outer axis of hybrid sharding.
-        per_token: `calculate_per_token_loss`.
-        arrangement: Meshes, and who holds and computes what.
-        options: further arguments of `fully_shard` and `fully_shard_model`, as (name, value).
-    """
-
     strategy: int
     policy: MixedPrecisionPolicy = _DEFAULT_POLICY
-    one_call: bool = True
+    one_call: bool = True  # model and optimizer by `fully_shard`, else each by its own function
     average_in_collective: bool = False
     auto_sync: bool = True
     outer_strategy: int = 0
     per_token: bool = False
     arrangement: Arrangement = FLAT
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Named = ()  # further arguments of `fully_shard` and `fully_shard_model`
 
     def shard(self, scenario: Scenario, model: nn.Module) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-        """Shard a model and make its optimizer."""
         arguments = {
             **self.arrangement.arguments(),
             "fsdp_unit_modules": scenario.case.unit_classes,
@@ -99,16 +85,8 @@ class Setting:
         return sharded, fully_shard_optimizer(scenario.optimizer(sharded))
 
 
-class Sharding(Protocol):
-    """How a scenario is run on ranks: `Setting`, or another one's own."""
-
-    @property
-    def arrangement(self) -> Arrangement: ...
-
-    def shard(self, scenario: Scenario, model: nn.Module) -> tuple[MegatronFSDP, torch.optim.Optimizer]: ...
-
-
-Job = tuple[Scenario, Sharding]
+Job = tuple[Scenario, Any]
+"""What to run, and in which setting: `Setting`, `DdpSetting`, or what else has `arrangement` and `shard`."""
 
 
 @dataclass(frozen=True)
@@ -129,51 +107,32 @@ FP32 = Tolerance(rtol=1e-5, atol=1e-6)
 
 @dataclass
 class Recording:
-    """What a script noted, in order."""
+    """What a script noted, in order. A rank sends home a digest of all notes, and rank 0 alone the notes themselves."""
 
     losses: list[float] = field(default_factory=list)
     notes: list[tuple[str, dict[str, Tensor | None]]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank sends home: its losses, a digest of all notes, and from rank 0 the notes themselves."""
-
-    losses: list[float]
-    digest: list[tuple[str, str, int]]
-    notes: list[tuple[str, dict[str, Tensor | None]]] | None
+    digest: list[tuple[str, str, int]] = field(default_factory=list)
 
 
 class Run:
-    """A script's hands: the model it trains, its data, and a note book.
+    """A script's hands: the model it trains, its data, and a note book."""
 
-    Attributes:
-        model: what the script calls.
-        optimizer: what it steps.
-        case: where the model came from.
-        ranks_here: the ranks whose samples this process computes: one when sharded, else all.
-        num_ranks: data-parallel ranks.
-        sharded: the wrapped model; None on one process.
-    """
-
-    def __init__(self, scenario: Scenario, setting: Sharding | None, num_ranks: int | None = None) -> None:
+    def __init__(self, scenario: Scenario, setting: Any, num_ranks: int | None = None) -> None:
         self.case = scenario.case
         self.num_ranks = num_ranks or dist.get_world_size()
         self.recording = Recording()
-        self.sharded: MegatronFSDP | None = None
         self.arrangement = FLAT if setting is None else setting.arrangement
+        self.sharded: MegatronFSDP | None = None  # the wrapped model; None on one process
         with fixed_seed(0):
             self.model: nn.Module = scenario.case.build()
         if setting is None:
-            self.ranks_here = tuple(range(self.num_ranks))
+            self.ranks_here = tuple(range(self.num_ranks))  # the ranks whose samples this process computes
             self.optimizer = scenario.optimizer(self.model)
         else:
             self.ranks_here = (dist.get_rank(),)
             self.arrangement.place(self.model)
             self.sharded, self.optimizer = setting.shard(scenario, self.model)
             self.model = self.sharded
-
-    # ---- data ---------------------------------------------------------------------------------------------------
 
     def whole_batch(self, index: int) -> Batch:
         """Batch `index` of all ranks together."""
@@ -185,13 +144,15 @@ class Run:
         return self.arrangement.part(whole) if self.sharded is not None else whole
 
     def loss(self, index: int) -> Tensor:
-        """The noted loss of this process' samples of batch `index`."""
+        """The loss of this process' samples of batch `index`; noted, as the mean over the ranks is compared."""
         loss = self.case.loss(self.model, self.batch(index))
         self.note_loss(loss)
         return loss
 
+    def note_loss(self, loss: Tensor) -> None:
+        self.recording.losses.append(loss.item())
+
     def backward(self, *indices: int) -> None:
-        """Forward and backward of one batch after another."""
         for index in indices:
             self.loss(index).backward()
 
@@ -205,26 +166,16 @@ class Run:
         """The user's own model, without the wrapper."""
         return self.model if self.sharded is None else self.sharded.module
 
-    # ---- what plain models have no need of ----------------------------------------------------------------------
-
     def no_sync(self) -> AbstractContextManager[None]:
-        """The model's `no_sync`; nothing on one process."""
         return nullcontext() if self.sharded is None else self.sharded.no_sync()
 
     def add_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
-        """One more optimizer on the model."""
         optimizer = optimizer_fn(self.model)
         return optimizer if self.sharded is None else fully_shard_optimizer(optimizer)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer sees, by canonical name."""
         return {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
-
-    # ---- notes --------------------------------------------------------------------------------------------------
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Note a loss; over the ranks its mean is compared."""
-        self.recording.losses.append(loss.item())
 
     def note(self, label: str, values: Values) -> None:
         """Note whole tensors, the same on every rank."""
@@ -233,20 +184,16 @@ class Run:
 
     def note_gradients(self, label: str = "gradients") -> None:
         """Note every gradient, None included."""
-        if self.sharded is not None:
-            self.note(label, self.arrangement.whole(self.sharded.full_gradients()))
-        else:
+        if self.sharded is None:
             self.note(label, {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad})
+        else:
+            self.note(label, self.arrangement.whole(self.sharded.full_gradients()))
 
     def note_parameters(self, label: str = "parameters") -> None:
-        """Note every main weight."""
-        if self.sharded is not None:
-            self.note(label, self.arrangement.whole(self.sharded.full_parameters()))
-        else:
-            self.note(label, dict(self.model.named_parameters()))
+        plain = dict(self.model.named_parameters())
+        self.note(label, plain if self.sharded is None else self.arrangement.whole(self.sharded.full_parameters()))
 
     def step(self) -> None:
-        """Note the gradients, step and note the weights, then zero."""
         self.note_gradients()
         self.optimizer.step()
         self.note_parameters()
@@ -256,34 +203,24 @@ class Run:
         """Multiply the gradients that were accumulated; of the sharded model also those that are not shown yet."""
         if self.sharded is not None:
             self.sharded.scale_gradients(factor)
-            return
-        for param in self.model.parameters():
-            if param.grad is not None:
-                param.grad.mul_(factor)
+        else:
+            torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], factor)
 
     def train(self, *indices: int) -> None:
-        """One ordinary step for each batch."""
         for index in indices:
             self.backward(index)
             self.step()
 
 
-# ---- running -------------------------------------------------------------------------------------------------------
-
-
 def check_strategies(
-    run_ranks: RunRanks,
-    num_ranks: int,
-    scenario: Scenario,
-    settings: Sequence[Setting],
-    tolerance: Tolerance = FP32,
+    run_ranks: RunRanks, num_ranks: int, scenario: Scenario, settings: Sequence[Setting], tolerance: Tolerance = FP32
 ) -> None:
-    """Run a scenario sharded in each setting and assert parity with one process that stands for as many ranks."""
+    """Run a scenario in each setting and assert parity with one process that stands for as many ranks."""
     check_jobs(run_ranks, num_ranks, [(scenario, setting) for setting in settings], tolerance)
 
 
 def check_jobs(run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job], tolerance: Tolerance = FP32) -> None:
-    """Run each scenario in its setting and assert parity with one process that stands for as many ranks."""
+    """Run each scenario in its setting and assert the same."""
     by_rank = run_ranks(num_ranks, run_sharded, list(jobs))
     for (scenario, setting), *outcomes in zip(jobs, *by_rank, strict=True):
         try:
@@ -293,8 +230,7 @@ def check_jobs(run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job], toleran
             raise AssertionError(f"{where}: {error}") from None
 
 
-def run_sharded(jobs: Sequence[Job]) -> list[Outcome]:
-    """Run scenarios one after another on this rank."""
+def run_sharded(jobs: Sequence[Job]) -> list[Recording]:
     outcomes = []
     for scenario, setting in jobs:
         run = Run(scenario, setting)
@@ -307,25 +243,18 @@ def run_sharded(jobs: Sequence[Job]) -> list[Outcome]:
     return outcomes
 
 
-def outcome_of(run: Run) -> Outcome:
-    """What this rank sends home of a run."""
-
+def outcome_of(run: Run) -> Recording:
     def checksum(value: Tensor | None) -> int:
         return -1 if value is None else zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
     losses, notes = run.recording.losses, run.recording.notes
     digest = [(label, name, checksum(value)) for label, values in notes for name, value in values.items()]
-    return Outcome(losses, digest, notes if dist.get_rank() == 0 else None)
+    return Recording(losses, notes if dist.get_rank() == 0 else [], digest)
 
 
 @cache
 def reference(scenario: Scenario, num_ranks: int = 1) -> Recording:
-    """Run a scenario on this process alone, on one thread as the ranks do.
-
-    Args:
-        scenario: What to run.
-        num_ranks: For how many ranks it stands; matters to scripts that ask.
-    """
+    """Run a scenario on this process alone, which stands for so many ranks to scripts that ask."""
     with one_thread():
         run = Run(scenario, None, num_ranks)
         scenario.script(run)
@@ -334,7 +263,7 @@ def reference(scenario: Scenario, num_ranks: int = 1) -> Recording:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute as ranks do: sums of several threads round differently."""
+    """Compute as ranks do, on one thread: sums of several round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -343,10 +272,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# ---- comparing -----------------------------------------------------------------------------------------------------
-
-
-def assert_parity(outcomes: Sequence[Outcome], expected: Recording, tolerance: Tolerance) -> None:
+def assert_parity(outcomes: Sequence[Recording], expected: Recording, tolerance: Tolerance) -> None:
     """Assert that all ranks agree bit for bit, and with the expected recording within the tolerance."""
     losses = [sum(of_ranks) / len(outcomes) for of_ranks in zip(*(o.losses for o in outcomes), strict=True)]
     assert len(losses) == len(expected.losses)
@@ -356,12 +282,11 @@ def assert_parity(outcomes: Sequence[Outcome], expected: Recording, tolerance: T
     assert_notes(outcomes, expected, tolerance)
 
 
-def assert_notes(outcomes: Sequence[Outcome], expected: Recording, tolerance: Tolerance) -> None:
+def assert_notes(outcomes: Sequence[Recording], expected: Recording, tolerance: Tolerance) -> None:
     """Assert the same of all but the losses."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.digest == outcomes[0].digest, f"rank {rank} holds other values than rank 0"
     notes = outcomes[0].notes
-    assert notes is not None
     assert [label for label, _ in notes] == [label for label, _ in expected.notes]
     for position, ((label, got_values), (_, want_values)) in enumerate(zip(notes, expected.notes, strict=True)):
         try:
@@ -372,17 +297,15 @@ def assert_notes(outcomes: Sequence[Outcome], expected: Recording, tolerance: To
 
 def assert_values(actual: Values, expected: Values, tolerance: Tolerance) -> None:
     """Assert the same names, None for the same names, and equal tensors within the tolerance."""
-    absent = {name for name, value in expected.items() if value is None}
-    assert {name for name, value in actual.items() if value is None} == absent, "other values are None than expected"
-    got = {name: value for name, value in actual.items() if value is not None}
-    want = {name: value for name, value in expected.items() if value is not None}
-    assert got.keys() == want.keys(), f"names differ: {sorted(got.keys() ^ want.keys())}"
-    for name, value in want.items():
-        atol = tolerance.atol + (tolerance.of_largest * value.abs().max().item() if tolerance.of_largest else 0.0)
-        assert_equal_tensors({name: got[name]}, {name: value}, tolerance.rtol, atol)
+    assert actual.keys() == expected.keys(), f"names differ: {sorted(actual.keys() ^ expected.keys())}"
+    for name, want in expected.items():
+        got = actual[name]
+        if got is None or want is None:
+            assert got is want, f"{name}: only one of {got} and {want} is None"
+            continue
+        atol = tolerance.atol + (tolerance.of_largest * want.abs().max().item() if tolerance.of_largest else 0.0)
+        assert_equal_tensors({name: got}, {name: want}, tolerance.rtol, atol)
 
-
-# ---- scripts, an optimizer and settings that several files of tests share --------------------------------------------
 
 STRATEGIES = tuple(Setting(strategy) for strategy in range(4))
 MAX_NORM = 0.05
@@ -410,12 +333,10 @@ def adamw_above_noise(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def two_steps(run: Run) -> None:
-    """Ordinary ones."""
     run.train(0, 1)
 
 
 def three_steps(run: Run) -> None:
-    """Ordinary ones."""
     run.train(0, 1, 2)
 
 
@@ -431,17 +352,13 @@ def defer_two_of_three(run: Run) -> None:
 
 def clip_by_model(run: Run) -> None:
     """Three steps with the method; torch's function on one process."""
-    _clip(run, run.sharded)
+    clip_by_torch(run, run.sharded)
 
 
-def clip_by_torch(run: Run) -> None:
-    """Three steps with torch's function on both sides."""
-    _clip(run, None)
-
-
-def _clip(run: Run, model: MegatronFSDP | None) -> None:
+def clip_by_torch(run: Run, model: MegatronFSDP | None = None) -> None:
+    """Three steps with torch's function on both sides, or with a model's method."""
     for step in range(3):
-        run.loss(step).backward()
+        run.backward(step)
         if model is not None:
             norm = model.clip_grad_norm_(MAX_NORM)
         else:
@@ -450,33 +367,19 @@ def _clip(run: Run, model: MegatronFSDP | None) -> None:
         run.step()
 
 
-# ---- trained by `DistributedDataParallel` in place of `fully_shard` --------------------------------------------------
-
-Named = tuple[tuple[str, Any], ...]
-
-_NOT_OF_DDP = {"dp_shard_dim": "dp_dim"}
-"""Arguments of `fully_shard` that have another name here."""
-
-
 @dataclass(frozen=True)
 class DdpSetting:
-    """How a scenario is wrapped.
+    """How a scenario is wrapped."""
 
-    Attributes:
-        fields: Of the configuration, as (name, value).
-        options: Further arguments of the wrapper.
-        connects: Tell the optimizer of the model, else step a plain one.
-        arrangement: Meshes, and who holds and computes what.
-    """
-
-    fields: Named = ()
-    options: Named = ()
-    connects: bool = True
+    fields: Named = ()  # of the configuration
+    options: Named = ()  # further arguments of the wrapper
+    connects: bool = True  # tell the optimizer of the model, else step a plain one
     arrangement: Arrangement = FLAT
 
     def shard(self, scenario: Scenario, model: nn.Module) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-        """Wrap a model and make its optimizer."""
-        found = {_NOT_OF_DDP.get(name, name): value for name, value in self.arrangement.arguments().items()}
+        found = dict(self.arrangement.arguments())
+        if "dp_shard_dim" in found:
+            found["dp_dim"] = found.pop("dp_shard_dim")  # its name here
         config = DistributedDataParallelConfig(**dict(self.fields))
         if config.use_megatron_fsdp:
             found["fsdp_unit_modules"] = scenario.case.unit_classes

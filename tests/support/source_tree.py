@@ -2,18 +2,17 @@
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
-PACKAGE = "megatron_fsdp"
 _FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", "tools", ".ci")
 
 
-@dataclass(frozen=True)
-class Import:
+class Import(NamedTuple):
     """One imported module of this package, in full, and the line that names it."""
 
     module: str
@@ -34,13 +33,11 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def short_name(path: Path) -> str:
-    """The path relative to the root of the project."""
     return path.relative_to(ROOT).as_posix()
 
 
 @cache
 def parse(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
@@ -56,9 +53,9 @@ def runtime_imports(path: Path) -> list[Import]:
         if isinstance(node, ast.Import):
             found += [Import(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = _absolute_base(node, module_name(path))
+            base = resolve_name("." * node.level + (node.module or ""), module_name(path).rpartition(".")[0])
             found += [Import(_module_or_member(base, alias.name), node.lineno) for alias in node.names]
-    return [item for item in found if item.module.split(".")[0] == PACKAGE]
+    return [item for item in found if item.module.split(".")[0] == "megatron_fsdp"]
 
 
 def _walk_without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
@@ -69,13 +66,6 @@ def _walk_without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
         children = ast.iter_child_nodes(node)
     for child in children:
         yield from _walk_without_type_checking(child)
-
-
-def _absolute_base(node: ast.ImportFrom, importer: str) -> str:
-    if node.level == 0:
-        return node.module or ""
-    parents = importer.split(".")[: -node.level]
-    return ".".join([*parents, node.module] if node.module else parents)
 
 
 def _module_or_member(base: str, name: str) -> str:

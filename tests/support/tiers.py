@@ -10,6 +10,7 @@ are full; hypothesis draws 30 examples in the short suite and 100 in the full on
 that no subject is left out.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -20,35 +21,26 @@ import pytest
 def leave_out_full(items: list[pytest.Item], whole_files: bool) -> list[pytest.Item]:
     """Remove from `items`, in place, what only the full suite runs, and return it.
 
-    Args:
-        items: As collected.
-        whole_files: All tests of every file were collected, so that a file without a short case shows.
-
-    Raises:
-        pytest.UsageError: A mark names an id that no parameter set has, or a file has no short case.
+    Refuses a mark that names an id that no parameter set has and, if all tests of every file were collected
+    (`whole_files`), a file without a short case.
     """
-    full = {item for group in _by_function(items).values() for item in _full_cases(group)}
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("full") is not None:
+            groups[item.nodeid.split("[")[0]].append(item)
+    full = {item for group in groups.values() for item in _full_cases(group)}
     short_files = {item.path for item in items if item not in full}
     bare = sorted({str(item.path) for item in full if item.path not in short_files})
     if whole_files and bare:
-        raise pytest.UsageError(
-            f"no case of {', '.join(bare)} is in the short suite; keep one (tests/support/tiers.py)"
-        )
+        told = f"no case of {', '.join(bare)} is in the short suite; keep one (tests/support/tiers.py)"
+        raise pytest.UsageError(told)
     left_out = [item for item in items if item in full]
     items[:] = [item for item in items if item not in full]
     return left_out
 
 
 def covering(rows: Sequence[Mapping[str, Any]], strength: int) -> list[int]:
-    """Choose rows so that what `strength` columns hold together in any row they hold in one that is chosen.
-
-    Args:
-        rows: Parameter sets, each parameter by name.
-        strength: 1 for every value, 2 for every pair of values.
-
-    Returns:
-        Positions of the chosen rows, ascending.
-    """
+    """Choose rows, by position, so that what `strength` columns hold together in any they hold in a chosen one."""
     held = [set(combinations(sorted((name, repr(value)) for name, value in row.items()), strength)) for row in rows]
     missing: set[object] = set().union(*held)
     chosen: list[int] = []
@@ -57,14 +49,6 @@ def covering(rows: Sequence[Mapping[str, Any]], strength: int) -> list[int]:
         chosen.append(best)
         missing -= held[best]
     return sorted(chosen)
-
-
-def _by_function(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    groups: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("full") is not None:
-            groups.setdefault(item.nodeid.split("[")[0], []).append(item)
-    return groups
 
 
 def _full_cases(group: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -41,6 +41,5 @@ class Tower(nn.Module):
 
 
 def tower_loss(model: nn.Module, x: Tensor) -> Tensor:
-    """Mean square of the outputs."""
     output: Tensor = model(x)
     return output.float().square().mean()

@@ -2,8 +2,11 @@
 
 import json
 import os
+import random
+import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.run_job import run_job
-from tests.support.forked_programs import Program, trainer
+from tests.support.forked_programs import Program, children_of, trainer
 from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 
@@ -31,7 +34,6 @@ _TORCHRUN = ("RANK", "WORLD", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELAS
 
 
 def write_text(path: Path) -> Path:
-    """A text to train on."""
     path.write_text("".join(f"line {i} of the text\n" for i in range(800)))
     return path
 
@@ -43,7 +45,6 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(*options: str, env: Mapping[str, str] | None = None) -> Program:
-    """Start the program."""
     return Program(trainer, [*OPTIONS, *options], env or environment())
 
 
@@ -61,7 +62,6 @@ def this_rank() -> Rank:
 
 
 def job_of(*options: str, ranks: int = 2, restarts: int = 0) -> Job:
-    """A run, resolved."""
     return resolve(parse_options([*OPTIONS, *options]), World(ranks, "cpu", restarts=restarts))
 
 
@@ -109,6 +109,49 @@ def wait_for(is_so: Callable[[], bool], process: Program) -> None:
 
 
 def steps_done(out: Path) -> int:
-    """Lines of metrics so far."""
     file = out / "metrics.jsonl"
     return file.read_text().count("\n") if file.exists() else 0
+
+
+def torment(program: Program, out: Path, saved: Path, *, seed: int, kills: int, during_saves: int) -> list[bool]:
+    """Kill one rank after another until the program ends or enough were killed; return who was in a save.
+
+    Each rank is killed when the run has got at least a step further than at the kill before. The seed fixes ranks and
+    moments, as far as a machine repeats itself.
+    """
+    choose = random.Random(seed)
+    wants_save = [True] * during_saves + [False] * (kills - during_saves)
+    choose.shuffle(wants_save)
+    killed: list[bool] = []
+    for want in wants_save:
+        before = steps_done(out)
+        while steps_done(out) <= before and program.poll() is None:
+            time.sleep(0.005)
+        if not want:
+            time.sleep(choose.uniform(0.0, 0.3))
+        was_saving = _kill_one(program, saved, choose, want)
+        if was_saving is None:
+            break
+        killed.append(was_saving)
+    return killed
+
+
+def _kill_one(program: Program, saved: Path, choose: random.Random, in_save: bool) -> bool | None:
+    """Kill a rank. In a save it is stopped before the last look, so that the save cannot end meanwhile."""
+    while ranks := children_of(program.pid):
+        chosen = choose.choice(ranks)
+        while in_save and not _is_saving(saved) and program.poll() is None:
+            time.sleep(0.001)
+        with suppress(ProcessLookupError):
+            os.kill(chosen, signal.SIGSTOP)
+            is_saving = _is_saving(saved)
+            os.kill(chosen, signal.SIGKILL if is_saving or not in_save else signal.SIGCONT)
+            if is_saving or not in_save:
+                return is_saving
+    return None
+
+
+def _is_saving(saved: Path) -> bool:
+    with suppress(OSError):
+        return any(path.name.startswith(".iter_") for path in saved.iterdir())
+    return False

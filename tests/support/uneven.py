@@ -4,42 +4,28 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
+from tests.support.arrangements import mesh_of
 
 
 @dataclass(frozen=True)
 class UnevenCase:
-    """One way to cut.
-
-    Attributes:
-        name: For test ids.
-        shape: Of the global tensor.
-        sizes: Of the mesh.
-        shard_dims: Mesh dims that shards are spread over, the most significant first.
-        fractions: Where shards end, as fractions of a part's elements; the last one, 1, is left out.
-        tensor_dim: Mesh dim of tensor parallelism.
-        cut_dim: Tensor dim that tensor parallelism cuts.
-        rows: Round shard edges to whole rows.
-    """
-
     name: str
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    shard_dims: tuple[int, ...] = ()
-    fractions: tuple[float, ...] = ()
-    tensor_dim: int | None = None
-    cut_dim: int | None = None
-    rows: bool = False
+    shape: tuple[int, ...]  # of the global tensor
+    sizes: tuple[int, ...]  # of the mesh
+    shard_dims: tuple[int, ...] = ()  # mesh dims that shards are spread over, the most significant first
+    fractions: tuple[float, ...] = ()  # where shards end, of a part's elements; the last one, 1, is left out
+    tensor_dim: int | None = None  # mesh dim of tensor parallelism
+    cut_dim: int | None = None  # tensor dim that tensor parallelism cuts
+    rows: bool = False  # round shard edges to whole rows
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the mesh."""
         return math.prod(self.sizes)
 
     def description(self, coordinate: tuple[int, ...]) -> ShardDescription:
@@ -61,13 +47,9 @@ class UnevenCase:
         return ShardDescription(self.shape, use, coordinate, cuts[here], tensor_cut, tuple(cuts))
 
     def frame(self, mesh: DeviceMesh) -> ShardFrame:
-        """The cut on a mesh of this rank."""
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        return ShardFrame(mesh, self.description(tuple(coordinate)))
+        return ShardFrame(mesh, self.description(tuple(mesh.get_coordinate() or ())))
 
     def whole(self, seed: int = 0) -> Tensor:
-        """The global tensor, of values around 0."""
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(seed))
 
     def tensor(self, mesh: DeviceMesh, seed: int = 0, dtype: torch.dtype = torch.float32) -> UnevenDTensor:
@@ -98,5 +80,4 @@ CASES = [
 
 def make_mesh(sizes: tuple[int, ...]) -> DeviceMesh:
     """A CPU mesh of all ranks of the process group."""
-    assert math.prod(sizes) == dist.get_world_size()
-    return init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"dim{i}" for i in range(len(sizes))))
+    return mesh_of(sizes, tuple(f"dim{i}" for i in range(len(sizes))))

@@ -5,9 +5,10 @@ All take and return float32 vectors of `FEATURES`; `vector_case` makes a `ModelC
 
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import make_dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -30,27 +31,47 @@ class Layer(nn.Module):
         self.up = nn.Linear(FEATURES, 9)
         self.down = nn.Linear(9, FEATURES)
 
+    def inside(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x))
+
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x + self.down(self.inside(x))
 
 
-class Ordered(nn.Module):
-    """Units between an input and an output layer, called in the order that `order` says (again, or not at all)."""
+class Between(nn.Module):
+    """Modules between an input and an output layer, all children in this order."""
+
+    layers: nn.ModuleList
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def middle(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+class Ordered(Between):
+    """Units that are called in the order that `order` says (again, or not at all)."""
 
     def __init__(
         self, order: tuple[int, ...] = (0, 1, 2, 3), layers: int = 4, unit: Callable[[], nn.Module] = Layer
     ) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.layers = nn.ModuleList(unit() for _ in range(layers))
-        self.last = nn.Linear(FEATURES, FEATURES)
+        super().__init__(layers=nn.ModuleList(unit() for _ in range(layers)))
         self.order = order
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def middle(self, x: Tensor) -> Tensor:
         for index in self.order:
             x = self.layers[index](x)
-        return self.last(x)
+        return x
 
 
 class Recomputed(Ordered):
@@ -60,38 +81,25 @@ class Recomputed(Ordered):
     """
 
     def __init__(self, where: Where, reentrant: bool) -> None:
-        super().__init__(unit=partial(InnerRecomputed, reentrant) if where == "inside" else Layer)
-        self.where = where
-        self.reentrant = reentrant
+        super().__init__()
+        self.width = {"units": 1, "inside": 0, "pairs": 2, "all": 4}[where]
+        self.checkpoint = partial(checkpoint, use_reentrant=reentrant)
+        if where == "inside":
+            layer: Any
+            for layer in self.layers:
+                layer.inside = partial(self.checkpoint, layer.inside)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.where == "inside":
-            return super().forward(x)
-        x = self.first(x)
-        width = {"units": 1, "pairs": 2, "all": 4}[self.where]
-        for start in range(0, len(self.layers), width):
-            x = checkpoint(self.piece, x, start, start + width, use_reentrant=self.reentrant)
-        return self.last(x)
-
-    def piece(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Layers `start` to `stop`."""
-        for index in range(start, stop):
-            x = self.layers[index](x)
+    def middle(self, x: Tensor) -> Tensor:
+        if not self.width:
+            return super().middle(x)
+        for start in range(0, len(self.layers), self.width):
+            x = self.checkpoint(self.piece, x, start, start + self.width)
         return x
 
-
-class InnerRecomputed(Layer):
-    """A unit that recomputes its own inside."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(checkpoint(self._inside, x, use_reentrant=self.reentrant))
-
-    def _inside(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.up(x))
+    def piece(self, x: Tensor, start: int, stop: int) -> Tensor:
+        for layer in self.layers[start:stop]:
+            x = layer(x)
+        return x
 
 
 class Caller(Layer):
@@ -102,7 +110,7 @@ class Caller(Layer):
         self.helper = (helper,)  # in a tuple, so that it is no submodule
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.up(x))
+        hidden = self.inside(x)
         return x + self.down(hidden) - 0.5 * self.helper[0](x) + self.down(hidden * 0.5)
 
 
@@ -123,9 +131,8 @@ class NeighbourCallers(Ordered):
 
     def __init__(self) -> None:
         super().__init__((0, 2), unit=RecomputedCaller)
-        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
-            assert isinstance(first, RecomputedCaller)
-            first.follower = (second,)
+        first, second, third, fourth = self.layers
+        first.follower, third.follower = (second,), (fourth,)  # type: ignore[assignment]
 
 
 class Nested(nn.Module):
@@ -144,34 +151,20 @@ class Nested(nn.Module):
         return self.last(self.helper(x))
 
 
-@dataclass
-class Parts:
-    """A dataclass as an output."""
-
-    left: Tensor
-    right: tuple[Tensor, dict[str, Tensor]]
-
-
+Parts = make_dataclass("Parts", ["left", "right"])
 Pair = namedtuple("Pair", ["value", "extra"])
-Form = Literal["dict", "dataclass", "namedtuple", "dict in tuple"]
 
 
 class Packed(Layer):
-    """A unit of keyword-only arguments that returns its result in a container."""
+    """A unit of keyword-only arguments that returns its result in a container: `pack(result, hidden, input)`."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, pack: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
         super().__init__()
-        self.form = form
+        self.pack = pack
 
     def forward(self, *, x: Tensor, scale: float) -> Any:  # type: ignore[override]
-        hidden, result = torch.tanh(self.up(x)), super().forward(x)
-        containers: dict[str, Callable[[], Any]] = {
-            "dict": lambda: {"value": result * scale, "hidden": hidden},
-            "dataclass": lambda: Parts(result * scale, (hidden, {"name": x})),
-            "namedtuple": lambda: Pair(result * scale, hidden),
-            "dict in tuple": lambda: (1, {"value": result * scale}, [hidden]),
-        }
-        return containers[self.form]()
+        hidden = self.inside(x)
+        return self.pack(super().forward(x) * scale, hidden, x)
 
 
 class Unpacking(nn.Module):
@@ -179,8 +172,14 @@ class Unpacking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        forms: tuple[Form, ...] = ("dict", "dataclass", "namedtuple", "dict in tuple")
-        self.layers = nn.ModuleList(Packed(form) for form in forms)
+        self.layers = nn.ModuleList(
+            [
+                Packed(lambda result, hidden, _: {"value": result, "hidden": hidden}),
+                Packed(lambda result, hidden, x: Parts(result, (hidden, {"name": x}))),
+                Packed(lambda result, hidden, _: Pair(result, hidden)),
+                Packed(lambda result, hidden, _: (1, {"value": result}, [hidden])),
+            ]
+        )
         self.last = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,18 +192,11 @@ class Unpacking(nn.Module):
         return self.last(named["value"]) + extra.mean(dim=-1, keepdim=True)
 
 
-class Capsule:
-    """An output that nothing can look into."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
 class Opaque(Layer):
-    """A unit that hides its result."""
+    """A unit that hides its result in an object that nothing looks into."""
 
-    def forward(self, x: Tensor) -> Capsule:  # type: ignore[override]
-        return Capsule(super().forward(x))
+    def forward(self, x: Tensor) -> SimpleNamespace:  # type: ignore[override]
+        return SimpleNamespace(value=super().forward(x))
 
 
 class HidesResults(Ordered):
@@ -214,23 +206,21 @@ class HidesResults(Ordered):
         super().__init__(unit=Opaque)
         self.layers.requires_grad_(requires_grad=not frozen)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def middle(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x).value
-        return self.last(x)
+        return x
 
 
 class InPlace(Ordered):
     """Writes into the outputs of its units, and into views of them."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def middle(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
             x += 0.5
             x[:, :2].mul_(0.5)
-        return self.last(x.relu_())
+        return x.relu_()
 
 
 class SideLoss(Layer):
@@ -257,11 +247,11 @@ class Penalised(Ordered):
 class Branching(Layer):
     """A unit that uses one of two layers; `branch` says which, None neither."""
 
+    branch: Literal["even", "odd"] | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.even = nn.Linear(FEATURES, FEATURES)
-        self.odd = nn.Linear(FEATURES, FEATURES)
-        self.branch: Literal["even", "odd"] | None = None
+        self.even, self.odd = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.branch is not None:
@@ -269,13 +259,7 @@ class Branching(Layer):
         return super().forward(x)
 
 
-class Branches(Ordered):
-    """Branching units."""
-
-    def __init__(self) -> None:
-        super().__init__((0, 1, 2), 3, Branching)
-
-
+Branches = partial(Ordered, (0, 1, 2), 3, Branching)
 make_batch = partial(make_vector_batch, features=(FEATURES, FEATURES))
 
 
@@ -284,45 +268,30 @@ def vector_case(build: Callable[[], nn.Module]) -> ModelCase:
     return ModelCase(build, make_batch, vector_loss, (Layer,))
 
 
-# ---- parameters that other modules read than those that own them -----------------------------------------------------
-
-_LENGTH = 3
-
-
-class Attention(nn.Module):
+class Attention(Between):
     """Self-attention, whose output projection is never called: its weight is read by the module around it."""
 
+    attention: nn.MultiheadAttention
+    layer: Layer
+
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.attention = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
-        self.layer = Layer()
-        self.last = nn.Linear(FEATURES, FEATURES)
+        super().__init__(attention=nn.MultiheadAttention(FEATURES, 2, batch_first=True), layer=Layer())
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).unsqueeze(1).expand(-1, _LENGTH, -1)
-        scale = torch.arange(1.0, _LENGTH + 1).view(1, -1, 1)
-        x = x * scale
+    def middle(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1) * torch.arange(1.0, 4.0).view(1, -1, 1)  # three tokens of a sample
         x = x + self.attention(x, x, x, need_weights=False)[0]
-        return self.last(self.layer(x.mean(dim=1)))
+        return self.layer(x.mean(dim=1))
 
 
-class Encoder(nn.Module):
+class Encoder(Between):
     """torch's encoder layers: in evaluation they read the weights of their parts without calling them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(FEATURES, 2, 11, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.last = nn.Linear(FEATURES, FEATURES)
+        make = partial(nn.TransformerEncoderLayer, FEATURES, 2, 11, dropout=0.0, batch_first=True)
+        super().__init__(layers=nn.ModuleList(make() for _ in range(2)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).unsqueeze(1)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x.squeeze(1))
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(x.unsqueeze(1)).squeeze(1)
 
 
 class Reading(nn.Module):
@@ -348,34 +317,25 @@ ATTENTION: ModelCase = vector_case(Attention)
 ENCODER: ModelCase = vector_case(Encoder)
 READING: ModelCase = vector_case(Reading)
 
-# ---- units that some ranks skip --------------------------------------------------------------------------------------
-
 EXPERTS = 4
 
-TakePart = Callable[[nn.Module, Tensor], Tensor]
 
+class Experts(Between):
+    """Two layers of experts; a sample goes to the expert that its first feature says."""
 
-class Experts(nn.Module):
-    """Two layers of experts; a sample goes to the expert that its first feature says.
-
-    Attributes:
-        take_part: What a rank does for an expert that got none of its samples; None: it skips the expert.
-    """
+    floors: nn.ModuleList
+    take_part: Callable[[nn.Module, Tensor], Tensor] | None = None
+    """What a rank does for an expert that got none of its samples; None: it skips the expert."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.floors = nn.ModuleList(nn.ModuleList(Layer() for _ in range(EXPERTS)) for _ in range(2))
-        self.last = nn.Linear(FEATURES, FEATURES)
-        self.take_part: TakePart | None = None
+        super().__init__(floors=nn.ModuleList(nn.ModuleList(Layer() for _ in range(EXPERTS)) for _ in range(2)))
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = (x[:, 0] * 7).long().abs() % EXPERTS
         hidden = self.first(x)
         for floor in self.floors:
             mixed = torch.zeros_like(hidden)
-            assert isinstance(floor, nn.ModuleList)
-            for index, expert in enumerate(floor):
+            for index, expert in enumerate(floor.children()):
                 mine = (chosen == index).nonzero().flatten()
                 if len(mine):
                     mixed = mixed.index_add(0, mine, expert(hidden[mine]))
@@ -391,9 +351,6 @@ def let_take_part(model: nn.Module) -> None:
     if isinstance(model, MegatronFSDP):
         assert isinstance(model.module, Experts)
         model.module.take_part = model.take_part
-
-
-# ---- units that raise at a chosen point of forward or backward -------------------------------------------------------
 
 
 class PlannedError(Exception):
@@ -412,14 +369,13 @@ class Failing(Layer):
         self.up.weight.register_hook(lambda _grad: self.fail("backward of a parameter"))
 
     def fail(self, point: str) -> None:
-        """Raise where this is the point."""
         if self.fails_at == point:
             raise PlannedError(point)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.view_as(x)
         self._watch(x, "backward of the input")
-        hidden = torch.tanh(self.up(x))
+        hidden = self.inside(x)
         self.fail("forward")
         self._watch(hidden, "backward")
         output: Tensor = x + self.down(hidden)
@@ -431,11 +387,8 @@ class Failing(Layer):
             tensor.register_hook(lambda _grad: self.fail(point))
 
 
-class FailingModel(Ordered):
-    """Failing units between layers of the root."""
-
-    def __init__(self) -> None:
-        super().__init__((0, 1, 2), 3, Failing)
+FailingModel = partial(Ordered, (0, 1, 2), 3, Failing)
+"""Failing units between layers of the root."""
 
 
 @contextmanager
@@ -443,12 +396,8 @@ def failing_at(model: Any, position: int, point: str) -> Iterator[None]:
     """Let one layer of a (sharded or plain) model fail inside a block."""
     layer = model.layers[position]
     layer.fails_at = point
-    handle: Any = None
-    if point == "earlier forward pre-hook":  # registered now, and before all that are there
-        handle = layer.register_forward_pre_hook(lambda *_: layer.fail(point), prepend=True)
-    try:
+    with ExitStack() as stack:
+        stack.callback(setattr, layer, "fails_at", None)
+        if point == "earlier forward pre-hook":  # registered now, and before all that are there
+            stack.enter_context(layer.register_forward_pre_hook(lambda *_: layer.fail(point), prepend=True))
         yield
-    finally:
-        layer.fails_at = None
-        if handle is not None:
-            handle.remove()

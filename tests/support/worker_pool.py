@@ -26,11 +26,9 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import connection as mp_connection
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.process import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -47,36 +45,19 @@ _STACK_DUMP_TIMEOUT_S = 120.0
 _PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any call may take: hangs are the pool's to report
 MAX_CALLS = 300  # long-lived gloo processes leak threads
 _MAX_THREADS = 150  # gloo leaves some behind for each group, also when it is destroyed; they wake up every 10 ms
-_SHOWN_CHARACTERS = 6000
-_PRELOADED_MODULES = [
-    "torch",
-    "torch.distributed.tensor",
-    "torch.distributed.device_mesh",
-    "torch._dynamo",  # which the first optimizer of a process imports
-    "megatron_fsdp.ddp",
-    "megatron_fsdp.sharding.mesh",
-    "megatron_fsdp.megatron_fsdp",
-    "megatron_fsdp.fully_shard",
-    "tests.support.worker_pool",
-]
-_PRELOADED_WHERE_USED = {"accelerate", "hypothesis", "peft", "pytest", "transformers"}
+_SHOWN_AT_EACH_END = 3000
+# The first optimizer of a process imports `torch._dynamo`.
+_PRELOADED_MODULES = ["torch._dynamo", "megatron_fsdp.ddp", "megatron_fsdp.fully_shard", "tests.support.worker_pool"]
 
 
 def preloaded_modules() -> list[str]:
-    """Return what the server of the forks imports once, so that no worker does: what costs half a second and more.
-
-    Of the libraries that only some tests use it is the modules that this process has imported by now.
-    """
-    used = [name for name in sys.modules if name.partition(".")[0] in _PRELOADED_WHERE_USED]
-    return [*_PRELOADED_MODULES, *used]
+    """Return what the server of the forks imports once, so that no worker does: what costs half a second and more."""
+    libraries = {"accelerate", "hypothesis", "peft", "pytest", "transformers"}  # where this process has imported them
+    return [*_PRELOADED_MODULES, *(name for name in sys.modules if name.partition(".")[0] in libraries)]
 
 
 class WorkerError(Exception):
-    """One or more ranks raised, died or hung; the message holds a traceback or stack for each rank concerned.
-
-    Attributes:
-        by_rank: rank -> traceback, stack or exit status, for the ranks that did not return.
-    """
+    """One or more ranks raised, died or hung; `by_rank` has a traceback, stack or exit status of each of them."""
 
     def __init__(self, task: str, by_rank: dict[int, str]) -> None:
         self.by_rank = by_rank
@@ -86,8 +67,6 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True)
 class _Spec:
-    """Everything one worker needs to know when it starts."""
-
     rank: int
     world_size: int
     device_type: str
@@ -98,10 +77,8 @@ class _Spec:
 
 @dataclass(frozen=True)
 class _Reply:
-    """The outcome of one call on one rank: a pickled value, or the text of what was raised."""
-
-    value: bytes | None
-    error: str | None
+    value: bytes | None  # pickled
+    error: str | None  # the text of what was raised
     threads: int
 
 
@@ -136,34 +113,22 @@ class _Worker:
 
 @dataclass
 class WorkerPool:
-    """`world_size` worker processes that form one process group on the loopback interface.
-
-    Attributes:
-        world_size: number of ranks.
-        warning_filters: pytest `filterwarnings` entries to apply in the workers.
-        device_type: "cpu" (gloo) or "cuda" (gloo for CPU tensors, NCCL for CUDA tensors; rank i uses device i).
-        failure_grace_s: seconds the other ranks get to finish once one rank has failed.
-    """
+    """`world_size` worker processes that form one process group on the loopback interface."""
 
     world_size: int
-    warning_filters: tuple[str, ...] = ("error",)
-    device_type: str = "cpu"
-    failure_grace_s: float = 20.0
+    warning_filters: tuple[str, ...] = ("error",)  # pytest's `filterwarnings` entries to apply in the workers
+    device_type: str = "cpu"  # gloo; "cuda": gloo for CPU tensors, NCCL for CUDA tensors; rank i uses device i
+    failure_grace_s: float = 20.0  # what the other ranks get to finish once one rank has failed
     _workers: list[_Worker] = field(default_factory=list, init=False)
     _store: TCPStore | None = field(default=None, init=False)
     _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
     _call_count: int = field(default=0, init=False)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
-        """Run `fn(*args)` on every rank and return the results in rank order.
+        """Run `fn(*args)`, of an importable module, on every rank and return the results in rank order.
 
-        Args:
-            fn: a module-level function of an importable module.
-            *args: picklable arguments, the same for every rank.
-            timeout_s: seconds until the ranks that still run are taken for hung.
-
-        Raises:
-            WorkerError: if a rank raised, died or hung; the workers are then replaced before the next call.
+        Ranks that still run after `timeout_s` are taken for hung. If a rank raised, died or hung (`WorkerError`), the
+        workers are replaced before the next call.
         """
         request = pickle.dumps((fn, args))
         if not self._workers or not all(worker.process.is_alive() for worker in self._workers):
@@ -194,7 +159,6 @@ class WorkerPool:
             self._folder = None
 
     def process_ids(self) -> list[int]:
-        """Return the process id of each live worker, in rank order."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
     def _start(self) -> None:
@@ -239,17 +203,13 @@ class WorkerPool:
             if remaining_s <= 0:
                 return
             ends = [end for worker in pending for end in (worker.connection, worker.process.sentinel)]
-            mp_connection.wait(ends, remaining_s)
+            wait(ends, remaining_s)
 
 
 def _shorten(text: str) -> str:
-    half = _SHOWN_CHARACTERS // 2
-    if len(text) <= 2 * half:
-        return text
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-
-
-# ---- in a worker -----------------------------------------------------------------------------------------------------
+    left_out = len(text) - 2 * _SHOWN_AT_EACH_END
+    middle = f"\n... {left_out} characters left out ...\n"
+    return text if left_out <= 0 else text[:_SHOWN_AT_EACH_END] + middle + text[-_SHOWN_AT_EACH_END:]
 
 
 def _serve(spec: _Spec, connection: Connection) -> None:
@@ -299,9 +259,8 @@ def _join_process_group(spec: _Spec) -> None:
     if spec.device_type == "cuda":
         torch.cuda.set_device(spec.rank)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=_PROCESS_GROUP_TIMEOUT
-    )
+    size, timeout = spec.world_size, _PROCESS_GROUP_TIMEOUT
+    dist.init_process_group(backend, store=store, rank=spec.rank, world_size=size, timeout=timeout)
     dist.barrier()
 
 
@@ -309,8 +268,7 @@ def _answer(request: bytes, spec: _Spec, environment: dict[str, str]) -> _Reply:
     """Run one pickled `(fn, args)` from a known state of all random generators, and catch whatever it raises."""
     value, error = None, None
     try:
-        call: tuple[Callable[..., Any], tuple[Any, ...]] = pickle.loads(request)
-        fn, args = call
+        fn, args = pickle.loads(request)
         random.seed(0)
         torch.manual_seed(0)
         value = pickle.dumps(fn(*args))

@@ -13,7 +13,6 @@ import pytest
 
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from tests.conftest import RunRanks
-from tests.support.chaos import Chaos
 from tests.support.forked_programs import children_of
 from tests.support.train_program import (
     LIMIT_S,
@@ -26,6 +25,7 @@ from tests.support.train_program import (
     run,
     start,
     steps_done,
+    torment,
     train,
     wait_for,
 )
@@ -236,12 +236,11 @@ def test_a_run_whose_ranks_are_killed_equals_one_that_is_left_alone(
     options = (*options, "--keep-last", "3")
     run_ranks(2, train, *options, "--save", str(quiet), "--out", str(tmp_path / "quiet_out"))
     program = start(*options, "--save", str(saved), "--out", str(out), "--max-restarts", str(kills))
-    chaos = Chaos(seed, kills=kills, during_saves=1)
-    chaos.torment(program, out, saved)
+    killed = torment(program, out, saved, seed=seed, kills=kills, during_saves=1)
     _, errors = program.communicate(timeout=LIMIT_S)
     assert program.returncode == 0, errors
-    assert len(chaos.killed) == kills
-    assert any(chaos.killed)
+    assert len(killed) == kills
+    assert any(killed)
     assert by_step(out, *NUMBERS) == by_step(tmp_path / "quiet_out", *NUMBERS)
     assert list(by_step(out, "loss")) == list(range(1, steps + 1))
     assert differences(saved / f"iter_{steps:07}", quiet / f"iter_{steps:07}") == []

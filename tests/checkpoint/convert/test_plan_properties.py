@@ -17,10 +17,7 @@ from tests.support.torch_dist import (
     common_state,
     expected_tensors,
     flattened_cells,
-    make_args,
     make_truth,
-    optimizer_state,
-    param_groups,
     stored_tensors,
 )
 
@@ -53,8 +50,9 @@ def stored_in(singleton: bool, truth: Truth) -> dict[str, Tensor]:
 
 def plan_of(truth: Truth, options: ConvertOptions, *, says_swiglu: bool, singleton: bool) -> ConversionPlan:
     stored = stored_in(singleton, truth)
-    args = make_args(truth.spec, True, says_swiglu, {"AttnBackend": type("E", (), {"auto": 5})})
-    tree = common_state(args, optimizer_state(param_groups(truth.spec), "fully_reshardable"), "fully_reshardable")
+    tree = common_state(truth.spec, "fully_reshardable")
+    if not says_swiglu:
+        del tree["args"].swiglu
     entries = [TensorEntry(key, tuple(tensor.shape), tensor.dtype, ()) for key, tensor in stored.items()]
     return make_plan(Content(entries, ["common_state/shard_0_1"], CommonState.of(tree)), options)
 
