@@ -68,7 +68,8 @@ def gather_over(groups: Sequence[dist.ProcessGroup | None], value: Result) -> li
 
 def _gather_bytes(group: dist.ProcessGroup | None, message: bytes, length: int) -> list[bytes]:
     """Gather the first `length` bytes of every rank's message, padded with zeros."""
-    sent = torch.frombuffer(bytearray(message[:length].ljust(length, b"\0")), dtype=torch.uint8)
+    # Cloned: the thread of gloo may be the last to let go of it, and must not free an object of the interpreter.
+    sent = torch.frombuffer(bytearray(message[:length].ljust(length, b"\0")), dtype=torch.uint8).clone()
     received = torch.empty(dist.get_world_size(group), length, dtype=torch.uint8, device="cpu")
     dist.all_gather(list(received.unbind()), sent, group=group)
     return [bytes(each.tolist()) for each in received]
