@@ -154,7 +154,8 @@ def stepping(model: nn.Module, optimizer: Any, x: Tensor, in_backward: bool = Fa
     def step() -> None:
         with optimizer.step_in_backward() if in_backward else nullcontext():
             loss_of(model, x).backward()
-        optimizer.step()
+        if not in_backward:
+            optimizer.step()
         optimizer.zero_grad()
 
     return step

@@ -48,7 +48,6 @@ def step(model: Any, optimizer: Any, number: int) -> None:
     """A step of the usual kind, all of it in backward."""
     with optimizer.step_in_backward():
         loss_of(model, number).backward()
-    optimizer.step()
 
 
 def train(
@@ -67,7 +66,8 @@ def train(
         loss = loss_of(model, 2 * number + 1)
         with optimizer.step_in_backward() if in_backward else nullcontext():
             loss.backward()
-        optimizer.step()
+        if not in_backward:
+            optimizer.step()
         seen += [loss.detach(), *(param.grad.to_local().clone() for param in model.parameters())]
         optimizer.zero_grad()
         schedule.step()
@@ -173,9 +173,8 @@ def test_no_unit_is_stepped_before_its_gradients_are_at_home() -> None:
     at_home = threading.Event()
     with patch.object(early_steps, "reached", lambda _device: at_home.wait), optimizer.step_in_backward():
         loss_of(model, 1).backward()
-    during = [param.to_local().detach().clone() for param in model.parameters()]
-    at_home.set()
-    optimizer.step()
+        during = [param.to_local().detach().clone() for param in model.parameters()]
+        at_home.set()
     assert all(map(torch.equal, before, during))
     assert not any(
         torch.equal(one, param.to_local()) for one, param in zip(before, model.parameters(), strict=True) if one.numel()
@@ -210,49 +209,107 @@ def test_what_cannot_step_in_backward_is_refused_on_entering() -> None:
         raise AssertionError
 
 
-@on_ranks(2)
-def test_what_comes_too_late_is_refused_when_it_comes() -> None:
-    model, optimizer = build()
-
-    def begin(number: int) -> None:
-        optimizer.zero_grad()
-        with optimizer.step_in_backward():
-            loss_of(model, number).backward()
-
-    def refused(error: type[Exception], match: str, act: Callable[[], object]) -> None:
-        with pytest.raises(error, match=match):
-            act()
-
+def changes(model: Any, optimizer: Any) -> dict[str, tuple[Callable[[], object], str]]:
+    """What nobody may do behind a backward, and what it is told."""
+    param = next(model.parameters())
+    group = optimizer.param_groups[1]
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    for number in range(2):  # the first steps after backward, and is held to the same
-        begin(number)
-        refused(ConfigurationError, "^clip_grad_norm_ comes too late", lambda: model.clip_grad_norm_(1.0))
-        refused(ConfigurationError, "^scale_gradients comes too late", lambda: model.scale_gradients(0.5))
-        refused(
-            ConfigurationError,
-            "would change the gradient of .*, which optimizer.step_in_backward",
-            lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9),
-        )
-        refused(ConfigurationError, "would change the gradient", lambda: scaler.unscale_(optimizer))
-        refused(ScheduleError, "^a forward began before the step", lambda: loss_of(model, 0))
-        refused(ScheduleError, "entered again before", lambda: optimizer.step_in_backward().__enter__())
-        refused(ConfigurationError, "without a closure", lambda: optimizer.step(lambda: 0.0))
-        group = optimizer.param_groups[1]
-        group["lr"] *= 0.5
-        refused(ConfigurationError, "^param_groups of AdamW were changed", optimizer.step)
-        group["lr"] *= 2.0
-        optimizer.step()
-    model.clip_grad_norm_(1.0)
-    for change in (lambda grad: grad.to_local().mul_(0.5), None):
-        begin(2)
-        param = next(model.parameters())
-        if change is None:
-            param.grad = None
-        else:
-            change(param.grad)
-        refused(ConfigurationError, "^the gradient of first.weight was changed between", optimizer.step)
-        optimizer.load_state_dict(optimizer.state_dict())
+
+    def clear() -> None:
+        param.grad = None
+
+    def halve(tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            tensor.mul_(0.5)
+
+    def clip() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
+
+    too_late, is_used = "comes too late inside of", "would change the gradient of .*, which optimizer.step_in_backward"
+    return {
+        "clip": (lambda: model.clip_grad_norm_(1.0), f"^clip_grad_norm_ {too_late}"),
+        "scale": (lambda: model.scale_gradients(0.5), f"^scale_gradients {too_late}"),
+        "torch's clip": (clip, is_used),
+        "unscale": (lambda: scaler.unscale_(optimizer), is_used),
+        "forward": (lambda: loss_of(model, 0), "^a forward began inside of"),
+        "step": (optimizer.step, r"^optimizer.step\(\) was called inside of"),
+        "zero": (optimizer.zero_grad, r"^optimizer.zero_grad\(\) was called inside of"),
+        "load": (lambda: optimizer.load_state_dict(optimizer.state_dict()), "load_state_dict.* was called inside of"),
+        "enter": (lambda: optimizer.step_in_backward().__enter__(), "entered inside of itself"),
+        "rate": (lambda: group.update(lr=0.5 * group["lr"]), "^param_groups of AdamW were changed inside of"),
+        "gradient": (lambda: halve(param.grad.to_local()), "^the gradient of first.weight was changed inside of"),
+        "cleared": (clear, "^the gradient of first.weight was changed inside of"),
+        "weight": (lambda: halve(param.to_local()), "^first.weight was changed inside of"),
+    }
+
+
+CHANGES = ["clip", "scale", "torch's clip", "unscale", "forward", "step", "zero", "load", "enter"]
+CHANGES += ["rate", "gradient", "cleared", "weight"]
+
+
+def run(model: Any, optimizer: Any, act: Callable[[], object]) -> None:
+    """Do something behind a backward."""
+    with optimizer.step_in_backward():
+        loss_of(model, 1).backward()
+        act()
+
+
+@contextmanager
+def stepped_all(model: Any) -> Iterator[Callable[[], None]]:
+    """Give what waits until the thread has stepped every parameter, and would not see a change of one in between."""
+    stepped, missing = threading.Event(), len(list(model.parameters()))
+    step_view = step_in_backward.StepInBackward._run
+
+    def tells(self: Any, view: Any, at_home: Any) -> None:
+        nonlocal missing
+        step_view(self, view, at_home)
+        missing -= sum(len(group["params"]) for group in view.shown_groups)
+        if not missing:
+            stepped.set()
+
+    with patch.object(step_in_backward.StepInBackward, "_run", tells):
+        yield lambda: None if stepped.wait(60) else pytest.fail("some parameters are not stepped in backward")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@on_ranks(2)
+def test_what_comes_too_late_is_refused(name: str) -> None:
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    act, told = changes(model, optimizer)[name]
+
+    with stepped_all(model) as wait, pytest.raises((ConfigurationError, ScheduleError), match=told) as met:
+        run(model, optimizer, lambda: (wait(), act()))
+    same_on_ranks(str(met.value))
+    with pytest.raises(ScheduleError, match="load a checkpoint"):
+        loss_of(model, 2)
+
+
+@pytest.mark.parametrize("name", ["clip", "torch's clip", "rate", "cleared"])
+@on_ranks(2)
+def test_what_hooks_of_the_step_change_is_refused(name: str) -> None:
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    act, told = changes(model, optimizer)[name]
+    optimizer.register_step_pre_hook(lambda *_: act() and None)
+    with pytest.raises(ConfigurationError, match=told), optimizer.step_in_backward():
+        loss_of(model, 1).backward()
+
+
+@on_ranks(2)
+def test_a_second_step_with_the_same_gradients_is_refused() -> None:
+    model, optimizer = build()
+    for number in range(2):
+        step(model, optimizer, number)
+        with pytest.raises(ScheduleError, match=r"has taken the step.*leave optimizer.step\(\) out"):
+            optimizer.step()
+        model.clip_grad_norm_(1.0)
+        optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["the same", "another", "a penalty"])
@@ -294,7 +351,8 @@ def test_a_penalty_that_comes_before_the_step_of_its_parameter_counts() -> None:
             loss = loss_of(model, number) + model.module.floors[-1].up.weight.square().sum()
             with optimizer.step_in_backward() if in_backward else nullcontext():
                 loss.backward()
-            optimizer.step()
+            if not in_backward:
+                optimizer.step()
             optimizer.zero_grad()
         return [param.to_local().detach() for param in model.parameters()]
 
@@ -339,10 +397,8 @@ def test_a_thread_that_fails_on_one_rank_is_told_on_all() -> None:
     step(model, optimizer, 0)
     optimizer.zero_grad()
     failing = patch.object(step_in_backward, "own_step", lambda _view: fail) if dist.get_rank() else nullcontext()
-    with failing, optimizer.step_in_backward():
-        loss_of(model, 1).backward()
-    with pytest.raises(RankError) as met:
-        optimizer.step()
+    with pytest.raises(RankError) as met, failing:
+        step(model, optimizer, 1)
     told = same_on_ranks(str(met.value))
     assert "a step in backward failed (rank 1: RuntimeError: PlannedError: as planned" in told
     assert "load a checkpoint" in told

@@ -320,8 +320,7 @@ def _check_unused(func: Any, args: Args) -> None:
         if isinstance(each, UnevenDTensor) and each.used_for:
             raise ConfigurationError(
                 f"{func} would change the gradient of {each.used_for}, which optimizer.step_in_backward() has used "
-                "already, as clipping, scalers, penalties and zero_grad(set_to_none=False) do; call optimizer.step() "
-                "first, or leave step_in_backward out"
+                "already, as clipping, scalers and penalties do; leave step_in_backward out"
             )
 
 

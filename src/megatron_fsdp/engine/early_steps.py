@@ -42,7 +42,10 @@ def begin_early_steps(engine: Engine, take: Take | None) -> EarlySteps:
     asks = bool(away) and all(map(engine.asks_about_usage, away))
     for holds, lack in (
         (not away, "main weights rest on the device"),
-        (not engine.mode.syncs, "the next backward does not reduce gradients (no_sync): enter it for the last one"),
+        (
+            not engine.mode.syncs,
+            "the next backward does not reduce gradients (no_sync or the like): enter it for the last one",
+        ),
         (engine.checks_gradients, "gradients are checked when backward ends (report_nan_in_param_grad and its kin)"),
         (casts, "gradients are cast when backward ends, since main_grads_dtype is not main_params_dtype"),
         (asks, "ranks ask each other when backward ends which parameters were used (find_unused_parameters, experts)"),
@@ -71,6 +74,12 @@ class EarlySteps:
         self.stepped: list[ParameterGroup] = []
         self.broken = ""
         engine.early = self
+
+    @property
+    def is_of_the_last_backward(self) -> bool:
+        """Whether the model has run no backward since this one."""
+        engine = self._engine()
+        return engine is not None and engine.backward_number == self._first_backward
 
     def close(self) -> None:
         """Give no group to the optimizer any more: backward is over."""
@@ -163,8 +172,8 @@ class EarlySteps:
             return
         raise ScheduleError(
             self.broken
-            or "a forward began before the step that began in backward has ended; call optimizer.step() after "
-            "optimizer.step_in_backward()"
+            or "a forward began inside of optimizer.step_in_backward(), behind a backward; enter it around the last "
+            "backward of a step alone"
         )
 
     def refuse(self, what: str) -> None:
@@ -174,6 +183,6 @@ class EarlySteps:
             ConfigurationError: On every rank.
         """
         raise ConfigurationError(
-            f"{what} comes too late between optimizer.step_in_backward() and optimizer.step(), since the optimizer has "
-            "used gradients already; leave step_in_backward out"
+            f"{what} comes too late inside of optimizer.step_in_backward(), since the optimizer has used gradients "
+            "already; leave step_in_backward out"
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,7 @@ class LocalStep:
         self._view: _LocalTensors | None = None  # of the running step
         self.has_stepped = False  # so that there is state, in the order of parameters and where it rests
         self.leaves_out: frozenset[int] = frozenset()  # ids of parameters that the next step finds stepped
+        self.check: Callable[[], None] | None = None  # called by that step, behind all hooks
 
     def part(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalView:
         """Return the object that steps some parameters alone; let it hand over its state after it."""
@@ -84,6 +85,7 @@ class LocalStep:
         """
         self.hand_over()
         groups, left_out, self.leaves_out = None, self.leaves_out, frozenset()
+        check, self.check = self.check, None
         if left_out:
             groups = [
                 {**group, "params": [param for param in group["params"] if id(param) not in left_out]}
@@ -91,7 +93,7 @@ class LocalStep:
             ]
         elif not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
-        self._view = _LocalTensors(optimizer, self._lanes, groups)
+        self._view = _LocalTensors(optimizer, self._lanes, groups, check)
         return _view_of(optimizer, self._view)
 
     def finish(self, _optimizer: Optimizer) -> None:
@@ -110,10 +112,15 @@ class _LocalTensors:
     """The parameters, gradients and state of an optimizer as local tensors."""
 
     def __init__(
-        self, optimizer: Optimizer, lanes: _StateLanes | None, groups: list[dict[str, Any]] | None = None
+        self,
+        optimizer: Optimizer,
+        lanes: _StateLanes | None,
+        groups: list[dict[str, Any]] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._groups = groups  # what to show in place of all current ones
+        self.groups = groups or ()  # what to show in place of all current ones
+        self._check = check  # of what hooks may have changed
         self._lanes = lanes  # where state moves, if it does
         self._sharded = _SHARDED_STATE[type(optimizer)]
         self._shown: list[tuple[UnevenDTensor, State]] = []
@@ -126,7 +133,9 @@ class _LocalTensors:
         step is to be differentiated: DTensors then handle it, or say what is wrong.
         """
         self.hand_over_state()
-        groups: list[dict[str, Any]] = self._optimizer.param_groups if self._groups is None else self._groups
+        if self._check is not None:
+            self._check()
+        groups: list[dict[str, Any]] = self._optimizer.param_groups if not self.groups else list(self.groups)
         states: dict[Tensor, State] = {}
         shown: list[dict[str, Any]] = []
         pairs: list[tuple[UnevenDTensor, State]] = []
@@ -401,6 +410,11 @@ class LocalView(Optimizer):
     def hand_over(self) -> None:
         """Give new state to the optimizer."""
         self._view.hand_over_state()
+
+    @property
+    def shown_groups(self) -> Sequence[Mapping[str, Any]]:
+        """The groups as they are, of parameters that are DTensors."""
+        return self._view.groups
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

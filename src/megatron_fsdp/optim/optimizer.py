@@ -164,7 +164,8 @@ class _StepHooks:
         self._installs = True
         self._step = step
         self.several: SeveralModels | None = None  # the only reference to it
-        self._early: StepInBackward | None = None
+        self._early: StepInBackward | None = None  # between entering its block and the end of its step
+        self._last: StepInBackward | None = None  # the last that has ended well
 
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -173,11 +174,13 @@ class _StepHooks:
         kwargs = dict(kwargs)
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
+        self.refuse_inside("optimizer.step()")
         if self._early is not None:
-            has_closure = (len(args) > 1 and callable(args[1])) or callable(kwargs.get("closure"))
-            self._early.finish(optimizer, _alive(self._model), has_closure)
-            assert isinstance(self._step, LocalStep)
-            self._step.leaves_out, self._early = frozenset(self._early.stepped), None
+            self._early.finish(optimizer)
+        elif self._last is not None and self._last.is_of_the_last_backward:
+            raise ScheduleError(
+                "optimizer.step_in_backward() has taken the step when its block ended; leave optimizer.step() out"
+            )
         if len(args) > 1 and callable(args[1]):
             args = (args[0], self._around(args[1], syncs), *args[2:])
         elif callable(kwargs.get("closure")):
@@ -204,12 +207,9 @@ class _StepHooks:
 
     @contextmanager
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Let a thread step units inside a block, in which the last backward of a step runs."""
+        """Let a thread step units inside a block, in which the last backward of a step runs; then step what is left."""
         if self._early is not None:
-            raise ScheduleError(
-                self._early.broken
-                or "optimizer.step_in_backward() was entered again before optimizer.step(); call that first"
-            )
+            raise ScheduleError(self._early.broken or "optimizer.step_in_backward() was entered inside of itself")
         if not isinstance(self._step, LocalStep) or not steps_locally(optimizer):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} cannot step in backward, since its step is none of those of torch that go "
@@ -218,14 +218,28 @@ class _StepHooks:
         early = self._early = StepInBackward(optimizer, self._step, _alive(self._model))
         try:
             yield
+            early.leave()
+            optimizer.step()
         except BaseException as error:
             early.fail(error)
-            self._early = early if early.broken else None
             raise
-        early.leave()
+        else:
+            early.end()
+            self._last = early
+        finally:
+            self._early = early if early.broken else None
+
+    def refuse_inside(self, what: str) -> None:
+        """Refuse what cannot be inside the block of a step in backward."""
+        if self._early is not None and not self._early.has_left and not self._early.broken:
+            raise ScheduleError(
+                f"{what} was called inside of optimizer.step_in_backward(), whose block holds the backward alone and "
+                "ends with the step; call it before or after the block"
+            )
 
     def after_loading(self, _optimizer: torch.optim.Optimizer) -> None:
-        """Forget a step that began in backward: a checkpoint is loaded."""
+        """Forget a step in backward that has failed: a checkpoint is loaded."""
+        self.refuse_inside("optimizer.load_state_dict()")
         early, self._early = self._early, None
         if early is not None:
             early.end()
@@ -290,6 +304,7 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
             return
         if _alive(reference).keeps_gradients:
             args, kwargs = (), {"set_to_none": False}
+        hooks.refuse_inside("optimizer.zero_grad()")
         original(alive, *args, **kwargs)
         params = params_of(alive)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)

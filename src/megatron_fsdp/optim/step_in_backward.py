@@ -2,10 +2,12 @@
 
     with optimizer.step_in_backward():   the thread steps a unit when its gradient is reduced and at home
         loss.backward()
-    optimizer.step()                     waits for it, steps what is left, and installs the weights
+                                         the block ends with `optimizer.step()`: it waits for the thread, steps what is
+                                         left, and installs the weights
 
 Each parameter is stepped once, by the code of the optimizer's class on a view of its own (`local_step`), with the
-options as of entering. So bits are those of a step after backward.
+options as of entering. So bits are those of a step after backward. Between backward and the end of the block nobody is
+meant to do anything: whoever changes gradients, options or weights there would come too late, and is refused.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.early_steps import LOAD, EarlySteps, Take
@@ -67,6 +71,10 @@ class StepInBackward:
         self._names = model.sharded_names()
         self._used: dict[int, UnevenDTensor] = {}  # the gradient of each parameter that may not change any more
         self._versions: list[tuple[Tensor, int]] = []  # parameters, and the versions of their gradients
+        self._weights: dict[UnevenDTensor, int] = {}  # what the thread steps, and its version before or after that
+        self._changed: set[UnevenDTensor] = set()  # weights that somebody changed before the thread stepped them
+        self._model = model
+        self.has_left = False
         self._pool = ThreadPoolExecutor(1, "step in backward")
         self._early = model.step_early(self._take if step.has_stepped else None)
 
@@ -80,11 +88,12 @@ class StepInBackward:
     def _take(self, group: ParameterGroup, at_home: Callable[[], None]) -> None:
         """Step a group on the thread."""
         optimizer = self._optimizer()
-        own = [param for param in group.sharded if id(param) in self._group_of]
+        own: list[Any] = [param for param in group.sharded if id(param) in self._group_of]
         if optimizer is None or not own:
             return
         self.stepped.update(map(id, own))
         self._forbid_changes(own)
+        self._weights.update((param, param._local_tensor._version) for param in own)
         numbers = dict.fromkeys(self._group_of[id(param)] for param in own)
         parts = [
             {**self._groups[number], "params": [param for param in own if self._group_of[id(param)] == number]}
@@ -98,7 +107,10 @@ class StepInBackward:
             return  # the step has failed
         try:
             at_home()
+            params = [param for group in view.shown_groups for param in group["params"]]
+            self._changed.update(param for param in params if param._local_tensor._version != self._weights[param])
             own_step(view)(view)
+            self._weights.update((param, param._local_tensor._version) for param in params)
         except BaseException as error:  # noqa: BLE001 - told on all ranks by `finish`
             self._error = error
 
@@ -108,89 +120,89 @@ class StepInBackward:
             if isinstance(grad, UnevenDTensor):
                 grad.used_for = self._names[id(param)]
                 self._used[id(param)] = grad
+                self._versions.append((param, grad._local_tensor._version))
 
     def leave(self) -> None:
         """End with the backward: from here on nothing may change gradients, also of what is not stepped yet."""
+        self.has_left = True
         self._early.close()
         self._pool.shutdown(wait=False)  # the thread ends when it has stepped what it was given
         params = [param for group in self._groups for param in group["params"]]
         self._forbid_changes(param for param in params if id(param) not in self._used)
-        self._versions = [
-            (param, self._used[id(param)]._local_tensor._version) for param in params if id(param) in self._used
-        ]
 
     def fail(self, error: BaseException) -> None:
-        """End with a backward that has failed: wait for the thread, and say what has become of parameters."""
+        """End with a backward or a step that has failed: wait for the thread, and say what has become of parameters."""
         self._early.close()
         self._pool.shutdown(cancel_futures=True)
-        self._early.fail(
-            f"the backward inside optimizer.step_in_backward() has failed ({type(error).__name__}: {error})"
-        )
-        if self.broken:
+        self._early.fail(f"optimizer.step_in_backward() has failed ({type(error).__name__}: {error})")
+        if not self.broken:
+            self.end()
+        elif LOAD not in str(error):
             error.add_note(LOAD)
 
     # ---- in the step ------------------------------------------------------------------------------------------------
 
-    def finish(self, optimizer: Optimizer, model: SteppedModel, has_closure: bool) -> None:
+    def finish(self, optimizer: Optimizer) -> None:
         """Wait for the thread, and let ranks agree that everything went well; collective.
 
         Raises:
-            ConfigurationError: Something between backward and step comes too late.
-            ScheduleError: The backward has failed.
+            ConfigurationError: Something inside of the block came too late.
+            ScheduleError: The block has failed.
             RankError: A rank has met an error; told on all.
         """
-        if self.broken:
-            raise ScheduleError(self.broken)
         self._pool.shutdown()
         error = self._error
-        if error is not None:
-            self._early.fail(f"a step in backward has failed ({type(error).__name__}: {error})")
-        problem = self._problem(optimizer, has_closure) if error is None else ""
-        met: Exception | None = ConfigurationError(problem) if problem else None
-        if error is not None:
+        met: Exception | None = None
+        if self.broken:
+            met = ScheduleError(self.broken)
+        elif error is not None:
             met = RuntimeError(f"{type(error).__name__}: {error}; {LOAD}")
-        try:
-            model.raise_together(met, "a step in backward")
-        except Exception as told:
-            if told is not met:  # some ranks alone have met it
-                self._early.fail(str(told))
-            raise
+        elif problem := self._problem(optimizer):
+            met = ConfigurationError(problem)
+        self._model.raise_together(met, "a step in backward")
         for view in self._views:
             view.hand_over()
-        self.end()
+        self._step.leaves_out = frozenset(self.stepped)
+        self._step.check = partial(self._check, optimizer)
+
+    @property
+    def is_of_the_last_backward(self) -> bool:
+        """Whether the model has run no backward since."""
+        return self._early.is_of_the_last_backward
 
     def end(self) -> None:
-        """Let go of gradients and of the model, when the step is done or a checkpoint is loaded."""
+        """Let go of gradients and weights, when the step is done or a checkpoint is loaded."""
         self._pool.shutdown()
         for grad in self._used.values():
             grad.used_for = ""
-        self._used.clear()
-        self._versions.clear()
+        for kept in (self._used, self._versions, self._weights, self._changed, self._views, self._groups):
+            kept.clear()
         self._early.end()
 
-    def _problem(self, optimizer: Optimizer, has_closure: bool) -> str:
-        """Say what was changed since backward; empty: nothing."""
-        if has_closure:
-            return "optimizer.step(closure) cannot follow optimizer.step_in_backward(); call step() without a closure"
-        if getattr(optimizer, "grad_scale", None) is not None:
-            return (
-                "a scaler cannot unscale gradients after optimizer.step_in_backward() has used them; leave "
-                "step_in_backward out, or train in bfloat16, which needs no scaler"
-            )
+    def _check(self, optimizer: Optimizer) -> None:
+        """Look again behind the hooks of the step, of which the user's come last."""
+        problem = self._problem(optimizer)
+        if problem:
+            raise ConfigurationError(problem)
+
+    def _problem(self, optimizer: Optimizer) -> str:
+        """Say what was changed since entering or backward; empty: nothing."""
+        inside = (
+            "inside of optimizer.step_in_backward(), or by a hook of the step, where parameters were stepped already"
+        )
         groups = optimizer.param_groups
         same = len(groups) == len(self._groups) and all(map(_is_same_group, groups, self._groups))
         if not same:
-            return (
-                f"param_groups of {type(optimizer).__name__} were changed between optimizer.step_in_backward() and "
-                "optimizer.step(), where parameters were stepped already; change them after step()"
-            )
+            return f"param_groups of {type(optimizer).__name__} were changed {inside}; change them after the block"
         for param, version in self._versions:
             grad = self._used[id(param)]
             if param.grad is not grad or grad._local_tensor._version != version:
                 return (
-                    f"the gradient of {self._names[id(param)]} was changed between optimizer.step_in_backward() and "
-                    f"optimizer.step(), which comes too late; leave step_in_backward out; {LOAD}"
+                    f"the gradient of {self._names[id(param)]} was changed {inside}; leave step_in_backward out; {LOAD}"
                 )
+        for weight, version in self._weights.items():
+            if weight in self._changed or weight._local_tensor._version != version:
+                return f"{self._names[id(weight)]} was changed {inside}; change weights after the block; {LOAD}"
         return ""
 
 
@@ -218,7 +230,7 @@ def _check_groups(optimizer: Optimizer) -> None:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items()}
+    return tree_map_only(Tensor, Tensor.clone, options)
 
 
 def _is_same_group(group: Mapping[str, Any], noted: Mapping[str, Any]) -> bool:
@@ -228,6 +240,8 @@ def _is_same_group(group: Mapping[str, Any], noted: Mapping[str, Any]) -> bool:
 
 
 def _is_same(value: Any, noted: Any) -> bool:
+    if isinstance(value, tuple | list) and isinstance(noted, tuple | list):
+        return len(value) == len(noted) and all(map(_is_same, value, noted))
     if isinstance(value, Tensor) or isinstance(noted, Tensor):
         return isinstance(value, Tensor) and isinstance(noted, Tensor) and torch.equal(value, noted)
     return bool(value == noted)
