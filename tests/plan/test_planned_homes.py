@@ -9,6 +9,7 @@ import torch
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.config.homes import Homes, resolve_homes
 from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan import recommend
 from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.models import PRESETS
@@ -98,3 +99,20 @@ def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None
     assert found.memory.peak_bytes + found.memory.away_bytes >= resident.memory.peak_bytes
     assert found.hides_homes_from_tokens is not None
     assert recommend(workload, setup, replace(small, host_memory_bytes=1), ("none",)).best is None
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
+def test_state_that_cannot_rest_alone_is_neither_planned_nor_recommended(optimizer: str) -> None:
+    with pytest.raises(ConfigurationError, match="rests beside its main weights"):
+        make_setup(1, optimizer=optimizer, homes={"optimizer_state": "host"})
+    workload = make_workload({**PRESETS["llama-3.2-1b"], "num_hidden_layers": 2}, ParallelRanks(1))
+    small = replace(find_machine("h100"), memory_bytes=2**20, reserved_bytes=0)
+    found = recommend(workload, make_setup(1, optimizer=optimizer), small, ("none",))
+    homes = [plan.setup.homes for plan in found.plans]
+    assert any(each.main_weights.is_away for each in homes)
+    assert all(each.main_weights.is_away or not each.optimizer_state.is_away for each in homes)
+
+
+def test_compute_weights_that_outer_ranks_write_into_stay() -> None:
+    with pytest.raises(ConfigurationError, match="HFSDP"):
+        make_setup({"dp_outer": 2, "dp_shard": 2}, outer_strategy="optim", homes={"compute_weights": "host"})

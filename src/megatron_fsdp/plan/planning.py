@@ -487,8 +487,9 @@ def _plans_with_homes(workload: Workload, plans: Sequence[Plan], machine: Machin
         own = [plan for plan in plans if plan.setup.recompute == recompute and not plan.setup.homes.are_away]
         sharded = [plan for plan in own if plan.setup.strategy is ShardingStrategy.optim_grads_params]
         for given, among in (({"optimizer_state": "host"}, own), ({"main_weights": "host"}, own), ("host", sharded)):
-            if among:
-                least = min(among, key=lambda plan: plan.memory.peak_bytes)
+            possible = [plan for plan in among if plan.setup.may_rest(resolve_homes(given, plan.setup.strategy))]
+            if possible:
+                least = min(possible, key=lambda plan: plan.memory.peak_bytes)
                 setup = replace(least.setup, homes=resolve_homes(given, least.setup.strategy))
                 found.append(plan_workload(workload, setup, machine, least.profile))
     return found

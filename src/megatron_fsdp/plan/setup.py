@@ -309,6 +309,18 @@ class Setup:
                 "parallelism; leave it out"
             )
         placements_for(self.strategy, self.outer)
+        if not self.may_rest(self.homes):
+            raise ConfigurationError(
+                f"homes={self.homes} cannot be: state of {self.optimizer.name} rests beside its main weights, and "
+                "compute weights stay on the device where outer ranks share out the main ones (HFSDP); leave them out"
+            )
+
+    def may_rest(self, homes: Homes) -> bool:
+        """Return whether the engine takes such homes: for state alone, and for compute weights."""
+        is_alone = homes.optimizer_state.is_away and not homes.main_weights.is_away
+        shares_outer = self.outer not in (None, ShardingStrategy.no_shard)
+        is_whole = self.optimizer.name in (MUON, EIGHT_BIT)
+        return not (is_alone and is_whole) and not (homes.compute_weights.is_away and shares_outer)
 
     @property
     def outer(self) -> ShardingStrategy | None:
