@@ -2,6 +2,7 @@
 
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -48,6 +49,14 @@ def step(model: Any, optimizer: Any, number: int) -> None:
     """A step of the usual kind, all of it in backward."""
     with optimizer.step_in_backward():
         loss_of(model, number).backward()
+
+
+def warm() -> tuple[Any, Any]:
+    """A model and an optimizer behind the first step, which is all at the end."""
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    return model, optimizer
 
 
 def train(
@@ -140,9 +149,7 @@ def test_so_they_are_with_an_outer_axis(outer: int) -> None:
 @on_ranks(2)
 def test_units_are_stepped_while_backward_goes_on() -> None:
     """The backward of the first floor waits for the step of the last one."""
-    model, optimizer = build()
-    step(model, optimizer, 0)
-    optimizer.zero_grad()
+    model, optimizer = warm()
     last = model.module.floors[-1].up.weight
     before = last.to_local().detach().clone()
     stepped = threading.Event()
@@ -166,9 +173,7 @@ def test_units_are_stepped_while_backward_goes_on() -> None:
 
 @on_ranks(2)
 def test_no_unit_is_stepped_before_its_gradients_are_at_home() -> None:
-    model, optimizer = build()
-    step(model, optimizer, 0)
-    optimizer.zero_grad()
+    model, optimizer = warm()
     before = [param.to_local().detach().clone() for param in model.parameters()]
     at_home = threading.Event()
     with patch.object(early_steps, "reached", lambda _device: at_home.wait), optimizer.step_in_backward():
@@ -227,6 +232,7 @@ def changes(model: Any, optimizer: Any) -> dict[str, tuple[Callable[[], object],
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
 
     too_late, is_used = "comes too late inside of", "would change the gradient of .*, which optimizer.step_in_backward"
+    is_changed = "^the gradient of first.weight was changed inside of"
     return {
         "clip": (lambda: model.clip_grad_norm_(1.0), f"^clip_grad_norm_ {too_late}"),
         "scale": (lambda: model.scale_gradients(0.5), f"^scale_gradients {too_late}"),
@@ -238,8 +244,8 @@ def changes(model: Any, optimizer: Any) -> dict[str, tuple[Callable[[], object],
         "load": (lambda: optimizer.load_state_dict(optimizer.state_dict()), "load_state_dict.* was called inside of"),
         "enter": (lambda: optimizer.step_in_backward().__enter__(), "entered inside of itself"),
         "rate": (lambda: group.update(lr=0.5 * group["lr"]), "^param_groups of AdamW were changed inside of"),
-        "gradient": (lambda: halve(param.grad.to_local()), "^the gradient of first.weight was changed inside of"),
-        "cleared": (clear, "^the gradient of first.weight was changed inside of"),
+        "gradient": (lambda: halve(param.grad.to_local()), is_changed),
+        "cleared": (clear, is_changed),
         "weight": (lambda: halve(param.to_local()), "^first.weight was changed inside of"),
     }
 
@@ -275,9 +281,7 @@ def stepped_all(model: Any) -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("name", CHANGES)
 @on_ranks(2)
 def test_what_comes_too_late_is_refused(name: str) -> None:
-    model, optimizer = build()
-    step(model, optimizer, 0)
-    optimizer.zero_grad()
+    model, optimizer = warm()
     act, told = changes(model, optimizer)[name]
 
     with stepped_all(model) as wait, pytest.raises((ConfigurationError, ScheduleError), match=told) as met:
@@ -290,9 +294,7 @@ def test_what_comes_too_late_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["clip", "torch's clip", "rate", "cleared"])
 @on_ranks(2)
 def test_what_hooks_of_the_step_change_is_refused(name: str) -> None:
-    model, optimizer = build()
-    step(model, optimizer, 0)
-    optimizer.zero_grad()
+    model, optimizer = warm()
     act, told = changes(model, optimizer)[name]
     optimizer.register_step_pre_hook(lambda *_: act() and None)
     with pytest.raises(ConfigurationError, match=told), optimizer.step_in_backward():
@@ -315,9 +317,7 @@ def test_a_second_step_with_the_same_gradients_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["the same", "another", "a penalty"])
 @on_ranks(2)
 def test_gradients_after_the_step_of_their_parameter_are_an_error_that_names_it(kind: str) -> None:
-    model, optimizer = build()
-    step(model, optimizer, 0)
-    optimizer.zero_grad()
+    model, optimizer = warm()
     weight = model.module.floors[-1].up.weight
     penalty = (weight * weight).sum()  # the first in the graph, so that its gradient is the last
     loss = loss_of(model, 1)
@@ -360,6 +360,16 @@ def test_a_penalty_that_comes_before_the_step_of_its_parameter_counts() -> None:
     assert all(torch.equal(one, other) for one, other in ends)
 
 
+@on_ranks(2)
+def test_nothing_of_a_step_holds_the_model() -> None:
+    model, optimizer = warm()
+    step(model, optimizer, 1)
+    optimizer.zero_grad()
+    alive = weakref.ref(model)
+    del model
+    assert alive() is None
+
+
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -373,9 +383,7 @@ def fail(*_: object) -> None:
 
 @on_ranks(2)
 def test_a_backward_that_fails_is_told_until_a_checkpoint_is_loaded() -> None:
-    model, optimizer = build()
-    step(model, optimizer, 0)
-    optimizer.zero_grad()
+    model, optimizer = warm()
     saved = {"model": dict(model.full_parameters()), "optimizer": optimizer.state_dict()}
     handle = model.module.floors[0].register_full_backward_hook(fail)
     with pytest.raises(PlannedError) as met:
@@ -393,9 +401,7 @@ def test_a_backward_that_fails_is_told_until_a_checkpoint_is_loaded() -> None:
 
 @on_ranks(2)
 def test_a_thread_that_fails_on_one_rank_is_told_on_all() -> None:
-    model, optimizer = build()
-    step(model, optimizer, 0)
-    optimizer.zero_grad()
+    model, optimizer = warm()
     failing = patch.object(step_in_backward, "own_step", lambda _view: fail) if dist.get_rank() else nullcontext()
     with pytest.raises(RankError) as met, failing:
         step(model, optimizer, 1)

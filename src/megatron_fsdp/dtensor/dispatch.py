@@ -314,7 +314,10 @@ def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _check_unused(func: Any, args: Args) -> None:
-    """Refuse to change gradients that an optimizer has used in backward, as clipping and scalers do before a step."""
+    """Refuse to change gradients that an optimizer has used in backward, as clipping and scalers do before a step.
+
+    Rules write into local tensors below autograd, where version counters do not see it.
+    """
     written = args[0] if args else None
     for each in written if isinstance(written, list | tuple) else (written,):
         if isinstance(each, UnevenDTensor) and each.used_for:

@@ -30,9 +30,9 @@ def begin_early_steps(engine: Engine, take: Take | None) -> EarlySteps:
         ConfigurationError: None of them would be final before backward ends.
         ScheduleError: An optimizer steps in backward already.
     """
-    if engine.early is not None:
+    if engine.executor.early is not None:
         raise ScheduleError(
-            engine.early.broken
+            engine.executor.early.broken
             or "optimizer.step_in_backward() was entered before the step that another one began has ended; call "
             "optimizer.step() first"
         )
@@ -73,7 +73,7 @@ class EarlySteps:
         self._is_open = True
         self.stepped: list[ParameterGroup] = []
         self.broken = ""
-        engine.early = self
+        engine.executor.early = self
 
     @property
     def is_of_the_last_backward(self) -> bool:
@@ -89,8 +89,8 @@ class EarlySteps:
         """Let the model go on: the step has ended, or nothing of it is left."""
         self.close()
         engine = self._engine()
-        if engine is not None and engine.early is self:
-            engine.early = None
+        if engine is not None and engine.executor.early is self:
+            engine.executor.early = None
 
     def fail(self, problem: str) -> None:
         """Stop; where a parameter was stepped, nothing goes on until a checkpoint is loaded."""

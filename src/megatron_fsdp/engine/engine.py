@@ -19,7 +19,6 @@ from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.homes import Home
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
-from megatron_fsdp.engine.early_steps import EarlySteps
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_checkpoints import ExpertNames
 from megatron_fsdp.engine.fp8_linear import emulation_note
@@ -211,8 +210,8 @@ class Engine:
                 "full_parameters_context, or open the whole model"
             )
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
-            if self.early is not None:
-                self.early.check_forward(self.backward_number)
+            if self.executor.early is not None:
+                self.executor.early.check_forward(self.backward_number)
             if is_capturing(self.device):
                 self._check_capture()
                 self._was_captured = True
@@ -520,8 +519,8 @@ class Engine:
     def _begin_backward(self) -> None:
         if self._callback_queued:
             return
-        if self.early is not None:
-            self.early.backward_begins(self.backward_number + 1)
+        if self.executor.early is not None:
+            self.executor.early.backward_begins(self.backward_number + 1)
         if self._has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
             self.executor.run(self.scheduler.weights_changed())
         self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
@@ -661,23 +660,14 @@ class Engine:
         """Whether every gradient is checked, and the verdict comes when backward ends."""
         return bool(self._checks)
 
-    @property
-    def early(self) -> EarlySteps | None:
-        """What gives gradients to an optimizer that steps in backward, from there to the end of its step; else None."""
-        return self.executor.early
-
-    @early.setter
-    def early(self, early: EarlySteps | None) -> None:
-        self.executor.early = early
-
     def refuse_late(self, what: str) -> None:
         """Refuse what changes gradients, where an optimizer has used them.
 
         Raises:
             ConfigurationError: On every rank.
         """
-        if self.early is not None:
-            self.early.refuse(what)
+        if self.executor.early is not None:
+            self.executor.early.refuse(what)
 
     @property
     def has_gradients_on_their_way(self) -> bool:
@@ -711,8 +701,8 @@ class Engine:
         sums, stay there with those of earlier backwards, as on one process; clear gradients to drop them.
         """
         self._callback_queued = False
-        if self.early is not None:
-            self.early.reset()
+        if self.executor.early is not None:
+            self.executor.early.reset()
         if self.delayed is not None:
             self.delayed.clear()
         self._unsharded_for_backward.clear()

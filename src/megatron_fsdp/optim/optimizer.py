@@ -176,7 +176,7 @@ class _StepHooks:
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
         self.refuse_inside("optimizer.step()")
         if self._early is not None:
-            self._early.finish(optimizer)
+            self._early.finish(optimizer, _alive(self._model))
         elif self._last is not None and self._last.is_of_the_last_backward:
             raise ScheduleError(
                 "optimizer.step_in_backward() has taken the step when its block ended; leave optimizer.step() out"

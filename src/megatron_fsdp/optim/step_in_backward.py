@@ -73,7 +73,6 @@ class StepInBackward:
         self._versions: list[tuple[Tensor, int]] = []  # parameters, and the versions of their gradients
         self._weights: dict[UnevenDTensor, int] = {}  # what the thread steps, and its version before or after that
         self._changed: set[UnevenDTensor] = set()  # weights that somebody changed before the thread stepped them
-        self._model = model
         self.has_left = False
         self._pool = ThreadPoolExecutor(1, "step in backward")
         self._early = model.step_early(self._take if step.has_stepped else None)
@@ -142,7 +141,7 @@ class StepInBackward:
 
     # ---- in the step ------------------------------------------------------------------------------------------------
 
-    def finish(self, optimizer: Optimizer) -> None:
+    def finish(self, optimizer: Optimizer, model: SteppedModel) -> None:
         """Wait for the thread, and let ranks agree that everything went well; collective.
 
         Raises:
@@ -159,7 +158,7 @@ class StepInBackward:
             met = RuntimeError(f"{type(error).__name__}: {error}; {LOAD}")
         elif problem := self._problem(optimizer):
             met = ConfigurationError(problem)
-        self._model.raise_together(met, "a step in backward")
+        model.raise_together(met, "a step in backward")
         for view in self._views:
             view.hand_over()
         self._step.leaves_out = frozenset(self.stepped)
