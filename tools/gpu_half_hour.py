@@ -344,25 +344,12 @@ def optimizers(session: Session) -> None:
     }
     for name, make in makers.items():
         plain = layers(REHEARSAL, session.device, torch.float32)
-        for param in plain.parameters():
-            param.requires_grad_(name != "Muon" or param.ndim == 2)
         expected = train(plain, make(plain.parameters()), batches)
         expected += [param.detach().clone() for param in plain.parameters()]
         for strategy in (0, 3):
-            model, optimizer = _small_matrices(session, make, name == "Muon", zero_dp_strategy=strategy)
+            model, optimizer = small(session, torch.float32, optimizer=make, zero_dp_strategy=strategy)
             found = train(model, optimizer, batches) + [_local(p.detach()).clone() for p in model.parameters()]
             session.note(f"{name}, strategy {strategy}", off_plain=max(map(_off, found, expected)))
-
-
-def _small_matrices(
-    session: Session, make: Callable[[Any], Any], only: bool, **arguments: Any
-) -> tuple[nn.Module, Any]:
-    from megatron_fsdp import fully_shard
-
-    model = layers(REHEARSAL, session.device, torch.float32)
-    for param in model.parameters():
-        param.requires_grad_(not only or param.ndim == 2)
-    return fully_shard(model, make(model.parameters()), fsdp_unit_modules=[Layer], **arguments)
 
 
 def away(session: Session) -> None:
