@@ -1,10 +1,11 @@
 """Weights in a weight format: one process that rounds its weights, the same bits on any ranks, bytes, bad input."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -217,6 +218,22 @@ def test_compute_sees_the_same_bits_on_any_ranks(run_ranks: RunRanks, name: str)
             assert seen
             for key, value in seen.items():
                 assert torch.equal(value, whole[key]), (job, key)
+
+
+def all_reduces_of_a_step(job: Job) -> int:
+    """Count them from the optimizer's step until new weights are installed."""
+    model, optimizer = wrap(job)
+    CASE.loss(model, batch()).backward()
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:
+        optimizer.step()
+    return counted.call_count
+
+
+def test_magnitudes_of_all_tensors_are_agreed_on_at_once(run_ranks: RunRanks) -> None:
+    """One all-reduce for each axis, whatever the number of tensors; none where no weight has a format."""
+    plain = replace(Job("fp8"), weight_format=None)
+    for job, count in ((Job("fp8"), 1), (Job("fp8_row", inner=2, outer=2), 2), (plain, 0)):
+        assert run_ranks(job.ranks, all_reduces_of_a_step, job) == [count] * job.ranks
 
 
 def poisoned(weight: float) -> list[str]:
