@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import all_agree, gather_over, raise_together
+from megatron_fsdp.comm.agreement import all_agree, ask, first_problem, raise_together
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
@@ -921,16 +921,8 @@ class MegatronFSDP(nn.Module):
         return result
 
     def raise_together(self, error: Exception | None, doing: str) -> None:
-        """Raise on all ranks of the model what any of them has met; collective.
-
-        Raises:
-            RankError: Says which ranks, what, and what was being done; the error itself where all have met it.
-        """
-        for group in self._engine.sharding.reaching_all:
-            if group is not None:
-                raise_together(error, doing, group)
-        if error is not None:
-            raise error
+        """Raise on all ranks of the model what any of them has met, as `comm.agreement.raise_together` does."""
+        raise_together(error, doing, self._engine.sharding.reaching_all)
 
     def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
         """Raise the problem of a state dict; on all ranks, together, where it comes out of a file.
@@ -938,10 +930,9 @@ class MegatronFSDP(nn.Module):
         Raises:
             CheckpointError: There is a problem here, or, with `is_from_file`, on any rank.
         """
-        problems = gather_over(self._engine.sharding.reaching_all if is_from_file else (), problem)
-        found = next((each for each in problems if each is not None), None)
-        if found is not None:
-            raise CheckpointError(found)
+        groups = self._engine.sharding.reaching_all if is_from_file else (None,)
+        found = None if problem is None else (CheckpointError, problem)
+        ask([(group, found) for group in groups], first_problem)
 
     def _recut(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Cut tensors that torch has cut into equal shards as the parameters are."""
@@ -1171,7 +1162,7 @@ class MegatronFSDP(nn.Module):
             )
         log = None
         try:
-            with all_agree(self._engine.sharding.reaching_all):
+            with all_agree("starting a log for hangs", self._engine.sharding.reaching_all):
                 timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
                 log = HangLog(Path(folder), self._engine, timeout_s)
         except BaseException:

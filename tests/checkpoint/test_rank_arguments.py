@@ -117,13 +117,10 @@ def test_ranks_that_ask_for_different_things_are_all_told_so(run_ranks: RunRanks
     assert first == second
     said, is_untouched, left = first
     for name, difference in DIFFERENT.items():
-        assert said[name] == (
-            f"ConfigurationError: ranks differ in what they save or load: {difference}; give the same on every rank"
-        ), name
+        assert said[name] == (f"ConfigurationError: ranks differ: {difference}; give the same on every rank"), name
     assert "rank 1: TypeError" in said["save no extra"]
     assert said["write iteration"] == (
-        "ConfigurationError: ranks differ in what they save or load: iteration is 1 on rank 0, 1.0 on rank 1; "
-        "give the same on every rank"
+        "ConfigurationError: ranks differ: iteration is 1 on rank 0, 1.0 on rank 1; give the same on every rank"
     )
     assert said["all wrong"] == "ConfigurationError: iteration=-1: give a whole number from 0"
     assert is_untouched

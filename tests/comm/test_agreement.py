@@ -8,11 +8,13 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.comm import agreement
-from megatron_fsdp.comm.agreement import SMALL_BYTES, gather_objects
+from megatron_fsdp.comm.agreement import SMALL_BYTES, all_agree, ask, first_problem, gather_objects, raise_together
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, RankError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, same_on_ranks
 
 _OVERHEAD = 8  # bytes of the length, in front of each object
 
@@ -79,3 +81,103 @@ def test_no_thread_of_the_back_end_frees_an_object_of_the_interpreter() -> None:
         for number in range(300):
             assert gather_objects(number) == [number, number]
     assert Message.freed_by == {threading.get_ident()}
+
+
+# ---- what ranks report -----------------------------------------------------------------------------------------------
+
+
+def grid() -> list[dist.ProcessGroup | None]:
+    """The row and the column of this rank in a 2 x 2 grid; rows are ranks 0 and 1, 2 and 3."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("column", "row"))
+    return [mesh.get_group("row"), mesh.get_group("column")]
+
+
+def told(error: Exception | None, *more: Any, **options: Any) -> str:
+    """What `raise_together` raises, the same on all ranks; it names the type."""
+    with pytest.raises(Exception) as raised:
+        raise_together(error, "the work", *more, **options)
+    return same_on_ranks(f"{type(raised.value).__name__}: {raised.value}")
+
+
+@on_ranks(4)
+def test_an_error_of_one_rank_reaches_the_ranks_of_all_groups() -> None:
+    rank, groups = dist.get_rank(), grid()
+    for failing in range(4):
+        met = {"mine": ConfigurationError("no"), "foreign": KeyError("k")}
+        mine = {kind: error if rank == failing else None for kind, error in met.items()}
+        rank_in_row, foreign = failing % 2, f"the work failed (rank {failing % 2}: KeyError: 'k')"
+        said = f"ConfigurationError: the work failed (rank {rank_in_row}: ConfigurationError: no)"
+        assert told(mine["mine"], groups) == said
+        assert told(mine["foreign"], groups) == f"RankError: {foreign}"
+        assert told(mine["foreign"], groups, raises=CheckpointError) == f"CheckpointError: {foreign}"
+    raise_together(None, "the work", groups, {"size": "3"})
+    assert gather_objects(rank) == [0, 1, 2, 3]  # all took part in the same collectives
+
+
+@on_ranks(2)
+def test_what_all_ranks_met_is_raised_as_it_is() -> None:
+    class OddError(Exception):  # cannot be sent
+        def __init__(self, _one: int, _two: int) -> None:
+            super().__init__("odd")
+
+    for error in (ConfigurationError("no"), RankError("no"), KeyError("k"), OddError(1, 2)):
+        error.__cause__ = cause = ValueError("why")
+        with pytest.raises(type(error)) as raised:
+            raise_together(error, "the work")
+        assert raised.value is error
+        assert error.__cause__ is cause
+    assert told(KeyError("k"), raises=CheckpointError) == (
+        "CheckpointError: the work failed (rank 0: KeyError: 'k'; rank 1: KeyError: 'k')"
+    )
+
+
+@on_ranks(3)
+def test_facts_that_differ_are_told_by_name_before_errors() -> None:
+    rank = dist.get_rank()
+    error = ConfigurationError("no") if rank == 1 else None
+    facts = {"size": str(max(rank, 1)), "kind": "a"}
+    assert told(error, facts=facts) == (
+        "ConfigurationError: ranks differ: size is 1 on ranks 0, 1, 2 on rank 2; give the same on every rank"
+    )
+    swapped = dict(reversed(facts.items())) if rank == 2 else facts
+    assert told(None, facts=swapped | {"size": "1"}) == (
+        "ConfigurationError: ranks differ: number 1 in their order is size on ranks 0, 1, kind on rank 2; give the "
+        "same on every rank"
+    )
+    many = {name: str(rank if name != "e" else 0) for name in "abcdefg"}
+    assert "; c is 0 on rank 0, 1 on rank 1, 2 on rank 2; 3 more differ; give" in told(None, facts=many)
+
+
+def tell_facts_until(error: Exception | None) -> None:
+    """Tell one fact and, without an error, another one that is different on each rank."""
+    with all_agree("the block") as facts:
+        facts["first"] = "same"
+        if error is not None:
+            raise error
+        facts["second"] = str(dist.get_rank())
+
+
+@on_ranks(3)
+def test_a_rank_that_fails_before_it_has_told_all_facts_is_named() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        tell_facts_until(ConfigurationError("no") if dist.get_rank() == 1 else None)
+    assert same_on_ranks(str(raised.value)) == "the block failed (rank 1: ConfigurationError: no)"
+    with pytest.raises(
+        ConfigurationError, match="ranks differ: second is 0 on rank 0, 1 on rank 1, 2 on rank 2; give "
+    ):
+        tell_facts_until(None)
+
+
+@on_ranks(4)
+def test_a_judge_sees_the_reports_of_each_group_and_the_first_verdict_holds() -> None:
+    rank, groups = dist.get_rank(), grid()
+    assert ask([(groups[0], rank), (groups[1], -rank)], lambda _: None) == [
+        [rank // 2 * 2, rank // 2 * 2 + 1],
+        [-(rank % 2), -(rank % 2) - 2],
+    ]
+    assert ask([(None, "alone")], lambda _: None) == [["alone"]]
+    odd = (CheckpointError, "rank 1 is odd")
+    with pytest.raises(CheckpointError, match=odd[1]):
+        ask([(group, rank) for group in groups], lambda found: odd if 1 in found else None)
+    with pytest.raises(ValueError, match="of rank 2"):
+        ask([(dist.group.WORLD, (ValueError, f"of rank {rank}") if rank > 1 else None)], first_problem)

@@ -425,9 +425,9 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "meta on rank one": (
         meta_on_rank_one,
         (
-            "ranks of the group disagree: rank 0 has 'tokens.weight ",
-            "requires_grad=True', rank 1 has 'tokens.weight ",
-            "requires_grad=True on the meta device'; give every rank the same model",
+            "ranks differ: parameter tokens.weight is (31, 16) torch.float32 requires_grad=True on rank 0, (31, 16) ",
+            "requires_grad=True on the meta device on rank 1; parameter ",
+            " more differ; give the same on every rank",
         ),
     ),
 }

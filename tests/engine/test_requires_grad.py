@@ -297,9 +297,8 @@ def freeze_on_one(model: MegatronFSDP) -> None:
 
 
 FREEZES_ANOTHER = (
-    "ConfigurationError: requires_grad was not changed alike: ranks of the group disagree: rank 0 has "
-    "'requires_grad=False of layers.0.linear.bias', rank 1 has 'requires_grad=False of layers.1.linear.bias'; "
-    "set it alike on all ranks"
+    "ConfigurationError: ranks differ: requires_grad of layers.0.linear.bias is False on rank 0, True on rank 1; "
+    "requires_grad of layers.1.linear.bias is True on rank 0, False on rank 1; give the same on every rank"
 )
 
 

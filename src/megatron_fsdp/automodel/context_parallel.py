@@ -124,12 +124,12 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh) -> dict[str, T
             the ranks hold different batches. All errors are raised on every rank.
     """
     layout = SequenceLayout(cp_mesh.size())
-    with all_agree([cp_mesh.get_group()]) as facts:
+    with all_agree("cutting a batch", [cp_mesh.get_group()]) as facts:
         _check(batch, layout)
-        facts += [
-            f"{name} {tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
+        facts |= {
+            name: f"{tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
             for name, values in sorted(batch.items())
-        ]
+        }
     reference = _reference(batch)
     rows, length = reference.shape[:2]
     whole = {name: values for name, values in batch.items() if name not in ("labels", "attention_mask")}

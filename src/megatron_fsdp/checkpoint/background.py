@@ -242,7 +242,7 @@ class BackgroundSaver:
                 save(copied, self.group)
 
         try:
-            raise_together(problem, "copying the state for a background save", self.group, raises=CheckpointError)
+            raise_together(problem, "copying the state for a background save", [self.group], raises=CheckpointError)
             together("saving in the background", save_copy, self.group)
         except RankError as error:  # torch.distributed was taken down
             raise _out_of_reach(error) from error

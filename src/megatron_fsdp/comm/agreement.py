@@ -1,9 +1,9 @@
-"""Two questions that ranks ask each other, so that all go on or all raise the same error.
+"""The questions that ranks ask each other, so that all go on or all raise the same error.
 
-    agree           did all ranks do the same?  Facts are compared before a model is sharded or changed; `all_agree` is
-                    the same around a block.
-    raise_together  may all go on?  What a rank met is raised on all, after work that each did by itself; `together` and
-                    `decided_by_first` are the same around a function, run by every rank or by the first.
+    ask             gathers a report of every rank and raises what they add up to; the others are this one
+    raise_together  may all go on, and did all do the same?  What a rank met, and facts that differ, are raised on all;
+                    `together` is the same around a function, `all_agree` around a block
+    decided_by_first  the first rank decides for all
 
 An error that one rank alone raises would leave the others waiting in their next collective. So errors travel first.
 Every function here is a collective; `gather_objects` and `gather_over` gather one value of every rank.
@@ -25,11 +25,17 @@ from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
 
 Result = TypeVar("Result")
+Report = TypeVar("Report")
+Problem = tuple[type[Exception], str]
+"""What all ranks raise: the type of an error, and its text."""
+Judge = Callable[[Sequence[Report]], Problem | None]
+"""Says what is wrong with the reports of a group's ranks, in rank order; decides the same on each of them."""
 
 SMALL_BYTES = 1024
 """Size of the first message; objects that do not fit, with the 8 bytes of their length, take a second collective."""
 _LENGTH_BYTES = 8
 _SHOWN = 8
+_SHOWN_DIFFERENCES = 3
 
 
 @real_values()
@@ -97,98 +103,94 @@ def _is_up(group: dist.ProcessGroup | None) -> bool:
     return False
 
 
-def agree(
-    groups: Sequence[dist.ProcessGroup | None], error: Exception | None = None, facts: Sequence[str] = ()
-) -> None:
-    """Compare facts and errors over groups of ranks, one group after another; the error of one rank stops all of them.
-
-    One small collective for each group, and a second one to say which facts differ.
+def ask(
+    reports: Sequence[tuple[dist.ProcessGroup | None, Report]], judge: Judge[Report], error: Exception | None = None
+) -> list[list[Report]]:
+    """Gather the reports of ranks over one group after another, and raise what is wrong; one collective for each group.
 
     Args:
-        groups: The ranks; None for a single one.
-        error: What this rank found wrong.
-        facts: What has to be the same in the first group, one readable line each, in an order that its ranks share.
+        reports: Groups that together reach all ranks that are to know, and what this rank reports in each; None is a
+            group of this rank alone.
+        judge: Looks at the reports of one group; what it finds is passed on to the ranks of the next ones.
+        error: What this rank met, the cause of what is raised.
+
+    Returns:
+        The reports in each group, in rank order.
 
     Raises:
-        ConfigurationError: On every rank, with the same message, where ranks differ.
-        Exception: `error` itself, where every rank found the same.
+        Exception: What the first judge to find something has found, on all ranks.
     """
-    for position, group in enumerate(groups):
-        if group is not None:
-            error = _problem_in(group, error, facts if position == 0 and error is None else ())
-    if error is not None:
-        raise error
+    found: list[list[Report]] = []
+    problem: Problem | None = None
+    for group, report in reports:
+        everyone = [(problem, report)] if group is None else gather_objects((problem, report), group)
+        found.append([each for _, each in everyone])
+        problem = first_problem([told for told, _ in everyone]) or judge(found[-1])
+    if problem is None:
+        return found
+    raise problem[0](problem[1]) from error
 
 
-@contextmanager
-def all_agree(groups: Sequence[dist.ProcessGroup | None]) -> Iterator[list[str]]:
-    """Run a block on every rank; after it `agree` on its error, if any, and on the facts that it adds to the list."""
-    error: Exception | None = None
-    facts: list[str] = []
-    try:
-        yield facts
-    except (MegatronFSDPError, TypeError) as met:
-        error = met
-    agree(groups, error, facts)
-
-
-def _problem_in(group: dist.ProcessGroup, error: Exception | None, facts: Sequence[str]) -> Exception | None:
-    """Return why the ranks of a group cannot go on together: the error here if all have that one; None: they can."""
-    everyone = gather_objects((None if error is None else str(error), _digest(facts)), group)
-    errors = [found for found, _ in everyone]
-    if error is not None and all(found == errors[0] for found in errors):
-        return error
-    if any(found is not None for found in errors):
-        message = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(errors) if found is not None)
-        return ConfigurationError(
-            f"some ranks of the group cannot go on ({message}); give every rank the same model and arguments"
-        )
-    if len({digest for _, digest in everyone}) == 1:
-        return None
-    of_ranks = gather_objects(list(facts), group)
-    differences = (
-        (rank, *pair)
-        for rank, other in enumerate(of_ranks)
-        for pair in itertools.zip_longest(of_ranks[0], other, fillvalue="nothing more")
-    )
-    rank, expected, found = next(place for place in differences if place[1] != place[2])
-    return ConfigurationError(
-        f"ranks of the group disagree: rank 0 has {expected!r}, rank {rank} has {found!r}; give every rank the same "
-        "model and arguments"
-    )
+def first_problem(problems: Sequence[Problem | None]) -> Problem | None:
+    """Judge by the first problem that a rank reports."""
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def raise_together(
     error: Exception | None,
     doing: str,
-    group: dist.ProcessGroup | None = None,
+    groups: Sequence[dist.ProcessGroup | None] = (),
     facts: Mapping[str, str] | None = None,
-    raises: type[MegatronFSDPError] = RankError,
+    raises: type[MegatronFSDPError] | None = None,
 ) -> None:
-    """Raise on all ranks what any of them met; one small collective.
+    """Raise on all ranks what any of them met; one small collective for each group.
 
     Args:
         error: What this rank met; None if all went well.
         doing: What was being done, for the message: "writing runs/a/iter_0000010".
-        group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
-        facts: As for `together`.
-        raises: The error to raise on all ranks.
+        groups: As for `ask`; none: all ranks, or this process alone where torch.distributed is not initialised.
+        facts: What has to be the same on every rank of the first group, by name, in an order that its ranks share.
+            Compared before errors are looked at, unless a rank has none; only a digest is sent unless they differ.
+        raises: What errors that are not of this library are raised as.
 
     Raises:
-        MegatronFSDPError: A rank has met an error; names every such rank and what it met, the same on every rank.
-        ConfigurationError: Ranks have different facts.
-        Exception: `error` itself, if it is of this library and every rank has met the same.
+        ConfigurationError: Ranks have different facts, or only some have met an error, all of them such; says which
+            rank has what, the same on every rank.
+        RankError: The same for errors of other types, without `raises`; names every such rank and what it met.
+        Exception: `error` itself, if every rank has met the same, and it is of this library or there is no `raises`.
     """
-    message = None if error is None else f"{type(error).__name__}: {error}"
-    found = gather_objects((message, None if facts is None else _digest(sorted(facts.items()))), group)
-    if facts is not None and len({digest for _, digest in found}) > 1:
-        _raise_different(gather_objects(dict(facts), group), error)
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
-    if not failed:
+    groups = groups or [dist.group.WORLD]
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    is_ours = isinstance(error, MegatronFSDPError)
+    met_by_all = True
+
+    def judge(reports: Sequence[tuple[str | None, bool, bytes | None]]) -> Problem | None:
+        nonlocal met_by_all
+        digests = {digest for _, _, digest in reports}
+        met_by_all = error is not None and all(text == told for text, _, _ in reports)
+        if len(digests) > 1 and None not in digests:  # in the first group, since others have none
+            met_by_all = False
+            return ConfigurationError, _differences(gather_objects(dict(facts or {}), groups[0]))
+        failed = {rank: text for rank, (text, _, _) in enumerate(reports) if text is not None}
+        if not failed:
+            return None
+        if error is not None and met_by_all and is_ours:
+            return type(error), str(error)
+        is_usage = all(is_configuration for text, is_configuration, _ in reports if text is not None)
+        of_ranks = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        kind = raises or (ConfigurationError if is_usage else RankError)
+        return kind, f"{doing} failed ({of_ranks if len(reports) > 1 else told})"
+
+    mine = told, isinstance(error, ConfigurationError)
+    digest = None if facts is None else _digest(facts)
+    try:
+        ask([(group, (*mine, None if place else digest)) for place, group in enumerate(groups)], judge, error)
+    except MegatronFSDPError:
+        if error is None or not met_by_all or not (is_ours or raises is None):
+            raise
+    else:
         return
-    if isinstance(error, MegatronFSDPError) and all(text == message for text, _ in found):
-        raise error
-    raise raises(f"{doing} failed ({message if len(found) == 1 else '; '.join(failed)})") from error
+    raise error  # outside of the block, to keep its own context
 
 
 def together(
@@ -196,21 +198,16 @@ def together(
     act: Callable[[], Result],
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
-    raises: type[MegatronFSDPError] = RankError,
+    raises: type[MegatronFSDPError] | None = None,
 ) -> Result:
-    """Run a function on every rank, and return only if it succeeded on all of them; one small collective.
+    """Run a function on every rank, and return only if it succeeded on all of them; raises as `raise_together` does.
 
     Args:
-        doing: As for `raise_together`.
+        doing: What is being done, for the message.
         act: The function; makes no collective, which a rank that failed would miss.
-        group: The ranks.
-        facts: What has to be the same on every rank, by name; all ranks give some, or none does. They are compared
-            before errors are looked at, and only a digest of them is sent unless they differ.
-        raises: As for `raise_together`.
-
-    Raises:
-        MegatronFSDPError: A rank has met an error; names every such rank and what it met, the same on every rank.
-        ConfigurationError: Ranks have different facts; says which rank has what, the same on every rank.
+        group: The ranks; None: all.
+        facts: What has to be the same on every rank.
+        raises: What errors that are not of this library are raised as.
     """
     error: Exception | None = None
     result: Result | None = None
@@ -218,8 +215,22 @@ def together(
         result = act()
     except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
         error = met
-    raise_together(error, doing, group, facts, raises)
+    raise_together(error, doing, [] if group is None else [group], facts, raises)
     return cast(Result, result)
+
+
+@contextmanager
+def all_agree(
+    doing: str, groups: Sequence[dist.ProcessGroup | None] = (), raises: type[MegatronFSDPError] | None = None
+) -> Iterator[dict[str, str]]:
+    """Run a block on every rank; then `raise_together` its error, if any, and what differs of facts that it adds."""
+    error: Exception | None = None
+    facts: dict[str, str] = {}
+    try:
+        yield facts
+    except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
+        error = met
+    raise_together(error, doing, groups, None if error is not None else facts, raises)
 
 
 def by_value(values: Sequence[str]) -> str:
@@ -236,21 +247,24 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def _digest(facts: Sequence[object]) -> bytes:
-    return hashlib.blake2b(repr(list(facts)).encode(), digest_size=8).digest()
+def _digest(facts: Mapping[str, str]) -> bytes:
+    return hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=8).digest()
 
 
-def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | None) -> None:
-    """Raise what differs; the message leaves out what was being done, which may differ between ranks."""
-    names = dict.fromkeys(name for of_rank in facts for name in of_rank)
-    values = {name: [of_rank.get(name, "nothing") for of_rank in facts] for name in names}
+def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
+    """Say which facts differ; the message leaves out what was being done, which may differ between ranks."""
+    names = dict.fromkeys(name for facts in everyone for name in facts)
+    values = {name: [facts.get(name, "nothing") for facts in everyone] for name in names}
     differing = [name for name in values if len(set(values[name])) > 1]
     # Of "config" and "config.size" keep the first: other classes may not have the second at all.
     first = [name for name in differing if name.rpartition(".")[0] not in differing]
-    message = "; ".join(f"{name} is {by_value(values[name])}" for name in first)
-    raise ConfigurationError(
-        f"ranks differ in what they save or load: {message}; give the same on every rank"
-    ) from cause
+    shown = [f"{name} is {by_value(values[name])}" for name in first[:_SHOWN_DIFFERENCES]]
+    if len(first) > _SHOWN_DIFFERENCES:
+        shown.append(f"{len(first) - _SHOWN_DIFFERENCES} more differ")
+    if not differing:
+        place, names_there = next(found for found in enumerate(zip(*everyone, strict=True), 1) if len({*found[1]}) > 1)
+        shown = [f"number {place} in their order is {by_value(names_there)}"]
+    return f"ranks differ: {'; '.join(shown)}; give the same on every rank"
 
 
 def decided_by_first(

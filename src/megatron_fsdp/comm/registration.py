@@ -71,7 +71,7 @@ class UserBuffers:
             return
         done: list[dist.ProcessGroup] = []
         weakref.finalize(self, _deregister, self._pool, done, self._device).atexit = False
-        with all_agree(self._reaching_all):
+        with all_agree("registering communication memory", self._reaching_all):
             try:
                 for group in self._groups:
                     dist.barrier(group, device_ids=[self._device.index])  # NCCL connects at its first collective

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.checkpoint import Checkpointer
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.agreement import Problem, ask, first_problem, gather_objects
 from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.doctor.compare import compare
 from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
@@ -161,32 +161,31 @@ def _check_here(task: Task, device: torch.device) -> ParityReport:
 def _with_batches(task: Task) -> Task:
     """Return the task with its batches, which must be the same on every rank; collective."""
     made = _together(task.with_batches, "the batches could not be made")
-    digests = gather_objects([digest_of_batch(batch) for batch in made.made])
-    other = [rank for rank, own in enumerate(digests) if own != digests[0]]
-    if other:
-        raise ConfigurationError(
-            f"batch gives rank(s) {', '.join(map(str, other))} other samples than rank 0; it has to make the batch of "
-            "all ranks together, the same on every rank"
-        )
+    digests = [digest_of_batch(batch) for batch in made.made]
+    ask([(dist.group.WORLD, digests)], _same_batches)
     return made
 
 
 def _together(act: Callable[[], Result], failing: str) -> Result:
     """Call `act`, and raise on all ranks what a rank raises; collective."""
-    result, failure, told = None, None, None
+    result = None
+    failure: Exception | None = None
+    problem: Problem | None = None
     try:
         result = act()
+    except ConfigurationError as error:
+        failure, problem = error, (ConfigurationError, str(error))
     except Exception as error:  # noqa: BLE001 - the other ranks must raise it too
-        failure = error
-        is_usage = isinstance(error, ConfigurationError)
-        told = (is_usage, str(error) if is_usage else "".join(traceback.format_exception(error)).strip())
-    met = next((each for each in gather_objects(told) if each is not None), None)
-    if met is None:
-        return cast(Result, result)
-    is_usage, text = met
-    if is_usage:
-        raise ConfigurationError(text) from failure
-    raise RankError(f"{failing}:\n{text}") from failure
+        shown = "".join(traceback.format_exception(error)).strip()
+        failure, problem = error, (RankError, f"{failing}:\n{shown}")
+    ask([(dist.group.WORLD, problem)], first_problem, failure)
+    return cast(Result, result)
+
+
+def _same_batches(digests: Sequence[object]) -> Problem | None:
+    other = [str(rank) for rank, own in enumerate(digests) if own != digests[0]]
+    text = f"batch gives rank(s) {', '.join(other)} other samples than rank 0; it has to make the batch of all ranks "
+    return (ConfigurationError, f"{text}together, the same on every rank") if other else None
 
 
 def _names(reference: Reference) -> tuple[str, ...]:

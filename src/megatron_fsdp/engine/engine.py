@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import Traffic, broadcast
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.lanes import is_capturing
@@ -345,20 +345,13 @@ class Engine:
         }
 
     def _agree_on_requires_grad(self, changes: Mapping[int, Sequence[bool]]) -> None:
-        facts: dict[bool, list[str]] = {False: [], True: []}
+        facts: dict[bool, dict[str, str]] = {False: {}, True: {}}
         for group in self.groups():
-            for name, flag, before in zip(
-                group.names, changes.get(id(group), group.trainable), group.trainable, strict=True
-            ):
-                if flag != before:
-                    facts[group.plan.is_expert].append(f"requires_grad={flag} of {name}")
-        try:
-            self.agree_on(facts[False], facts[True])
-        except ConfigurationError as error:
-            problem = str(error).partition(";")[0]
-            raise ConfigurationError(
-                f"requires_grad was not changed alike: {problem}; set it alike on all ranks"
-            ) from None
+            flags = changes.get(id(group), group.trainable)
+            facts[group.plan.is_expert] |= {
+                f"requires_grad of {name}": str(flag) for name, flag in zip(group.names, flags, strict=True)
+            }
+        self.compare_facts(facts[False], facts[True])
 
     def _set_trainable(self, unit: Unit, group_index: int, trainable: Sequence[bool]) -> None:
         group = unit.groups[group_index]
@@ -737,11 +730,15 @@ class Engine:
 
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 
-    def agree_on(self, dense_facts: Sequence[str], expert_facts: Sequence[str]) -> None:
-        """Compare facts with the other ranks; those about experts with the ranks that share them. Collective."""
-        agree(self.sharding.reaching_all, None, dense_facts)
+    def compare_facts(self, dense_facts: Mapping[str, str], expert_facts: Mapping[str, str]) -> None:
+        """Compare facts with the other ranks; those about experts with the ranks that share them. Collective.
+
+        Raises:
+            ConfigurationError: They differ; on every rank.
+        """
+        raise_together(None, "comparing facts", self.sharding.reaching_all, dense_facts)
         if self.sharding.experts is not None:
-            agree([self.sharding.experts.group], None, expert_facts)
+            raise_together(None, "comparing facts", [self.sharding.experts.group], expert_facts)
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""

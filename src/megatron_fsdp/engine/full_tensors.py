@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree, all_agree
+from megatron_fsdp.comm.agreement import all_agree, raise_together
 from megatron_fsdp.comm.axis import address_of, broadcast
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.engine.engine import Engine
@@ -28,7 +28,7 @@ from megatron_fsdp.engine.memory import full_view
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
@@ -92,8 +92,8 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
     except Exception as error:
         if writeback:
             # Tell the ranks that go on, which would wait otherwise.
-            with suppress(ConfigurationError), engine.observers.during(Phase.AGREE, ROOT_UNIT):
-                agree(engine.sharding.reaching_all, error)
+            with suppress(MegatronFSDPError), engine.observers.during(Phase.AGREE, ROOT_UNIT):
+                raise_together(error, "full_parameters_context", engine.sharding.reaching_all)
         raise
     else:
         if writeback:
@@ -139,7 +139,7 @@ def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]
 
 def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     with engine.observers.during(Phase.AGREE, ROOT_UNIT):
-        with all_agree(engine.sharding.reaching_all):
+        with all_agree("writing back full parameters", engine.sharding.reaching_all):
             _check_copies(units, copies)
         _compare(engine, units, copies)
     with torch.no_grad():
@@ -263,11 +263,11 @@ def _entries(
 
 def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
     """Check that all ranks have the same tensors: for one that a rank lacks, the others would wait."""
-    facts: dict[bool, list[str]] = {False: [], True: []}
+    facts: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for entry in entries:
-        facts[entry.group.plan.is_expert].append(f"{' '.join(entry.label)} in {entry.piece.dtype}")
+        facts[entry.group.plan.is_expert][" ".join(entry.label)] = str(entry.piece.dtype)
     with engine.observers.during(Phase.AGREE, ROOT_UNIT):
-        engine.agree_on(facts[False], facts[True])
+        engine.compare_facts(facts[False], facts[True])
 
 
 def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:

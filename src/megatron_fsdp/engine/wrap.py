@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.agreement import agree, all_agree
+from megatron_fsdp.comm.agreement import all_agree, raise_together
 from megatron_fsdp.comm.axis import Traffic, backend_of, broadcast, has_values, is_simulated
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
@@ -280,8 +280,9 @@ def _user_buffers(plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
     asked = sharding.options.memory.user_buffers
     if asked is None or plan.pool is None:
         return None
-    facts = [f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in plan.pool.blocks]
-    agree(sharding.reaching_all, None, facts)
+    blocks = (f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in plan.pool.blocks)
+    facts = {f"block {number} of communication memory": block for number, block in enumerate(blocks)}
+    raise_together(None, _DOING, sharding.reaching_all, facts)
     axes = (*sharding.dense.axes, *(sharding.experts.axes if sharding.experts is not None else ()))
     return UserBuffers(axes, sharding.reaching_all, sharding.device, asked.symmetric)
 
@@ -338,7 +339,7 @@ def _plan_together(
 ) -> tuple[UnitPlan, dict[str, WeightFormat]]:
     """Check the model, find its units and weight formats; every rank gets the same answer or the same error."""
     options = sharding.options
-    with all_agree(sharding.reaching_all) as facts:
+    with all_agree(_DOING, sharding.reaching_all) as facts:
         keeps_log = resolve_hang_log() is not None
         if options.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(options.strategy)
@@ -357,9 +358,9 @@ def _plan_together(
         guests = find_guests(module)
         _check_guests(guests, sharding)
         plan = grouping.plan(module, sharding)
-        facts += _facts(module, plan, sharding)
-        facts += [f"{name} is a {guest.kind.__name__} ({guest.context})" for name, guest in guests.items()]
-        facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
+        facts |= _facts(module, plan, sharding)
+        facts |= {f"the class of {name}": f"{guest.kind.__name__} ({guest.context})" for name, guest in guests.items()}
+        facts[FOLDER_VARIABLE] = "set" if keeps_log else "not set"
     return plan, {**formats, **_guest_formats(guests, params, sharding)}
 
 
@@ -394,7 +395,7 @@ def _guest_formats(
     """Let guests encode a row, to learn what they send; every rank gets the same answer or an error."""
     formats: dict[str, WeightFormat] = {}
     if guests:
-        with all_agree(sharding.reaching_all):
+        with all_agree(_DOING, sharding.reaching_all):
             mesh = sharding.dense.described_mesh[(sharding.dense.names[-1],)]
             formats.update((name, guest_format(guest, params[name], mesh)) for name, guest in guests.items())
     return formats
@@ -500,23 +501,23 @@ def _warn_of_dtypes(units: Sequence[Unit], sharding: Sharding) -> None:
         warn_without_16_bits([group.plan.precision for group in trained])
 
 
-def _facts(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> list[str]:
+def _facts(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> dict[str, str]:
     """List what every data-parallel rank must have in common; experts may differ between ranks."""
-    chosen = [f"{name}={value}" for name, value in vars(sharding.options).items()]
-    units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
-    if not all(spec.modules for spec in plan.units):
-        units.append(plan.source)  # made-up names do not identify their parameters
-    params = [
-        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_device_note(p)}"
+    facts = {name: str(value) for name, value in vars(sharding.options).items()}
+    facts |= {
+        f"parameter {name}": f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_device_note(p)}"
         for name, p in module.named_parameters()
         if not sharding.is_expert(name, p)
-    ]
-    buffers = [
-        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_device_note(buffer)}"
+    }
+    facts |= {
+        f"buffer {name}": f"{tuple(buffer.shape)} {buffer.dtype}{_device_note(buffer)}"
         for name, buffer in module.named_buffers()
         if not sharding.is_expert(name, buffer)
-    ]
-    return [*chosen, *params, *buffers, *units]
+    }
+    facts |= {f"unit {spec.name!r}": f"of {spec.class_name}" for spec in plan.units}
+    if not all(spec.modules for spec in plan.units):
+        facts["units"] = plan.source  # made-up names do not identify their parameters
+    return facts
 
 
 def _device_note(tensor: torch.Tensor) -> str:
@@ -549,7 +550,7 @@ def build_units(
     """
     blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
     # A disk may be full on one host.
-    with all_agree(sharding.reaching_all) if sharding.options.homes.are_away else nullcontext():
+    with all_agree(_DOING, sharding.reaching_all) if sharding.options.homes.are_away else nullcontext():
         units = list(_build_units(plan, planned, pool, dict(module.named_parameters()), parameter_sites(module)))
     if blueprint is not None:
         _initialise(module, blueprint, units, sharding)
@@ -590,7 +591,7 @@ def _build_units(
 def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:
     inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
     groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
-    with all_agree(sharding.reaching_all), same_random_numbers(groups, sharding.device):
+    with all_agree(_DOING, sharding.reaching_all), same_random_numbers(groups, sharding.device):
         materialise(module, blueprint, units, sharding.device)
 
 
@@ -725,6 +726,7 @@ def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device
     return differing
 
 
+_DOING = "sharding the model"  # in messages, where a rank cannot go on
 _FP32_SUMS = "reduce_scatter_with_fp32_accumulation"
 
 

@@ -108,7 +108,7 @@ class AdamW8bit(Optimizer):
         shared = _shared(pieces)
         for are_new in (False, True):
             for members in shared:
-                _agree(members, are_new)
+                _share_scales(members, are_new)
         for piece in pieces:
             piece.update()
         return loss
@@ -442,7 +442,7 @@ def _shared(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     return list(found.values())
 
 
-def _agree(pieces: Sequence[_Piece], are_new: bool) -> None:
+def _share_scales(pieces: Sequence[_Piece], are_new: bool) -> None:
     """Take the scales of shared blocks: the largest that any of their ranks has; an all-reduce for each group."""
     places = [(piece, block) for piece in pieces for block in piece.straddling]
     device = pieces[0].scales.device

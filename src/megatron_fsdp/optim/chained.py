@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.optim.whole_exchange import Ranks
@@ -192,15 +192,10 @@ class ChainedStep:
         here = [None if error is None else f"{type(error).__name__}: {error}" for error in self._met]
         error = next(filter(None, self._met), None)
         names = [type(each).__name__ for each, _ in self._members]
-        problem: str | None = None  # in an earlier mesh, passed on to the ranks of the next
-        all_ranks = self._all_ranks(optimizer)
-        for ranks in all_ranks:
-            everyone = [(problem, here)] if ranks.group is None else gather_objects((problem, here), ranks.group)
-            problem = next((told for told, _ in everyone if told), None) or _told(names, [met for _, met in everyone])
-        if error is not None and all(ranks.group is None for ranks in all_ranks):
+        groups = [ranks.group for ranks in self._all_ranks(optimizer)]
+        if error is not None and all(group is None for group in groups):
             raise error
-        if problem is not None:
-            raise RankError(problem) from error
+        ask([(group, here) for group in groups], lambda everyone: _told(names, everyone), error)
 
     def hand_over(self) -> None:
         """Let each optimizer have what its step has made."""
@@ -219,7 +214,7 @@ class ChainedStep:
         return list(found.values())
 
 
-def _told(names: Sequence[str], everyone: Sequence[Sequence[str | None]]) -> str | None:
+def _told(names: Sequence[str], everyone: Sequence[Sequence[str | None]]) -> Problem | None:
     """Say what has come of each optimizer of a chain; None where all have stepped.
 
     Args:
@@ -237,4 +232,4 @@ def _told(names: Sequence[str], everyone: Sequence[Sequence[str | None]]) -> str
     told += [f"{name} was not begun" for name in names[len(met) :]]
     has_stepped = any(text is None for texts in met for text in texts)
     cure = "load a checkpoint before the next step" if has_stepped else "no weights were changed"
-    return f"the step of a ChainedOptimizer failed: {'; '.join(told)}; {cure}"
+    return RankError, f"the step of a ChainedOptimizer failed: {'; '.join(told)}; {cure}"

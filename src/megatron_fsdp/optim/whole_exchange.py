@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.comm.groups import group_over
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.errors import RankError
@@ -125,20 +125,18 @@ def agreed(told: Mapping[Ranks, Mapping[int, Any]], error: Exception | None) -> 
     Raises:
         RankError: On every rank, with the same message, where a rank has failed.
     """
-    found: dict[Ranks, dict[int, Any]] = {}
-    problem: str | None = None  # of an earlier mesh, passed on to the ranks of the next
-    for ranks, here in told.items():
-        met = None if error is None else f"{type(error).__name__}: {error}"
-        mine = problem, met, dict(here)
-        everyone = [mine] if ranks.group is None else gather_objects(mine, ranks.group)
-        failed = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(everyone) if text is not None]
-        if failed and problem is None:
-            problem = f"the optimizer's step failed ({'; '.join(failed)}); no weights were changed on any rank"
-        problem = next((text for text, _, _ in everyone if text is not None), problem)
-        found[ranks] = {number: value for _, _, part in everyone for number, value in part.items()}
-    if problem is not None:
-        raise RankError(problem) from error
-    return found
+    met = None if error is None else f"{type(error).__name__}: {error}"
+    found = ask([(ranks.group, (met, dict(here))) for ranks, here in told.items()], _judge_step, error)
+    return {
+        ranks: {number: value for _, part in everyone for number, value in part.items()}
+        for ranks, everyone in zip(told, found, strict=True)
+    }
+
+
+def _judge_step(reports: Sequence[tuple[str | None, Any]]) -> Problem | None:
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text is not None]
+    text = f"the optimizer's step failed ({'; '.join(failed)}); no weights were changed on any rank"
+    return (RankError, text) if failed else None
 
 
 class Exchange:

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.agreement import Problem, ask, first_problem
 from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.failures import MEETING_VARIABLE, OutOfMemoryError
@@ -116,8 +116,10 @@ def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
         is_pending = task is not None and not task.done()
         if reduce_values(rank, [float(is_pending)], "max") == [0.0]:
             break
-    error = found = None if task is None else task.exception()
-    if not isinstance(error, ConfigurationError | OutOfMemoryError | None):
-        found = RuntimeError(f"rank {rank.index}: {error!r}")
-    for met in filter(None, gather_objects(found)):
-        raise met from error
+    error = None if task is None else cast(Exception | None, task.exception())
+    problem: Problem | None = None
+    if isinstance(error, ConfigurationError | OutOfMemoryError):
+        problem = type(error), str(error)
+    elif error is not None:
+        problem = RuntimeError, f"rank {rank.index}: {error!r}"
+    ask([(dist.group.WORLD, problem)], first_problem, error)

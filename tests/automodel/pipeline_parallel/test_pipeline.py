@@ -238,18 +238,18 @@ def _mask(tokens: Tensor, rank: int) -> dict[str, Tensor]:
 
 
 EXPECTED = {
-    "other rows": "rank 0 has 'input_ids of shape (4, 16)', rank 1 has 'input_ids of shape (3, 16)'",
-    "labels on one rank": "rank 0 has 'no labels', rank 1 has 'labels with the checksum ",
+    "other rows": "the shape of input_ids is (4, 16) on rank 0, (3, 16) on rank 1",
+    "labels on one rank": "the checksum of labels is none on rank 0, ",
     "labels on none": "needs labels",
     "labels in eval": "needs labels",
     "labels in forward": "use eval_step",
-    "bad labels on one rank": "rank 1: labels has shape (4, 15)",
-    "mask on one rank": "other arguments",
+    "bad labels on one rank": "rank 1: ConfigurationError: labels has shape (4, 15)",
+    "mask on one rank": "the call is ",
     "bad mask": "attention_mask has shape (3, 16)",
     "two kinds of labels": "give one of them",
     "flat tokens": "(rows, sequence)",
     "too few rows": "make 1 microbatches, but 1F1B needs at least one for each of the 2 stages",
-    "tokens of another batch": "ranks of the group disagree: rank 0 has 'tokens with the checksum",
+    "tokens of another batch": "ranks differ: the checksum of input_ids is ",
     "unknown tokens": "and the model knows 0 to 95",
     "no tensor": "use_cache=True has no effect in a pipeline",
     "dp_size alone": "give both",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron_fsdp.automodel.pipeline_parallel.stages import (
     tied_embeddings,
 )
 from megatron_fsdp.checkpoint.naming import PipelinePlace, own_name
-from megatron_fsdp.comm.agreement import all_agree, gather_objects
+from megatron_fsdp.comm.agreement import Problem, all_agree, ask, gather_objects
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.errors import ConfigurationError
@@ -225,9 +225,10 @@ class Pipeline:
         self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[Any, ...]
     ) -> StepInputs:
         vocabulary = getattr(text_config(self.parts[0]), "vocab_size", None)
-        with all_agree([self._group]) as facts:  # a rank with other shapes would wait for tensors that nobody sends
+        # A rank with other shapes would wait for tensors that nobody sends.
+        with all_agree("a pipeline step", [self._group]) as facts:
             inputs = _take_inputs(input_ids, labels, per_token, vocabulary)
-            facts += inputs.facts(call)
+            facts |= inputs.facts(call)
         check_call(self.parts[0], inputs.per_token)
         return inputs
 
@@ -402,15 +403,15 @@ class StepInputs:
     labels: Tensor | None  # of the same positions (shifted), (rows, sequence); None: none were given
     per_token: dict[str, Any]  # what the model takes besides; tensors have all rows
 
-    def facts(self, call: tuple[Any, ...]) -> list[str]:
-        """Describe what has to be the same on all ranks of a pipeline, `call` included, one line each."""
+    def facts(self, call: tuple[Any, ...]) -> dict[str, str]:
+        """Describe what has to be the same on all ranks of a pipeline, `call` included."""
         others = [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(self.per_token.items())]
-        return [
-            f"input_ids of shape {tuple(self.input_ids.shape)}",
-            f"tokens with the checksum {int(fingerprint(self.input_ids))}",
-            "no labels" if self.labels is None else f"labels with the checksum {int(fingerprint(self.labels))}",
-            f"other arguments {others} in {call}",
-        ]
+        return {
+            "the shape of input_ids": str(tuple(self.input_ids.shape)),
+            "the checksum of input_ids": str(int(fingerprint(self.input_ids))),
+            "the checksum of labels": "none" if self.labels is None else str(int(fingerprint(self.labels))),
+            "the call": f"{call} with {others}",
+        }
 
 
 def _take_inputs(
@@ -528,8 +529,13 @@ def check_ends(end: TiedEnd | None, group: dist.ProcessGroup) -> None:
         param = end.part.get_parameter(end.name)
         placements = repr(param.placements) if isinstance(param, DTensor) else ""
         own = (tuple(param.shape), tuple(local_part(param).shape), str(param.dtype), placements)
-    if len({found for found in gather_objects(own, group) if found is not None}) > 1:
-        raise ConfigurationError(
-            "the input embeddings and the head are tied, but their stages cut or cast them differently; give both "
-            "the same tensor-parallel style, sharding and dtype, or set tie_word_embeddings=False"
-        )
+    ask([(group, own)], _judge_ends)
+
+
+def _judge_ends(ends: Sequence[Any]) -> Problem | None:
+    if len({found for found in ends if found is not None}) < 2:
+        return None
+    return ConfigurationError, (
+        "the input embeddings and the head are tied, but their stages cut or cast them differently; give both "
+        "the same tensor-parallel style, sharding and dtype, or set tie_word_embeddings=False"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_fsdp.automodel.tensor_parallel.styles import (
     undivided_units,
     use_plain_tensors,
 )
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.engine.meta_init import random_state
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
@@ -245,17 +245,22 @@ class _FirstForward:
         device = torch.empty(0, device=self._mesh.device_type).device  # with the index of the current device
         drops_out = any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in module.modules())
         random = int(fingerprint(random_state(device)[-1])) if drops_out else 0
-        inputs, states = zip(*gather_objects((_describe(args, kwargs), random), self._mesh.get_group()), strict=True)
-        if len(set(inputs)) > 1:
-            raise ConfigurationError(
-                "tensor-parallel ranks were given different batches; let ranks that share a model read the same rows "
-                "(mesh_context.data_rank, not the global rank)"
-            )
-        if len(set(states)) > 1:
-            raise ConfigurationError(
-                "tensor-parallel ranks have different random states, so dropout would let their weights drift apart; "
-                "seed ranks that share a model alike (by mesh_context.data_rank, not by the global rank)"
-            )
+        ask([(self._mesh.get_group(), (_describe(args, kwargs), random))], _judge_inputs)
+
+
+def _judge_inputs(reports: Sequence[tuple[str, int]]) -> Problem | None:
+    inputs, states = zip(*reports, strict=True)
+    if len(set(inputs)) > 1:
+        return ConfigurationError, (
+            "tensor-parallel ranks were given different batches; let ranks that share a model read the same rows "
+            "(mesh_context.data_rank, not the global rank)"
+        )
+    if len(set(states)) > 1:
+        return ConfigurationError, (
+            "tensor-parallel ranks have different random states, so dropout would let their weights drift apart; "
+            "seed ranks that share a model alike (by mesh_context.data_rank, not by the global rank)"
+        )
+    return None
 
 
 def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_fsdp.checkpoint.store import MARK_OF_WHOLE, POINTER
-from megatron_fsdp.comm.agreement import by_value, gather_objects, together
+from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.data.tokens import (
@@ -85,13 +85,9 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
             write_data(job.options, folder)
 
     work_on_machines(rank, write)
-    found = together("opening the tokens of --data-path", lambda: read_data(job, folder), raises=ConfigurationError)
-    checksums = gather_objects(found.checksum)
-    if len(set(checksums)) > 1:
-        raise ConfigurationError(
-            f"the tokens of --data-path differ, with checksums {by_value(checksums)}: give the same text on every "
-            "machine, or one folder that all of them see"
-        )
+    with all_agree("opening the tokens of --data-path", raises=ConfigurationError) as facts:
+        found = read_data(job, folder)
+        facts["the checksum of the tokens of --data-path"] = found.checksum
     return found
 
 
