@@ -89,11 +89,7 @@ class ForwardCall:
 
 
 def live_engine(reference: weakref.ref[Engine]) -> Engine:
-    """Return the engine that a hook reports to.
-
-    Raises:
-        ScheduleError: It has been deleted.
-    """
+    """Return the engine that a hook reports to; one that has been deleted raises a ScheduleError."""
     engine = reference()
     if engine is None:
         raise ScheduleError(
@@ -112,42 +108,25 @@ def _take_gradient(
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Engine:
-    """Runs forward, backward and gradient sync of one sharded model.
-
-    Attributes:
-        units: All units, root first.
-        memory_plan: How memory is borrowed, with the scheduler's configuration.
-        scheduler: Decides what is gathered and reduced.
-        executor: Carries that out.
-        mode: When gradients are reduced; shared with the wrapper.
-        sharding: Ranks and options.
-        structure: Finds parameters that join the model later.
-        replaced: The parameters that were in the model before.
-        expert_names: Names of experts over all ranks.
-        delayed: The queue of weight gradients that wait for the end of backward, or None. With a queue, all gradients
-            stay where autograd puts them until then: units are filled and reduced there, one after another.
-        finite_check: The check of every gradient for NaN and infinity, where it was asked for.
-        large_check: The same for unexpectedly large values.
-        own_groups: Process groups that are destroyed with the engine.
-        user_buffers: Registered memory that is deregistered with it.
-        capture_lack: Why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to.
-    """
+    """Runs forward, backward and gradient sync of one sharded model."""
 
     units: tuple[Unit, ...]
     memory_plan: MemoryPlan
     scheduler: Scheduler
     executor: Executor
-    mode: SyncMode
+    mode: SyncMode  # shared with the wrapper
     sharding: Sharding
-    structure: StructureCheck
-    replaced: ReplacedParameters
-    expert_names: ExpertNames
+    structure: StructureCheck  # finds parameters that join the model later
+    replaced: ReplacedParameters  # the parameters that were in the model before
+    expert_names: ExpertNames  # over all ranks
+    # With a queue of weight gradients that wait for the end of backward, all gradients stay where autograd puts
+    # them until then: units are filled and reduced there, one after another.
     delayed: WeightGradientQueue | None
     finite_check: FiniteCheck | None
     large_check: LargeGradientCheck | None
-    own_groups: OwnGroups | None
-    user_buffers: UserBuffers | None
-    capture_lack: str
+    own_groups: OwnGroups | None  # destroyed with the engine
+    user_buffers: UserBuffers | None  # registered memory that is deregistered with the engine
+    capture_lack: str  # why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to
 
     takes_every_gradient = False  # whether `take_gradient` is called for every gradient
 
@@ -244,11 +223,7 @@ class Engine:
             self.observers.begins(Phase.FORWARD, unit_index)
 
     def _check_capture(self) -> None:
-        """Refuse to be captured into a CUDA graph that would not do when replayed what this step does.
-
-        Raises:
-            ScheduleError: On every rank that captures.
-        """
+        """Refuse to be captured into a CUDA graph that would not do when replayed what this step does."""
         if not self.keeps_gradients:
             raise ScheduleError(
                 "a CUDA graph is being captured of a model that was sharded without cuda_graph_mode=True, so memory "
@@ -308,12 +283,9 @@ class Engine:
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
     def _adopt_requires_grad(self) -> None:
-        """Follow changes of `requires_grad` since the last pass.
+        """Follow changes of `requires_grad` since the last pass; they have to be the same on all ranks.
 
         Nothing is sent unless something has changed; then ranks agree on it first.
-
-        Raises:
-            ConfigurationError: It has not changed alike on all ranks.
         """
         changes = {
             id(group): flags for group in self.groups() if (flags := group.requires_grad_flags()) != group.trainable
@@ -654,11 +626,7 @@ class Engine:
         return bool(self._checks)
 
     def refuse_late(self, what: str) -> None:
-        """Refuse what changes gradients, where an optimizer has used them.
-
-        Raises:
-            ConfigurationError: On every rank.
-        """
+        """Refuse, on every rank, what changes gradients where an optimizer has used them."""
         if self.executor.early is not None:
             self.executor.early.refuse(what)
 
@@ -731,11 +699,7 @@ class Engine:
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 
     def compare_facts(self, dense_facts: Mapping[str, str], expert_facts: Mapping[str, str]) -> None:
-        """Compare facts with the other ranks; those about experts with the ranks that share them. Collective.
-
-        Raises:
-            ConfigurationError: They differ; on every rank.
-        """
+        """Refuse facts that differ between ranks; those about experts between the ranks that share them. Collective."""
         raise_together(None, "comparing facts", self.sharding.reaching_all, dense_facts)
         if self.sharding.experts is not None:
             raise_together(None, "comparing facts", [self.sharding.experts.group], expert_facts)
@@ -796,8 +760,7 @@ class Engine:
     def set_reduce_capacity(self, numel: int) -> None:
         """Use as many buckets as fit into `numel` elements; see `bucket_count`.
 
-        Raises:
-            ConfigurationError: Every unit fills a bucket before the first is reduced, whatever is allowed.
+        A model whose units all fill a bucket before the first is reduced is refused, whatever is allowed.
         """
         if not self.scheduler.config.reduces_early:
             raise ConfigurationError(

@@ -22,14 +22,10 @@ from megatron_fsdp.sharding.shards import MeshUse, TensorParallelCut
 
 
 class ExpertNames:
-    """Names over all ranks, and the shards of all ranks' experts together, for one model.
-
-    Attributes:
-        plan: The experts of all ranks; None where no ranks hold other experts.
-    """
+    """Names over all ranks, and the shards of all ranks' experts together, for one model."""
 
     def __init__(self, plan: ExpertPlan | None = None) -> None:
-        self.plan = plan
+        self.plan = plan  # the experts of all ranks; None where no ranks hold other experts
         self._own: dict[str, ShardFrame] = {}
         self._saved: dict[str, ShardFrame] = {}
 

@@ -54,15 +54,10 @@ class _GradientTarget:
         )
 
     def write(self, grad: torch.Tensor, operand: torch.Tensor) -> bool:
-        """Multiply the weight gradient into the bucket, or add it to what came before in this backward.
+        """Multiply the weight gradient into the bucket, or add it to this backward's; return whether that was done.
 
-        Args:
-            grad: Gradient of the output, (rows, out_features).
-            operand: The input, (rows, in_features).
-
-        Returns:
-            Whether that was done; not where a check or hook needs the gradient by itself, or where it is cast or scaled
-            on its way into the bucket.
+        `grad` is that of the output, (rows, out_features), `operand` the input, (rows, in_features). Nothing is done
+        where a check or hook needs the gradient by itself, or where it is cast or scaled on its way into the bucket.
         """
         engine, weight = self._engine(), self._weight()
         if engine is None or weight is None or engine.large_check is not None or _is_watched(weight):

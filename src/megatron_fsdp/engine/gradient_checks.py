@@ -26,17 +26,14 @@ class NamedRanks:
         labels: The unit or bucket of each parameter of this rank, by its name; nothing is said of an empty one.
             Expert-parallel ranks may have others, and another number.
         groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
-
-    Attributes:
-        everyone: The global rank and the parameters of each rank, each as "name (label)", in the order of `gather`.
-        most: The largest number of parameters of any rank.
     """
 
     def __init__(self, labels: Mapping[str, str], groups: Sequence[dist.ProcessGroup | None]) -> None:
         self._groups = [group for group in groups if group is not None]
         self.own = tuple(f"{name} ({label})" if label else name for name, label in labels.items())
+        # global rank and "name (label)" of each parameter, in `gather`'s order
         self.everyone = gather_over(self._groups, (dist.get_rank() if self._groups else 0, self.own))
-        self.most = max(len(of_rank) for _, of_rank in self.everyone)
+        self.most = max(len(of_rank) for _, of_rank in self.everyone)  # parameters of the rank with the most
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Gather the values of every rank, (ranks, most); `mine` is (most,) on each. Collective."""
@@ -97,9 +94,6 @@ class LargeGradientCheck:
         device: Device of the magnitudes.
         factor: How many times the largest magnitude so far is too large; above 1.
         history: Backwards with a gradient other than zero before a parameter is judged; at least 1.
-
-    Raises:
-        ConfigurationError: `factor` or `history` is out of range.
     """
 
     def __init__(
@@ -198,11 +192,7 @@ class FiniteCheck:
         self._flags[self._own_index[name]] |= ~torch.isfinite(grad).all()
 
     def conclude(self) -> None:
-        """Compare the flags over the ranks.
-
-        Raises:
-            NonFiniteGradientError: Some rank saw NaN or infinity; the message names parameters and ranks.
-        """
+        """Compare the flags over the ranks; NaN or infinity on some rank is an error on every rank."""
         by_rank = self._ranks.gather(self._flags.to(torch.uint8)).bool().cpu()
         if has_values(by_rank) and bool(by_rank.any()):
             raise NonFiniteGradientError(self._message(by_rank.tolist()))

@@ -37,11 +37,7 @@ from megatron_fsdp.sharding.mesh import Domain
 
 
 class BucketViews:
-    """The views of each tensor in the buckets that a group fills, made once per bucket; their memory comes and goes.
-
-    Args:
-        layout: Where each tensor lies in a bucket.
-    """
+    """The views of each tensor in the buckets that a group fills, made once per bucket; their memory comes and goes."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -110,24 +106,17 @@ _OWN_REFERENCES = 3  # to a DTensor of ours during the check: the list, the vari
 
 
 class MainGradient:
-    """This rank's part of the accumulated gradients of a group, and the DTensors of its pieces.
-
-    Attributes:
-        region: The elements of the whole gradient that are here.
-        dtype: Dtype of the accumulation.
-        device: Device of the model.
-        is_away: Whether it rests elsewhere than on the device.
-        views: The DTensor of each tensor's piece, where it was made already.
-    """
+    """This rank's part of the accumulated gradients of a group, and the DTensors of its pieces."""
 
     def __init__(self, plan: GroupPlan) -> None:
         self._layout = plan.layout
-        self.region = plan.main_region
-        self.dtype = plan.precision.main_grads
+        self.region = plan.main_region  # the elements of the whole gradient that are here
+        self.dtype = plan.precision.main_grads  # of the accumulation
         self.device = plan.device
         self._home = plan.homes.main_gradients
-        self.is_away = self._home.is_away
+        self.is_away = self._home.is_away  # rests elsewhere than on the device
         self._buffer: FlatBuffer | None = None
+        # the DTensor of each tensor's piece, where it was made already
         self.views: list[DTensor | None] = [None] * len(plan.layout.shapes)
 
     @property
@@ -182,9 +171,8 @@ class MainGradient:
     def add(self, grads: Mapping[int, torch.Tensor], counts: Sequence[bool]) -> None:
         """Add gradients, by index, of the sharded parameters themselves, which are final on this rank.
 
-        Args:
-            grads: DTensors or this rank's parts.
-            counts: For each tensor of the layout whether there is something to add to.
+        They are DTensors or this rank's parts; `counts`: for each tensor of the layout whether there is something to
+        add to.
         """
         for is_sum, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
             chosen = {index: local_part(grad) for index, grad in grads.items() if counts[index] == is_sum}
@@ -467,16 +455,9 @@ class GradientBuffers:
     def reduce_outer(
         self, lane: Lane, params: Sequence[nn.Parameter], home_lane: Lane, crossing: Sequence[torch.Tensor]
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
-        """Start to reduce the inner sums over the outer ranks.
+        """Start to reduce the inner sums over the outer ranks; returns a ticket and memory, as `reduce` does.
 
-        Args:
-            lane: Where the collective runs.
-            params: The sharded parameters.
-            home_lane: As for `reduce`.
-            crossing: What to send from, in the dtype that crosses, and what to receive into, where they are taken.
-
-        Returns:
-            The ticket, and memory that has to be kept until it was waited for.
+        `crossing`: what to send from, in the dtype that crosses, and what to receive into, where they are taken.
         """
         inner_sum, self._inner_sum = self._inner_sum, None
         assert inner_sum is not None
@@ -543,12 +524,9 @@ class GradientBuffers:
     # ---- showing ------------------------------------------------------------------------------------------------
 
     def attach(self, params: Sequence[nn.Parameter], used: Sequence[bool], describe: DescribePiece) -> None:
-        """Set `.grad` of the sharded parameters to the main gradient.
+        """Set `.grad` of the sharded parameters to the main gradient, whose pieces `describe` wraps as DTensors.
 
-        Args:
-            params: The sharded parameters.
-            used: Whether any rank had a gradient for the parameter; one that nobody used and that had none keeps None.
-            describe: Wraps this rank's piece of tensor i as the DTensor that matches parameter i.
+        A parameter that no rank has `used`, and that had no gradient, keeps None.
         """
         found = get_grads(params, self.grad_attribute)
         if not self._show_new(params, used, found):
@@ -738,14 +716,10 @@ class UsageAgreement:
 
     @real_values()
     def agree(self, used_here: Sequence[bool], operations_digest: int) -> list[bool]:
-        """Return whether any rank used each parameter.
+        """Return whether any rank used each parameter, given whether this rank did, in the order that all ranks share.
 
-        Args:
-            used_here: For each parameter, in the order that all ranks share, whether this rank computed a gradient.
-            operations_digest: Of the gathers and reductions so far; has to be the same on every rank. Below 2 ** 62.
-
-        Raises:
-            ScheduleError: On every rank, where ranks gathered or reduced different units.
+        `operations_digest`, below 2 ** 62, is that of the gathers and reductions so far. Ranks that gathered or reduced
+        different units all raise a ScheduleError.
         """
         if self._all_used:
             return [True] * len(used_here)

@@ -54,21 +54,13 @@ from megatron_fsdp.sharding.weight_formats import Fp8Compute, WeightFormat, enco
 
 @dataclass(frozen=True)
 class TensorParallelPart:
-    """How one parameter is placed on the tensor-parallel ranks.
+    """How one parameter is placed on the tensor-parallel ranks."""
 
-    Attributes:
-        mesh: The one-dimensional tensor-parallel mesh.
-        placement: `Shard(dim)` or `Replicate()`.
-        shape: Shape of the parameter over all tensor-parallel ranks.
-        stride: Stride of the parameter over all tensor-parallel ranks.
-        is_dtensor: Whether the modules hold it as a DTensor, else as a plain tensor.
-    """
-
-    mesh: DeviceMesh
-    placement: TensorPlacement
-    shape: torch.Size
-    stride: tuple[int, ...]
-    is_dtensor: bool
+    mesh: DeviceMesh  # one-dimensional, tensor-parallel
+    placement: TensorPlacement  # `Shard(dim)` or `Replicate()`
+    shape: torch.Size  # over all tensor-parallel ranks
+    stride: tuple[int, ...]  # over all tensor-parallel ranks
+    is_dtensor: bool  # whether the modules hold it as a DTensor, else as a plain tensor
 
     @property
     def is_cut(self) -> bool:
@@ -127,14 +119,9 @@ def plain_values(guest: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorParallelPart | None:
-    """Describe how tensor parallelism cut a parameter.
+    """Describe how tensor parallelism cut a parameter; None for a plain tensor without tensor-parallel ranks.
 
-    Returns:
-        None for a plain tensor without tensor-parallel ranks.
-
-    Raises:
-        ConfigurationError: It is a DTensor over another mesh, or with a placement that is neither a plain `Shard` nor
-            `Replicate`.
+    DTensors over another mesh, and placements that are neither a plain `Shard` nor `Replicate`, are refused.
     """
     if isinstance(param, DTensor):
         return _part_of_dtensor(name, param, mesh)
@@ -179,37 +166,20 @@ def _partition_dim(param: torch.Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Everything that was decided for one group before memory is allocated.
-
-    Attributes:
-        spec: The parameters, by name, and what they share.
-        layout: Their places in the flat buffer.
-        precision: The dtype of each buffer.
-        reduction: The factor and operation of their gradients.
-        placements: The placement of each buffer, by strategy.
-        axes: The data-parallel axes, outermost first; the last one is the sharding axis.
-        mesh: The mesh of the sharded parameters' DTensors: the axes, and the tensor-parallel one last where there is
-            one.
-        device: Device of the buffers.
-        parts: For each parameter how tensor parallelism cut it before; None where it did not.
-        layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
-        foreign_groups: For experts, groups of ranks that hold other experts.
-        flat: Both axes of a hybrid mesh as one, where gradients are added rank by rank; else None.
-        homes: Where its state rests; fractions count no more.
-    """
+    """Everything that was decided for one group before memory is allocated."""
 
     spec: ParameterGroupSpec
     layout: Layout
     precision: ResolvedPrecision
     reduction: GradientReduction
     placements: Placements
-    axes: tuple[Axis, ...]
-    mesh: DeviceMesh
+    axes: tuple[Axis, ...]  # data-parallel, outermost first; the last one is the sharding axis
+    mesh: DeviceMesh  # of the DTensors: the axes, and last the tensor-parallel one, if any
     device: torch.device
-    parts: tuple[TensorParallelPart | None, ...]
-    layouts_by_part: tuple[Layout, ...] = ()
-    foreign_groups: tuple[dist.ProcessGroup, ...] = ()
-    flat: FlatAxis | None = None
+    parts: tuple[TensorParallelPart | None, ...]  # how tensor parallelism cut each parameter before, if it did
+    layouts_by_part: tuple[Layout, ...] = ()  # on each tensor-parallel rank, where their parts differ in shape
+    foreign_groups: tuple[dist.ProcessGroup, ...] = ()  # for experts, groups of ranks that hold other experts
+    flat: FlatAxis | None = None  # both axes of a hybrid mesh as one, where gradients are added rank by rank
     homes: Homes = Homes()  # noqa: RUF009 (frozen)
 
     @property
@@ -439,23 +409,14 @@ _EVERY_PARAMETER = "all"
 
 @dataclass(frozen=True)
 class Sharding:
-    """The ranks and options by which the parameters of a model are sharded.
-
-    Attributes:
-        options: The options of the engine.
-        dense: The ranks of dense parameters.
-        experts: The ranks of experts; None where they are sharded as everything else.
-        device: Device of the buffers.
-        weight_formats: The weight format of each parameter that has one, by canonical name.
-        lookups: Canonical names of the parameters that `looked_up` finds.
-    """
+    """The ranks and options by which the parameters of a model are sharded."""
 
     options: EngineOptions
     dense: Domain
-    experts: Domain | None
+    experts: Domain | None  # None where they are sharded as everything else
     device: torch.device
-    weight_formats: Mapping[str, WeightFormat] = field(default_factory=dict)
-    lookups: frozenset[str] = frozenset()
+    weight_formats: Mapping[str, WeightFormat] = field(default_factory=dict)  # by canonical name
+    lookups: frozenset[str] = frozenset()  # canonical names of what `looked_up` finds
 
     def sums_in_fp32(self, name: str) -> bool:
         """Return whether the gradients of a parameter are accumulated in float32, by its canonical name."""
@@ -464,14 +425,7 @@ class Sharding:
         )
 
     def check_patterns(self, names: Sequence[str]) -> None:
-        """Refuse patterns without effect.
-
-        Args:
-            names: Canonical names of the model's trainable parameters.
-
-        Raises:
-            ConfigurationError: A pattern matches none of them.
-        """
+        """Refuse patterns that match none of `names`, the canonical ones of the model's trainable parameters."""
         for pattern in self.options.param_name_patterns_for_fp32_local_accumulation:
             if not any(self.matches(name, pattern) for name in names):
                 raise ConfigurationError(
@@ -488,8 +442,7 @@ class Sharding:
     def is_expert(self, name: str, param: torch.Tensor) -> bool:
         """Return whether a parameter is on the expert mesh: by its name, or marked `allreduce=False` as in Megatron.
 
-        Raises:
-            ConfigurationError: It is marked, and there is no expert mesh.
+        A mark without an expert mesh is refused.
         """
         is_marked = getattr(param, "allreduce", True) is False
         if is_marked and self.experts is None:

@@ -36,21 +36,13 @@ from megatron_fsdp.sharding.weight_formats import GuestFormat
 
 @dataclass(frozen=True)
 class Guest:
-    """A tensor class around plain values.
+    """A tensor class around plain values."""
 
-    Attributes:
-        kind: The class.
-        inner: Name of the attribute with the values.
-        context: What else it flattens into.
-        shape: Its shape.
-        module: The module that holds it.
-    """
-
-    kind: Any
-    inner: str
-    context: object
+    kind: Any  # the class
+    inner: str  # name of the attribute with the values
+    context: object  # what else it flattens into
     shape: torch.Size
-    module: nn.Module
+    module: nn.Module  # the one that holds it
 
     def around(self, rows: torch.Tensor) -> Any:
         """Return rows (n, *rest) as a tensor of the class."""
@@ -61,11 +53,7 @@ class Guest:
         return torch.zeros(1, *self.shape[1:], dtype=dtype, device=device)
 
     def encode(self, rows: torch.Tensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], object]:
-        """Encode rows (n, *rest), at least one; returns their codes (n, ...) and metadata; may communicate.
-
-        Raises:
-            ConfigurationError: The class wants something else to be gathered.
-        """
+        """Encode rows (n, *rest), at least one; returns their codes (n, ...) and metadata; may communicate."""
         method = self.around(rows).fsdp_pre_all_gather
         given: tuple[Any, ...] = (mesh,)
         if len(inspect.signature(method).parameters) > 1:
@@ -90,8 +78,7 @@ class Guest:
 def guest_of(name: str, param: torch.Tensor, module: nn.Module) -> Guest | None:
     """Describe a parameter of a tensor class that is gathered in its own way; None for any other.
 
-    Raises:
-        ConfigurationError: The class lacks a method, or is more than plain values.
+    A class that lacks a method, or is more than plain values, is refused.
     """
     values: Any = param
     kind: Any = type(param)
@@ -116,11 +103,7 @@ def guest_of(name: str, param: torch.Tensor, module: nn.Module) -> Guest | None:
 
 
 def find_guests(module: nn.Module) -> dict[str, Guest]:
-    """Return the parameters that are guests, by name; the module is only read.
-
-    Raises:
-        ConfigurationError: As of `guest_of`.
-    """
+    """Return the parameters that are guests, by name; the module is only read."""
     sites = {id(param): owner for owner in module.modules() for param in owner.parameters(recurse=False)}
     found = {name: guest_of(name, param, sites[id(param)]) for name, param in module.named_parameters()}
     return {name: guest for name, guest in found.items() if guest is not None}

@@ -335,14 +335,7 @@ def surround(module: nn.Module, before: Callable[..., None], after: Callable[...
 
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
-    """Replace the `OptimizedModule` of `torch.compile(module)` by the module in it, compiled in place.
-
-    Returns:
-        The model, or the module in its wrapper.
-
-    Raises:
-        ConfigurationError: A wrapper of another kind than this version of torch makes.
-    """
+    """Return the module in the `OptimizedModule` of `torch.compile(module)`, compiled in place; any other as it is."""
     if "torch._dynamo" not in sys.modules:
         return module  # nothing can have been compiled
     module = _unboxed(module)
@@ -388,16 +381,9 @@ def unit_calls(module: nn.Module, number_of: Mapping[int, tuple[int, int]]) -> t
 def calls_of(
     engine: Engine, root: nn.Module, module: nn.Module | None, order: Iterable[nn.Module] | None
 ) -> tuple[UnitCall, ...]:
-    """Return the unit calls that `take_part` replaces.
+    """Return the unit calls that `take_part` replaces: those of a module of the model `root`; None: of all of it.
 
-    Args:
-        engine: Engine of the model.
-        root: The model.
-        module: A part of it; None: all of it.
-        order: Modules within it in the order that the forward calls them; None: the order of registration.
-
-    Raises:
-        ConfigurationError: A module is not part of the model.
+    `order` lists modules within it as the forward calls them; None: in the order of registration.
     """
     number_of = {
         id(root.get_submodule(path)): (unit.index, module_index)
@@ -423,11 +409,7 @@ def calls_of(
 def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tensor:
     """Run the communication of some units' forwards now, and that of their backwards when `hidden`'s gradient comes.
 
-    Returns:
-        The same values; a new tensor where a backward is going to run.
-
-    Raises:
-        ScheduleError: `hidden` cannot carry a gradient.
+    Returns the same values; a new tensor where a backward is going to run, for which `hidden` has to carry a gradient.
     """
     if not hidden.is_floating_point():
         raise ScheduleError(

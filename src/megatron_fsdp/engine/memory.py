@@ -42,18 +42,12 @@ from megatron_fsdp.sharding.placement import Region
 
 
 class FlatBuffer:
-    """This rank's part of all tensors of a layout, in one flat local tensor.
-
-    Attributes:
-        layout: Where each tensor lies in the full buffer.
-        region: The elements of the full buffer that are here.
-        local: These elements, (region.numel,).
-    """
+    """This rank's part of all tensors of a layout, in one flat local tensor."""
 
     def __init__(self, layout: Layout, region: Region, local: torch.Tensor) -> None:
-        self.layout = layout
-        self.region = region
-        self.local = local
+        self.layout = layout  # where each tensor lies in the full buffer
+        self.region = region  # the elements of the full buffer that are here
+        self.local = local  # these elements, (region.numel,)
 
     @property
     def is_whole(self) -> bool:
@@ -124,15 +118,9 @@ def padding_ranges(layout: Layout) -> tuple[tuple[int, int], ...]:
 
 
 def allocate(home: Home, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros (numel,) in a home.
+    """Allocate zeros (numel,) in a home, pinned where that is host memory and `device`, the model's, is a CUDA device.
 
     Files are deleted as soon as they are mapped: their space is free again when the memory is, also after a kill.
-
-    Args:
-        home: Where.
-        numel: How many elements.
-        dtype: Their dtype.
-        device: The device of the model; host memory is pinned for a CUDA device.
 
     Raises:
         ConfigurationError: The folder of a file cannot be written to, or has no room for it.
@@ -160,17 +148,12 @@ def allocate(home: Home, numel: int, dtype: torch.dtype, device: torch.device) -
 
 
 class StateMemory:
-    """The optimizer state of one parameter group that is shaped as its parameters, where it rests.
-
-    Attributes:
-        is_paged: Whether a step works on copies on the device, unit by unit; else it steps where the state rests.
-        was_refused: There was no room on some rank, so that all ask again in the next step.
-    """
+    """The optimizer state of one parameter group that is shaped as its parameters, where it rests."""
 
     def __init__(self, home: Home, layout: Layout, region: Region, device: torch.device, *, is_paged: bool) -> None:
         """Allocate nothing: which states there are, and their dtypes, is known after the first step."""
-        self.is_paged = is_paged
-        self.was_refused = False
+        self.is_paged = is_paged  # a step works on copies on the device, unit by unit; else where the state rests
+        self.was_refused = False  # no room on some rank, so that all ask again in the next step
         self._home, self._layout, self._region, self._device = home, layout, region, device
         self._buffers: dict[tuple[str, torch.dtype], FlatBuffer] = {}
         self._pieces: dict[tuple[str, int], torch.Tensor] = {}
@@ -180,11 +163,7 @@ class StateMemory:
         return (key, dtype) in self._buffers
 
     def place(self, key: str, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return where a state of parameter `index` rests: always the same tensor for a dtype.
-
-        Raises:
-            ConfigurationError: There is no room; see `allocate`.
-        """
+        """Return where a state of parameter `index` rests: always the same tensor for a dtype; no room is an error."""
         found = self._pieces.get((key, index))
         if found is None or found.dtype != dtype:
             buffer = self._buffers.get((key, dtype))
@@ -210,16 +189,11 @@ _POISON = 0xFF
 
 
 class Block:
-    """A stretch of memory that gives typed views.
+    """A stretch of memory that gives typed views: allocated on `device`, or `memory`, (num_bytes,) of uint8, of a pool.
 
     It can be emptied and refilled, whole or in part: the memory is freed and allocated again, and views stay valid,
     since the storage object that they refer to is the same. Their content is lost. A block that is a part of a pool's
     memory keeps it: emptying and refilling it do nothing.
-
-    Args:
-        num_bytes: Its size.
-        device: Where its memory is allocated.
-        memory: A part of a pool's memory, (num_bytes,) of uint8, in place of an allocation.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
@@ -296,9 +270,6 @@ class CommunicationPool:
         device: Device of the memory.
         plan: The blocks that are taken now, in one stretch, and kept; None: every block is allocated when it is made.
         allocate: Allocates a number of bytes, zeros of uint8, for that; None: on the device.
-
-    Attributes:
-        plan: As given.
     """
 
     def __init__(
@@ -346,16 +317,8 @@ class CommunicationPool:
 class BucketPool:
     """A few blocks that are borrowed and given back, each as long as its borrower needs.
 
-    Args:
-        pool: Where the blocks come from.
-        use: What they are for.
-        count: How many there are.
-        sizes_bytes: What each borrower needs.
-        make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
-            the pool grows: several units that fill at once each need one).
-
-    Attributes:
-        peak_bytes: The most that was held at a time.
+    Where all `count` are out, `make_room` is called: it gives some back, or returns False where nothing can be waited
+    for. Then the pool grows: several units that fill at once each need one.
     """
 
     def __init__(
@@ -369,7 +332,7 @@ class BucketPool:
         self._make_room = make_room
         self._made = [pool.make(use, number, num_bytes) for number in range(pool.planned(use, num_bytes))]
         self._free = list(self._made)
-        self.peak_bytes = self.held_bytes
+        self.peak_bytes = self.held_bytes  # the most that was held at a time
 
     def borrow(self, num_bytes: int | None = None) -> Block:
         """Borrow a block; make room first where all are out."""
@@ -433,18 +396,14 @@ def weakly(method: Callable[[], Result]) -> Callable[[], Result | None]:
 
 
 class WeightMemory:
-    """The memory of gathered weights of one model.
-
-    Attributes:
-        peak_bytes: The most that was held at a time.
-    """
+    """The memory of gathered weights of one model."""
 
     def __init__(self, plan: WeightPlan, pool: CommunicationPool) -> None:
         self._plan = plan
         self._slot_bytes = plan.slot_bytes
         self._pool = pool
         self._blocks: dict[tuple[Use, int], Block] = {}  # slots and units with memory of their own, once they were used
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # the most that was held at a time
         if plan.taken_at_once:
             for slot in range(plan.slots_used):
                 self._block(Use.SLOT, slot, self._slot_bytes)

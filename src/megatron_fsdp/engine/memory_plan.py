@@ -31,32 +31,22 @@ _OF_ITS_OWN = (WeightStorage.OWN, WeightStorage.FOR_STEP)
 
 @dataclass(frozen=True)
 class UnitWeights:
-    """The gathered weights of one unit.
+    """The gathered weights of one unit."""
 
-    Attributes:
-        gathered_bytes: Bytes of the block that holds them; 0 where every rank holds them whole anyway.
-        shape: Elements and dtype of each parameter group among them; units of equal shape fit one another's memory.
-    """
-
-    gathered_bytes: int
+    gathered_bytes: int  # of the block that holds them; 0 where every rank holds them whole anyway
+    # elements and dtype of each parameter group; equal shapes fit one another's memory
     shape: tuple[tuple[int, torch.dtype], ...] = ()
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """A storage for the gathered weights of every unit, the root first.
-
-    Attributes:
-        storages: Kind of storage of each unit.
-        gathered_bytes: Bytes of the block of each unit.
-        slots: How many units besides the root are gathered at a time, of those that do not keep their memory.
-        taken_at_once: Whether slots and kept buffers are allocated at wrap time, each slot for the largest unit in it;
-            else at their first use, and a slot is as long as the unit that is in it.
-    """
+    """A storage for the gathered weights of every unit, the root first."""
 
     storages: tuple[WeightStorage, ...]
-    gathered_bytes: tuple[int, ...]
-    slots: int
+    gathered_bytes: tuple[int, ...]  # of the block of each unit
+    slots: int  # units besides the root that are gathered at a time, of those that do not keep their memory
+    # Whether slots and kept buffers are allocated at wrap time, each slot for the largest unit in it; else at
+    # their first use, and a slot is as long as the unit that is in it.
     taken_at_once: bool = False
 
     def units_in(self, storage: WeightStorage) -> tuple[int, ...]:
@@ -98,11 +88,8 @@ def plan_weights(
 ) -> WeightPlan:
     """Choose a storage for every unit; the root, whose forward surrounds all others, never lives in a slot.
 
-    Args:
-        allocator: What the caller chose.
-        units: All units, the root first.
-        slots: How many units besides the root are gathered at a time.
-        keeps: Take everything at wrap time and keep it: what does not live in slots has a buffer of its own.
+    `slots`: how many units besides the root are gathered at a time. `keeps`: take everything at wrap time and keep it;
+    what does not live in slots has a buffer of its own.
     """
     others = units[1:]
     if allocator is WeightAllocator.RESIZE:
@@ -155,14 +142,9 @@ class PlannedBlock:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Where every block lies in the one stretch that a pool takes at wrap time; the same on all ranks.
+    """Where every block lies in the one stretch that a pool takes at wrap time; the same on all ranks."""
 
-    Attributes:
-        blocks: All blocks, in the order of their offsets.
-        num_bytes: Bytes of the stretch.
-    """
-
-    blocks: tuple[PlannedBlock, ...]
+    blocks: tuple[PlannedBlock, ...]  # in the order of their offsets
     num_bytes: int
 
 
@@ -225,23 +207,14 @@ _BUCKETS = 2  # one fills while the other is being reduced
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How one model borrows memory and when it communicates.
-
-    Attributes:
-        allocator: What the caller chose.
-        weights: The plan of gathered weights' memory.
-        schedule: Configuration of the scheduler.
-        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
-        may_grow: Whether a larger prefetch size may bring more slots.
-        pool: The blocks that are taken at wrap time and kept; None: none are.
-    """
+    """How one model borrows memory and when it communicates."""
 
     allocator: WeightAllocator
     weights: WeightPlan
     schedule: ScheduleConfig
-    buckets: int
-    may_grow: bool
-    pool: PoolPlan | None = None
+    buckets: int  # units besides the root that fill a bucket or have one in reduction at a time
+    may_grow: bool  # a larger prefetch size may bring more slots
+    pool: PoolPlan | None = None  # the blocks that are taken at wrap time and kept, if any
 
 
 def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
@@ -289,11 +262,8 @@ def _block_sizes(
 ) -> dict[Use, Sequence[int]]:
     """Return the bytes of every block that the collectives of a model use, by use and number.
 
-    Args:
-        weights: The plan of gathered weights' memory.
-        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
-        filled: The same where all buckets fill before any is reduced.
-        units: The groups of each unit, root first.
+    `buckets`: how many units besides the root fill one or have one in reduction at a time; `filled`: the same where all
+    fill before any is reduced.
     """
     own = weights.units_in(WeightStorage.OWN)
     needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]

@@ -27,15 +27,10 @@ from megatron_fsdp.sharding.units import ParameterSites, parameter_sites
 
 @dataclass(frozen=True)
 class Uninitialized:
-    """A tensor without an initial value yet, filled with a marker that no initialisation leaves behind.
+    """A tensor without an initial value yet, filled with a marker that no initialisation leaves behind."""
 
-    Attributes:
-        tensor: NaN where the dtype has it, else the dtype's extreme value.
-        version: Its version when it was made.
-    """
-
-    tensor: torch.Tensor
-    version: int
+    tensor: torch.Tensor  # NaN where the dtype has it, else the dtype's extreme value
+    version: int  # of the tensor when it was made
 
     @property
     def is_untouched(self) -> bool:
@@ -70,12 +65,8 @@ def meta_parameter(like: nn.Parameter) -> Uninitialized:
 def own_part(full: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
     """Return this rank's part of a full tensor before data-parallel sharding: all of it, or its tensor-parallel part.
 
-    Full tensors are drawn whole on every rank and cut here, so that weights do not depend on the tensor-parallel size.
-    No communication.
-
-    Args:
-        full: In the global shape of the parameter.
-        original: The parameter as the model had it; a DTensor where it is tensor-parallel.
+    Full tensors, in the global shape, are drawn whole on every rank and cut here as `original` is, the parameter that
+    the model had, so that weights do not depend on the tensor-parallel size. No communication.
     """
     if not isinstance(original, DTensor):
         return full.detach()
@@ -120,23 +111,15 @@ Site = tuple[int, str]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model as it was before sharding; holds no memory of its parameters.
+    """A model as it was before sharding; holds no memory of its parameters."""
 
-    Attributes:
-        shapes: Each parameter by canonical name, on the meta device: the original itself, or a twin of a real one.
-        on_meta: Names of the parameters that have to be initialised.
-        names: The canonical name of each site of a parameter; a tied one has several sites.
-        first_sites: The first site of each parameter in registration order.
-        unfinished: Ids of the modules with parameters or buffers on the meta device in them or below them.
-        module_names: Fully qualified name of each module by id.
-    """
-
+    # by canonical name, on the meta device: the original itself, or a twin of a real one
     shapes: Mapping[str, nn.Parameter]
-    on_meta: frozenset[str]
-    names: Mapping[Site, str]
-    first_sites: frozenset[Site]
-    unfinished: frozenset[int]
-    module_names: Mapping[int, str]
+    on_meta: frozenset[str]  # names of the parameters that have to be initialised
+    names: Mapping[Site, str]  # canonical name at each site of a parameter; a tied one has several
+    first_sites: frozenset[Site]  # the first site of each parameter in registration order
+    unfinished: frozenset[int]  # ids of modules with something on the meta device in them or below them
+    module_names: Mapping[int, str]  # fully qualified, by id
 
     def label(self, module: nn.Module) -> str:
         """Return the name and class of a module for messages."""
@@ -144,12 +127,7 @@ class Blueprint:
 
 
 def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> Blueprint:
-    """Record what is on the meta device.
-
-    Args:
-        module: The model.
-        wanted: Canonical names of the parameters to initialise; others on the meta device are left there. None: all.
-    """
+    """Record what is on the meta device; of parameters what is `wanted`, by canonical name (None: all)."""
     params = dict(module.named_parameters())
     found = parameter_sites(module)
     sites = {name: [(id(owner), attribute) for owner, attribute in found[id(param)]] for name, param in params.items()}
@@ -192,11 +170,7 @@ def model_method(module: nn.Module) -> Callable[[nn.Module], object] | None:
 
 
 def check_can_initialise(module: nn.Module) -> None:
-    """Refuse a model with modules that nothing can initialise; nothing is changed.
-
-    Raises:
-        ConfigurationError: Names every such module.
-    """
+    """Refuse a model with modules that nothing can initialise, and name them all; nothing is changed."""
     sites = parameter_sites(module)
     helpless = [
         f"{name or '(root)'} ({type(part).__name__}: {', '.join(own)})"
@@ -303,19 +277,13 @@ ModelMethod = Callable[[nn.Module], object]
 
 @dataclass
 class _Scope:
-    """The full tensors that exist now, of one unit or of the modules outside of units.
+    """The full tensors that exist now, of one unit or of the modules outside of units."""
 
-    Attributes:
-        standing: The sites that hold full tensors: the module, and the sharded parameter to put back.
-        live: Full tensors that will be stored, by name.
-        scratch: Sites of tensors that are drawn into and dropped.
-        buffers: Buffers that were made.
-    """
-
+    # the sites that hold full tensors: the module, and the sharded parameter to put back
     standing: dict[Site, tuple[nn.Module, nn.Parameter]] = field(default_factory=dict)
-    live: dict[str, Uninitialized] = field(default_factory=dict)
-    scratch: set[Site] = field(default_factory=set)
-    buffers: list[tuple[nn.Module, str, Uninitialized]] = field(default_factory=list)
+    live: dict[str, Uninitialized] = field(default_factory=dict)  # full tensors that will be stored, by name
+    scratch: set[Site] = field(default_factory=set)  # sites of tensors that are drawn into and dropped
+    buffers: list[tuple[nn.Module, str, Uninitialized]] = field(default_factory=list)  # those that were made
 
 
 @dataclass(frozen=True)
@@ -327,11 +295,7 @@ class _Replay:
 
 
 def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], device: torch.device) -> None:
-    """Initialise everything that was on the meta device; nothing is communicated.
-
-    Raises:
-        ConfigurationError: A method left something without a value, or wrote where it must not.
-    """
+    """Initialise everything that was on the meta device, or refuse as `draw_values`; nothing is communicated."""
     unit_tops = [root.get_submodule(path) for unit in units for path in unit.modules if path]
     store = {
         name: partial(group.weights.store, index)

@@ -65,13 +65,7 @@ class OpenPhase(Protocol):
 def close_phase(begun: list[Open], phase: Phase | str, unit: int) -> list[Open]:
     """Take a phase that has ended, and those inside of it, which an exception ended, out of a list of those that began.
 
-    Args:
-        begun: What is kept of each phase, outermost first.
-        phase: The one that has ended.
-        unit: Its unit.
-
-    Returns:
-        What was taken out, outermost first; empty where the phase has not begun.
+    Returns what was taken out, outermost first, as in the list; empty where the phase has not begun.
     """
     places = [place for place, each in enumerate(begun) if (each.phase, each.unit) == (phase, unit)]
     ended = begun[places[-1] :] if places else []
@@ -104,13 +98,8 @@ class Observer:
         """Observe that a collective, counted from 0 on this rank and for this model, has reached a moment.
 
         Launch and completion of one collective are observed inside of different phases: that of its launch tells the
-        unit and the purpose.
-
-        Args:
-            number: Which one.
-            moment: Which.
-            lane: "gather", "reduce" or "outer".
-            work: Its handle where it was just launched, if the back end gave one.
+        unit and the purpose. `lane` is "gather", "reduce" or "outer"; `work` the handle where it was just launched, if
+        the back end gave one.
         """
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
@@ -122,20 +111,14 @@ class Observer:
 
 
 class Observers:
-    """The observers of one model, as one. False where there are none.
-
-    Attributes:
-        watching: In the order in which they were added.
-        steps: How often weights have been installed while there were observers.
-        active: The truth of this object as an attribute, for code that runs for every gradient.
-    """
+    """The observers of one model, as one. False where there are none."""
 
     def __init__(self) -> None:
-        self.watching: tuple[Observer, ...] = ()
-        self.active = False
+        self.watching: tuple[Observer, ...] = ()  # in the order in which they were added
+        self.active = False  # the truth of this object as an attribute, for code that runs for every gradient
         self._next = 0
         self._computing: list[int] = []  # the unit whose backward computes, if any
-        self.steps = 0
+        self.steps = 0  # how often weights have been installed while there were observers
 
     def __bool__(self) -> bool:
         return self.active

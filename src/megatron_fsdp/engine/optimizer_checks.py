@@ -49,12 +49,9 @@ class ReplacedParameters:
         self._right: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that holds such parameters; one that holds none is not searched again.
+        """Refuse an optimizer that holds such parameters: it would train nothing. One with none is not searched again.
 
         One with a gradient is in use elsewhere, by another module that shares it and was not sharded, say.
-
-        Raises:
-            ConfigurationError: It would train nothing.
         """
         if optimizer in self._right:
             return
@@ -75,11 +72,7 @@ class ReplacedParameters:
 
 
 def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
-    """Refuse an optimizer that keeps parameters outside of its groups, where sharding cannot replace them.
-
-    Raises:
-        ConfigurationError: It does.
-    """
+    """Refuse an optimizer that keeps parameters outside of its groups, where sharding cannot replace them."""
     for where, param in held_parameters(optimizer):
         if where != _IN_GROUPS and id(param) in known:
             raise ConfigurationError(

@@ -47,14 +47,10 @@ from megatron_fsdp.sharding.placement import Region, held_region
 class WeightBuffers:
     """Compute weights and main weights, in the same memory where dtype and placement allow it.
 
-    With a weight format main weights always have memory of their own, since encoding rounds.
-
-    Attributes:
-        compute: In the compute dtype, or the bytes of a weight format where they are gathered into slots. Sharded under
-            strategy 3, else full (and, under 1 and 2, up to date only in this rank's part between an optimizer step
-            and the next gather).
-        main: In the main dtype. Full under strategy 0, else this rank's part.
-        codec: Encodes into the weight format, where there is one.
+    `compute` is in the compute dtype, or the bytes of a weight format where they are gathered into slots: sharded under
+    strategy 3, else full (and, under 1 and 2, up to date only in this rank's part between an optimizer step and the
+    next gather). `main` is in the main dtype: full under strategy 0, else this rank's part. With a weight format, into
+    which `codec` encodes, main weights always have memory of their own, since encoding rounds.
     """
 
     def __init__(self, plan: GroupPlan, codec: WeightCodec | None, memory: torch.Tensor | None) -> None:
@@ -212,17 +208,8 @@ _accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 class ParameterGroup:
     """Buffers and parameter objects of one group.
 
-    Attributes:
-        plan: What was decided.
-        frames: For each parameter the elements that every rank holds.
-        weights: Compute and main weights.
-        gradients: Main gradient and bucket; None for a group that has been frozen since it was made.
-        trainable: For each parameter whether it takes gradients, as the ranks last agreed.
-        trained_since_attach: For each whether it took any since gradients were last attached.
-        grad_attribute: The attribute of the sharded parameters that holds their gradient.
-        state_memory: Where its optimizer state rests; None: where the optimizer makes it.
-        sharded: The parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main weights.
-        full: The parameters that compute sees: plain tensors, views of gathered weights.
+    `sharded` are the parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main
+    weights. `full` are those that compute sees: plain tensors, views of gathered weights.
     """
 
     def __init__(
@@ -241,15 +228,17 @@ class ParameterGroup:
         if codec is None and plan.weight_format is not None:
             codec = WeightCodec(plan.weight_format, plan.layout, plan.device)
         self.weights = WeightBuffers(plan, codec, memory)
+        # None for a group that has been frozen since it was made
         self.gradients = GradientBuffers(plan) if plan.requires_grad else None
+        # where its optimizer state rests; None: where the optimizer makes it
         self.state_memory = self._make_state_memory()
-        self.trainable = [plan.requires_grad] * len(originals)
-        self.trained_since_attach = list(self.trainable)
-        self.grad_attribute: GradAttribute = GRAD
+        self.trainable = [plan.requires_grad] * len(originals)  # whether each takes gradients, as the ranks last agreed
+        self.trained_since_attach = list(self.trainable)  # whether each took any since gradients were last attached
+        self.grad_attribute: GradAttribute = GRAD  # attribute of the sharded parameters that holds their gradient
         self._placeholder: torch.Tensor | None = None
         self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
         register_with_torch()
-        self.frames = frames
+        self.frames = frames  # for each parameter the elements that every rank holds
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self._hooked: set[int] = set()  # parameters that have one
         pieces = self.weights.main.pieces()
@@ -307,11 +296,7 @@ class ParameterGroup:
                 self._wrapping.release(param)
 
     def check_parameters(self) -> None:
-        """Refuse parameters whose memory was replaced after wrapping.
-
-        Raises:
-            ConfigurationError: Names the first one.
-        """
+        """Refuse parameters whose memory was replaced after wrapping."""
         with plain_attributes():
             if self._find_pointers() == self._pointers:
                 return
@@ -345,11 +330,9 @@ class ParameterGroup:
         )
 
     def set_trainable(self, trainable: Sequence[bool], has_unattached: bool) -> None:
-        """Set whether the full parameters take gradients.
+        """Set whether each full parameter takes gradients; none may without memory for them (`begin_training`).
 
-        Args:
-            trainable: For each parameter; where there is no memory for gradients (`begin_training`), all False.
-            has_unattached: Whether gradients have come since some were last attached.
+        `has_unattached`: whether gradients have come since some were last attached.
         """
         self.trainable = list(trainable)
         self.trained_since_attach = [
@@ -527,13 +510,9 @@ class ParameterGroup:
             return not self.own_hooks.issuperset(keys) or any(map(_accumulate_hooks, self.sharded))
 
     def run_user_hooks(self, used: Sequence[bool]) -> None:
-        """Call the user's gradient hooks on sharded parameters whose gradient was renewed at a sync.
+        """Call the user's gradient hooks on the sharded parameters that a sync renewed: those any rank `used`.
 
-        Args:
-            used: For each parameter whether any rank had a gradient for it.
-
-        Raises:
-            ConfigurationError: What a hook returned cannot replace the gradient, or is ignored.
+        A hook that returns what cannot replace the gradient, or would be ignored, is refused.
         """
         for index, param in enumerate(self.sharded if self.has_user_hooks else ()):
             if used[index] and get_grad(param, self.grad_attribute) is not None:

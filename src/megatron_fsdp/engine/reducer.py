@@ -28,22 +28,17 @@ from megatron_fsdp.sharding.placement import Placement, held_region
 
 
 class Stage(NamedTuple):
-    """One collective of a reduction.
+    """One collective of a reduction."""
 
-    Attributes:
-        launch: Starts it.
-        result: Returns its result; to be called once, when it is done.
-        memory: What it reads and writes that the caller did not lend, to be kept until it is done.
-        result_into: In place of `result`, writes it times a factor into a tensor; None where that saves nothing.
-        rows: What each rank sent, in rank order, where `result` adds that up here; read it once the collective is done.
-        then: Starts a second collective, once the first is done; the result is there when this is done.
-    """
-
-    launch: Launch
-    result: Callable[[], torch.Tensor]
+    launch: Launch  # starts it
+    result: Callable[[], torch.Tensor]  # to be called once, when it is done
+    # what it reads and writes that the caller did not lend, to be kept until it is done
     memory: tuple[torch.Tensor, ...] = ()
+    # In place of `result`, writes it times a factor into a tensor; None where that saves nothing.
     result_into: Callable[[torch.Tensor, float], None] | None = None
+    # what each rank sent, in rank order, where `result` adds that up here; read it once the collective is done
     rows: tuple[torch.Tensor, ...] = ()
+    # starts a second collective, once the first is done; the result is there when this is done
     then: Launch | None = None
 
     def put_into(self, out: torch.Tensor, factor: float) -> None:
@@ -55,15 +50,7 @@ class Stage(NamedTuple):
 
 
 class GradientReducer:
-    """Reduces the gradients of one parameter group over the ranks.
-
-    Attributes:
-        first_region: The elements that the first stage leaves on this rank.
-        main_region: The elements that the second leaves; the same where the gradient is not sharded over outer ranks.
-        exchanges_inner: Whether the first stage is an all-to-all and a local sum, and needs scratch.
-        reduction: Operation and factors; may be replaced between backwards.
-        compressed: The second stage where gradients cross in a gradient format; None: they keep their dtype.
-    """
+    """Reduces the gradients of one parameter group over the ranks."""
 
     def __init__(self, plan: GroupPlan) -> None:
         axes, placement = plan.axes, plan.placements.main_grad
@@ -71,12 +58,15 @@ class GradientReducer:
         self._inner = plan.axis
         self._flat = plan.flat
         self._numel = plan.layout.numel
+        # what each of the two stages leaves on this rank; the same where the gradient is not sharded over outer ranks
         self.first_region, self.main_region = plan.inner_region, plan.main_region
         if self._flat is not None:
             first = Placement.SHARD if Placement.SHARD in placement else Placement.REPLICATE
             self.first_region = held_region(self._numel, [first] * len(axes), axes)
+        # the first stage is an all-to-all and a local sum, and needs scratch
         self.exchanges_inner = plan.exchanges_inner
-        self.reduction = plan.reduction
+        self.reduction = plan.reduction  # may be replaced between backwards
+        # the second stage in a gradient format; None: gradients keep their dtype
         self.compressed: CompressedSum | None = None
         if plan.outer_format is not None and self._outer is not None:
             numel = self.first_region.numel
@@ -118,14 +108,10 @@ class GradientReducer:
         return self.reduction.op == "avg"
 
     def reduce_inner(self, bucket: torch.Tensor, scratch: torch.Tensor | None) -> Stage:
-        """Reduce over the inner ranks.
+        """Reduce a bucket (numel,) in the communication dtype over the inner ranks.
 
-        Args:
-            bucket: (numel,) in the communication dtype.
-            scratch: The same again where `exchanges_inner`, else None.
-
-        Returns:
-            A stage whose result is (first_region.numel,), as are its rows.
+        `scratch` is the same again where `exchanges_inner`, else None. The stage's result is (first_region.numel,), as
+        are its rows.
         """
         axis, average = self._inner, self._averages
         if self._flat is not None:
@@ -148,14 +134,10 @@ class GradientReducer:
         return _native(axis, bucket, self.first_region.numel, average)
 
     def reduce_outer(self, sums: torch.Tensor, received: torch.Tensor | None = None) -> Stage:
-        """Reduce over the outer ranks.
+        """Reduce sums (first_region.numel,) in the communication dtype over the outer ranks; they are overwritten.
 
-        Args:
-            sums: (first_region.numel,) in the communication dtype; overwritten.
-            received: Memory of the same shape for an exchange, which otherwise allocates some.
-
-        Returns:
-            A stage whose result is (main_region.numel,).
+        The stage's result is (main_region.numel,). `received` is memory of the same shape for an exchange, which
+        otherwise allocates some.
         """
         axis, average = self._outer, self._averages
         assert axis is not None
@@ -176,14 +158,8 @@ class CompressedSum:
     """Adds up vectors of the outer ranks in a gradient format; what rounding loses is added to the next vectors.
 
     Each rank sends the others their rows of its vector, and adds up what it receives of its own row, in float32 and in
-    rank order. Where all ranks want the whole sum, it is rounded once more and gathered: all decode the same bytes.
-
-    Args:
-        form: The format.
-        axis: The outer axis, of two ranks or more.
-        numel: Elements of a vector.
-        gathers: Whether each rank gets the whole sum, not its row alone.
-        device: Device of the vectors.
+    rank order. Where it `gathers`, all ranks want the whole sum: it is rounded once more, and all decode the same
+    bytes.
     """
 
     def __init__(self, form: GradientFormat, axis: Axis, numel: int, gathers: bool, device: torch.device) -> None:
@@ -199,14 +175,10 @@ class CompressedSum:
         return self._lost.nbytes + self._lost_of_sum.nbytes
 
     def reduce(self, sums: torch.Tensor, crossing: Sequence[torch.Tensor]) -> Stage:
-        """Add up vectors (numel,) of any floating dtype, in memory that is given or allocated here.
+        """Add up vectors (numel,) of any floating dtype, `sums` on this rank, in memory given or allocated here.
 
-        Args:
-            sums: This rank's vector.
-            crossing: Memory to send from and to receive into, uint8 of all rows' bytes each; where there is any.
-
-        Returns:
-            A stage whose result is float32: (numel,) where all ranks get the whole sum, else this rank's row.
+        `crossing`: memory to send from and to receive into, uint8 of all rows' bytes each; where there is any. The
+        stage's result is float32: (numel,) where all ranks get the whole sum, else this rank's row.
         """
         form, axis, ranks = self._form, self._axis, self._axis.num_ranks
         if len(crossing) < 2:

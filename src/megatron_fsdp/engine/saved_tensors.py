@@ -77,11 +77,7 @@ class _Saved:
             self._content.fetch()
 
     def restore(self) -> Tensor:
-        """Return the tensor for backward.
-
-        Raises:
-            RuntimeError: It was modified in place after it was saved, as autograd itself says of resident tensors.
-        """
+        """Return the tensor for backward; refuse, as autograd does, one modified in place after it was saved."""
         if self.tensor._version != self._version:
             dtype, _, shape, _ = self._lies if self._content else (self.tensor.dtype, 0, self.tensor.shape, ())
             raise RuntimeError(
@@ -120,11 +116,8 @@ class UnitTensors:
 class SavedTensors:
     """Moves the saved tensors of a model's units between the device and their home.
 
-    Args:
-        home: Where they rest, and how many bytes at most.
-        device: Device of the model.
-        lane: Where copies run.
-        is_held: Whether the memory of a storage, by the number of `storage_of`, is held anyway.
+    `lane` is where copies run; `is_held` says whether the memory of a storage, by the number of `storage_of`, is held
+    anyway.
     """
 
     def __init__(self, home: Home, device: torch.device, lane: Lane, is_held: Callable[[int], bool]) -> None:
@@ -151,9 +144,7 @@ class SavedTensors:
     def end(self, unit: int, goes: bool) -> UnitTensors | None:
         """Send away what was saved: the forward of a unit has ended; return it where there is something.
 
-        Args:
-            unit: The unit.
-            goes: Whether it will be needed in a backward; else nothing leaves.
+        Nothing leaves unless it `goes`: unless it will be needed in a backward.
         """
         if not self._running or self._running[-1].unit != unit:
             return None  # its forward did not begin

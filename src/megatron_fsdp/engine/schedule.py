@@ -30,32 +30,20 @@ from megatron_fsdp.sharding.units import ROOT_UNIT
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The facts about a model and a strategy that the scheduler needs.
+    """The facts about a model and a strategy that the scheduler needs; units are numbered, the root is 0."""
 
-    Attributes:
-        trainable: For each unit, root first, whether it has parameters that take gradients.
-        gathers: Whether compute weights have to be gathered at all (strategies 1 to 3 on more than one rank).
-        shares_slots: Whether gathered weights live in slots (strategy 3); else each unit has its own full buffer.
-        slots: Units other than the root that can be gathered at a time, at least 1.
-        forward_prefetch_units: How many units to gather ahead in forward.
-        backward_prefetch_units: How many units to gather ahead in backward.
-        reduces_early: Whether a unit is reduced when the backward of the next one begins; else when all are over.
-        resized: Units with memory of their own: a slot only counts how many are gathered, and any will do.
-        kept: Units with memory of their own that is kept: they take no slot and are never evicted.
-        returned: Units, or the root, that are released when a backward is over, because their memory is freed.
-        returned_before_step: Those released after the last backward before the weights change, as far as predicted.
-    """
-
-    trainable: tuple[bool, ...]
-    gathers: bool = True
-    shares_slots: bool = True
-    slots: int = 2
-    forward_prefetch_units: int = 1
-    backward_prefetch_units: int = 1
-    reduces_early: bool = True
+    trainable: tuple[bool, ...]  # for each unit, root first, whether it has parameters that take gradients
+    gathers: bool = True  # whether compute weights have to be gathered at all (strategies 1 to 3 on more than one rank)
+    shares_slots: bool = True  # gathered weights live in slots (strategy 3); else each unit has its own full buffer
+    slots: int = 2  # units other than the root that can be gathered at a time, at least 1
+    forward_prefetch_units: int = 1  # how many units to gather ahead in forward
+    backward_prefetch_units: int = 1  # how many units to gather ahead in backward
+    reduces_early: bool = True  # a unit is reduced when the backward of the next one begins; else when all are over
+    # units with memory of their own: a slot only counts how many are gathered, and any will do
     resized: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()
-    returned: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()  # those whose own memory is kept: they take no slot and are never evicted
+    returned: frozenset[int] = frozenset()  # those released when a backward is over, because their memory is freed
+    # those released after the last backward before the weights change, as far as predicted
     returned_before_step: frozenset[int] = frozenset()
 
 
@@ -129,17 +117,11 @@ class Reach(Enum):
 
 @dataclass
 class SyncMode:
-    """The switches that decide when gradients are reduced: after every backward, at the last microbatch, or by call.
+    """The switches that decide when gradients are reduced: after every backward, at the last microbatch, or by call."""
 
-    Attributes:
-        auto_sync: Reduce and attach gradients after every backward.
-        is_last_microbatch: What the user said of the next backward; None where nothing was said.
-        defer_all: Inside `no_sync`: reduce nothing, keep full sums.
-    """
-
-    auto_sync: bool = True
-    is_last_microbatch: bool | None = None
-    defer_all: bool = False
+    auto_sync: bool = True  # reduce and attach gradients after every backward
+    is_last_microbatch: bool | None = None  # what the user said of the next backward; None where nothing was said
+    defer_all: bool = False  # inside `no_sync`: reduce nothing, keep full sums
 
     @property
     def syncs(self) -> bool:
@@ -149,9 +131,8 @@ class SyncMode:
     def reach(self, accumulates_shards: bool) -> Reach:
         """Return how far gradients are reduced in the next backward.
 
-        Args:
-            accumulates_shards: Gradients are held as shards between syncs (strategies 2 and 3), so they have to be
-                reduced over the inner ranks each time unless everything is deferred.
+        `accumulates_shards`: they are held as shards between syncs (strategies 2 and 3), so they have to be reduced
+        over the inner ranks each time unless everything is deferred.
         """
         if self.syncs:
             return Reach.EVERYWHERE
@@ -268,8 +249,7 @@ class Scheduler:
     def forward_ends(self, unit: int, needs_backward: bool) -> int:
         """End a unit's forward (also by an exception); `needs_backward`: it will have a backward.
 
-        Returns:
-            The weights_version of the weights it used, to be handed to `backward_begins`.
+        Returns the weights_version of the weights it used, to be handed to `backward_begins`.
         """
         while self._forward_stack and self._forward_stack.pop() != unit:
             pass
@@ -410,11 +390,9 @@ class Scheduler:
         return operations
 
     def look_ahead(self, depth: int, may_grow: bool) -> None:
-        """Change the number of units to gather ahead.
+        """Change the number of units to gather ahead, in both directions, to at most the slots besides the one in use.
 
-        Args:
-            depth: How many, in both directions; not more than there are slots besides the one in use.
-            may_grow: Whether to add slots for them; slots are never removed.
+        Where it `may_grow`, slots are added for them; slots are never removed.
         """
         slots = max(self.config.slots, depth + 1) if may_grow else self.config.slots
         if self.config.shares_slots:

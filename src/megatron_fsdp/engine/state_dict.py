@@ -53,10 +53,9 @@ def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
 
 
 def other_shards(value: object, frame: ShardFrame) -> str | None:
-    """Describe the problem of a shard that is cut otherwise than it should be; no communication.
+    """Describe in one sentence a shard that is cut otherwise than it should be, on this rank; no communication.
 
-    Returns:
-        One sentence, with this rank in it; None for what fits, is whole, or is no shard of ours.
+    None for what fits, is whole, or is no shard of ours.
     """
     if not isinstance(value, UnevenDTensor) or value.shape != frame.shape or value.shard_frame == frame:
         return None
@@ -84,12 +83,10 @@ def are_from_file(values: Iterable[object]) -> bool:
 def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
     """Save sharded parameters in state dicts of the model and of its parts, whatever the modules hold now.
 
-    Loads that replace parameters are refused. Of whole tensors each rank loads its own elements; they have to be the
-    same on every rank. Experts are saved as all ranks together have them, and converted back when they are loaded:
-    tensors that stack a rank's experts in every state dict, names that count them in state dicts of the model.
-
-    Returns:
-        The hooks that attach chunk functions to the shards, and that convert names.
+    The hooks attach chunk functions to the shards, and convert names. Loads that replace parameters are refused. Of
+    whole tensors each rank loads its own elements; they have to be the same on every rank. Experts are saved as all
+    ranks together have them, and converted back when they are loaded: tensors that stack a rank's experts in every
+    state dict, names that count them in state dicts of the model.
     """
     reference = weakref.ref(engine)
     owners = [owner for owner in module.modules() if owner._parameters]

@@ -29,17 +29,7 @@ _version = attrgetter("_version")
 
 
 class Unit:
-    """The parameter groups of one unit and the places in the module tree that hold their parameters.
-
-    Attributes:
-        index: Position in the plan; 0 is the root.
-        name: Fully qualified name of the module; empty for the root.
-        modules: Paths of its modules: one, or several small neighbours; none where it is a bucket of parameters.
-        shows_unsharded: Whether the module tree holds the full parameters now.
-        groups: Its parameter groups; none where the module owns no parameter of its own.
-        gathered: For each group what all-gathers write.
-        tickets: All-gathers that nothing has waited for yet.
-    """
+    """The parameter groups of one unit and the places in the module tree that hold their parameters."""
 
     def __init__(
         self,
@@ -49,19 +39,21 @@ class Unit:
         sites: Sequence[Sequence[ParameterSites]],
         modules: Sequence[str] = (),
     ) -> None:
-        self.index = index
-        self.name = name
+        self.index = index  # position in the plan; 0 is the root
+        self.name = name  # fully qualified; empty for the root
+        # paths: one, or several small neighbours; none where it is a bucket of parameters
         self.modules = tuple(modules)
-        self.groups = tuple(groups)
+        self.groups = tuple(groups)  # none where the module owns no parameter of its own
         self._sites = tuple(tuple(of_group) for of_group in sites)
         self._swaps = _swaps(self.groups, self._sites, self.modules)
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.plan.gathered_bytes for group in self.groups])
         self.plan_buckets()
+        # what all-gathers write
         self.gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
         self._block: Block | None = None
-        self.shows_unsharded = False
+        self.shows_unsharded = False  # the module tree holds the full parameters now
         self._swapped = set(range(len(self._swaps)))  # modules that may not hold the sharded parameters
-        self.tickets: list[Ticket] = []
+        self.tickets: list[Ticket] = []  # all-gathers that nothing has waited for yet
         self._outer_tickets: list[Ticket] = []
         self._outer_gather_is_due = False  # the last update was not gathered over the outer ranks yet
         self._slotted = tuple(
@@ -209,8 +201,7 @@ class Unit:
     def show_unsharded(self, module_index: int | None = None) -> None:
         """Put the full parameters into all modules, or into the one at `module_index`.
 
-        Raises:
-            ConfigurationError: Something else has been put there, by `torch.func.functional_call` or by hand.
+        Something else that has been put there, by `torch.func.functional_call` or by hand, is refused.
         """
         self.shows_unsharded = True
         chosen = range(len(self._swaps)) if module_index is None else (module_index,)
@@ -233,8 +224,7 @@ class Unit:
     def check_untouched(self, module_index: int) -> None:
         """Refuse writes into the gathered weights of a module whose forward has run: they would be lost at the reshard.
 
-        Raises:
-            ScheduleError: Names the module; its parameters may share a version counter, so that none can be named.
+        The error names the module; its parameters may share a version counter, so that none can be named.
         """
         if any(map(_version, self._slotted_in[module_index])):
             self._mark(0)
@@ -352,11 +342,7 @@ class StructureCheck:
         self._compiled.append((label, unit_module, unit_module._compiled_call_impl))
 
     def check(self) -> None:
-        """Check every module once.
-
-        Raises:
-            ConfigurationError: Names the first module or parameter that is new, or the first unit compiled again.
-        """
+        """Check every module once; refuse the first module or parameter that is new, or unit that is compiled again."""
         for label, unit_module, call in self._compiled:
             if unit_module._compiled_call_impl is not call:
                 raise ConfigurationError(

@@ -41,17 +41,10 @@ def encoded_parameters(
     """Return the weight format of each parameter that has one, by name; the module is only read.
 
     Those with two dimensions or more do, but for embeddings and what is tied to one, and as the policy's patterns say.
-    Where these say "fp8_compute", what no plain linear multiplies is decoded as "fp8"; rows likewise.
-
-    Args:
-        module: The model.
-        policy: What was asked for.
-        strategy: On the sharding axis.
-        keeps_transposed: Whether "fp8_compute" keeps transposed codes (`keep_fp8_transpose_cache`).
-
-    Raises:
-        ConfigurationError: There is a format without sharded weights, a pattern that takes effect on no parameter, or
-            nothing that is transposed could be kept.
+    Where these say "fp8_compute", what no plain linear multiplies is decoded as "fp8"; rows likewise. `strategy` is
+    that on the sharding axis; `keeps_transposed`: "fp8_compute" keeps transposed codes (`keep_fp8_transpose_cache`).
+    Refused are a format without sharded weights, a pattern that takes effect on no parameter, and keeping where nothing
+    is transposed.
     """
     patterns, names = policy.weight_formats, [name for name, _ in module.named_parameters()]
     if keeps_transposed and not _DECODED.keys() & set(patterns.values()):
@@ -155,17 +148,13 @@ class _Chunk:
 
 
 class WeightCodec:
-    """Encodes and decodes the tensors of one layout.
-
-    Attributes:
-        format: The weight format.
-        amaxes: The magnitudes that ranks agree on, of all tensors, float32: this rank's after `measure`.
-    """
+    """Encodes and decodes the tensors of one layout."""
 
     def __init__(self, weight_format: WeightFormat, layout: Layout, device: torch.device) -> None:
         self.format = weight_format
         self._layout = layout
         self._ends = (0, *accumulate(weight_format.amax_numel(shape) for shape in layout.shapes))
+        # float32, of all tensors: this rank's after `measure`, until ranks agree
         self.amaxes = torch.zeros(self._ends[-1], device=device)
 
     @property

@@ -66,20 +66,12 @@ from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 
 class Grouping(Protocol):
-    """The rule by which parameters are grouped into units, and the source of the engine's events.
-
-    Attributes:
-        engine_type: The class of the engine.
-    """
+    """The rule by which parameters are grouped into units, and the source of the engine's events."""
 
     engine_type: ClassVar[type[Engine]]
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
-        """Return the units of a model, the root first; the model is only read.
-
-        Raises:
-            ConfigurationError: The model cannot be grouped like that.
-        """
+        """Return the units of a model, the root first, or refuse what cannot be grouped so; the model is only read."""
         ...
 
     def cut_numel(self, num_ranks: int) -> int | None:
@@ -97,12 +89,7 @@ class Grouping(Protocol):
 
 @dataclass(frozen=True)
 class UnitGrouping:
-    """Units are modules; hooks on their forwards and backwards drive the engine.
-
-    Attributes:
-        unit_modules: The classes of the units.
-        memory: Options of memory and prefetching.
-    """
+    """Units are modules; hooks on their forwards and backwards drive the engine."""
 
     unit_modules: Sequence[type[nn.Module] | str] | str | None
     memory: MemoryOptions
@@ -137,17 +124,8 @@ def plan_units(
 ) -> UnitPlan:
     """Find the units of a model; refine them for fine-grained gathers, or merge small neighbours; it is only read.
 
-    Args:
-        module: The model, as this rank holds it.
-        unit_modules: The classes of the units.
-        memory: What was asked for.
-        num_ranks: Data-parallel ranks.
-        shapes_are_alike: Whether all ranks hold tensors of the same shapes. Experts and tensor-parallel parts may not,
-            and then nothing is merged, since all ranks have to merge the same.
-
-    Raises:
-        ConfigurationError: The units cannot be found, or an option has no effect on them.
-        TypeError: `unit_modules` holds what is no class of modules.
+    `num_ranks` are data-parallel ones. `shapes_are_alike`: all ranks hold tensors of the same shapes. Experts and
+    tensor-parallel parts may not, and then nothing is merged, since all ranks have to merge the same.
     """
     plan = find_units(module, unit_modules)
     memory.check_plan(len(plan.units) - 1)
@@ -167,17 +145,11 @@ def plan_units(
 
 @dataclass(frozen=True)
 class Assembly:
-    """A sharded model.
-
-    Attributes:
-        engine: Its engine.
-        plan: Its units.
-        state_dict_handles: The hooks that describe shards in state dicts.
-    """
+    """A sharded model."""
 
     engine: Engine
     plan: UnitPlan
-    state_dict_handles: tuple[RemovableHandle, ...]
+    state_dict_handles: tuple[RemovableHandle, ...]  # the hooks that describe shards
 
 
 def assemble(
@@ -189,11 +161,7 @@ def assemble(
     mode: SyncMode,
     backward_finished: Callable[[], object],
 ) -> Assembly:
-    """Shard a model in place.
-
-    Raises:
-        ConfigurationError: The model cannot be sharded as it is, or options contradict each other.
-    """
+    """Shard a model in place, or refuse one that cannot be sharded as it is, and options that contradict each other."""
     options.check_capture()
     replaced = ReplacedParameters(module)
     with _delayed_linears(module, options) as delayed:
@@ -365,11 +333,7 @@ def _plan_together(
 
 
 def _check_guests(guests: Mapping[str, Guest], sharding: Sharding) -> None:
-    """Refuse guests where their shards are not whole rows, or where nothing is gathered.
-
-    Raises:
-        ConfigurationError: Names the first one.
-    """
+    """Refuse guests where their shards are not whole rows, or where nothing is gathered."""
     if not guests:
         return
     options, lack = sharding.options, None
@@ -402,11 +366,7 @@ def _guest_formats(
 
 
 def _check_deterministic(sharding: Sharding) -> None:
-    """Refuse what would make the bits depend on the number of ranks.
-
-    Raises:
-        ConfigurationError: Says which option or mesh does, and what to use.
-    """
+    """Refuse what would make the bits depend on the number of ranks."""
     options, dense = sharding.options, sharding.dense
     given = f'deterministic="{options.deterministic}"'
     problems = [
@@ -429,11 +389,7 @@ def _check_deterministic(sharding: Sharding) -> None:
 
 
 def _check_homes(sharding: Sharding) -> None:
-    """Refuse homes of shards that gathers over the outer ranks write into, on the device.
-
-    Raises:
-        ConfigurationError: Says so.
-    """
+    """Refuse homes of shards that gathers over the outer ranks write into, on the device."""
     options = sharding.options
     shares_outer = len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
     if shares_outer and options.homes.compute_weights.is_away:
@@ -444,11 +400,7 @@ def _check_homes(sharding: Sharding) -> None:
 
 
 def _check_outer_format(sharding: Sharding) -> None:
-    """Refuse gradients in few bits where none cross an outer axis, or where ranks would part by it.
-
-    Raises:
-        ConfigurationError: Says so.
-    """
+    """Refuse gradients in few bits where none cross an outer axis, or where ranks would part by it."""
     options, dense = sharding.options, sharding.dense
     given = options.policy.outer_grad_comm_format
     if given is None:
@@ -545,8 +497,7 @@ def build_units(
 ) -> tuple[Unit, ...]:
     """Shard a model in place, unit by unit, so that at most one unit exists twice.
 
-    Raises:
-        ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.
+    What was on the meta device and cannot be initialised is an error on every rank alike.
     """
     blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
     # A disk may be full on one host.
@@ -596,12 +547,7 @@ def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], 
 
 
 def check_not_wrapped(module: object) -> None:
-    """Refuse objects that are no model, and models in another wrapper; no communication.
-
-    Raises:
-        ConfigurationError: The model, or a module in it, is sharded or replicated by torch or by this package.
-        TypeError: It is no model.
-    """
+    """Refuse what is no model, and models that torch or this package has wrapped, or in part; no communication."""
     if not isinstance(module, nn.Module):
         given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
         raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
@@ -681,9 +627,6 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
     initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
     Tensor-parallel ranks hold different parts, and experts differ between expert-parallel ranks; these are left alone.
-
-    Returns:
-        Names of parameters and buffers that differed, in model order.
     """
     held: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     experts = {name: tensor for name, tensor in held.items() if sharding.is_expert(name, tensor)}
@@ -731,11 +674,7 @@ _FP32_SUMS = "reduce_scatter_with_fp32_accumulation"
 
 
 def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
-    """Refuse the fp32-accumulation switch where gradients are all-reduced, which sums in the dtype that travels.
-
-    Raises:
-        ConfigurationError: The strategy is `no_shard`.
-    """
+    """Refuse the fp32-accumulation switch under `no_shard`: its all-reduce sums in the dtype that travels."""
     if strategy == ShardingStrategy.no_shard:
         raise ConfigurationError(
             f"{_FP32_SUMS}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
