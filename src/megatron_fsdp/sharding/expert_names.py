@@ -31,19 +31,12 @@ _STACKED = re.compile(r"^(?P<container>(?:.*\.)?experts\.)(?P<rest>[^.].*)$")
 
 @dataclass(frozen=True)
 class ExpertName:
-    """A parameter's name, split around the number of its expert.
+    """A parameter's name, split around the number of its expert."""
 
-    Attributes:
-        container: Up to and with `experts.`.
-        between: From there to the number.
-        index: The number.
-        after: The rest.
-    """
-
-    container: str
-    between: str
+    container: str  # up to and with `experts.`
+    between: str  # from there to the number
     index: int
-    after: str
+    after: str  # the rest
 
     def at(self, index: int) -> str:
         """Return the name of the same parameter of another expert."""
@@ -73,27 +66,20 @@ def stack_container(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Names and places of this rank's experts among those of all ranks.
+    """Names and places of this rank's experts among those of all ranks."""
 
-    Attributes:
-        offsets: Number of this rank's first expert, by container, where names count from 0 on every rank.
-        held: The numbers over all ranks of this rank's experts, by container.
-        indices: The numbers of all experts over all ranks, by container, ascending.
-        names: All names over all ranks.
-        stacks: Where the ranks' parts of each stacked tensor begin and end along the first dimension.
-        rank: This rank's place among the expert-parallel ranks.
-        problems: Why a parameter cannot be told from others, by name.
-        unnumbered: Parameters of a kind that some ranks lack, or whose expert has no number, so that a rank cannot list
-            all ranks' parameters by itself.
-    """
-
+    # number of this rank's first expert, by container, where names count from 0 on every rank
     offsets: Mapping[str, int] = field(default_factory=dict)
+    # numbers over all ranks of this rank's experts, by container
     held: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
+    indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of all experts, ascending
+    names: frozenset[str] = frozenset()  # all names over all ranks
+    # edges of the ranks' parts of each stacked tensor, along the first dimension
     stacks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    rank: int = 0
-    problems: Mapping[str, str] = field(default_factory=dict)
+    rank: int = 0  # among the expert-parallel ranks
+    problems: Mapping[str, str] = field(default_factory=dict)  # why a parameter cannot be told from others, by name
+    # Parameters of a kind that some ranks lack, or whose expert has no number, so that a rank cannot list all
+    # ranks' parameters by itself.
     unnumbered: tuple[str, ...] = ()
 
     def to_global(self, name: str) -> str:
@@ -216,17 +202,12 @@ def _indices(names: Iterable[str], container: str) -> list[int]:
 
 @dataclass
 class Numbering:
-    """The parameters of one optimizer among those of all ranks.
+    """The parameters of one optimizer among those of all ranks."""
 
-    Attributes:
-        groups: Names over all ranks, by parameter group.
-        own: For each group the positions of this rank's parameters in it, in this rank's order.
-        problem: Why there is no such list; None where there is one.
-    """
-
-    groups: list[list[str]] = field(default_factory=list)
+    groups: list[list[str]] = field(default_factory=list)  # names over all ranks, by parameter group
+    # for each group the positions of this rank's parameters in it, in this rank's order
     own: list[list[int]] = field(default_factory=list)
-    problem: str | None = None
+    problem: str | None = None  # why there is no such list
 
 
 def number_parameters(groups: Sequence[Sequence[str]], plan: ExpertPlan) -> Numbering:

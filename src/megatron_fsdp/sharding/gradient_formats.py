@@ -33,18 +33,12 @@ class GradientFormat(ABC):
 
     A block is 256 elements: a float32 scale, the block's largest magnitude / `largest`, then a code for each element,
     which is the nearest one, of ties the even one. A block with NaN or infinity in it is all NaN when it is decoded.
-
-    Attributes:
-        name: What users call it.
-        largest: The largest code.
-        block_bytes: Bytes that a block takes.
-        block_numel: Elements that share a scale.
     """
 
-    name: str
-    largest: float
+    name: str  # what users call it
+    largest: float  # the largest code
     block_bytes: int = _SCALE_BYTES + _BLOCK
-    block_numel: int = _BLOCK
+    block_numel: int = _BLOCK  # elements that share a scale
 
     def bytes_of(self, numel: int) -> int:
         """Return the bytes that a row of `numel` elements takes."""
@@ -56,11 +50,9 @@ class GradientFormat(ABC):
         return _BORROWED_BYTES * min(padded, _CHUNK_NUMEL)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Encode rows, and leave in their place what rounding lost: 0 in blocks that are not finite.
+        """Encode float32 rows (rows, n) into `out`, uint8 (rows, bytes_of(n)).
 
-        Args:
-            values: (rows, n) of float32; overwritten.
-            out: uint8 (rows, bytes_of(n)).
+        What rounding lost is left in the place of the rows: 0 in blocks that are not finite.
         """
         for chunk, encoded in self._chunks(values, out):
             blocks = functional.pad(chunk, (0, -chunk.shape[1] % _BLOCK)).view(len(chunk), -1, _BLOCK)

@@ -17,23 +17,15 @@ class GradientReduction:
     """The reduction of per-rank gradients to the gradient that the optimizer sees.
 
     The value is ``post_factor * op over the group of (pre_factor * gradient of the rank)``.
-
-    Attributes:
-        op: The operation of each collective of the reduction.
-        pre_factor: Multiplies each rank's whole gradient, once, before the first collective.
-        post_factor: Multiplies the reduced result (a shard, where the gradient is sharded), once, after the last
-            collective.
-        group_size: Ranks that an average is taken over.
-        scales_first: Whether sums of every dtype are scaled before they travel.
-        one_by_one: Whether the gradients of the ranks are added to the accumulated gradient one after another, as one
-            process adds those of its microbatches, and not first to each other.
     """
 
-    op: Literal["sum", "avg"]
-    pre_factor: float
-    post_factor: float
-    group_size: int = field(default=1, compare=False)
-    scales_first: bool = field(default=False, compare=False)
+    op: Literal["sum", "avg"]  # of each collective of the reduction
+    pre_factor: float  # multiplies each rank's whole gradient, once, before the first collective
+    post_factor: float  # multiplies the reduced result (or shard), once, after the last collective
+    group_size: int = field(default=1, compare=False)  # ranks that an average is taken over
+    scales_first: bool = field(default=False, compare=False)  # sums of every dtype are scaled before they travel
+    # Whether the gradients of the ranks are added to the accumulated gradient one after another, as one process
+    # adds those of its microbatches, and not first to each other.
     one_by_one: bool = False
 
     @property

@@ -294,16 +294,10 @@ class Layout:
     """Tensors in one flat buffer of `num_shards * shard_numel` elements.
 
     Shard r is the r-th stretch of `shard_numel`; `held_region` says which rank has it.
-
-    Attributes:
-        shapes: Shape of each tensor.
-        offsets: First element of each tensor in the buffer. Tensors without elements have one too.
-        num_shards: Number of equal shards.
-        shard_numel: Elements of one shard.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # first element of each tensor in the buffer; tensors without elements have one too
     num_shards: int
     shard_numel: int
 

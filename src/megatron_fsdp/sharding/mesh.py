@@ -338,16 +338,10 @@ def _submesh_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _rank_table(mesh: DeviceMesh, axes: list[list[int]], names: tuple[str, ...]) -> torch.Tensor:
-    """Return the global ranks of the sub-mesh, one dimension per axis.
+    """Return the global ranks of the sub-mesh, integers of shape ``[len(axis) for axis in axes]``.
 
-    Args:
-        mesh: The mesh that all axes lie in.
-        axes: Per dimension of the sub-mesh, the global ranks along it through this rank.
-        names: Their names, for the error message.
-
-    Returns:
-        Integer tensor of shape ``[len(axis) for axis in axes]``. An entry's mesh coordinates are this rank's, moved by
-        the steps that lead from this rank to the entry's position on each axis.
+    Each of `axes` lists the global ranks along one dimension through this rank. An entry's mesh coordinates are this
+    rank's, moved by the steps that lead from this rank to the entry's position on each axis.
     """
     here = _position(mesh, dist.get_rank(), names)
     steps = [torch.stack([_position(mesh, rank, names) - here for rank in axis]) for axis in axes]
@@ -437,38 +431,25 @@ def tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
 
 @dataclass(frozen=True)
 class FlatAxis:
-    """All ranks of a hybrid mesh as one axis.
+    """All ranks of a hybrid mesh as one axis."""
 
-    Attributes:
-        axis: The axis; a rank's place on it is the number of its microbatch.
-        shares: For each rank, which of as many equal parts of a flat buffer is its own (see `held_region`).
-    """
-
-    axis: Axis
+    axis: Axis  # a rank's place on it is the number of its microbatch
+    # for each rank, which of as many equal parts of a flat buffer is its own (see `held_region`)
     shares: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The ranks that share parameters of one kind: dense ones, or experts, which have a mesh of their own.
+    """The ranks that share parameters of one kind: dense ones, or experts, which have a mesh of their own."""
 
-    Attributes:
-        axes: The data-parallel axes, outermost first; the last one is the sharding axis.
-        names: Their names in the mesh.
-        group: All data-parallel ranks; None for a single one.
-        tensor_parallel: The tensor-parallel mesh, one-dimensional; None where there is none.
-        described_mesh: The mesh of the sharded parameters' DTensors: the axes and, last, the tensor-parallel dimension.
-        foreign_groups: For experts, groups of ranks that hold other experts, one per further dimension of their mesh.
-        flat: All data-parallel ranks of a hybrid mesh as one axis, where gradients are added rank by rank; else None.
-    """
-
-    axes: tuple[Axis, ...]
-    names: tuple[str, ...]
-    group: dist.ProcessGroup | None
-    tensor_parallel: DeviceMesh | None
-    described_mesh: DeviceMesh
+    axes: tuple[Axis, ...]  # data-parallel, outermost first; the last one is the sharding axis
+    names: tuple[str, ...]  # of the axes in the mesh
+    group: dist.ProcessGroup | None  # all data-parallel ranks; None for a single one
+    tensor_parallel: DeviceMesh | None  # one-dimensional
+    described_mesh: DeviceMesh  # of the sharded parameters' DTensors: the axes and, last, the tensor-parallel dimension
+    # For experts, groups of ranks that hold other experts, one per further dimension of their mesh.
     foreign_groups: tuple[dist.ProcessGroup, ...] = field(default=())
-    flat: FlatAxis | None = None
+    flat: FlatAxis | None = None  # all axes as one, where gradients are added rank by rank
 
     @property
     def num_ranks(self) -> int:

@@ -12,46 +12,30 @@ from megatron_fsdp.errors import ConfigurationError
 
 
 class Placement(enum.Enum):
-    """How a buffer lies on one mesh axis.
+    """How a buffer lies on one mesh axis."""
 
-    Attributes:
-        REPLICATE: every rank of the axis holds the same complete values.
-        PARTIAL: every rank of the axis holds a full-size summand; the sum has not been taken.
-        SHARD: every rank of the axis holds one of the equal contiguous pieces.
-    """
-
-    REPLICATE = "replicate"
-    PARTIAL = "partial"
-    SHARD = "shard"
+    REPLICATE = "replicate"  # every rank holds the same complete values
+    PARTIAL = "partial"  # every rank holds a full-size summand; the sum has not been taken
+    SHARD = "shard"  # every rank holds one of the equal contiguous pieces
 
 
 @dataclass(frozen=True)
 class Placements:
-    """The placements of a parameter group's buffers, one per mesh axis, outermost axis first.
+    """The placements of a parameter group's buffers, one per mesh axis, outermost axis first."""
 
-    Attributes:
-        compute_weight: The weights that forward and backward use, between uses.
-        accumulated_grad: What is accumulated before the gradient sync.
-        main_grad: The gradient that the optimizer sees, after the gradient sync.
-        main_weight: The weights that the optimizer updates, and its state.
-    """
-
-    compute_weight: tuple[Placement, ...]
-    accumulated_grad: tuple[Placement, ...]
-    main_grad: tuple[Placement, ...]
-    main_weight: tuple[Placement, ...]
+    compute_weight: tuple[Placement, ...]  # the weights that forward and backward use, between uses
+    accumulated_grad: tuple[Placement, ...]  # before the gradient sync
+    main_grad: tuple[Placement, ...]  # what the optimizer sees, after the gradient sync
+    main_weight: tuple[Placement, ...]  # what the optimizer updates, and its state
 
 
 _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 
 
 def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = None) -> Placements:
-    """Return the placement of each buffer under a strategy.
+    """Return the placement of each buffer under a strategy on the sharding axis (``dp_shard_dim``).
 
-    Args:
-        inner: The strategy on the sharding axis (``dp_shard_dim``).
-        outer: The strategy on the hybrid axis (``dp_outer_dim``): ``no_shard`` (HSDP) or ``optim`` (HFSDP); None where
-            there is no such axis.
+    `outer` is that on the hybrid axis (``dp_outer_dim``): ``no_shard`` (HSDP) or ``optim`` (HFSDP); None: no such axis.
     """
     # Each higher strategy shards one more buffer.
     weight = _S if inner >= ShardingStrategy.optim_grads_params else _R

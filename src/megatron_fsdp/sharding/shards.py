@@ -29,15 +29,10 @@ from megatron_fsdp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Box:
-    """A hyper-rectangle of a tensor whose elements are contiguous in the flattened tensor.
+    """A hyper-rectangle of a tensor whose elements are contiguous in the flattened tensor."""
 
-    Attributes:
-        offsets: First index per dimension.
-        lengths: Number of indices per dimension.
-    """
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]  # first index per dimension
+    lengths: tuple[int, ...]  # number of indices per dimension
 
     @property
     def numel(self) -> int:
@@ -97,19 +92,12 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class BufferCut:
-    """The shard ranges of a tensor that lies in a flat buffer of equal shards.
+    """The shard ranges of a tensor that lies in a flat buffer of equal shards."""
 
-    Attributes:
-        offset: First element of the tensor in the buffer.
-        shard_numel: Elements of one shard of the buffer.
-        num_shards: Shards of the buffer.
-        numel: Elements of the tensor.
-    """
-
-    offset: int
-    shard_numel: int
-    num_shards: int
-    numel: int
+    offset: int  # first element of the tensor in the buffer
+    shard_numel: int  # elements of one shard of the buffer
+    num_shards: int  # of the buffer
+    numel: int  # elements of the tensor
 
     def range_of(self, shard: int) -> Range:
         """Return the half-open range of the flattened tensor in one shard; start equals stop for none."""
@@ -133,13 +121,9 @@ class BufferCut:
 
 @dataclass(frozen=True)
 class ListedCut:
-    """Ranges given by their edges: shard s holds [edges[s], edges[s + 1]).
+    """Ranges given by their edges: shard s holds [edges[s], edges[s + 1])."""
 
-    Attributes:
-        edges: From 0 to the number of elements, never falling.
-    """
-
-    edges: tuple[int, ...]
+    edges: tuple[int, ...]  # from 0 to the number of elements, never falling
 
     @property
     def num_shards(self) -> int:
@@ -170,15 +154,10 @@ Cut = BufferCut | ListedCut
 
 @dataclass(frozen=True)
 class TensorParallelCut:
-    """The parts of tensor-parallel ranks along one dimension of the global tensor.
-
-    Attributes:
-        dim: The dimension that is cut.
-        edges: Part t holds indices [edges[t], edges[t + 1]).
-    """
+    """The parts of tensor-parallel ranks along one dimension of the global tensor."""
 
     dim: int
-    edges: tuple[int, ...]
+    edges: tuple[int, ...]  # part t holds indices [edges[t], edges[t + 1])
 
     @classmethod
     def by_chunk(cls, length: int, num_parts: int, dim: int) -> TensorParallelCut:
@@ -191,17 +170,14 @@ class TensorParallelCut:
 class MeshUse:
     """The parallelism that each dimension of a mesh serves.
 
-    Attributes:
-        sizes: Ranks along each mesh dimension.
-        shard_dims: Mesh dimensions that data-parallel shards are spread over, the most significant first; ranks along
-            the others hold the same. FSDP (0,), HSDP over (outer, inner) (1,), HFSDP cut inside first (1, 0): shard
-            index = inner rank * outer size + outer rank. () where every rank holds everything.
-        tensor_dim: The mesh dimension of tensor parallelism, or None.
+    Data-parallel shards are spread over `shard_dims`, the most significant first; ranks along the other dimensions hold
+    the same. FSDP (0,), HSDP over (outer, inner) (1,), HFSDP cut inside first (1, 0): shard index = inner rank * outer
+    size + outer rank. () where every rank holds everything.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # ranks along each dimension
     shard_dims: tuple[int, ...] = ()
-    tensor_dim: int | None = None
+    tensor_dim: int | None = None  # that of tensor parallelism, if any
 
     @property
     def num_shards(self) -> int:
@@ -227,23 +203,14 @@ class MeshUse:
 
 @dataclass(frozen=True)
 class ShardDescription:
-    """The elements of one tensor that this rank and every other one hold.
+    """The elements of one tensor that this rank and every other one hold."""
 
-    Attributes:
-        shape: Shape of the global tensor.
-        use: The parallelism of each mesh dimension.
-        coordinate: This rank's coordinate on the mesh.
-        cut: The ranges of this rank's part that its data-parallel shards hold.
-        tensor_cut: The cut by tensor parallelism; None where its ranks, if any, hold the same.
-        other_cuts: The cut of each part, by tensor-parallel rank; empty where all are cut as this one (as parts of
-            equal shape are).
-    """
-
-    shape: tuple[int, ...]
-    use: MeshUse
-    coordinate: tuple[int, ...]
-    cut: Cut
-    tensor_cut: TensorParallelCut | None = None
+    shape: tuple[int, ...]  # of the global tensor
+    use: MeshUse  # the parallelism of each mesh dimension
+    coordinate: tuple[int, ...]  # of this rank on the mesh
+    cut: Cut  # the ranges of this rank's part that its data-parallel shards hold
+    tensor_cut: TensorParallelCut | None = None  # by tensor parallelism; None where its ranks, if any, hold the same
+    # by tensor-parallel rank, that of its part; empty where all are cut as this one (as parts of equal shape are)
     other_cuts: tuple[Cut, ...] = ()
 
     # ---- parts ------------------------------------------------------------------------------------------------------

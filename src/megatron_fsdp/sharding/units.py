@@ -104,22 +104,15 @@ _CLASSES_LISTED = 10
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """One unit.
+    """One unit."""
 
-    Attributes:
-        name: For messages: the path of its module, ``""`` for the root, ``layers.0..3`` for neighbours.
-        parameters: Canonical names of the parameters that it owns, in model order.
-        class_name: Name of the class of its modules.
-        modules: Paths of its modules, in model order: one, or several small neighbours; none where parameters were
-            grouped in another way, under a made-up name.
-        is_end: Whether it is an embedding or a linear layer that was found beside the blocks.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    class_name: str
+    name: str  # for messages: the path of its module, "" for the root, layers.0..3 for neighbours
+    parameters: tuple[str, ...]  # canonical names of those that it owns, in model order
+    class_name: str  # of its modules
+    # Paths of its modules, in model order: one, or several small neighbours; none where parameters were grouped
+    # in another way, under a made-up name.
     modules: tuple[str, ...]
-    is_end: bool = False
+    is_end: bool = False  # an embedding or a linear layer that was found beside the blocks
 
     @classmethod
     def of_module(cls, path: str, parameters: Sequence[str], class_name: str, is_end: bool = False) -> "UnitSpec":
@@ -129,20 +122,13 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """All units of a model.
+    """All units of a model."""
 
-    Attributes:
-        units: The root first (also where it owns nothing), then the others in module order.
-        source: How the units were found, in words.
-        aliases: For each further name of a tied parameter, ``(further name, canonical name)``; the canonical name is
-            the first in model order.
-        block_classes: Names of the classes of the units that are no ends, where there are ends.
-    """
-
-    units: tuple[UnitSpec, ...]
-    source: str
+    units: tuple[UnitSpec, ...]  # the root first (also where it owns nothing), then the others in module order
+    source: str  # how the units were found, in words
+    # (further name, canonical name) of tied parameters; the canonical name is the first in model order
     aliases: tuple[tuple[str, str], ...]
-    block_classes: tuple[str, ...] = ()
+    block_classes: tuple[str, ...] = ()  # class names of the units that are no ends, where there are ends
 
     def remedy(self, unit: UnitSpec) -> str:
         """Say what to do where a forward reads a weight of a unit without calling it."""
@@ -385,16 +371,10 @@ _LATENCY_BYTES_PER_RANK = 2**20
 
 
 def message_bytes(unit_bytes: Sequence[int], num_ranks: int) -> int:
-    """Return the size below which neighbouring units are merged.
+    """Return the size below which neighbouring units are merged: 4 MiB or more; 0 on one rank, which sends nothing.
 
     It grows with the ranks as far as the peak does not: slots and buckets become as large as the largest unit anyway.
-
-    Args:
-        unit_bytes: Bytes of the full weights of each unit besides the root.
-        num_ranks: Ranks that share them.
-
-    Returns:
-        4 MiB or more; 0 on one rank, which sends nothing.
+    `unit_bytes` are those of the full weights of each unit besides the root.
     """
     if num_ranks == 1:
         return 0
@@ -402,15 +382,11 @@ def message_bytes(unit_bytes: Sequence[int], num_ranks: int) -> int:
 
 
 def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitPlan:
-    """Merge runs of small neighbours, which then communicate in one message.
+    """Merge runs of small neighbours, which then communicate in one message, up to a limit.
 
-    Neighbours are numbered modules of one class in one list, one behind the other, such as `layers.3` and `layers.4`.
-    A run is cut into as few units as the limit allows, as even as possible.
-
-    Args:
-        plan: The units.
-        sizes: Bytes or elements of each, the root first.
-        limit: The most that a merged unit may have.
+    Neighbours are numbered modules of one class in one list, one behind the other, such as `layers.3` and `layers.4`. A
+    run is cut into as few units as the limit allows, as even as possible. `sizes` are bytes or elements, as the limit
+    is; the root's comes first.
     """
     units = [plan.units[ROOT_UNIT]]
     for _, numbered in groupby(enumerate(plan.units[ROOT_UNIT + 1 :], start=ROOT_UNIT + 1), key=_neighbourhood):
@@ -445,40 +421,24 @@ def _merged(units: Sequence[UnitSpec]) -> UnitSpec:
 
 @dataclass(frozen=True)
 class GroupKey:
-    """The properties that all parameters of one group share.
+    """The properties that all parameters of one group share."""
 
-    Attributes:
-        dtype: Dtype in the model.
-        requires_grad: Whether they are trained.
-        is_expert: Whether they belong to experts.
-        is_scalar: Whether they have no dimension to shard, so that every rank holds them whole.
-        sums_in_fp32: Whether their gradients are accumulated in float32, whatever they travel in.
-        weight_format: The weight format that they are gathered in; None: their dtype.
-    """
-
-    dtype: torch.dtype
-    requires_grad: bool
+    dtype: torch.dtype  # in the model
+    requires_grad: bool  # whether they are trained
     is_expert: bool
-    is_scalar: bool = False
-    sums_in_fp32: bool = False
-    weight_format: WeightFormat | None = None
+    is_scalar: bool = False  # no dimension to shard, so that every rank holds them whole
+    sums_in_fp32: bool = False  # gradients are accumulated in float32, whatever they travel in
+    weight_format: WeightFormat | None = None  # that they are gathered in; None: their dtype
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """The facts about one parameter that grouping and layout need.
+    """The facts about one parameter that grouping and layout need."""
 
-    Attributes:
-        name: Fully qualified name in the model.
-        shape: Shape in the model, in elements per dimension; ``()`` for a scalar.
-        key: What parameters have to share to lie in one flat buffer.
-        is_looked_up: Whether its unit is an embedding, whose backward does not read it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    key: GroupKey
-    is_looked_up: bool = False
+    name: str  # fully qualified, in the model
+    shape: tuple[int, ...]  # in the model; () for a scalar
+    key: GroupKey  # what parameters have to share to lie in one flat buffer
+    is_looked_up: bool = False  # its unit is an embedding, whose backward does not read it
 
     @property
     def numel(self) -> int:
@@ -488,15 +448,10 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class ParameterGroupSpec:
-    """The parameters of one unit that share a flat buffer.
-
-    Attributes:
-        key: Their shared properties.
-        parameters: The parameters, in the order in which they were given.
-    """
+    """The parameters of one unit that share a flat buffer."""
 
     key: GroupKey
-    parameters: tuple[ParameterInfo, ...]
+    parameters: tuple[ParameterInfo, ...]  # in the order in which they were given
 
 
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:

@@ -55,18 +55,12 @@ class WeightFormat:
 
     A piece is elements ``start`` to ``start + n`` of a flattened tensor of `shape`; `start` is a multiple of the block.
     Blocks go along the flattened tensor; zeros fill the last.
-
-    Attributes:
-        name: What users call it.
-        block_numel: Elements that are encoded together, which no cut may separate.
-        block_bytes: Bytes that a block takes.
-        largest: What a magnitude that ranks agree on is encoded as.
     """
 
-    name: str
-    block_numel: int = 1
+    name: str  # what users call it
+    block_numel: int = 1  # elements that are encoded together, which no cut may separate
     block_bytes: int = 1
-    largest: float = _E4M3_MAX
+    largest: float = _E4M3_MAX  # what a magnitude that ranks agree on is encoded as
 
     @property
     def stays_encoded(self) -> bool:
@@ -143,14 +137,10 @@ class Fp8(WeightFormat):
 
 @dataclass(frozen=True)
 class Fp8Compute(Fp8):
-    """The bytes of "fp8", which linears multiply as they are gathered (`megatron_fsdp.engine.fp8_linear`).
-
-    Attributes:
-        keeps_transposed: Whether the transposed codes that backward multiplies are kept while weights are gathered.
-    """
+    """The bytes of "fp8", which linears multiply as they are gathered (`megatron_fsdp.engine.fp8_linear`)."""
 
     name: str = "fp8_compute"
-    keeps_transposed: bool = False
+    keeps_transposed: bool = False  # the transposed codes that backward multiplies are kept while weights are gathered
 
     @property
     def stays_encoded(self) -> bool:
