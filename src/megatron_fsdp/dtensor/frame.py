@@ -30,32 +30,14 @@ from megatron_fsdp.sharding.shards import Box, ShardDescription, described_as_wh
 
 
 class OwningUnit(NamedTuple):
-    """The unit that parameters belong to, for messages.
-
-    Attributes:
-        label: Its name.
-        remedy: What to do where a forward reads a weight of it without calling it.
-    """
+    """The unit that parameters belong to, for messages."""
 
     label: str
-    remedy: str
+    remedy: str  # what to do where a forward reads a weight of it without calling it
 
 
 class ShardFrame:
-    """The shards of a tensor on a mesh, for a parameter, its gradient and its optimizer state alike.
-
-    Attributes:
-        mesh: The ranks.
-        description: The elements that each rank holds.
-        placements: One per mesh dimension, as checkpoints and optimizers read them: `Shard(0)` along dimensions that
-            shards are spread over, even where the cut is not torch's.
-        foreign_groups: Groups of ranks that hold other tensors of the same kind, as expert-parallel ranks do; a norm of
-            all gradients is reduced over them, too.
-        adds_up: Whether gradients of the model are the sum over data-parallel ranks, else their mean.
-        belongs: Name and unit of the parameter that it is the frame of; None where unknown.
-        problem: Why such tensors can be neither saved nor loaded by torch.distributed.checkpoint; None where they can.
-        is_from_file: Whether such tensors were unpickled, so that other ranks may have read the same ones.
-    """
+    """The shards of a tensor on a mesh, for a parameter, its gradient and its optimizer state alike."""
 
     def __init__(
         self,
@@ -64,13 +46,18 @@ class ShardFrame:
         foreign_groups: tuple[dist.ProcessGroup, ...] = (),
         adds_up: bool = False,
     ) -> None:
+        # Ranks that hold other tensors of the same kind, as expert-parallel ranks do; a norm of all gradients
+        # is reduced over them, too.
         self.foreign_groups = foreign_groups
-        self.adds_up = adds_up
+        self.adds_up = adds_up  # gradients of the model are the sum over data-parallel ranks, else their mean
+        # why such tensors can be neither saved nor loaded by torch.distributed.checkpoint
         self.problem: str | None = None
-        self.is_from_file = False
-        self.belongs: tuple[str, OwningUnit] | None = None
+        self.is_from_file = False  # they were unpickled, so that other ranks may have read the same ones
+        self.belongs: tuple[str, OwningUnit] | None = None  # name and unit of the parameter that it is the frame of
         self.mesh = mesh
-        self.description = description
+        self.description = description  # the elements that each rank holds
+        # One per mesh dimension, as checkpoints and optimizers read them: `Shard(0)` along dimensions that
+        # shards are spread over, even where the cut is not torch's.
         self.placements = _placements(description)
         self._specs: dict[torch.dtype, Any] = {}
 
@@ -182,14 +169,9 @@ def _placements(description: ShardDescription) -> tuple[Placement, ...]:
 def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.ProcessGroup]) -> torch.Tensor:
     """All-gather a differing number of elements per rank by one padded collective per group.
 
-    Args:
-        flat: (n,) this rank's elements, n <= padded_numel.
-        padded_numel: The same on every rank of all groups.
-        groups: Gathered over one after another; the last one is the most significant in the result.
-
-    Returns:
-        (product of group sizes, padded_numel), rows in the order of ranks; what lies behind a rank's elements is
-        undefined.
+    `flat` is (n,), with n at most `padded_numel`, which is the same on every rank. The last group is the most
+    significant in the result, (product of group sizes, padded_numel): rows in the order of ranks, where what lies
+    behind a rank's elements is undefined.
     """
     sent = flat
     if flat.numel() != padded_numel:
@@ -243,21 +225,13 @@ def _gather_parts(part: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """The boxes of one local tensor; keeps no reference to the tensor, which may refer to this.
+    """The boxes of one local tensor; keeps no reference to the tensor, which may refer to this."""
 
-    Attributes:
-        shape: Shape of the global tensor.
-        boxes: In the order of the local tensor's elements.
-        properties: Of the local tensor.
-        writes: Whether this rank saves them; False where another rank saves the same elements in other boxes.
-        problem: Why they can be neither saved nor loaded; None where they can.
-    """
-
-    shape: torch.Size
-    boxes: tuple[Box, ...]
-    properties: TensorProperties
-    writes: bool = True
-    problem: str | None = None
+    shape: torch.Size  # of the global tensor
+    boxes: tuple[Box, ...]  # in the order of the local tensor's elements
+    properties: TensorProperties  # of the local tensor
+    writes: bool = True  # False where another rank saves the same elements in other boxes
+    problem: str | None = None  # why they can be neither saved nor loaded
 
     @classmethod
     def of(cls, local: torch.Tensor, shape: torch.Size, boxes: Sequence[Box]) -> LocalChunks:

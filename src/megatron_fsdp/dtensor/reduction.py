@@ -28,27 +28,17 @@ class Combine(enum.Enum):
 
 @dataclass(frozen=True)
 class Reduction:
-    """One number of which every rank has a part.
+    """One number of which every rank has a part."""
 
-    Attributes:
-        part: () in the dtype that travels: float32, float64, complex or int64.
-        combine: SUM, MAX, or POWER: the root of the sum of powers.
-        groups: Reduced over one after another; none where every rank has everything.
-        dtype: Dtype of the result.
-        power: Exponent of `POWER`.
-        divisor: The result is divided by it.
-        negate: The result is negated: a minimum is the negative maximum of negatives.
-        further: Groups to reduce over in addition where norms are stacked to become one: ranks with other tensors in
-            place of this one, as expert-parallel ranks have.
-    """
-
-    part: torch.Tensor
-    combine: Combine
-    groups: Groups
-    dtype: torch.dtype
-    power: float = 1.0
-    divisor: int = 1
-    negate: bool = False
+    part: torch.Tensor  # () in the dtype that travels: float32, float64, complex or int64
+    combine: Combine  # SUM, MAX, or POWER: the root of the sum of powers
+    groups: Groups  # reduced over one after another; none where every rank has everything
+    dtype: torch.dtype  # of the result
+    power: float = 1.0  # exponent of `POWER`
+    divisor: int = 1  # the result is divided by it
+    negate: bool = False  # the result is negated: a minimum is the negative maximum of negatives
+    # Groups to reduce over in addition where norms are stacked to become one: ranks with other tensors in place
+    # of this one, as expert-parallel ranks have.
     further: Groups = ()
 
     def key(self) -> tuple[Any, ...]:
@@ -111,15 +101,11 @@ class ReducedScalar(torch.Tensor):
 
     Every rank puts the number into a loss of its own, so its gradient differs between ranks: `unite` makes one gradient
     for all of them before autograd goes on to their shards.
-
-    Attributes:
-        value: The number.
-        reduction: The reduction that gave it.
-        unite: Makes that gradient; None where all elements are on every rank, or no gradient is needed.
     """
 
-    value: torch.Tensor
-    reduction: Reduction
+    value: torch.Tensor  # the number
+    reduction: Reduction  # the one that gave it
+    # makes that gradient; None where all elements are on every rank, or no gradient is needed
     unite: Callable[[torch.Tensor], torch.Tensor] | None
 
     @classmethod
@@ -214,15 +200,10 @@ def plain(value: Any) -> Any:
 
 
 def unite_gradients(grad: torch.Tensor, groups: Groups, adds_up: bool) -> torch.Tensor:
-    """Make one gradient for all ranks, of something that all of them hold and each used for its own loss.
+    """Make one gradient for all ranks, of something that all of them hold whole and each used for its own loss.
 
     It is the mean over ranks, as the gradient of the model is that of the mean of their losses. Where gradients are
-    summed instead, such a gradient may stand for its rank alone or for all, so they have to agree.
-
-    Args:
-        grad: This rank's, of any shape; a plain tensor or one that every rank has whole.
-        groups: Reduced over one after another.
-        adds_up: Whether gradients of the model are summed over ranks.
+    summed instead (`adds_up`), such a gradient may stand for its rank alone or for all, so they have to agree.
     """
     if not groups:
         return grad
