@@ -185,14 +185,10 @@ def tensors_of(values: object) -> list[Tensor]:
 
 
 class LiveStorages:
-    """Sums the sizes of storages until they are freed. Views share a storage; meta storages have sizes, too.
-
-    Attributes:
-        now_bytes: Alive now.
-    """
+    """Sums the sizes of storages until they are freed. Views share a storage; meta storages have sizes, too."""
 
     def __init__(self) -> None:
-        self.now_bytes = 0
+        self.now_bytes = 0  # alive now
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
 

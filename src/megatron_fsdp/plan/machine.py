@@ -19,49 +19,27 @@ _MAY_BE_ZERO = {"reserved_bytes", "link_latency_s", "network_latency_s", "operat
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of node, and the network between nodes.
-
-    Attributes:
-        name: For people.
-        devices_per_node: Accelerators that share the fast link.
-        memory_bytes: Of one device.
-        reserved_bytes: What the context, communication libraries and fragmentation take of it.
-        flops: Dense 16-bit floating point operations per second of one device, at best.
-        flops_efficiency: Part of it that matrix products reach.
-        memory_bytes_per_s: Bandwidth of one device's memory.
-        memory_efficiency: Part of it that elementwise operators reach.
-        link_bytes_per_s: What one device sends over the fast link, per direction.
-        network_bytes_per_s: What one device sends over the network: that of its own adapter.
-        network_efficiency: Part of link and network that collectives reach.
-        link_latency_s: For one hop inside of a node.
-        network_latency_s: For one hop between nodes.
-        operator_s: Time to start one operator, below which none is done.
-        fp8_flops: Dense 8-bit floating point operations per second, at best; 0: there are none.
-        fp8_efficiency: Part of it that matrix products reach, casts and scales included.
-        host_memory_bytes: Memory of the host for the state of one device.
-        host_link_bytes_per_s: What one device exchanges with it, per direction.
-        host_bytes_per_s: What the host reads and writes of it, for one device.
-    """
+    """One kind of node, and the network between nodes."""
 
     name: str
-    devices_per_node: int
-    memory_bytes: int
-    reserved_bytes: int
-    flops: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    network_bytes_per_s: float
-    flops_efficiency: float = 0.65
-    memory_efficiency: float = 0.8
-    network_efficiency: float = 0.8
-    link_latency_s: float = 2e-6
-    network_latency_s: float = 8e-6
-    operator_s: float = 4e-6
-    fp8_flops: float = 0.0
-    fp8_efficiency: float = 0.45
-    host_memory_bytes: int = 128 * GIB
-    host_link_bytes_per_s: float = 50e9
-    host_bytes_per_s: float = 60e9
+    devices_per_node: int  # accelerators that share the fast link
+    memory_bytes: int  # of one device
+    reserved_bytes: int  # what the context, communication libraries and fragmentation take of it
+    flops: float  # dense 16-bit floating point operations per second of one device, at best
+    memory_bytes_per_s: float  # bandwidth of one device's memory
+    link_bytes_per_s: float  # what one device sends over the fast link, per direction
+    network_bytes_per_s: float  # what one device sends over the network: that of its own adapter
+    flops_efficiency: float = 0.65  # part of `flops` that matrix products reach
+    memory_efficiency: float = 0.8  # part of the bandwidth that elementwise operators reach
+    network_efficiency: float = 0.8  # part of link and network that collectives reach
+    link_latency_s: float = 2e-6  # for one hop inside of a node
+    network_latency_s: float = 8e-6  # for one hop between nodes
+    operator_s: float = 4e-6  # time to start one operator, below which none is done
+    fp8_flops: float = 0.0  # dense 8-bit floating point operations per second, at best; 0: there are none
+    fp8_efficiency: float = 0.45  # part of it that matrix products reach, casts and scales included
+    host_memory_bytes: int = 128 * GIB  # memory of the host for the state of one device
+    host_link_bytes_per_s: float = 50e9  # what one device exchanges with it, per direction
+    host_bytes_per_s: float = 60e9  # what the host reads and writes of it, for one device
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -86,15 +64,7 @@ class Machine:
         """Estimate the time of operators that run one after another: matrix products, then memory-bound ones.
 
         A roofline per kind of work (Williams, Waterman and Patterson, 2009), with a floor for starting operators.
-
-        Args:
-            flops: Floating point operations.
-            moved_bytes: Read and written.
-            operators: How many are started.
-            fp8_flops: Those among `flops` that run in 8 bits.
-
-        Raises:
-            ConfigurationError: The machine has no 8-bit products.
+        `fp8_flops` are those among `flops` that run in 8 bits; a machine without such products is refused.
         """
         work = (flops - fp8_flops) / (self.flops * self.flops_efficiency)
         work += moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
@@ -108,11 +78,8 @@ class Machine:
         """Return the bytes per second that each rank of a group sends in a ring or pairwise algorithm.
 
         Ranks of one node share a link; a group over several nodes is held up by the network, where the adapters of all
-        its members in a node carry one ring each.
-
-        Args:
-            ranks: Of the group.
-            stride: Distance of its neighbours in the numbering of all ranks, which goes node by node.
+        its members in a node carry one ring each. `stride` is the distance of neighbours in the group in the numbering
+        of all ranks, which goes node by node.
         """
         if (ranks - 1) * stride < self.devices_per_node:
             return self.link_bytes_per_s * self.network_efficiency
@@ -146,11 +113,7 @@ class Machine:
         return max(inside, outside) / self.network_efficiency + self.latency_s(ranks, stride)
 
     def but(self, changes: Mapping[str, float]) -> Machine:
-        """Return a copy of the machine with other figures.
-
-        Raises:
-            ConfigurationError: There is no such figure, or its value is impossible.
-        """
+        """Return a copy of the machine with other figures; unknown and impossible ones are refused."""
         known = {field.name for field in fields(self)} - {"name"}
         for name in changes:
             if not math.isfinite(changes[name]):
@@ -179,9 +142,5 @@ MACHINES: dict[str, Machine] = {
 
 
 def find_machine(name: str) -> Machine:
-    """Return the machine preset of this name.
-
-    Raises:
-        ConfigurationError: There is none of this name.
-    """
+    """Return the machine preset of this name."""
     return one_of(f"machine {name!r} is not known", name, MACHINES)

@@ -245,25 +245,15 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """A planned run: memory, traffic and time of one rank.
-
-    Attributes:
-        workload: What a rank computes.
-        model: Its units and layouts.
-        machine: Where.
-        profile: Activations and operations of a microbatch.
-        step: The replayed step of this rank.
-        memory: Its bytes.
-        traffic: Per axis.
-    """
+    """A planned run: memory, traffic and time of one rank."""
 
     workload: Workload
     model: PlannedModel
     machine: Machine
-    profile: ComputeProfile
-    step: ReplayedStep
+    profile: ComputeProfile  # activations and operations of a microbatch
+    step: ReplayedStep  # the replayed one of this rank
     memory: RankMemory
-    traffic: tuple[AxisTraffic, ...]
+    traffic: tuple[AxisTraffic, ...]  # per axis
 
     @property
     def setup(self) -> Setup:
@@ -424,14 +414,10 @@ def _traffic(
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The plans that were tried, and the best of them.
+    """The plans that were tried, and the best of them."""
 
-    Attributes:
-        plans: All that were tried, the simple ones first.
-        best: The simplest of those that fit and are at most 2 % slower than the fastest; None where none fits.
-    """
-
-    plans: tuple[Plan, ...]
+    plans: tuple[Plan, ...]  # all that were tried, the simple ones first
+    # the simplest of those that fit and are at most 2 % slower than the fastest; None where none fits
     best: Plan | None
 
     @property
@@ -448,15 +434,9 @@ def recommend(
     Where nothing fits, state that rests on the host is planned, too: the optimizer's, all but the weights that compute
     uses, then these as well.
 
-    Args:
-        workload: What one rank computes.
-        setup: What is given: tensor, context, pipeline and expert ranks, dtypes, optimizer and the number of
-            data-parallel ranks; strategies, the division into inner and outer ranks and recomputation are varied.
-        machine: What it runs on.
-        recomputes: The recomputations to try.
-
-    Raises:
-        ConfigurationError: No arrangement is possible at all.
+    The setup gives tensor, context, pipeline and expert ranks, dtypes, optimizer and the number of data-parallel ranks;
+    strategies, the division into inner and outer ranks and recomputation are varied. No possible arrangement is an
+    error.
     """
     profiles: dict[Recompute, ComputeProfile] = {}
     plans = []

@@ -151,24 +151,16 @@ def find_optimizer(name: str) -> OptimizerKind:
 class ParallelRanks:
     """Ranks along each axis. Context-parallel ranks share parameters and so belong to the sharding axis.
 
-    Attributes:
-        dp_shard: Ranks of the sharding axis without context parallelism.
-        dp_outer: Ranks of the outer axis of hybrid sharding; 1: there is none.
-        tp: Tensor-parallel ranks.
-        cp: Context-parallel ranks.
-        pp: Pipeline stages.
-        ep: Expert-parallel ranks, which are some of the ranks of the sharding axis.
-
     Raises:
         ParallelSizeError: A size is below 1, or `ep` does not divide the ranks of the sharding axis.
     """
 
-    dp_shard: int
-    dp_outer: int = 1
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
+    dp_shard: int  # of the sharding axis without context parallelism
+    dp_outer: int = 1  # of the outer axis of hybrid sharding; 1: there is none
+    tp: int = 1  # tensor-parallel
+    cp: int = 1  # context-parallel
+    pp: int = 1  # pipeline stages
+    ep: int = 1  # expert-parallel; they are some of the ranks of the sharding axis, and divide them
 
     def __post_init__(self) -> None:
         sizes = vars(self)
@@ -206,12 +198,7 @@ Ranks = int | Mapping[str, int] | ParallelRanks
 
 
 def resolve_ranks(ranks: Ranks) -> ParallelRanks:
-    """Return the sizes of all axes.
-
-    Raises:
-        ParallelSizeError: A size is impossible.
-        ConfigurationError: There is no such axis.
-    """
+    """Return the sizes of all axes."""
     if isinstance(ranks, ParallelRanks):
         return ranks
     if isinstance(ranks, int):
@@ -233,48 +220,31 @@ def is_count(size: object) -> bool:
 class Setup:
     """Everything that is chosen for a run besides the model.
 
-    Attributes:
-        ranks: Along each axis.
-        strategy: On the sharding axis.
-        outer_strategy: On the outer axis; without effect where it has one rank.
-        policy: Dtypes.
-        memory: How gathered weights borrow memory and how far to gather ahead.
-        overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
-        microbatches: Pairs of forward and backward per optimizer step.
-        accumulation: When gradients of several microbatches are reduced.
-        optimizer: Which.
-        recompute: Which forwards are repeated.
-        backend: What carries collectives.
-        device_rank: Which of the data-parallel ranks is looked at, outer axis first; they differ in padding only.
-        sequence_parallel: Whether tensor-parallel ranks share activations between layers along the sequence.
-        virtual_stages: Pieces of the model on each pipeline rank (interleaved 1F1B); 1: plain 1F1B.
-        fp8: Whether products with weights run in 8 bits.
-        overlap_exchanges: Whether collectives of tensor, context, expert and pipeline parallelism run behind compute.
-        homes: Where state rests. Activations are planned on the device.
-        keep_fp8_transpose_cache: Whether weights in "fp8_compute" stay transposed, too, from backward until they are
-            released.
-
     Raises:
         ConfigurationError: Something is not possible, alone or with the rest.
     """
 
     ranks: ParallelRanks
-    strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
+    strategy: ShardingStrategy = ShardingStrategy.optim_grads_params  # on the sharding axis
+    # on the outer axis; without effect where it has one rank
     outer_strategy: ShardingStrategy = ShardingStrategy.no_shard
-    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)  # dtypes
+    # how gathered weights borrow memory, and how far ahead they are gathered
     memory: MemoryOptions = field(default_factory=default_memory_options)
-    overlap_grad_reduce: bool = True
-    microbatches: int = 1
-    accumulation: Accumulation = "every"
+    overlap_grad_reduce: bool = True  # reduce during backward; strategies 2 and 3 always do
+    microbatches: int = 1  # pairs of forward and backward per optimizer step
+    accumulation: Accumulation = "every"  # when gradients of several microbatches are reduced
     optimizer: OptimizerKind = OPTIMIZERS["adamw"]
-    recompute: Recompute = "none"
-    backend: Backend = "nccl"
-    device_rank: int = 0
-    sequence_parallel: bool = True
-    virtual_stages: int = 1
-    fp8: bool = False
+    recompute: Recompute = "none"  # which forwards are repeated
+    backend: Backend = "nccl"  # what carries collectives
+    device_rank: int = 0  # the data-parallel rank that is looked at, outer axis first; they differ in padding only
+    sequence_parallel: bool = True  # tensor-parallel ranks share activations between layers along the sequence
+    virtual_stages: int = 1  # pieces of the model on each pipeline rank (interleaved 1F1B); 1: plain 1F1B
+    fp8: bool = False  # products with weights run in 8 bits
+    # collectives of tensor, context, expert and pipeline parallelism run behind compute
     overlap_exchanges: bool = False
     homes: Homes = Homes()  # noqa: RUF009 (frozen)
+    # weights in "fp8_compute" stay transposed, too, from backward until they are released
     keep_fp8_transpose_cache: bool = False
 
     def __post_init__(self) -> None:
@@ -342,9 +312,6 @@ def make_setup(ranks: Ranks, **options: Any) -> Setup:
     """Make a setup of fields; strategies and optimizers may be given by name, homes as `fully_shard` takes them.
 
     None stands for the default.
-
-    Raises:
-        ConfigurationError: A name is not known, or a value is not possible.
     """
     chosen = {name: value for name, value in options.items() if value is not None}
     for name in {"strategy", "outer_strategy"} & chosen.keys():

@@ -37,17 +37,11 @@ _HYBRID_DIM = "hybrid_of_simulated"
 
 @dataclass(frozen=True)
 class SimulatedModel:
-    """A wrapped model of one simulated rank.
+    """A wrapped model of one simulated rank."""
 
-    Attributes:
-        model: Wrapped by the real engine; its tensors are fake.
-        optimizer: Connected to it; None where none was asked for.
-        mesh: The mesh that it is sharded over.
-    """
-
-    model: MegatronFSDP
-    optimizer: torch.optim.Optimizer | None
-    mesh: DeviceMesh
+    model: MegatronFSDP  # wrapped by the real engine; its tensors are fake
+    optimizer: torch.optim.Optimizer | None  # connected to it, where one was asked for
+    mesh: DeviceMesh  # the one that it is sharded over
 
 
 @contextmanager
@@ -122,12 +116,6 @@ def built_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
 
     torch refuses to cast some modules that are built of fake tensors, so models are built on the meta device first.
     Tensors that are built on another device on purpose stay as they are.
-
-    Args:
-        build: () -> the model.
-
-    Returns:
-        The model.
     """
     with real_values(), torch.device("meta"):
         model = build()
