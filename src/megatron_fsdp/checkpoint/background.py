@@ -171,16 +171,12 @@ class BackgroundSaver:
 
     `dcp.async_save` is not used: it takes any number of saves at once, makes no group, raises only on the ranks with an
     error, and its stagers do not work here (see `StagingBuffers`).
-
-    Attributes:
-        group: The ranks, over gloo; None where there is this process alone.
-        buffers: Host memory of the copies.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Make the group of the thread; collective over the ranks."""
-        self.group = _gloo_twin(group)
-        self.buffers = StagingBuffers()
+        self.group = _gloo_twin(group)  # over gloo; None where there is this process alone
+        self.buffers = StagingBuffers()  # host memory of the copies
         self._pool = ThreadPoolExecutor(1, "megatron_fsdp background save")
         self._saves: list[Future[None]] = []  # the last one, until its error has been raised
         self._is_closed = False

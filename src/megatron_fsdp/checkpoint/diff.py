@@ -27,17 +27,11 @@ from megatron_fsdp.sharding.shards import Box
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The differences that count as equal.
+    """The differences that count as equal."""
 
-    Attributes:
-        rtol: |a - b| <= atol + rtol * |b| is equal; of two NaN too.
-        atol: The absolute part. Both 0: equal values; -0.0 equals 0.0.
-        bitwise: Equal bits; rtol and atol must be 0.
-    """
-
-    rtol: float = 0.0
-    atol: float = 0.0
-    bitwise: bool = False
+    rtol: float = 0.0  # |a - b| <= atol + rtol * |b| is equal; of two NaN too
+    atol: float = 0.0  # both 0: equal values; -0.0 equals 0.0
+    bitwise: bool = False  # equal bits; rtol and atol must be 0
 
     def __post_init__(self) -> None:
         if not (0 <= self.rtol < math.inf and 0 <= self.atol < math.inf):

@@ -267,9 +267,6 @@ class CheckpointFolder:
         check: Whether all files have to be there and long enough, and the manifest, where there is one, to agree with
             the metadata; else what is wrong shows when it is read.
 
-    Attributes:
-        path: The folder.
-
     Raises:
         CheckpointError: It is missing, not a checkpoint, incomplete or damaged; names what.
     """

@@ -103,15 +103,9 @@ def _text(value: Any) -> str:
 
 
 def checksum_box(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> int:
-    """Compute the share of a box in the checksum of its global tensor.
+    """Compute the share of a box in the checksum of its global tensor, from 0 to 2^64 - 1; add them with `combine`.
 
-    Args:
-        values: The elements of the box, shaped as it is; any dense dtype.
-        offsets: Of the box in the global tensor.
-        shape: Of the global tensor.
-
-    Returns:
-        A number from 0 to 2^64 - 1; add those of all boxes with `combine`.
+    `values` are shaped as the box is, of any dense dtype; `offsets` and `shape` are in and of the global tensor.
     """
     if values.numel() == 0:
         return 0

@@ -54,13 +54,11 @@ Extras = Mapping[str, Stateful]
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Flatten nested dicts to leaves by dotted key.
+    """Flatten nested dicts to leaves by dotted key; returned with the path of each key.
 
-    A dict whose keys are all text is walked into; everything else (a list, an empty dict, a dict with other keys or of
-    another kind, but for OrderedDict) is a leaf and stored in one piece.
-
-    Returns:
-        Leaf by key, and the path of each key, which tells `a.b` of {"a": {"b": ...}} from that of {"a.b": ...}.
+    The path tells `a.b` of {"a": {"b": ...}} from that of {"a.b": ...}. A dict whose keys are all text is walked into;
+    everything else (a list, an empty dict, a dict with other keys or of another kind, but for OrderedDict) is a leaf
+    and stored in one piece.
     """
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
@@ -194,11 +192,7 @@ def saved_name(model: nn.Module, name: str) -> str:
 def unwrapped(
     stored: Collection[str], known: Callable[[str], bool], first_guess: int = 0
 ) -> tuple[dict[str, str], int]:
-    """Strip as many `module.` as fit the known names best.
-
-    Returns:
-        Stored name by the name without prefixes, and how many were taken.
-    """
+    """Strip as many `module.` as fit the known names best; returns stored names by those without, and how many."""
     most = 0
     while stored and most < _MOST_WRAPPERS and all(name.startswith(PREFIX, most * len(PREFIX)) for name in stored):
         most += 1

@@ -89,14 +89,7 @@ class LoadReport:
         return "\n".join([counts, *lines, *self.notes])
 
     def require_complete(self, source: str) -> None:
-        """Raise an error if anything did not fit.
-
-        Args:
-            source: Names the checkpoint.
-
-        Raises:
-            CheckpointError: Something is missing, unexpected or of another shape; says what.
-        """
+        """Raise an error if anything did not fit; it names the checkpoint `source` and what does not."""
         if not self.is_complete:
             fits = any(key != "iteration" and not key.startswith("optimizer.") for key in self.loaded)
             advice = ", or pass strict=False to load what fits" if fits else ""

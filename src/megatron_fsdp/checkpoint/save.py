@@ -227,16 +227,11 @@ def write_state(
     progress: Callable[[int], None] | None = None,
     is_alone: bool = False,
 ) -> None:
-    """Write a state into a folder, with its manifest; collective.
+    """Write a nested state into a folder, which is made and published by the caller, with its manifest; collective.
 
-    Args:
-        state: Nested. What is not in memory stands in it as a source, which is read when it is written.
-        folder: Exists, or is made; to be published by the caller.
-        group: The ranks; None: all.
-        paths: Where each key is in the nested state, where `state` is flat (empty: keys are not nested); boxes that
-            several ranks have are then those of the first.
-        progress: As of `SealingWriter`.
-        is_alone: Write from this process alone, whether or not there are others.
+    What is not in memory stands in the state as a source, which is read when it is written. `paths` say where each key
+    is in the nested state, where `state` is flat (empty: keys are not nested); boxes that several ranks have are then
+    those of the first. `is_alone`: this process writes alone, whether or not there are others.
     """
     if group is None and not dist.is_initialized():
         _require_whole(state)

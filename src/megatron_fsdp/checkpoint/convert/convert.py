@@ -81,17 +81,11 @@ class ConversionReport:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a conversion.
+    """The steps of a conversion."""
 
-    Attributes:
-        dry_run: Only plan.
-        verify: Read the output back and compare it with the source, before it gets its name.
-        write_tracker: Point `latest_checkpointed_iteration.txt` beside the output to it.
-    """
-
-    dry_run: bool = False
-    verify: bool = False
-    write_tracker: bool = False
+    dry_run: bool = False  # only plan
+    verify: bool = False  # read the output back and compare it with the source, before it gets its name
+    write_tracker: bool = False  # point `latest_checkpointed_iteration.txt` beside the output to it
 
 
 def convert(

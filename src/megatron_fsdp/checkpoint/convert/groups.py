@@ -130,8 +130,7 @@ def _only_fit(parameter: Parameter, groups: Sequence[Mapping[str, Any]]) -> int:
 def group_map(model: nn.Module, optimizer: Any) -> dict[str, int]:
     """Map names of `named_parameters()` to the index of their group, counted on from one optimizer to the next.
 
-    Raises:
-        ConfigurationError: An optimizer holds parameters that are not the model's.
+    Parameters of an optimizer that are not the model's are refused.
     """
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     groups = [group for each in optimizers for group in each.param_groups]
