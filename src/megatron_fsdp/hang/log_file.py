@@ -212,8 +212,7 @@ def _head(writer: Writer, capacity: int) -> bytes:
 def parse_log(content: bytes) -> RankLog:
     """Parse the content of a log; a record that was being written is left out.
 
-    Raises:
-        ValueError: It is no log, one of another version, or damaged; says which.
+    What is no log, one of another version, or damaged is a ValueError that says so.
     """
     if not content.startswith(_BEGIN):
         raise ValueError("it does not begin as a log does")
@@ -275,12 +274,7 @@ class Logs:
 
 
 def read_log(path: Path) -> RankLog:
-    """Read one log.
-
-    Raises:
-        ValueError: The file is none, or damaged; says how.
-        OSError: It cannot be read.
-    """
+    """Read one log; as by `parse_log`, what is none is a ValueError."""
     log = parse_log(_content(path))
     alive = log.writer.process.is_alive
     if alive is False:  # again, since only now it is the last
@@ -337,19 +331,13 @@ def read_folder(folder: Path, run: str | None = None) -> Logs:
 
 
 class Ring:
-    """The writing side of a log, which replaces an older file; it counts and hashes what communicates.
-
-    Attributes:
-        written: Records so far.
-        last_ns: When the last one was written; when the file was made, before the first.
-        step: How many times weights have been installed.
-        collective: Number of the collective that was launched last.
-    """
+    """The writing side of a log, which replaces an older file; it counts and hashes what communicates."""
 
     def __init__(self, path: Path, writer: Writer, capacity: int = RECORDS) -> None:
         self.path = path
-        self.written = 0
-        self.last_ns = time.time_ns()
+        self.written = 0  # records so far
+        self.last_ns = time.time_ns()  # when the last one was written; when the file was made, before the first
+        # how many times weights have been installed; the collective that was launched last
         self.step, self.collective = 0, NO_NUMBER
         self._count = self._hash = self._epoch = 0
         self._has_words = False
