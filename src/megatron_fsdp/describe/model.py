@@ -34,26 +34,16 @@ from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that the engine holds on this rank, on its device.
+    """Bytes that the engine holds on this rank, on its device."""
 
-    Attributes:
-        compute_weight_bytes: Compute weights while they are sharded, and the magnitudes and scales of their formats.
-        main_weight_bytes: Main weights that have memory of their own.
-        main_grad_bytes: Main gradients while there are any: from a backward until they are cleared.
-        transient_peak_bytes: The most that gathered weights have taken, and communication buckets and scratch as far
-            as allocated.
-        gathered_bytes: What gathered weights take now; slots count whether or not they are in use.
-        away: Bytes of what rests elsewhere, by kind of state; the former leave it out.
-        outer_error_bytes: What rounding gradients for the outer axis has lost, which is added to the next ones.
-    """
-
-    compute_weight_bytes: int
-    main_weight_bytes: int
-    main_grad_bytes: int
-    transient_peak_bytes: int
-    gathered_bytes: int
+    compute_weight_bytes: int  # while they are sharded, with magnitudes and scales of their formats
+    main_weight_bytes: int  # of those that have memory of their own
+    main_grad_bytes: int  # while there are any: from a backward until they are cleared
+    transient_peak_bytes: int  # most that gathered weights have taken, and buckets and scratch as far as allocated
+    gathered_bytes: int  # what gathered weights take now; slots count whether or not they are in use
+    # of what rests elsewhere, by kind of state; the former leave it out
     away: Mapping[str, int] = field(default_factory=dict)
-    outer_error_bytes: int = 0
+    outer_error_bytes: int = 0  # what rounding gradients for the outer axis has lost, which is added to the next ones
 
     @property
     def persistent_bytes(self) -> int:
