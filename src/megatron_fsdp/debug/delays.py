@@ -29,23 +29,14 @@ _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INSTALL)
 
 
 class DelayObserver(Observer):
-    """An observer that sleeps for random times.
-
-    Args:
-        seed: Seed of rank 0; rank r draws from `seed + r`.
-        up_to_s: The longest delay, in seconds; they are uniform.
-        device: Where the model computes.
-
-    Attributes:
-        count: Number of delays so far.
-    """
+    """An observer that sleeps for random times, uniform up to `up_to_s` seconds; rank r draws from `seed + r`."""
 
     def __init__(self, seed: int, up_to_s: float, device: torch.device) -> None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._random = random.Random(seed + rank)
         self._up_to_s = checked_delay(up_to_s)
         self._device = device
-        self.count = 0
+        self.count = 0  # delays so far
 
     def begins(self, phase: Phase, unit: int) -> None:  # noqa: ARG002
         """Delay compute."""

@@ -278,8 +278,7 @@ class LifetimeChecker(Observer):
 def check_lifetimes(engine: Engine) -> None:
     """Check every use of borrowed memory from now on; further calls do nothing.
 
-    Raises:
-        ScheduleError: A forward or backward is running.
+    It is refused while a forward or backward runs.
     """
     if engine.scheduler.in_forward or engine.scheduler.in_backward:
         raise ScheduleError("check_lifetimes was called inside a forward or backward; call it between steps")

@@ -28,29 +28,19 @@ from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 class AbsentError(RuntimeError):
-    """Some ranks did not arrive in time.
-
-    Attributes:
-        positions: Their places in the group.
-    """
+    """Some ranks did not arrive in time."""
 
     def __init__(self, positions: Sequence[int]) -> None:
         super().__init__(f"ranks at {list(positions)} did not come")
-        self.positions = tuple(positions)
+        self.positions = tuple(positions)  # their places in the group
 
 
 class RowExchange:
-    """Exchanges rows over a gloo group of its own, which is destroyed with it. Collective to make.
-
-    Attributes:
-        ranks: Their global ranks, in order.
-        me: This rank's place among them.
-        timeout_s: As given.
-    """
+    """Exchanges rows over a gloo group of its own, which is destroyed with it. Collective to make."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.ranks = dist.get_process_group_ranks(group)
-        self.me = dist.get_rank(group)
+        self.ranks = dist.get_process_group_ranks(group)  # global ones, in order
+        self.me = dist.get_rank(group)  # this rank's place among them
         self.timeout_s = timeout_s
         # torch names a group by the number of groups, which is ambiguous after groups were destroyed.
         self._group = duplicate_group(group, shared_name("rows", group), backend="gloo")
@@ -103,21 +93,13 @@ _OF_PHASE = {Phase.AGREE: Event.AGREE, Phase.NORM: Event.NORM, Phase.WHOLE: Even
 
 @dataclass(frozen=True)
 class Announcement:
-    """The action that one rank is about to take.
-
-    Attributes:
-        event: The action.
-        unit: Its unit; the root for what concerns all.
-        num_bytes: Size of the gathered weights or of the bucket on this rank.
-        in_backward: Whether a backward is running; shown, not compared.
-        steps: How often the weights were changed so far, which is once in a step of an optimizer.
-    """
+    """The action that one rank is about to take."""
 
     event: Event
-    unit: int
-    num_bytes: int
-    in_backward: bool
-    steps: int
+    unit: int  # the root for what concerns all
+    num_bytes: int  # of the gathered weights or of the bucket on this rank
+    in_backward: bool  # a backward is running; shown, not compared
+    steps: int  # how often the weights were changed so far, which is once in a step of an optimizer
 
     def agrees_with(self, other: Announcement) -> bool:
         """Return whether both may go on together."""
