@@ -29,16 +29,10 @@ BUCKET_NAME = "bucket {}"
 def cut_buckets(
     parameters: Sequence[ParameterInfo], bucket_numel: int | None, alone: Collection[str] = ()
 ) -> tuple[tuple[str, ...], ...]:
-    """Divide the trainable parameters of a model into buckets; a parameter is never cut.
+    """Divide the trainable parameters of a model into buckets, sorted by their first ones; return their names.
 
-    Args:
-        parameters: In model order; frozen ones are left out.
-        bucket_numel: The parameter with which a bucket reaches this many elements is its last; None: no limit.
-        alone: Names of parameters that get a bucket of their own.
-
-    Returns:
-        Names in model order, bucket by bucket; parameters of a bucket agree in their `GroupKey`. Buckets are in the
-        order of their first parameters.
+    Parameters of a bucket agree in their `GroupKey`, and lie in it in model order; none is cut. The one with which a
+    bucket reaches `bucket_numel` elements is its last; None: no limit. Names in `alone` get a bucket of their own.
     """
     order = {info.name: number for number, info in enumerate(parameters)}
     open_buckets: dict[GroupKey, list[ParameterInfo]] = {}

@@ -39,15 +39,10 @@ logger = logging.getLogger("megatron_fsdp")
 
 @dataclass(frozen=True)
 class BucketGrouping:
-    """Buckets of parameters; see `Grouping`.
+    """Buckets of parameters; see `Grouping`."""
 
-    Attributes:
-        bucket_numel: Elements that close a bucket; None: one bucket for each kind of parameter.
-        gather_mode: When changed weights are gathered.
-    """
-
-    bucket_numel: int | None
-    gather_mode: GatherMode
+    bucket_numel: int | None  # elements that close a bucket; None: one bucket for each kind of parameter
+    gather_mode: GatherMode  # when changed weights are gathered
 
     engine_type: ClassVar[type[Engine]] = BucketEngine
 
@@ -240,9 +235,6 @@ def _cut_into_instances(
     """Cut the data-parallel dimension of an index in two; makes process groups, so every rank of the mesh calls it.
 
     Neighbouring ranks form an instance: of 8 ranks in 2 instances, the first four shard one optimizer.
-
-    Raises:
-        ConfigurationError: The dimension is a flattened one, or the instances do not divide its ranks.
     """
     dim = index.dp_shard_dim
     assert dim is not None
