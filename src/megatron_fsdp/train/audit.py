@@ -54,14 +54,9 @@ class Audit:
     def accumulate(self, step: int, first_sample: int, batches: Sequence[Batch], factors_of: FactorsOf) -> Tensor:
         """Run all microbatches of a step, as `Trained.accumulate`, and again on other ranks.
 
-        Args:
-            step: Its number.
-            first_sample: The number of its first sample.
-            batches: This rank's microbatches.
-            factors_of: Returns the weight of each token's loss, as `Trained.accumulate` takes it.
-
-        Raises:
-            AuditError: Something differs; names the rank, the unit and the microbatch, the same on every rank.
+        `first_sample` is the number of the step's first sample; `factors_of` returns the weight of each token's loss,
+        as `Trained.accumulate` takes it. What differs is an error, the same on every rank, that names rank, unit and
+        microbatch.
         """
         before = self._weights()
         if self._updated is not None:

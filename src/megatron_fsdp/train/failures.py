@@ -119,13 +119,11 @@ def write_failure(error: BaseException, path: Path) -> None:
 
 
 def report_failure(error: BaseException, rank: int) -> int:
-    """Write an error for the agent, and print it where nobody else does: its sentence, or its traceback.
+    """Write an error for the agent, and print it where nobody else does; return the exit code.
 
-    The launcher of this package prints the first error of all ranks when it gives up; torchrun does so for tracebacks,
-    at the end of a long report. An error that all ranks share is printed by the first one.
-
-    Returns:
-        The exit code.
+    Printed is its sentence, or its traceback. The launcher of this package prints the first error of all ranks when it
+    gives up; torchrun does so for tracebacks, at the end of a long report. An error that all ranks share is printed by
+    the first one.
     """
     code, path = exit_code_of(error), os.environ.get(_ERROR_FILE)
     restarts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))

@@ -44,8 +44,7 @@ class Run:
 def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progress, bool, Traffic | None]:
     """Train for as many steps as the job allows, from the keeper's progress.
 
-    Returns:
-        The progress, whether the run was asked to end, and what this rank sent in the last step; None: not counted.
+    Returns the progress, whether the run was asked to end, and what this rank sent in the last step; None: not counted.
     """
     job, training = run.job, run.job.options.training
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
@@ -92,14 +91,9 @@ def _is_due(step: int, interval: int | None) -> bool:
 def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> tuple[StepRecord, bool, bool]:
     """Do the optimizer step after `done`, or skip it if its loss or gradient is not finite.
 
-    Args:
-        run: What the step is of.
-        done: Where training is.
-        guard: Ends the run after too many steps that are not finite.
-        flags: Whether this rank was asked to end, and whether its time is over.
-
-    Returns:
-        The step, without its times, and whether any rank was asked to end, and whether the first rank's time is over.
+    `flags`: whether this rank was asked to end, and whether its time is over. Returns the step, without its times,
+    whether any rank was asked to end, and whether the first rank's time is over. The guard ends the run after too many
+    steps that are not finite.
     """
     trained, asked, step = run.trained, run.job.options.reporting, done.steps + 1
     rate = run.job.schedule.rate(done.steps)

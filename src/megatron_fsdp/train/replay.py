@@ -56,19 +56,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Replayed:
-    """What was executed again.
+    """What was executed again."""
 
-    Attributes:
-        first: The first step that was executed.
-        last: The last one: as asked for, or where something differed.
-        digests: Of how many of them the run recorded digests.
-        difference: The first difference, as a sentence; None: all is the same, bit for bit.
-    """
-
-    first: int
-    last: int
-    digests: int
-    difference: str | None = None
+    first: int  # the first step that was executed
+    last: int  # the last one: as asked for, or where something differed
+    digests: int  # of how many of them the run recorded digests
+    difference: str | None = None  # the first one, as a sentence; None: all is the same, bit for bit
 
     def told(self) -> str:
         """Say it in two lines."""
@@ -203,14 +196,7 @@ def find_causes(
     """Look for the reason why a replayed step differs: here, in the model, or in the run; return it in sentences.
 
     The steps are executed a second time, and the first microbatches of the step by the model alone, unsharded, in the
-    ways of `check_invariance`.
-
-    Args:
-        folder: The results of the run.
-        found: What `replay` found, with a difference.
-        data_path: As of `replay`.
-        timeout_s: Seconds for the model alone.
-        begin: `checkpoints` and `from_start` as of `replay`.
+    ways of `check_invariance`, for at most `timeout_s` seconds. Other arguments are those of `replay`.
     """
     assert found.difference is not None
     what = found.difference.split(": ")[1]

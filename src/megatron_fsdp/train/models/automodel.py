@@ -212,9 +212,8 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
 def _divide_experts(model: nn.Module, context: MeshContext, expert: int, dim: str) -> DeviceMesh:
     """Keep this rank's experts as plain parameters, and send tokens to the ranks of their experts; in place.
 
-    Returns:
-        The mesh of the experts, whose ranks are neighbours in one pipeline stage. Its data-parallel dimension has the
-        name that it has for everything else.
+    Returns the mesh of the experts, whose ranks are neighbours in one pipeline stage. Its data-parallel dimension has
+    the name that it has for everything else.
     """
     sizes = context.sizes
     shape = (sizes.pp, sizes.dp_cp * sizes.tp // expert, expert)

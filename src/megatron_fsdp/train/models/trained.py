@@ -152,16 +152,11 @@ class Trained:
         self._measured: Any = model  # by automodel: of a pipeline the parts together
 
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
-        """Run forward and backward of all microbatches of a step, and reduce gradients.
+        """Run forward and backward of all microbatches of a step, which are on the CPU, and reduce gradients.
 
-        Args:
-            batches: This rank's microbatches, on the CPU.
-            factors: For each, [samples, length] float32: the loss of the step is the sum over all data-parallel ranks
-                and microbatches of factor times loss of the token, and gradients are those of this sum.
-
-        Returns:
-            This rank's shares of the loss, float32, no gradient, one for each microbatch, or one for all; those of
-            data-parallel ranks add up to the loss.
+        The loss of the step is the sum over all data-parallel ranks and microbatches of factor, [samples, length]
+        float32, times loss of the token, and gradients are those of this sum. Returns this rank's shares of the loss,
+        float32, no gradient, one for each microbatch, or one for all; those of data-parallel ranks add up to the loss.
         """
         weight = self._loss_weight
         shares = []

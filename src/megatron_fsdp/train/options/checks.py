@@ -172,8 +172,7 @@ def _wrong_data(options: Options) -> Iterator[str]:
 def parse_split(text: str) -> tuple[float, float, float]:
     """Parse `--split`: two or three numbers, in any unit.
 
-    Returns:
-        Shares, which add up to 1: to train on, to hold out, and for a later test, which is not read.
+    Returns shares, which add up to 1: to train on, to hold out, and for a later test, which is not read.
     """
     try:
         parts = [float(part) for part in text.split(",")]
