@@ -24,20 +24,15 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Home:
-    """Where one kind of state rests.
+    """Where one kind of state rests."""
 
-    Attributes:
-        place: The kind of memory. Host memory is pinned where the device is a CUDA device.
-        folder: For `Place.FILE`, where the files are; they lose their names once they are mapped, so none is left.
-            Ranks may have different ones.
-        fraction: The share of the elements that rests there, 0 to 1, in whole units; the rest stays on the device.
-        limit_bytes: For saved activations, the most that is kept there at a time; None: no limit.
-    """
-
-    place: Place = Place.DEVICE
+    place: Place = Place.DEVICE  # host memory is pinned where the device is a CUDA device
+    # For `Place.FILE`, where the files are; they lose their names once they are mapped, so none is left. Ranks
+    # may have different ones.
     folder: Path | None = field(default=None, repr=False)
+    # share of the elements that rests there, 0 to 1, in whole units; the rest stays on the device
     fraction: float = 1.0
-    limit_bytes: int | None = None
+    limit_bytes: int | None = None  # for saved activations, the most that is kept there at a time, if limited
 
     @property
     def is_away(self) -> bool:
@@ -54,21 +49,14 @@ ON_DEVICE = Home()
 
 @dataclass(frozen=True)
 class Homes:
-    """The home of each kind of state.
+    """The home of each kind of state."""
 
-    Attributes:
-        main_weights: The parameters that the optimizer updates. The optimizer steps where they rest.
-        optimizer_state: What the optimizer keeps for each parameter in the parameter's shape.
-        main_gradients: The accumulated gradients that `.grad` shows: beside the main weights, as torch wants it.
-        compute_weights: This rank's shard of the weights that are gathered; strategy 3 only.
-        activations: What autograd saves in the forward of a unit, other than weights.
-    """
-
-    main_weights: Home = ON_DEVICE
-    optimizer_state: Home = ON_DEVICE
+    main_weights: Home = ON_DEVICE  # the parameters that the optimizer updates, where they rest
+    optimizer_state: Home = ON_DEVICE  # what the optimizer keeps for each parameter in the parameter's shape
+    # the accumulated ones, that `.grad` shows: beside the main weights, as torch wants it
     main_gradients: Home = ON_DEVICE
-    compute_weights: Home = ON_DEVICE
-    activations: Home = ON_DEVICE
+    compute_weights: Home = ON_DEVICE  # this rank's shard of the weights that are gathered; strategy 3 only
+    activations: Home = ON_DEVICE  # what autograd saves in the forward of a unit, other than weights
 
     @property
     def are_away(self) -> bool:
@@ -83,19 +71,16 @@ class Homes:
     def for_share(self, offset: float) -> Homes:
         """Return the homes of a unit, without fractions.
 
-        Args:
-            offset: The share of the elements that later units hold: those go first, since their gradients come first.
+        `offset` is the share of the elements that later units hold: those go first, since their gradients come first.
         """
         chosen = {name: getattr(self, name) for name in _KINDS}
         return Homes(**{kind: home if offset < home.fraction else ON_DEVICE for kind, home in chosen.items()})
 
 
 def homes_by_unit(homes: Homes, numels: Sequence[int]) -> list[Homes]:
-    """Return where the state of each unit rests, without fractions.
+    """Return where the state of each unit rests, without fractions, given its elements, root first.
 
-    Args:
-        homes: As chosen.
-        numels: Elements of each unit, root first; units go from the last on, whose gradients come first.
+    Units go from the last on, whose gradients come first.
     """
     later = [sum(numels[index + 1 :]) / max(1, sum(numels)) for index in range(len(numels))]
     return [homes.for_share(share) for share in later]
@@ -167,11 +152,7 @@ def _home(kind: str, given: object) -> Home:
 
 
 def _check(homes: Homes, strategy: ShardingStrategy) -> None:
-    """Refuse combinations that cannot be.
-
-    Raises:
-        ConfigurationError: Says which, and why.
-    """
+    """Refuse combinations that cannot be."""
     main, grads, state = homes.main_weights, homes.main_gradients, homes.optimizer_state
     if (main.is_away, main.fraction) != (grads.is_away, grads.fraction):
         raise ConfigurationError(

@@ -124,23 +124,14 @@ def is_float8tensor(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class ResolvedPrecision:
-    """The dtypes of one parameter group, with nothing left to follow.
+    """The dtypes of one parameter group, with nothing left to follow."""
 
-    Attributes:
-        compute: Dtype of the weights that forward and backward use.
-        main_params: Dtype of the weights that the optimizer updates.
-        main_grads: Dtype in which gradients are accumulated.
-        grad_comm: Dtype in which gradients travel.
-        has_main_copy: Whether main weights have memory of their own, since their dtype differs from ``compute``.
-        outer_format: Name of the gradient format for an outer axis, where there is one; None: ``grad_comm``.
-    """
-
-    compute: torch.dtype
-    main_params: torch.dtype
-    main_grads: torch.dtype
-    grad_comm: torch.dtype
-    has_main_copy: bool
-    outer_format: str | None = None
+    compute: torch.dtype  # of the weights that forward and backward use
+    main_params: torch.dtype  # of the weights that the optimizer updates
+    main_grads: torch.dtype  # in which gradients are accumulated
+    grad_comm: torch.dtype  # in which gradients travel
+    has_main_copy: bool  # main weights have memory of their own, since their dtype differs from `compute`
+    outer_format: str | None = None  # name of the gradient format for an outer axis; None: `grad_comm`
 
     @property
     def narrows(self) -> bool:
