@@ -16,7 +16,6 @@ from unittest import mock
 
 MAIN = "ours-3"
 DEFERRED = "ours-3-deferred"
-FUSED = "ours-3-fused"
 HOST = "ours-3-host"
 
 
@@ -31,7 +30,6 @@ class Variant:
 
 PLAIN: Mapping[str, Variant] = {
     DEFERRED: Variant(defers=True),
-    FUSED: Variant({"gradient_accumulation_fusion": True}),
     HOST: Variant({"homes": "host"}),
 }
 """Variants that are no optimisation switched off."""
@@ -43,8 +41,7 @@ class Optimisation:
 
     name: str  # of the contender that goes without it
     title: str
-    without: Variant | None  # that contender; None: the engine as it is, since the optimisation is off by default
-    base: str = MAIN  # the contender with it; both differ in nothing else
+    without: Variant  # that contender; it differs from the engine in nothing else
 
 
 def _nothing(*_: object) -> None:
@@ -120,16 +117,15 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
         Variant(around=no_returned_gradients),
     ),
     Optimisation("no-local-step", "optimizer steps without DTensors", Variant(around=no_local_step)),
-    Optimisation(MAIN, "weight gradients straight into the bucket (an option)", None, FUSED),
 )
 """All that can be switched off, in the order of the table."""
 
 
 def variants() -> dict[str, Variant]:
     """Return all of them by name."""
-    return {**PLAIN, **{each.name: each.without for each in OPTIMISATIONS if each.without is not None}}
+    return {**PLAIN, **{each.name: each.without for each in OPTIMISATIONS}}
 
 
 def ablation() -> tuple[str, ...]:
     """Return the contenders of an ablation: each optimisation's without it and with it."""
-    return tuple(dict.fromkeys(name for each in OPTIMISATIONS for name in (each.base, each.name)))
+    return MAIN, *(each.name for each in OPTIMISATIONS)

@@ -31,7 +31,6 @@ from tests.support.api_net import Layer, batches, build, largest_difference, own
 from tests.support.on_ranks import on_ranks
 
 LACKING = (
-    "gradient_accumulation_fusion",
     "megatron_fsdp_max_pool_double_buffer",
     "fsdp_all_gather_in_start_param_sync",
 )

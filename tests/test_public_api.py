@@ -60,7 +60,7 @@ LEGACY_ARGUMENTS: list[tuple[str, Any]] = [
     ("check_for_nan_in_grad", None),
     ("keep_fp8_transpose_cache_when_using_custom_fsdp", None),
 ]
-OWN_OF_ALL: list[tuple[str, Any]] = [
+OWN_ARGUMENTS: list[tuple[str, Any]] = [
     ("reduce_scatter_with_fp32_accumulation", False),
     ("weight_allocator", "slots"),
     ("max_gathered_units", None),
@@ -71,7 +71,6 @@ OWN_OF_ALL: list[tuple[str, Any]] = [
     ("deterministic", None),
     ("homes", None),
 ]
-OWN_ARGUMENTS = [*OWN_OF_ALL, ("gradient_accumulation_fusion", False)]  # the class takes it in its configuration
 """Not in the published signatures: they come last."""
 
 SIGNATURES: dict[str, list[tuple[str, Any]]] = {
@@ -98,7 +97,7 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("enable_fine_grained_param_gather_backward_hook", False),
         ("fine_grained_recurse_module_types", None),
         ("report_nan_in_param_grad", False),
-        *OWN_OF_ALL,
+        *OWN_ARGUMENTS,
     ],
     "MixedPrecisionPolicy": [
         ("main_params_dtype", torch.float32),

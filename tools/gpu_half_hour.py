@@ -552,23 +552,21 @@ def contenders(session: Session, sizes: Sizes) -> dict[str, Callable[[], tuple[n
         fsdp2(model, mp_policy=policy)
         return model, torch.optim.AdamW(model.parameters(), fused=session.is_gpu)
 
-    def ours(strategy: int, fuses: bool) -> tuple[nn.Module, Any]:
+    def ours(strategy: int) -> tuple[nn.Module, Any]:
         model = layers(sizes, session.device, torch.bfloat16)
         return fully_shard(
             model,
             torch.optim.AdamW(model.parameters(), fused=session.is_gpu),
             fsdp_unit_modules=[Layer],
             zero_dp_strategy=strategy,
-            mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=None if fuses else torch.float32),
-            gradient_accumulation_fusion=fuses,
+            mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
         )
 
     return {
         "plain torch": plain,
         "fsdp2": torch_fsdp2,
-        "ours 0": partial(ours, 0, False),
-        "ours 3": partial(ours, 3, False),
-        "ours 3, fused weight gradients": partial(ours, 3, True),
+        "ours 0": partial(ours, 0),
+        "ours 3": partial(ours, 3),
     }
 
 

@@ -153,7 +153,6 @@ def fully_shard_model(
     find_unused_parameters: bool = False,
     deterministic: str | None = None,
     homes: HomesArgument = None,
-    gradient_accumulation_fusion: bool = False,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
 
@@ -234,8 +233,6 @@ def fully_shard_model(
             "host" (pinned for CUDA), "file:FOLDER" (a mapped file), or a mapping of `home` and `fraction`. The kinds
             are main_weights, optimizer_state, main_gradients, compute_weights and activations. "host" alone, or
             torch's `CPUOffloadPolicy()`, moves all but activations. Results are the same (docs/memory.md).
-        gradient_accumulation_fusion: Multiply the weight gradient of each plain `nn.Linear` straight into the
-            communication bucket in backward, without a tensor of its own and a copy (docs/ddp.md).
 
     Returns:
         The wrapped model.

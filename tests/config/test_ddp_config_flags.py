@@ -38,7 +38,6 @@ MEGATRON_FLAGS = {
     "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
     "param_name_patterns_for_fp32_local_accumulation": "--ddp-param-name-patterns-for-fp32-local-accumulation",
     "suggested_communication_unit_size": "--suggested-communication-unit-size",
-    "gradient_accumulation_fusion": "--gradient-accumulation-fusion",
     "delay_wgrad_compute": "--delay-wgrad-compute",
     "megatron_fsdp_enable_fine_grained_param_gather": "--megatron-fsdp-enable-fine-grained-param-gather",
     "fsdp_double_buffer": "--fsdp-double-buffer",

@@ -38,7 +38,6 @@ _DDP: dict[str, dict[str, Any]] = {
         "num_distributed_optimizer_instances": 2,
         "use_distributed_optimizer": True,
     },
-    "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
     "delay_wgrad_compute": {"delay_wgrad_compute": True, "overlap_grad_reduce": True},
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
     "use_megatron_fsdp": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},

@@ -145,7 +145,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "max_gathered_units": {"max_gathered_units": 3},
     "forward_prefetch_units": {"forward_prefetch_units": 2},
     "backward_prefetch_units": {"backward_prefetch_units": 3},
-    "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
     "find_unused_parameters": {"find_unused_parameters": True},
     "deterministic": {"deterministic": "world", "calculate_per_token_loss": True},
     "init_model_with_meta_device": {"init_model_with_meta_device": "empty"},

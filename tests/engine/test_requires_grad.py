@@ -134,10 +134,9 @@ SCRIPTS = (begin_frozen, keep_gradients, change_between_microbatches, change_bef
 @pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", range(4))
 def test_frozen_and_thawed_parameters_equal_one_process(run_ranks: RunRanks, strategy: int) -> None:
-    for number, (name, case) in enumerate(CASES.items()):
+    for number, case in enumerate(CASES.values()):
         if (number + strategy) % 2:
-            options = (("gradient_accumulation_fusion", True),) if name == "transformer" else ()
-            check_strategies(run_ranks, 2, Scenario(freeze_and_thaw, case, adamw), [Setting(strategy, options=options)])
+            check_strategies(run_ranks, 2, Scenario(freeze_and_thaw, case, adamw), [Setting(strategy)])
 
 
 @pytest.mark.full(cover=1)

@@ -46,9 +46,6 @@ def draw_bucket_case(seed: int, max_ranks: int = 4) -> Case:
         config["param_name_patterns_for_fp32_local_accumulation"] = rng.choice([("all",), ("*.core.*", "*weight")])
     delayable = not case.mesh.tensor and any(block.kind == "mlp" for block in case.blocks)
     config["delay_wgrad_compute"] = delayable and rng.random() < 0.3
-    config["gradient_accumulation_fusion"] = (
-        case.options["gradient_accumulation_fusion"] and not config["delay_wgrad_compute"]
-    )
     carried = {name: case.options[name] for name in _CARRIED_OVER if name in case.options}
     return replace(case, wrap="buckets", strategy=int(shards), outer_strategy=0, options={**carried, "config": config})
 

@@ -169,8 +169,6 @@ def draw_case(seed: int, max_ranks: int = 4) -> Case:
         reload=rng.random() < 0.3,
         options={
             **_draw_options(rng, strategy),
-            "gradient_accumulation_fusion": _may_fuse(blocks, mesh, precision)
-            and random.Random(seed + 2_000_003).random() < 0.7,  # leaves what else the seed draws as it is
             # Modules that only some ranks call must not be units of their own.
             **_draw_memory(rng, strategy, wrap, may_refine=not any(block.sometimes for block in blocks)),
         },
@@ -205,12 +203,6 @@ def _draw_block(rng: random.Random, mesh: MeshPlan, precision: Precision) -> Blo
         mixed=rng.random() < 0.15 and not narrows,
         checkpoint=rng.choice(["none", "none", "reentrant", "plain"]),
     )
-
-
-def _may_fuse(blocks: tuple[BlockPlan, ...], mesh: MeshPlan, precision: Precision) -> bool:
-    """Whether some linear computes its weight gradient in the dtype of its bucket; else the engine warns."""
-    follows = precision.policy.main_grads_dtype is None and precision.policy.grad_comm_dtype is None
-    return follows and not mesh.tensor and any(block.kind in ("mlp", "wide") for block in blocks)
 
 
 def _draw_options(rng: random.Random, strategy: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -182,9 +181,7 @@ class Ranks(OneProcess):
         mesh = make_mesh(case)
         if case.mesh.tensor:
             parallelize(self.model, mesh)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "gradient_accumulation_fusion=True has no effect")
-            self._shard(case, mesh)
+        self._shard(case, mesh)
         self.model = self.sharded
         names = [name for name in ("outer", "shard") if name in (mesh.mesh_dim_names or ())]
         self.position = 0

@@ -55,7 +55,6 @@ EXCLUSIONS = (
     Exclusion("fp8_param_gather", "fp4_param_gather", "choose the format in which parameters are kept and travel"),
     Exclusion("megatron_fsdp_weight_format", "fp8_param_gather", "choose the format in which parameters travel"),
     Exclusion("megatron_fsdp_weight_format", "fp4_param_gather", "choose the format in which parameters travel"),
-    Exclusion("delay_wgrad_compute", "gradient_accumulation_fusion", "choose when linears compute weight gradients"),
 )
 
 NEEDS = (
@@ -193,9 +192,9 @@ _CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
 class DistributedDataParallelConfig:
     """How to reduce gradients and shard a model over data-parallel ranks.
 
-    It holds every field of the published package's class and of Megatron-Core's, and behind them
-    ``gradient_accumulation_fusion``, which Megatron-Core has in its model's configuration. Holding a field is not a
-    promise that every front end can honour it: what one cannot honour, it refuses when it is given the configuration.
+    It holds every field of the published package's class and of Megatron-Core's, and behind them some of its own.
+    Holding a field is not a promise that every front end can honour it: what one cannot honour, it refuses when it is
+    given the configuration.
 
     Strategies may be given as numbers and are stored as names; dtypes may be given as names such as ``"bf16"``,
     ``"torch.float32"`` or ``"auto"`` (None) and are stored as ``torch.dtype``. Checks run at construction; they always
@@ -251,8 +250,6 @@ class DistributedDataParallelConfig:
         megatron_fsdp_cuda_graph_mode: Keep memory and gradients, so that CUDA graphs can be captured.
         megatron_fsdp_enable_fine_grained_param_gather: Gather parameters per module in place of per unit.
         megatron_fsdp_max_pool_double_buffer: Double buffers that every unit fits; sets ``fsdp_double_buffer``.
-        gradient_accumulation_fusion: Let the backward of linears write weight gradients straight into the bucket, or
-            add to what is there.
         megatron_fsdp_weight_format: Formats of gathered weights, as ``weight_format`` of ``MixedPrecisionPolicy``, in
             words: ``"fp8"``, or ``"PATTERN=FORMAT"`` with ``fnmatch`` patterns of parameter names, the first that
             matches, and ``none`` for none; needs sharded weights. Of this package only, as is the next.
@@ -301,7 +298,6 @@ class DistributedDataParallelConfig:
     megatron_fsdp_cuda_graph_mode: bool = False
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     megatron_fsdp_max_pool_double_buffer: bool = False
-    gradient_accumulation_fusion: bool = False
     megatron_fsdp_weight_format: tuple[str, ...] = ()
     megatron_fsdp_outer_grad_comm_format: str | None = None
 

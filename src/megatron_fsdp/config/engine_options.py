@@ -149,7 +149,6 @@ class EngineOptions:
             accumulated in float32.
         report_nan_in_param_grad: Check every gradient for NaN and infinity.
         check_for_large_grads: Check every gradient for unexpectedly large values.
-        gradient_accumulation_fusion: Let linears write weight gradients straight into buckets.
         delay_wgrad_compute: Compute weight gradients of linears at the end of backward, and then reduce all units.
         keep_fp8_transpose_cache: Keep the transposed codes of "fp8_compute" while weights are gathered.
         calculate_per_token_loss: Sum gradients, without a factor.
@@ -177,7 +176,6 @@ class EngineOptions:
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     report_nan_in_param_grad: bool = False
     check_for_large_grads: bool = False
-    gradient_accumulation_fusion: bool = False
     delay_wgrad_compute: bool = False
     keep_fp8_transpose_cache: bool = False
     calculate_per_token_loss: bool = False

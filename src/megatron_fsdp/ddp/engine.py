@@ -138,11 +138,7 @@ class BucketEngine(Engine):
         if self.delayed is not None:
             super().take_gradient(unit_index, group_index, index, param)
             return
-        gradients = self.units[unit_index].groups[group_index].gradients
-        assert gradients is not None
-        own = gradients.of_parameter[index]
-        came = param.grad is not None or own.written
-        own.written = False
+        came = param.grad is not None
         super().take_gradient(unit_index, group_index, index, param)
         if came:
             operations = self.scheduler.gradient_counted(unit_index, index)

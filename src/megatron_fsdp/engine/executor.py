@@ -375,7 +375,7 @@ class Executor:
             unit.wait_for_unshard()
             for group in unit.groups:
                 if group.gradients is not None:
-                    group.gradients.abandon()
+                    group.gradients.stop_filling()  # deferred sums of earlier backwards stay
         self._borrowed.clear()
         for pool in self._pools:
             pool.reclaim()

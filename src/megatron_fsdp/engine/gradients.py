@@ -221,19 +221,18 @@ class ParameterGradient:
         target: Where gradients of this backward go, a view in the parameter's shape; None while no memory is filled.
         direct: The same for as long as the next gradient may be copied there as it is, else None.
         filled: A gradient of this backward is there.
-        written: The latest was written there by the layer itself, and not counted yet.
         arrived: A gradient has come since gradients were last attached.
         counts: The main gradient holds a contribution that counts.
         attached: It was set as `.grad`, and not taken back since.
         was_set: `.grad` was set when the next gradient came, and will be set again.
     """
 
-    __slots__ = ("arrived", "attached", "counts", "direct", "filled", "target", "was_set", "written")
+    __slots__ = ("arrived", "attached", "counts", "direct", "filled", "target", "was_set")
 
     def __init__(self) -> None:
         self.target: torch.Tensor | None = None
         self.direct: torch.Tensor | None = None
-        self.filled = self.written = self.arrived = False
+        self.filled = self.arrived = False
         self.counts = self.attached = self.was_set = False
 
 
@@ -338,22 +337,6 @@ class GradientBuffers:
             own.target.copy_(grad)
         else:
             put_scaled(grad, factor, own.target)
-        self._note(own)
-
-    def target_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
-        """Return where to write the gradient of a parameter (None: it is cast or scaled), and whether to add to it."""
-        own, is_sum = self.of_parameter[index], self._filling is self._deferred_sum
-        fits = own.target is not None and own.target.dtype is dtype
-        fits = fits and (is_sum or self.reducer.reduction.pre_factor == 1.0)
-        return own.target if fits else None, own.filled or is_sum
-
-    def note_written(self, index: int) -> None:
-        """Record that the gradient of parameter `index` was written into its target, or added to it."""
-        self._note(self.of_parameter[index])
-        self.of_parameter[index].written = True
-
-    @staticmethod
-    def _note(own: ParameterGradient) -> None:
         own.filled = own.arrived = True
         own.direct = None
 
@@ -641,12 +624,6 @@ class GradientBuffers:
         for each in self.of_parameter:
             each.counts = each.attached = each.was_set = each.arrived = False
         self._deferred_sum = self._inner_sum = None
-
-    def abandon(self) -> None:
-        """Drop gradients in a bucket (after an exception); sums that were deferred before stay."""
-        self.stop_filling()
-        for each in self.of_parameter:
-            each.written = False
 
     def ensure_sums(self, deferred: bool, inner: bool) -> None:
         """Make sums, of zeros, where there are none, because another rank has some and will reduce them."""

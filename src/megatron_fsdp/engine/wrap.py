@@ -29,7 +29,6 @@ from megatron_fsdp.engine.delayed_linear import WeightGradientQueue, delay_all, 
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_checkpoints import find_expert_names
-from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, part_of, plan_groups
 from megatron_fsdp.engine.guests import Guest, find_guests, guest_format, guest_of
@@ -199,8 +198,6 @@ def assemble(
         if user_buffers is not None:
             _register(user_buffers, options.memory)
         grouping.connect(engine, module)
-        if options.gradient_accumulation_fusion:
-            fuse_weight_gradients(engine, module)
         return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
 
 

@@ -141,6 +141,7 @@ def test_a_usual_command_line_is_taken_as_it_is() -> None:
         "--hidden-dropout",
         "--attention-softmax-in-fp32",
         "--no-masked-softmax-fusion",
+        "--no-gradient-accumulation-fusion",
         "--attention-backend",
         "--no-create-attention-mask-in-dataloader",
         "--log-throughput",
