@@ -248,11 +248,17 @@ def test_a_plan_has_what_the_trainer_would_run(tmp_path: Path) -> None:
     assert workload.tokens == 2 * 64
 
 
-def test_gradients_are_reduced_once_where_the_trainer_does_so(tmp_path: Path) -> None:
-    path = written(tmp_path, "preset: tiny\nglobal_batch_size: 32\ndata_parallel_sharding_strategy: optim\n")
-    assert planned_run(path, 2)[1].accumulation == "last"
-    path = written(tmp_path, "preset: tiny\nglobal_batch_size: 32\n")
-    assert planned_run(path, 2)[1].accumulation == "every"
+@pytest.mark.parametrize(
+    ("said", "accumulation"),
+    [
+        ("data_parallel_sharding_strategy: optim\n", "last"),
+        ("data_parallel_sharding_strategy: optim\ndeterministic: world\n", "every"),
+        ("", "every"),
+    ],
+)
+def test_gradients_are_reduced_once_where_the_trainer_does_so(tmp_path: Path, said: str, accumulation: str) -> None:
+    path = written(tmp_path, f"preset: tiny\nglobal_batch_size: 32\n{said}")
+    assert planned_run(path, 2)[1].accumulation == accumulation
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from megatron_fsdp.config.ddp_config_flags import (
     destination_of,
     field_meanings,
     flag_of,
+    in_flags,
     off_flag_of,
 )
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -212,14 +213,26 @@ def test_what_cannot_stand_together_is_refused_with_the_flags() -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse("--ddp-num-buckets", "2", "--ddp-bucket-size", "10")
     assert str(caught.value) == (
-        "num_buckets=2 and bucket_size=10 both cut gradients into buckets; give only one of them. "
-        "(On the command line: bucket_size is --ddp-bucket-size, num_buckets is --ddp-num-buckets.)"
+        "--ddp-num-buckets 2 and --ddp-bucket-size 10 both cut gradients into buckets; give only one of them."
     )
     with pytest.raises(ConfigurationError) as caught:
         parse("--reuse-grad-buf-for-mxfp8-param-ag")
-    assert str(caught.value) == (
-        "reuse_grad_buf_for_mxfp8_param_ag=True needs fp8_param_gather=True; set both or neither."
-    )
+    assert str(caught.value) == ("--reuse-grad-buf-for-mxfp8-param-ag needs --fp8-param-gather; set both or neither.")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("nccl_ub=True has no effect", "--use-nccl-ub has no effect"),
+        ("give overlap_grad_reduce=False", "give --no-overlap-grad-reduce"),
+        ('data_parallel_sharding_strategy="no_shard" is', "--data-parallel-sharding-strategy no_shard is"),
+        ("bucket_size=12; or", "--ddp-bucket-size 12; or"),
+        ("megatron_fsdp_grad_comm_dtype=torch.float32, and", "--megatron-fsdp-grad-comm-dtype float32, and"),
+        ("nothing of the sort", "nothing of the sort"),
+    ],
+)
+def test_messages_about_fields_speak_of_flags(message: str, expected: str) -> None:
+    assert in_flags(message) == expected
 
 
 def test_a_parser_has_patterns_and_defaults_of_its_own() -> None:

@@ -385,7 +385,8 @@ def _setup_of_job(job: Job) -> Setup:
             f"{instances} instances of the optimizer do not divide the {sizes.data} data-parallel ranks "
             "that are left: give a divisor"
         )
-    defers = resolved.strategy <= ShardingStrategy.optim  # as the trainer's engine
+    # As the trainer's engine.
+    defers = resolved.strategy <= ShardingStrategy.optim and job.options.training.deterministic is None
     arguments = inspect.signature(MegatronFSDP.__init__).parameters  # whose defaults the trainer leaves alone
     unsaid = {name: each.default for name, each in arguments.items()}
     return Setup(

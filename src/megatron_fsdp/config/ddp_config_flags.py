@@ -108,7 +108,26 @@ def config_from_flags(namespace: argparse.Namespace) -> DistributedDataParallelC
     try:
         return DistributedDataParallelConfig(**given)
     except ConfigurationError as error:
-        raise ConfigurationError(_with_flags(str(error))) from None
+        raise ConfigurationError(in_flags(str(error))) from None
+
+
+def in_flags(message: str) -> str:
+    """Rewrite a message about fields of `DistributedDataParallelConfig` in terms of command-line flags.
+
+    `nccl_ub=True` becomes `--use-nccl-ub`, `overlap_grad_reduce=False` `--no-overlap-grad-reduce`, and so on.
+    """
+    names = "|".join(sorted(_FIELDS, key=len, reverse=True))
+    value = r"""(?:=(True|False|None|'[^']*'|"[^"]*"|-?[\w.]*\w))?"""
+    return re.sub(rf"\b({names})\b{value}", _in_flags, message)
+
+
+def _in_flags(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    if value == "False":
+        return off_flag_of(name)
+    if value in (None, "True", "None"):
+        return flag_of(name)
+    return f"{flag_of(name)} {value.strip(chr(39) + chr(34)).removeprefix('torch.')}"
 
 
 def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
@@ -170,11 +189,3 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number; give 1 or more")
     return value
-
-
-def _with_flags(message: str) -> str:
-    """Add the flags of the fields that a message names, where they differ from the names."""
-    named = [name for name in _RENAMED if re.search(rf"\b{name}\b", message)]
-    if not named:
-        return message
-    return f"{message} (On the command line: {', '.join(f'{name} is {flag_of(name)}' for name in named)}.)"

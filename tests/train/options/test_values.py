@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options import OPTIONS, in_flags
+from megatron_fsdp.train.options import OPTIONS
 from megatron_fsdp.train.options.checks import parse_split
 from megatron_fsdp.train.options.command_line import PRESETS, parse_options
 from megatron_fsdp.train.options.job import Job, World, resolve
@@ -226,21 +226,6 @@ def test_every_number_has_bounds() -> None:
         with pytest.raises(ConfigurationError) as caught:
             job_of(f"{RUN} {option.flag} -7")
         assert str(caught.value).startswith(f"invalid {option.flag} -7: give ")
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("nccl_ub=True has no effect", "--use-nccl-ub has no effect"),
-        ("give overlap_grad_reduce=False", "give --no-overlap-grad-reduce"),
-        ('data_parallel_sharding_strategy="no_shard" is', "--data-parallel-sharding-strategy no_shard is"),
-        ("bucket_size=12; or", "--ddp-bucket-size 12; or"),
-        ("megatron_fsdp_grad_comm_dtype=torch.float32, and", "--megatron-fsdp-grad-comm-dtype float32, and"),
-        ("nothing of the sort", "nothing of the sort"),
-    ],
-)
-def test_messages_about_fields_speak_of_flags(message: str, expected: str) -> None:
-    assert in_flags(message) == expected
 
 
 @pytest.mark.parametrize(

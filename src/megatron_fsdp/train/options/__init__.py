@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.ddp_config_flags import destination_of, field_meanings, flag_of, off_flag_of
+from megatron_fsdp.config.ddp_config_flags import destination_of, field_meanings, flag_of
 from megatron_fsdp.errors import ConfigurationError
 
 # ---- fields as flags -------------------------------------------------------------------------------------------------
@@ -548,22 +548,3 @@ OPTIONS: Mapping[str, Option] = {option.name: option for cls in SECTIONS.values(
 def flag_for(name: str) -> str:
     """Return the flag of an option."""
     return OPTIONS[name].flag if name in OPTIONS else flag_of(DDP_FIELDS[name])
-
-
-def in_flags(message: str) -> str:
-    """Rewrite a message about fields of `DistributedDataParallelConfig` in terms of command-line flags.
-
-    `nccl_ub=True` becomes `--use-nccl-ub`, `overlap_grad_reduce=False` `--no-overlap-grad-reduce`, and so on.
-    """
-    names = "|".join(sorted(DDP_FIELDS.values(), key=len, reverse=True))
-    value = r"""(?:=(True|False|None|'[^']*'|"[^"]*"|-?[\w.]*\w))?"""
-    return re.sub(rf"\b({names})\b{value}", _in_flags, message)
-
-
-def _in_flags(found: re.Match[str]) -> str:
-    name, value = found.groups()
-    if value == "False":
-        return off_flag_of(name)
-    if value in (None, "True", "None"):
-        return flag_of(name)
-    return f"{flag_of(name)} {value.strip(chr(39) + chr(34)).removeprefix('torch.')}"

@@ -12,19 +12,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_fsdp.config.command_parser import Parser
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.ddp_config_flags import MEGATRON_DEFAULTS, add_flags, flag_of
+from megatron_fsdp.config.ddp_config_flags import MEGATRON_DEFAULTS, add_flags, config_from_flags, flag_of
 from megatron_fsdp.config.yaml_mapping import lines_of_keys, read_mapping
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options import (
-    DDP_FIELDS,
-    OPTIONS,
-    SECTIONS,
-    Option,
-    Options,
-    flag_for,
-    in_flags,
-    options_of,
-)
+from megatron_fsdp.train.options import DDP_FIELDS, OPTIONS, SECTIONS, Option, Options, flag_for, options_of
 from megatron_fsdp.train.options.checks import ALTERNATIVES, NEEDS, SHAPE, is_met
 from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
 
@@ -285,13 +276,10 @@ def _ddp_config(values: Mapping[str, Any], notices: list[str]) -> DistributedDat
     that differ there from the class (`MEGATRON_DEFAULTS`) are the class's here: a NaN is skipped and counted by the
     trainer, and gathers align only where pipelines are interleaved.
     """
-    given = {DDP_FIELDS[name]: value for name, value in values.items() if name in DDP_FIELDS}
+    given = dict(values)
     if given.pop("use_custom_fsdp", False):
         notices.append("--use-custom-fsdp: the former name of --use-megatron-fsdp, and taken as such")
         given["use_megatron_fsdp"] = True
     if given.get("use_megatron_fsdp"):
         given.setdefault("data_parallel_sharding_strategy", MEGATRON_DEFAULTS["data_parallel_sharding_strategy"])
-    try:
-        return DistributedDataParallelConfig(**given)
-    except ConfigurationError as error:
-        raise ConfigurationError(in_flags(str(error))) from None
+    return config_from_flags(argparse.Namespace(**given))

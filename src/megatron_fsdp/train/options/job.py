@@ -13,12 +13,12 @@ from typing import Literal, TypeVar
 import torch
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.ddp_config_flags import off_flag_of
+from megatron_fsdp.config.ddp_config_flags import in_flags, off_flag_of
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
-from megatron_fsdp.train.options import DDP_FIELDS, Options, flag_for, in_flags
+from megatron_fsdp.train.options import DDP_FIELDS, Options, flag_for
 from megatron_fsdp.train.options.checks import Sizes, check_options, check_sizes, idle_notices
 
 Given = TypeVar("Given")
