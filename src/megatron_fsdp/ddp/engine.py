@@ -5,9 +5,10 @@ Its hooks, by which modules tell that they are about to read weights, are behind
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ class BucketEngine(Engine):
     """
 
     scheduler: BucketScheduler
-    takes_every_gradient = True  # a bucket is reduced when all of them have come
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,9 +141,17 @@ class BucketEngine(Engine):
         came = param.grad is not None
         super().take_gradient(unit_index, group_index, index, param)
         if came:
-            operations = self.scheduler.gradient_counted(unit_index, index)
-            if operations:
-                self.executor.run(operations, self.reach)
+            self.count_gradient(unit_index, index)
+
+    def counter_of(self, unit_index: int, index: int) -> Callable[[], object]:
+        """Return what counts the gradient of a parameter: a bucket is reduced when all of its gradients have come."""
+        return functools.partial(_count_gradient, weakref.ref(self), unit_index, index)
+
+    def count_gradient(self, unit_index: int, index: int) -> None:
+        """Count a gradient that is in its bucket, and reduce the buckets that are complete."""
+        operations = self.scheduler.gradient_counted(unit_index, index)
+        if operations:
+            self.executor.run(operations, self.reach)
 
     def _post_backward(self) -> None:
         learnt = self.scheduler.learns
@@ -161,6 +169,12 @@ class BucketEngine(Engine):
         """Reset as `Engine` does."""
         self._shows_local.clear()
         super().reset()
+
+
+def _count_gradient(reference: weakref.ref[BucketEngine], unit_index: int, index: int) -> None:
+    engine = reference()
+    assert engine is not None  # the hook that calls it has copied into its bucket
+    engine.count_gradient(unit_index, index)
 
 
 _ADVICE = (

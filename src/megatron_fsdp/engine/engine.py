@@ -128,8 +128,6 @@ class Engine:
     user_buffers: UserBuffers | None  # registered memory that is deregistered with the engine
     capture_lack: str  # why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to
 
-    takes_every_gradient = False  # whether `take_gradient` is called for every gradient
-
     def __post_init__(self) -> None:
         options = self.sharding.options
         self.device = self.sharding.device
@@ -346,9 +344,13 @@ class Engine:
             hook: Callable[[torch.Tensor], None] = functools.partial(
                 _take_gradient, weakref.ref(self), unit_index, group_index, index
             )
-            if group.plan.parts[index] is None and not self.takes_every_gradient:
-                hook = direct_hook(grads.of_parameter[index], hook)
+            if group.plan.parts[index] is None:
+                hook = direct_hook(grads.of_parameter[index], hook, self.counter_of(unit_index, index))
             param.register_post_accumulate_grad_hook(hook)
+
+    def counter_of(self, _unit_index: int, _index: int) -> Callable[[], object] | None:
+        """Return what to call when the gradient of a parameter was copied into its bucket; None: units need nothing."""
+        return None
 
     def _inspect_gradients(self, group: ParameterGroup) -> None:
         """Pass gradients to the finite check, where there is one, before they are reduced."""
@@ -416,7 +418,7 @@ class Engine:
             return
         grad, param.grad = param.grad, None  # else each full gradient would live until backward ends
         if grad is None:
-            return  # a fused linear wrote it into the bucket
+            return  # a hook of the user has taken it
         group = self.units[unit_index].groups[group_index]
         if grad.requires_grad:
             raise ScheduleError(

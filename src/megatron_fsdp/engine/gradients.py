@@ -246,8 +246,11 @@ Take = Callable[[torch.Tensor], None]
 _STRIDED = torch.strided
 
 
-def direct_hook(gradient: ParameterGradient, take: Take) -> Take:
-    """Make the hook of a full parameter: it copies a plain first gradient, and calls `take` for every other one."""
+def direct_hook(gradient: ParameterGradient, take: Take, count: Callable[[], object] | None = None) -> Take:
+    """Make the hook of a full parameter: it copies a plain first gradient, and calls `take` for every other one.
+
+    `count` is called after each copy.
+    """
 
     def receive(param: torch.Tensor) -> None:
         target, grad = gradient.direct, param.grad
@@ -257,6 +260,8 @@ def direct_hook(gradient: ParameterGradient, take: Take) -> Take:
         gradient.direct = param.grad = None
         target.copy_(grad)
         gradient.filled = gradient.arrived = True
+        if count is not None:
+            count()
 
     return receive
 
