@@ -90,11 +90,7 @@ def copy_tracked(target: Path) -> None:
 
 
 def failing_test(root: Path, options: Sequence[str], limit_s: float) -> str | None:
-    """Run pytest until a test fails, in a process group of its own, which ends with it.
-
-    Returns:
-        The id of the test; None where all pass.
-    """
+    """Run pytest, in a process group that ends with it, until a test fails; return its id, None where all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", _ASIDE, *options]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # may name the checkout
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:

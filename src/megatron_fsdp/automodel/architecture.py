@@ -28,15 +28,10 @@ _KNOWN_PATHS = (
 
 @dataclass(frozen=True)
 class Layers:
-    """The decoder layers of a model.
+    """The decoder layers of a model."""
 
-    Attributes:
-        path: Dotted name of the list, such as "model.layers".
-        container: The list itself; a ModuleDict with the original indices as keys in a pipeline stage.
-    """
-
-    path: str
-    container: nn.ModuleList | nn.ModuleDict
+    path: str  # dotted name of the list, such as "model.layers"
+    container: nn.ModuleList | nn.ModuleDict  # the latter in a pipeline stage, with the original indices as keys
 
     def named(self) -> list[tuple[str, nn.Module]]:
         """Return (dotted name in the model, layer), in order."""

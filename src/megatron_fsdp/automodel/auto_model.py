@@ -370,19 +370,12 @@ def fill_weights(
     strict: bool = True,
     new_head: bool = False,
 ) -> tuple[str, ...]:
-    """Load the values of shards from a folder, and draw those that it lacks, or all; collective.
+    """Load the values of shards from a folder of Hugging Face files, and draw those that it lacks; collective.
 
-    Args:
-        models: The whole model on the meta device, which is used up; what this rank has of it; and its stages.
-        folder: Of Hugging Face files; None: all values are drawn.
-        device: Where random states travel.
-        copies: Names of parameters that get their values from another stage.
-        key_mapping: As of `load_hf`.
-        strict: Refuse files that lack a weight or have more.
-        new_head: Let files lack the head.
-
-    Returns:
-        The names of the parameters that were drawn on this rank.
+    `models` are the whole model on the meta device, which is used up; what this rank has of it; and its stages. Random
+    states travel on `device`. `copies` names parameters that get their values from another stage. `strict` refuses
+    files that lack a weight or have more; with `new_head` the head may be lacking, or another. Without a folder all
+    values are drawn. Returns the names of the parameters that were drawn on this rank.
     """
     twin, model, stages = models
     filled = set(copies)

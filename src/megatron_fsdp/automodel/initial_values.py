@@ -62,9 +62,6 @@ def draw_missing(
 
     `twin` is the model on the meta device, and is used up. `stages` are those that this rank holds, each with buffers
     of its own, or `model` alone. Returns the names of the parameters that were drawn on this rank.
-
-    Raises:
-        ConfigurationError: Something has no method that initialises it, or no value afterwards.
     """
     _, tensors = base_tensors(unwrap(model))
     empty = [live for live in tensors if live.name not in filled]

@@ -26,13 +26,9 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command, given the arguments after the program's name (None: this process's), and return the exit status.
 
-    Args:
-        argv: Arguments after the program's name; None: those of this process.
-
-    Returns:
-        The exit status: 0 success; 1 success with a negative answer (differences, problems); 2 failure.
+    0 is success, 1 success with a negative answer (differences, problems), 2 failure.
     """
     if argv is None:
         end_quietly()

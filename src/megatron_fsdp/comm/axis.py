@@ -97,23 +97,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Axis:
-    """One data-parallel mesh axis as seen by this rank.
+    """One data-parallel mesh axis as seen by this rank."""
 
-    Attributes:
-        group: The process group; None stands for a single rank, which never communicates.
-        rank: This rank's position, 0 <= rank < num_ranks.
-        num_ranks: Ranks on the axis.
-        traffic: Counters, shared by everything that communicates along this axis on behalf of one model.
-        gather_group: A second group of the same ranks for gathers, which then need not queue behind reductions.
-        sums_locally: Reduce-scatter by an all-to-all and a local sum in float32 on any back end.
-    """
-
-    group: dist.ProcessGroup | None
-    rank: int
+    group: dist.ProcessGroup | None  # None stands for a single rank, which never communicates
+    rank: int  # this rank's position, 0 <= rank < num_ranks
     num_ranks: int
+    # counters, shared by everything that communicates along this axis on behalf of one model
     traffic: Traffic = field(default_factory=Traffic, compare=False)
-    gather_group: dist.ProcessGroup | None = None
-    sums_locally: bool = False
+    gather_group: dist.ProcessGroup | None = None  # the same ranks again: gathers need not queue behind reductions
+    sums_locally: bool = False  # reduce-scatter by an all-to-all and a local sum in float32 on any back end
 
     @property
     def exchanges_pairwise(self) -> bool:

@@ -91,10 +91,7 @@ def differing_tensors(
 ) -> tuple[str, ...]:
     """Return the names of tensors that are not the same bits on every rank; sends two numbers per tensor.
 
-    Args:
-        tensors: The same names in the same order on every rank, none of them empty.
-        group: The ranks.
-        device: Where the hashes travel.
+    Every rank gives the same names in the same order, and no empty tensor; the hashes travel from `device`.
     """
     if not tensors:
         return ()
@@ -107,10 +104,7 @@ def differing_tensors(
 def digest(piece: torch.Tensor, name: str, start: int = 0) -> torch.Tensor:
     """Return the digest of a piece of a tensor, a scalar int64 on its device.
 
-    Args:
-        piece: Its elements, contiguous in the whole tensor; any dtype.
-        name: The name of the tensor.
-        start: The place of the first one, in the flat whole tensor.
+    The piece, of any dtype, is contiguous in the flat whole tensor; its first element is element `start` of that.
     """
     flat, start = _flat(piece), 2 * start if piece.is_complex() else start
     bits = flat.view(_BITS[flat.itemsize])

@@ -29,9 +29,7 @@ def bound_device(backend: str, device: torch.device) -> torch.device | None:
 class OwnGroups:
     """The process groups of one model; they are destroyed with it. Every rank of the axes constructs it, in one order.
 
-    Attributes:
-        axes: The given axes on groups of the same ranks, in the same order. Where a user gave a group for gathers, it
-            stays.
+    `axes` are the given ones in order, on groups of the same ranks. A group that a user gave for gathers stays.
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
@@ -64,13 +62,8 @@ def duplicate_group(
     """Make a new group of the same ranks in the same order; only these ranks call.
 
     torch names a group of some of the ranks by how many groups a rank is in. That may differ between them, and they
-    would wait for each other under different names; so the name is given.
-
-    Args:
-        group: The ranks.
-        name: The same on all of them, and never used before.
-        backend: "gloo", for example; None: that of the group.
-        timeout: How long ranks wait for each other; None: torch's default for gloo.
+    would wait for each other under different names; so the name is given, the same on all ranks and never used before.
+    Without `backend` it is that of the group, without `timeout` torch's default for gloo.
     """
     return _named_group(dist.get_process_group_ranks(group), name, backend or dist.get_backend(group), timeout)
 

@@ -253,13 +253,9 @@ def hold_up(device: torch.device, host_s: float, device_s: float) -> None:
 
 
 class Clock(Protocol):
-    """A clock at the place where a lane's tickets are waited for; taking the time never waits.
+    """A clock at the place where a lane's tickets are waited for; taking the time never waits."""
 
-    Attributes:
-        is_host: Whether that is the host, so that times of other threads of the host compare with its own.
-    """
-
-    is_host: bool
+    is_host: bool  # whether that is the host, so that times of other threads of the host compare with its own
 
     def mark(self) -> Any:
         """Take the time: now on the host; on CUDA when the current stream gets there."""

@@ -23,16 +23,8 @@ from megatron_fsdp.errors import ConfigurationError
 class UserBuffers:
     """The memory of one model that is registered, where it can be.
 
-    Args:
-        axes: The axes whose collectives use the memory; the same in the same order on every rank.
-        reaching_all: Groups that together reach every rank.
-        device: Device of the memory.
-        symmetric: Register symmetric windows where torch knows how to.
-
-    Attributes:
-        lack: Why nothing can be registered here, in words; empty where it can.
-        is_registered: Whether it is.
-        num_bytes: Bytes of the memory, once there is some.
+    Collectives of `axes` use it, which are the same in the same order on every rank; the groups `reaching_all` reach
+    every rank together. `symmetric` registers symmetric windows where torch knows how to.
     """
 
     def __init__(
@@ -48,9 +40,9 @@ class UserBuffers:
         self._device = device
         self._symmetric = symmetric
         self._pool: Any = None
-        self.lack = _lack(self._groups, device)
+        self.lack = _lack(self._groups, device)  # why nothing can be registered here, in words; empty where it can
         self.is_registered = False
-        self.num_bytes = 0
+        self.num_bytes = 0  # of the memory, once there is some
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Allocate zeros of uint8: from the back end's allocator where they can be registered."""
@@ -64,8 +56,7 @@ class UserBuffers:
     def register(self) -> None:
         """Register the memory with every group; all ranks call it, once. Nothing happens where something is lacking.
 
-        Raises:
-            ConfigurationError: The library refuses; on every rank alike.
+        Where the library refuses on one rank, every rank raises.
         """
         if self.lack:
             return

@@ -32,15 +32,9 @@ _AFTERWARDS = {LOADED: " after saving and loading", RESUMED: " in the run that w
 
 
 def compare(reference: Reference, found: Observation, *, repeats: bool = True) -> list[Difference]:
-    """Compare a sharded run with one process.
+    """Return at most one difference of a sharded run from one process for each place, the earliest cause first.
 
-    Args:
-        reference: The run of one process.
-        found: The sharded run.
-        repeats: Whether the device is deterministic; then a resumed run has to give the same bits.
-
-    Returns:
-        At most one difference for each place, the earliest cause first.
+    `repeats` says that the device is deterministic; then a resumed run has to give the same bits.
     """
     right = reference.observation.values.items()
     pairs = {place: (want, found.values[place]) for place, want in right} | dict(found.round_trip)

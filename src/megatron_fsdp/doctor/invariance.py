@@ -35,21 +35,13 @@ _SHIFT_BYTES = 16  # what tensors of a gathered buffer are aligned to; torch ali
 
 @dataclass(frozen=True)
 class Variance:
-    """The first thing that a microbatch gives other bits.
+    """The first thing that a microbatch gives other bits."""
 
-    Attributes:
-        way: How it was computed.
-        module: The innermost module that was running, by its name; empty: the model itself, or outside of it.
-        operator: Of torch, such as "aten.index_add"; "the output": of the module, made outside of torch's operators.
-        backward: Whether it ran in backward.
-        is_random: Whether the operator draws random numbers.
-    """
-
-    way: str
-    module: str
-    operator: str
-    backward: bool
-    is_random: bool = False
+    way: str  # how it was computed
+    module: str  # the innermost one that was running, by its name; empty: the model itself, or outside of it
+    operator: str  # of torch, such as "aten.index_add"; "the output": of the module, made outside of torch's operators
+    backward: bool  # whether it ran in backward
+    is_random: bool = False  # whether the operator draws random numbers
 
     def told(self) -> str:
         """Say it in a sentence."""

@@ -52,18 +52,11 @@ class _Job:
 def run_on_local_ranks(
     act: Callable[[Any, str | None], Any], task: Any, num_ranks: int, device: str | None, timeout_s: float
 ) -> Any:
-    """Run `act(task, device)`, a function of a module, on new processes with torch.distributed initialised.
+    """Run `act(task, device)`, a function of a module, on new processes, and return what rank 0 returned.
 
-    `device` is "cpu", an accelerator, or None: the accelerator where there is one for every rank. All of it may take
-    `timeout_s` seconds.
-
-    Returns:
-        What rank 0 returned.
-
-    Raises:
-        ConfigurationError: The task cannot be sent to processes, or there are too few accelerators.
-        RankError: A rank failed, died or took too long.
-        MegatronFSDPError: What ranks raised themselves.
+    torch.distributed is initialised there. `device` is "cpu", an accelerator, or None: the accelerator where there is
+    one for every rank. All of it may take `timeout_s` seconds. Errors of this package that ranks raise are raised here
+    as they are; a rank that fails otherwise, dies or takes too long is a `RankError`.
     """
     require_count("ranks", num_ranks)
     device_type = choose_device(device, num_ranks)

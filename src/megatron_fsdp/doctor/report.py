@@ -29,31 +29,20 @@ LIMITS = "sharding changes nothing; a fault of the model itself, which one proce
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor that differs in one place of a run.
+    """The first tensor that differs in one place of a run."""
 
-    Attributes:
-        where: What kind of value: loss, gradient, gradient norm, step counter, weight, optimizer state, ...
-        step: Optimizer step, from 1; 0 before the first.
-        name: The tensor, by its name in the user's model; empty for the loss and the norm.
-        kind: How, for programs: missing, unexpected, shape, non-finite, stale (what the weights before the last update
-            give), not reduced (some ranks' samples only), ranks disagree or differs; of the model itself: not a mean
-            or not repeatable.
-        words: How, for people.
-        ratio: The norm that was found over that of one process, of a weight that of the update; None: not known.
-        error: Largest difference of an element.
-        allowed: What was allowed for that element.
-        also: Other tensors that differ in the same place.
-    """
-
-    where: str
-    step: int
-    name: str
+    where: str  # what kind of value: loss, gradient, gradient norm, step counter, weight, optimizer state, ...
+    step: int  # of the optimizer, from 1; 0 before the first
+    name: str  # in the user's model; empty for the loss and the norm
+    # How, for programs: missing, unexpected, shape, non-finite, stale (what the weights before the last update give),
+    # not reduced (some ranks' samples only), ranks disagree or differs; of the model itself: not a mean or not
+    # repeatable.
     kind: str
-    words: str
-    ratio: float | None = None
-    error: float = math.nan
-    allowed: float = math.nan
-    also: tuple[str, ...] = ()
+    words: str  # how, for people
+    ratio: float | None = None  # norm found over that of one process, of a weight that of the update; None: not known
+    error: float = math.nan  # largest difference of an element
+    allowed: float = math.nan  # for that element
+    also: tuple[str, ...] = ()  # other tensors that differ in the same place
 
     def told(self) -> str:
         """Describe the difference in a sentence."""
@@ -73,17 +62,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunReport:
-    """The result of one sharded run.
+    """The result of one sharded run."""
 
-    Attributes:
-        label: Such as "strategy 3 (optim_grads_params)".
-        differences: The earliest cause first; empty where everything agrees.
-        left_out: Columns that were not looked at.
-    """
-
-    label: str
-    differences: tuple[Difference, ...]
-    left_out: tuple[str, ...] = ()
+    label: str  # such as "strategy 3 (optim_grads_params)"
+    differences: tuple[Difference, ...]  # the earliest cause first; empty where everything agrees
+    left_out: tuple[str, ...] = ()  # columns that were not looked at
 
     def cells(self) -> list[str]:
         """Return one word for each column: ok, "DIFFERS, step 2" (where it differs first) or "-"."""
@@ -100,23 +83,14 @@ class RunReport:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The result of `check_parity`.
+    """The result of `check_parity`."""
 
-    Attributes:
-        num_ranks: Ranks of the sharded runs.
-        steps: Optimizer steps.
-        part_allowed: Allowed difference, as a part of an element and of the largest one; times 4 with every update.
-        findings: What is wrong with the model or its loss, before any sharding.
-        runs: One per strategy.
-        notes: Remarks that are no fault.
-    """
-
-    num_ranks: int
-    steps: int
-    part_allowed: float
-    findings: tuple[Difference, ...] = ()
-    runs: tuple[RunReport, ...] = ()
-    notes: tuple[str, ...] = ()
+    num_ranks: int  # of the sharded runs
+    steps: int  # of the optimizer
+    part_allowed: float  # allowed difference, as a part of an element and of the largest one; times 4 with every update
+    findings: tuple[Difference, ...] = ()  # what is wrong with the model or its loss, before any sharding
+    runs: tuple[RunReport, ...] = ()  # one per strategy
+    notes: tuple[str, ...] = ()  # remarks that are no fault
 
     @property
     def differences(self) -> tuple[Difference, ...]:

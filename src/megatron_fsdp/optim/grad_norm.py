@@ -26,9 +26,8 @@ ProcessGroups = tuple[dist.ProcessGroup, ...]
 def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> ProcessGroups:
     """Return the process groups that a reduction over a main weight, or its gradient after the sync, must span.
 
-    Returns:
-        Along each the ranks hold different pieces; all other ranks hold copies. The same on every rank. For experts
-        the groups along which experts differ are among them.
+    Along each the ranks hold different pieces; all other ranks hold copies. The same on every rank. For experts the
+    groups along which experts differ are among them.
     """
     plan = group.plan
     over = [
@@ -47,12 +46,8 @@ def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> Proces
 def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
-    Returns:
-        The norm before clipping, a float32 (float64 for float64 gradients) scalar, the same on every rank.
-
-    Raises:
-        ConfigurationError: `norm_type` is not positive; or neither 2 nor infinity, for a deterministic model.
-        NonFiniteNormError: The norm is not finite, on every rank; gradients are as they were.
+    Returns the norm before clipping, a float32 (float64 for float64 gradients) scalar, the same on every rank. Where
+    `error_if_nonfinite` lets every rank raise, gradients are as they were.
     """
     engine.refuse_late("clip_grad_norm_")
     if not norm_type > 0:
@@ -115,15 +110,11 @@ def _total_norm(
 
 
 def combine_powers(powers: dict[ProcessGroups, torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Reduce each sum over its groups; sums that share a group travel together in one all-reduce.
+    """Reduce each sum over its groups, and return the norm of everything, the same on all ranks of the groups.
 
-    Args:
-        powers: `sum_of_powers` of the pieces here, by the groups that they are sharded over; at least one, all on the
-            device that the groups communicate from. The keys and their order are the same on all ranks of a group.
-        norm_type: The p of the p-norm.
-
-    Returns:
-        The norm of everything, the same on all ranks of the groups.
+    `powers` are `sum_of_powers` of the pieces here, by the groups that they are sharded over; at least one, all on the
+    device that the groups communicate from. The keys and their order are the same on all ranks of a group. Sums that
+    share a group travel together in one all-reduce.
     """
     is_max = math.isinf(norm_type)
     wide = torch.float64 if any(power.dtype == torch.float64 for power in powers.values()) else torch.float32

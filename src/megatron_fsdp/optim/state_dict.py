@@ -71,8 +71,7 @@ def _numbered(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[Any, An
 def as_held(get_model: Callable[[], StateOwner], optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Return what is loaded in place of a state dict: this rank's part, cut as its parameters are.
 
-    Raises:
-        CheckpointError: There are shards that this rank does not hold.
+    Shards that this rank does not hold are refused.
     """
     model = get_model()
     nothing = not state_dict["state"] and not optimizer.state
@@ -161,10 +160,7 @@ def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Add the initial state of the first step, for every trainable parameter that has none.
 
     The optimizer is not changed: state that is loaded into these tensors becomes the optimizer's when `load_state_dict`
-    is given them.
-
-    Returns:
-        A state dict with state in the order of the parameters, the same on every rank; tensors cut as parameters.
+    is given them. The state is in the order of the parameters, the same on every rank; tensors are cut as parameters.
     """
     had, state = state_dict["state"], {}
     owners = (each for each in members_of(optimizer) for _ in each.param_groups)

@@ -37,42 +37,29 @@ _COLUMNS = 9  # numel, finite, mean, m2, sum of squares, min, max, zeros, NaN
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Statistics of one tensor, or of all together. Mean, std, norm, min and max are over finite elements.
+    """Statistics of one tensor, or of all together.
 
-    Attributes:
-        numel: Elements.
-        mean: Their mean; NaN where no element is finite, as for std, min and max.
-        std: Population standard deviation (divided by the count, as `torch.std(correction=0)`).
-        norm: 2-norm; 0.0 where no element is finite.
-        min: Smallest.
-        max: Largest.
-        zero_fraction: Elements that are zero, divided by numel; NaN where there are no elements.
-        nan_count: Elements that are NaN.
-        inf_count: Elements that are infinite.
+    Mean, std, norm, min and max are over finite elements; without any the norm is 0.0 and the others are NaN.
     """
 
     numel: int
     mean: float
-    std: float
-    norm: float
+    std: float  # of the population: divided by the count, as `torch.std(correction=0)`
+    norm: float  # 2-norm
     min: float
     max: float
-    zero_fraction: float
+    zero_fraction: float  # of all elements; NaN where there are none
     nan_count: int
     inf_count: int
 
 
 @dataclass(frozen=True)
 class ModelStatistics:
-    """Statistics of all parameters or gradients; the same on every rank.
+    """Statistics of all parameters or gradients; the same on every rank."""
 
-    Attributes:
-        tensors: By canonical name of the parameter; a tied one once, gradients that are None not at all.
-        total: Of all elements together.
-    """
-
+    # by canonical name of the parameter; a tied one once, gradients that are None not at all
     tensors: dict[str, TensorStatistics]
-    total: TensorStatistics
+    total: TensorStatistics  # of all elements together
 
 
 @dataclass(frozen=True)
@@ -203,12 +190,8 @@ def gradient_digests(engine: Engine, *, is_whole: bool = True) -> dict[str, str]
 def digesting_backwards(engine: Engine, shift: int = 0) -> Iterator[Callable[[], list[dict[str, str]]]]:
     """Record the digests of this rank's own gradients of each backward in the block, before they are reduced.
 
-    Args:
-        engine: A deterministic one.
-        shift: This rank computes what the rank so many places further would, and gradients are added up in that order.
-
-    Yields:
-        A function that returns the digests of each backward, by unit; to be called after the block.
+    The engine is deterministic. This rank computes what the rank `shift` places further would, and gradients are
+    added up in that order. Yields a function for after the block, which returns the digests of each backward, by unit.
     """
     sums: dict[int, dict[str, torch.Tensor]] = {}
     groups = [(unit.label, group) for unit in engine.units for group in unit.groups if group.gradients is not None]

@@ -34,14 +34,9 @@ _NAME = re.compile(r"trace-rank(\d+)\.json")
 
 
 def write_timeline(folder: str | os.PathLike[str], timeline: Timeline) -> Path:
-    """Write one rank's timeline as `trace-rank{r}.json`; an older one is replaced.
+    """Write one rank's timeline as `trace-rank{r}.json`, which Perfetto opens, and return the path of the file.
 
-    Args:
-        folder: Made if it is not there; the same for all ranks.
-        timeline: What was recorded.
-
-    Returns:
-        The file. Perfetto opens it.
+    The folder, the same for all ranks, is made if it is not there; an older file is replaced.
     """
     path = Path(folder) / f"trace-rank{timeline.rank}.json"
     _write(path, {"traceEvents": chrome_events([timeline]), "displayTimeUnit": "ms", KEY: _to_json(timeline)})
@@ -54,16 +49,10 @@ def write_chrome(path: str | os.PathLike[str], timelines: Sequence[Timeline]) ->
 
 
 def read_timelines(folder: str | os.PathLike[str], *, partial: bool = False) -> tuple[Timeline, ...]:
-    """Read the timelines that `write_timeline` wrote, by rank.
+    """Read the timelines that `write_timeline` wrote into a folder, by rank.
 
-    Args:
-        folder: Where the files of all ranks are.
-        partial: Read what is there, even if files of some ranks are missing. Recordings whose ranks were not aligned
-            may be of some ranks only, so no file is missed then.
-
-    Raises:
-        TraceError: There is nothing, a rank's file is missing, or a file is no timeline, is damaged, or does not belong
-            to the others.
+    A file that is missing, damaged or of another recording is a `TraceError`. `partial` reads what is there; recordings
+    whose ranks were not aligned may be of some ranks only, so no file is missed then.
     """
     place = Path(folder)
     if not place.is_dir():

@@ -96,11 +96,7 @@ class Recorder(Observer):
     # ---- start, stop, result ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to record; collective where ranks are aligned.
-
-        Raises:
-            TraceError: It has begun before.
-        """
+        """Begin to record, once; collective where ranks are aligned."""
         if self._steps:
             raise TraceError("this recording was started before; make another Recorder")
         if self._align:
@@ -138,11 +134,7 @@ class Recorder(Observer):
         self.stop()
 
     def result(self) -> Timeline:
-        """Return what was recorded so far.
-
-        Raises:
-            TraceError: Recording has not begun.
-        """
+        """Return what was recorded so far, once recording has begun."""
         if not self._steps:
             raise TraceError("nothing was recorded; call start(), or use `with trace(model) as recording:`")
         engine, times = self._engine, self._times or self._read_clock()

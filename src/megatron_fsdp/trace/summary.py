@@ -69,34 +69,21 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """Where time, bytes and memory went: of a unit or of all, in a step or in the mean of several.
+    """Where time, bytes and memory went: of a unit or of all, in a step or in the mean of several."""
 
-    Attributes:
-        rank: Whose; None: the mean of several.
-        unit: Index of the unit; None: all units together.
-        step: The step; None: the mean of several.
-        times: Where the time of the compute side went.
-        duration_ns: From the step's first phase to that of the next step; of a unit, the sum of its times.
-        communication_ns: How long some collective was in flight; of a unit, 0: it is counted for all units only.
-        exposed_ns: How long communication was in flight and the compute side waited for a collective (of this unit) or,
-            on the CPU, launched one.
-        collectives: Launched in the step.
-        gather_bytes: What a rank sent in gathers launched in the step.
-        reduce_bytes: What a rank sent in reductions launched in the step.
-        memory_bytes: The largest sample; None without one.
-    """
-
-    rank: int | None
-    unit: int | None
-    step: int | None
-    times: Times
-    duration_ns: float = 0
-    communication_ns: float = 0
+    rank: int | None  # None: the mean of several
+    unit: int | None  # index; None: all units together
+    step: int | None  # None: the mean of several
+    times: Times  # of the compute side
+    duration_ns: float = 0  # from the step's first phase to that of the next step; of a unit, the sum of its times
+    communication_ns: float = 0  # how long some collective was in flight; 0 of a unit: it is counted for all only
+    # how long communication was in flight and the compute side waited for a collective (of this unit) or, on the CPU,
+    # launched one
     exposed_ns: float = 0
-    collectives: float = 0
-    gather_bytes: float = 0
-    reduce_bytes: float = 0
-    memory_bytes: int | None = None
+    collectives: float = 0  # launched in the step
+    gather_bytes: float = 0  # what a rank sent in gathers launched in the step
+    reduce_bytes: float = 0  # what a rank sent in reductions launched in the step
+    memory_bytes: int | None = None  # the largest sample, if there is one
 
     @property
     def own_ns(self) -> float:
@@ -121,15 +108,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """A timeline in numbers.
+    """A timeline in numbers."""
 
-    Attributes:
-        units: By step, then by unit; those that did something.
-        steps: By time.
-    """
-
-    units: tuple[Row, ...]
-    steps: tuple[Row, ...]
+    units: tuple[Row, ...]  # those that did something, by step, then by unit
+    steps: tuple[Row, ...]  # by time
 
     @property
     def hidden(self) -> float | None:
@@ -143,10 +125,7 @@ def hidden_part(steps: Iterable[Row]) -> float | None:
     Communication is the time in which at least one collective was in flight, from its launch until its data had
     come. Exposed is the part of it in which the compute side did nothing else: the compute stream on CUDA waited for a
     collective; the host on the CPU waited for one or handed one to the back end. Time counts once however many
-    collectives are in flight.
-
-    Returns:
-        The fraction, 0 to 1; None where nothing was sent.
+    collectives are in flight. None where nothing was sent.
     """
     known = tuple(steps)
     communication = sum(step.communication_ns for step in known)
@@ -260,48 +239,23 @@ def covered(interval: Interval, moments: Sequence[Interval]) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Means and differences of several ranks over the same steps.
+    """Means and differences of several ranks over the same steps."""
 
-    Attributes:
-        steps: The steps looked at.
-        world_size: Ranks of the job.
-        is_aligned: Whether their times may be compared to better than their wall clocks allow.
-        is_cut: Whether some recording lacks something for want of room.
-        hidden: How much of communication was hidden, over all ranks; None where nothing was sent.
-        ranks: Each rank, in the mean of the steps.
-        units: Each unit that did something, in the order of the model, in the mean of steps and ranks.
-        unit_skews_ns: Of each of these, between the ranks that spent most and least time on it, waits left out.
-        slowest_rank: The one that waited least.
-        skew_ns: How much longer it worked than the rank that worked least.
-        slowest_unit: The one that took most time, without optimizers and without waits, which another may cause.
-    """
-
-    steps: tuple[int, ...]
-    world_size: int
-    is_aligned: bool
-    is_cut: bool
-    hidden: float | None
-    ranks: tuple[Row, ...]
-    units: tuple[Row, ...]
-    unit_skews_ns: tuple[float, ...]
-    slowest_rank: int
-    skew_ns: float
-    slowest_unit: str
+    steps: tuple[int, ...]  # those looked at
+    world_size: int  # ranks of the job
+    is_aligned: bool  # whether their times may be compared to better than their wall clocks allow
+    is_cut: bool  # whether some recording lacks something for want of room
+    hidden: float | None  # how much of communication was hidden, over all ranks; None where nothing was sent
+    ranks: tuple[Row, ...]  # each rank, in the mean of the steps
+    units: tuple[Row, ...]  # each that did something, in the order of the model, in the mean of steps and ranks
+    unit_skews_ns: tuple[float, ...]  # of each, between the ranks that spent most and least time on it, without waits
+    slowest_rank: int  # the one that waited least
+    skew_ns: float  # how much longer it worked than the rank that worked least
+    slowest_unit: str  # that took most time, without optimizers and without waits, which another may cause
 
 
 def compare(timelines: Sequence[Timeline], step: int | None = None) -> Comparison:
-    """Compare ranks over the same steps.
-
-    Args:
-        timelines: One or more, of one recording.
-        step: Look at this step only; None: at all that every rank recorded.
-
-    Returns:
-        Means and differences.
-
-    Raises:
-        TraceError: No rank is given, or not all recorded that step.
-    """
+    """Compare ranks of one recording over one step, or over all steps that every rank recorded."""
     steps = common_steps(timelines, step)
     summaries = [summarise(timeline) for timeline in timelines]
     by_rank = [[row for row in summary.steps if row.step in steps] for summary in summaries]

@@ -31,25 +31,15 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """A phase on the compute side.
+    """A phase on the compute side."""
 
-    Attributes:
-        step: The step it began in.
-        unit: Index of the unit; 0 for those of the whole model.
-        phase: One of `PHASES`.
-        start_ns: When it began.
-        duration_ns: How long it took, with what is nested in it.
-        depth: How many phases it is nested in.
-        num_bytes: What this rank sends in the collectives that were launched in it and in nothing nested in it.
-    """
-
-    step: int
-    unit: int
-    phase: str
+    step: int  # in which it began
+    unit: int  # index; 0 for phases of the whole model
+    phase: str  # one of `PHASES`
     start_ns: int
-    duration_ns: int
-    depth: int
-    num_bytes: int
+    duration_ns: int  # with what is nested in it
+    depth: int  # how many phases it is nested in
+    num_bytes: int  # what this rank sends in the collectives that were launched in it and in nothing nested in it
 
     @property
     def end_ns(self) -> int:
@@ -59,39 +49,22 @@ class Span:
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch on a lane that sent something. Times are None where the recording ended, or failed, before.
+    """One launch on a lane that sent something. Times are None where the recording ended, or failed, before."""
 
-    Attributes:
-        number: Counted on this rank.
-        step: The step it was launched in.
-        unit: The unit that it was launched for.
-        purpose: "gather" or "reduce".
-        axis: Name of the mesh dimension.
-        lane: One of `LANES`.
-        num_bytes: What this rank sends, as `megatron_fsdp.comm.axis` counts.
-        launch_ns: It was about to be started.
-        launched_ns: The back end had it.
-        done_ns: The data had arrived: as the back end reports it to the host, else as the wait found it.
-        arrived_ns: The wait for what was sent was over.
-        wait_step: The step in which the compute side waited for it.
-        wait_ns: The compute side began to wait.
-        waited_ns: It went on, after the local work on the result.
-    """
-
-    number: int
-    step: int
-    unit: int
-    purpose: str
-    axis: str
-    lane: str
-    num_bytes: int
-    launch_ns: int
-    launched_ns: int
-    done_ns: int | None
-    arrived_ns: int | None
-    wait_step: int | None
-    wait_ns: int | None
-    waited_ns: int | None
+    number: int  # counted on this rank
+    step: int  # in which it was launched
+    unit: int  # for which it was launched
+    purpose: str  # "gather" or "reduce"
+    axis: str  # name of the mesh dimension
+    lane: str  # one of `LANES`
+    num_bytes: int  # what this rank sends, as `megatron_fsdp.comm.axis` counts
+    launch_ns: int  # it was about to be started
+    launched_ns: int  # the back end had it
+    done_ns: int | None  # the data had arrived: as the back end reports it to the host, else as the wait found it
+    arrived_ns: int | None  # the wait for what was sent was over
+    wait_step: int | None  # in which the compute side waited for it
+    wait_ns: int | None  # the compute side began to wait
+    waited_ns: int | None  # it went on, after the local work on the result
 
     @property
     def in_flight(self) -> Interval | None:
@@ -135,41 +108,23 @@ class StepWindow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One rank's recording.
+    """One rank's recording."""
 
-    Attributes:
-        rank: Its global rank.
-        world_size: Ranks of the job.
-        device: Type of the device.
-        clock: "host", or "stream" where times are those of the device.
-        units: Labels of all units.
-        started_unix_ns: This host's wall clock when the recording started.
-        is_aligned: Whether all ranks left a barrier at that moment, so that their times may be compared.
-        is_cut: Whether some step had more to record than there was room for.
-        recording: Name of the recording, which all its ranks share; empty where ranks were not aligned.
-        peers: The ranks that recorded together; empty where ranks were not aligned.
-        memory_kind: What the samples count: "allocated" on the device, or "held" by the engine.
-        steps: Recorded steps.
-        spans: By start; what contains stands before what it contains.
-        collectives: By launch.
-        memory: By time.
-    """
-
-    rank: int
-    world_size: int
-    device: str
-    clock: str
-    units: tuple[str, ...]
-    started_unix_ns: int
-    is_aligned: bool
-    is_cut: bool
-    recording: str
-    peers: tuple[int, ...]
-    memory_kind: str
+    rank: int  # global
+    world_size: int  # ranks of the job
+    device: str  # its type
+    clock: str  # "host", or "stream" where times are those of the device
+    units: tuple[str, ...]  # labels of all
+    started_unix_ns: int  # this host's wall clock when the recording started
+    is_aligned: bool  # whether all ranks left a barrier at that moment, so that their times may be compared
+    is_cut: bool  # whether some step had more to record than there was room for
+    recording: str  # its name, which all its ranks share; empty where ranks were not aligned
+    peers: tuple[int, ...]  # the ranks that recorded together; empty where ranks were not aligned
+    memory_kind: str  # what the samples count: "allocated" on the device, or "held" by the engine
     steps: tuple[StepWindow, ...]
-    spans: tuple[Span, ...]
-    collectives: tuple[Collective, ...]
-    memory: tuple[MemorySample, ...]
+    spans: tuple[Span, ...]  # by start; what contains stands before what it contains
+    collectives: tuple[Collective, ...]  # by launch
+    memory: tuple[MemorySample, ...]  # by time
 
 
 TABLES: dict[str, type] = {"steps": StepWindow, "spans": Span, "collectives": Collective, "memory": MemorySample}

@@ -336,11 +336,7 @@ class Ties:
         return adapted
 
     def restore(self, model: nn.Module) -> None:
-        """Make one parameter of each group again.
-
-        Raises:
-            ConfigurationError: A plan of torch's styles cut the weights differently.
-        """
+        """Make one parameter of each group again; refuse a plan of torch's styles that cut its weights differently."""
         for first, *others in self.groups:
             param = model.get_parameter(first)
             for name in others:

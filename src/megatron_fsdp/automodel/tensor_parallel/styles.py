@@ -252,11 +252,9 @@ class SummedGradient(ParallelStyle):
 class LocalParts(ParallelStyle):
     """A module that computes with this rank's parts of parameters of its own, such as attention sinks by head.
 
-    Args:
-        placements: By name of the parameter.
-        sums: Whether the output is a part of a sum, as after a row-wise weight: then it is summed over ranks, and so
-            are the gradients of the inputs.
-        whole: Whether the parameters are gathered for use and only stored in parts.
+    Placements are by name of the parameter. With `sums` the output is a part of a sum, as after a row-wise weight: it
+    is summed over ranks, and so are the gradients of the inputs. With `whole` the parameters are only stored in parts,
+    and gathered for use.
     """
 
     def __init__(self, placements: dict[str, Placement], *, sums: bool = False, whole: bool = False) -> None:
@@ -278,10 +276,8 @@ class LocalParts(ParallelStyle):
 class MixedProjection(ParallelStyle):
     """The first projection of latent attention: whole, but its rotary part goes to this rank's heads only.
 
-    The rest goes through a column-wise projection, which sums its gradient; that of the rotary part is summed here.
-
-    Args:
-        rotary_numel: Width of the rotary part, the last of the output.
+    The rest goes through a column-wise projection, which sums its gradient; that of the rotary part, the last
+    `rotary_numel` of the output, is summed here.
     """
 
     def __init__(self, rotary_numel: int) -> None:
