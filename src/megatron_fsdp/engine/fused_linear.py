@@ -11,7 +11,7 @@ returned, and autograd calls the leaf's hook as always, which then finds no grad
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -19,12 +19,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.sharding.units import parameter_sites
 
-_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+if TYPE_CHECKING:
+    from megatron_fsdp.engine.engine import Engine
+
+PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 """Types that compute as plain tensors; DTensors and other subclasses have their own arithmetic."""
+
+
+class Target(Protocol):
+    """What takes weight gradients in backward."""
+
+    def write(self, weight: torch.Tensor, grad: torch.Tensor, operand: torch.Tensor) -> bool:
+        """Take the product that is a weight's gradient, or return False, and autograd gets it as usual.
+
+        Args:
+            weight: The full weight, a leaf.
+            grad: Gradient of the output, (rows, out_features).
+            operand: The input, (rows, in_features).
+        """
 
 
 class _GradientTarget:
@@ -40,32 +55,20 @@ class _GradientTarget:
     def takes(self, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """Return whether a forward is a plain product: the full weight in one dtype, no cast, no transform."""
         return (
-            torch.is_grad_enabled()
-            and weight is self._weight()
-            and weight.requires_grad  # it may have been frozen since
-            and type(tensor) in _PLAIN
+            weight is self._weight()
+            and is_plain_product(tensor, weight, bias)
             and tensor.dtype is weight.dtype
-            and tensor.dim() > 1
-            and tensor.layout is torch.strided
-            and (bias is None or (type(bias) in _PLAIN and bias.dtype is weight.dtype))
+            and (bias is None or bias.dtype is weight.dtype)
             and not _autocast_casts(tensor)
-            and not torch._C._are_functorch_transforms_active()
-            and forward_ad._current_level < 0
         )
 
-    def write(self, grad: torch.Tensor, operand: torch.Tensor) -> bool:
+    def write(self, weight: torch.Tensor, grad: torch.Tensor, operand: torch.Tensor) -> bool:
         """Multiply the weight gradient into the bucket, or add it to what came before in this backward.
 
-        Args:
-            grad: Gradient of the output, (rows, out_features).
-            operand: The input, (rows, in_features).
-
-        Returns:
-            Whether that was done; not where a check or hook needs the gradient by itself, or where it is cast or scaled
-            on its way into the bucket.
+        Not where a check or hook needs the gradient by itself, or where it is cast or scaled on its way.
         """
-        engine, weight = self._engine(), self._weight()
-        if engine is None or weight is None or engine.large_check is not None or _is_watched(weight):
+        engine = self._engine()
+        if engine is None or engine.large_check is not None or is_watched(weight):
             return False
         gradients = engine.filling(self._unit, self._group)
         target, adds = gradients.target_of(self._parameter, grad.dtype)
@@ -81,12 +84,26 @@ class _GradientTarget:
         return True
 
 
+def is_plain_product(tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Return whether `F.linear` of a plain weight may be `linear_into`: with gradients and without transforms."""
+    return (
+        torch.is_grad_enabled()
+        and weight.requires_grad  # it may have been frozen since
+        and type(tensor) in PLAIN
+        and tensor.dim() > 1
+        and tensor.layout is torch.strided
+        and (bias is None or type(bias) in PLAIN)
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
 class _FusedLinear(torch.autograd.Function):
     """`F.linear` of operands in one dtype."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: _GradientTarget
+        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: Target
     ) -> torch.Tensor:
         ctx.target = target
         ctx.save_for_backward(tensor, weight if ctx.needs_input_grad[0] else None)
@@ -101,25 +118,28 @@ class _FusedLinear(torch.autograd.Function):
         return tensor_grad, _weight_gradient(ctx, rows, tensor.flatten(0, -2)), bias_grad, None
 
 
-# Without torch's wrapper, which looks for transforms that `takes` has ruled out: a third of the cost of a call.
-_apply: Any = super(torch.autograd.Function, _FusedLinear).apply
+# Without torch's wrapper, which looks for transforms that `is_plain_product` rules out: a third of the cost of a call.
+linear_into: Any = super(torch.autograd.Function, _FusedLinear).apply
 
 
 def _weight_gradient(ctx: Any, rows: torch.Tensor, operand: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of the weight; None where it is in the bucket, or not needed."""
+    leaf = ctx.next_functions[1][0]
+    while leaf.next_functions:  # behind a cast of autocast
+        ((leaf, _),) = leaf.next_functions
     try:
-        accumulates = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+        accumulates = torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # torch.autograd.grad asks for this very gradient
         return rows.t().mm(operand)
     if not accumulates:
         return None
     differentiates = torch.is_grad_enabled()  # create_graph=True: the gradient has a graph of its own
-    if not differentiates and ctx.target.write(rows, operand):
+    if not differentiates and ctx.target.write(leaf.variable, rows, operand):
         return None
     return rows.t().mm(operand)
 
 
-def _is_watched(weight: torch.Tensor) -> bool:
+def is_watched(weight: torch.Tensor) -> bool:
     """Return whether hooks of the user need this rank's gradient."""
     return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks or ()) != 1
 
@@ -146,7 +166,7 @@ class FusedLinear(nn.Linear):
         assert weight is not None
         if not target.takes(input, weight, bias):
             return F.linear(input, weight, bias)
-        fused: torch.Tensor = _apply(input, weight, bias, target)
+        fused: torch.Tensor = linear_into(input, weight, bias, target)
         return fused
 
     def _get_name(self) -> str:
@@ -192,5 +212,5 @@ def _targets_by_weight(engine: Engine) -> dict[int, _GradientTarget]:
         for group_index, group in enumerate(unit.groups)
         if group.gradients is not None and group.plan.precision.grad_comm is group.plan.precision.compute
         for index, param in enumerate(group.sharded)
-        if type(group.full[index]) in _PLAIN
+        if type(group.full[index]) in PLAIN
     }
