@@ -154,24 +154,27 @@ def test_recomputed_blocks_delay_to_the_end_of_the_whole_backward(reentrant: boo
 
 
 class Shared(nn.Module):
-    """A linear that is called twice and shares its weight with another one, and a head that is tied to an embedding."""
+    """A linear that is called twice and shares its weight with another one, a head that is tied to an embedding, and a
+    linear one of whose gradients comes at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.one, self.other, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6)
-        self.embedding = nn.Embedding(6, WIDTH)
+        self.embedding, self.last = nn.Embedding(6, WIDTH), nn.Linear(6, WIDTH)
         self.other.weight, self.head.weight = self.one.weight, self.embedding.weight
 
     def forward(self, tensor: Tensor) -> Tensor:
         hidden = self.other(torch.tanh(self.one(torch.tanh(self.one(tensor)))))
-        return self.head(hidden + self.embedding(torch.arange(4)))
+        output = self.head(hidden + self.embedding(torch.arange(4)))
+        return self.last(output) + self.last(output[0])
 
 
 @on_ranks(2)
 def test_shared_weights_get_one_sum_and_tied_ones_are_left_alone() -> None:
     for strategy in (None, "optim_grads_params"):
-        assert compare(Shared, strategy=strategy).count("computed") == 3
+        assert compare(Shared, strategy=strategy).count("computed") == 4
 
 
 class _OwnLinear(nn.Linear):
