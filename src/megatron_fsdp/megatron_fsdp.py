@@ -47,7 +47,6 @@ from megatron_fsdp.engine.full_tensors import (
     full_gradients,
     full_parameters,
     iter_gradients,
-    iter_optimizer_state,
     iter_parameters,
     shown_in_full,
 )
@@ -812,22 +811,6 @@ class MegatronFSDP(nn.Module):
             raise ConfigurationError(f"what={what!r} is unknown; give 'parameters' or 'gradients'")
         tensors = iter_parameters if what == "parameters" else iter_gradients
         return tensors(self._engine, bucket_bytes)
-
-    def iter_full_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Iterate over full state tensors of an optimizer that are sharded as their parameter; see `iter_full_tensors`.
-
-        Yields:
-            Canonical name of the parameter, key of the state, and tensor; key after key. Other state is not part of
-            this: numbers, such as step counters, are the same on every rank, and tensors of other shapes (factors of
-            optimizers that step whole tensors) rest with one rank each; `full_tensor()` gathers one of them.
-
-        Raises:
-            ConfigurationError: `bucket_bytes` is not positive, or ranks hold state for different parameters.
-        """
-        check_bucket_bytes(bucket_bytes)
-        return iter_optimizer_state(self._engine, optimizer, bucket_bytes)
 
     def parameter_statistics(self) -> ModelStatistics:
         """Return mean, std, norm, extremes, zeros and non-finite elements of all main weights. One small collective."""

@@ -13,7 +13,7 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, divide_tensors_and_sequences, hybrid, tensor_parallel
 from tests.support.dcp_contents import contents
 from tests.support.models import DENSE, MODEL_CASES, ModelCase
-from tests.support.sharded_run import Run, Scenario, Setting
+from tests.support.sharded_run import Run, Scenario, Setting, whole_moments
 
 Places = dict[str, tuple[int, Setting]]
 
@@ -61,8 +61,8 @@ def whole_state(run: Run) -> dict[str, Tensor]:
     found = {f"model.module.{name}": value.clone() for name, value in run.sharded.iter_full_tensors()}
     numbers = {id(param): number for number, param in enumerate(run.optimizer.param_groups[0]["params"])}
     by_name = {name: numbers.get(key) for key, name in run.sharded.sharded_names().items()}
-    for name, kind, value in run.sharded.iter_full_optimizer_state(run.optimizer):
-        found[f"optimizer.state.{by_name[name]}.{kind}"] = value.clone()
+    for name, kind, value in whole_moments(run.sharded, run.optimizer):
+        found[f"optimizer.state.{by_name[name]}.{kind}"] = value
     return found
 
 

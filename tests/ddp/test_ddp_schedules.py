@@ -13,7 +13,7 @@ from tests.parallel.test_expert_parallel import EXPERTS, TOP2
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.models import DENSE, MODEL_CASES, ModelCase
 from tests.support.on_ranks import assert_equal_tensors, engine_of, on_ranks
-from tests.support.sharded_run import DdpSetting, Run, Scenario, check_jobs, ddp, defer_two_of_three
+from tests.support.sharded_run import DdpSetting, Run, Scenario, check_jobs, ddp, defer_two_of_three, whole_moments
 from tests.support.usage_models import READING
 
 SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
@@ -180,8 +180,8 @@ def _state(run: Run) -> dict[str, Any]:
 
 def _whole(run: Run) -> dict[str, Tensor]:
     found = {name: value.clone() for name, value in run.sharded.iter_full_tensors()}
-    for name, kind, value in run.sharded.iter_full_optimizer_state(run.optimizer):
-        found[f"{name} {kind}"] = value.clone()
+    for name, kind, value in whole_moments(run.sharded, run.optimizer):
+        found[f"{name} {kind}"] = value
     return found
 
 

@@ -1,329 +1,368 @@
-"""Linears with delayed weight gradients: the numbers of `nn.Linear`, and everything that autograd promises."""
+"""Delayed weight gradients: the bits of those that are not, when they are computed, and what is left alone."""
 
+import contextlib
 import copy
+import gc
 import pickle
+import warnings
+import weakref
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp.engine.delayed_linear import (
-    DelayedLinear,
-    WeightGradientQueue,
-    delay_weight_gradients,
-    undelay_weight_gradients,
-)
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
+from megatron_fsdp.engine import delayed_linear
+from megatron_fsdp.engine.delayed_linear import DelayedLinear, delayed_weight_gradients
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from tests.support.on_ranks import on_ranks
+
+WIDTH = 8
+Play = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Net(nn.Module):
-    """Three linears and a norm between them."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7, bias=bias)
-        self.norm = nn.LayerNorm(7)
-        self.middle = nn.Linear(7, 7, bias=bias)
-        self.last = nn.Linear(7, 3, bias=bias)
-
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.last(F.gelu(self.middle(self.norm(self.first(tensor)))))
-
-
-def twins(make: Callable[[], nn.Module] = Net) -> tuple[nn.Module, nn.Module, WeightGradientQueue]:
-    """A plain model, an equal one that delays, and its queue."""
-    torch.manual_seed(0)
-    plain = make()
-    delayed, queue = copy.deepcopy(plain), WeightGradientQueue()
-    assert delay_weight_gradients(delayed, queue)
-    return plain, delayed, queue
-
-
-def assert_same_gradients(plain: nn.Module, delayed: nn.Module) -> None:
-    for (name, expected), (other, found) in zip(plain.named_parameters(), delayed.named_parameters(), strict=True):
-        assert name == other
-        assert (expected.grad is None) == (found.grad is None), name
-        if expected.grad is not None and found.grad is not None:
-            assert found.grad.dtype == expected.grad.dtype
-            assert found.grad.stride() == expected.grad.stride()
-            assert torch.equal(found.grad, expected.grad), name
-
-
-SHAPES = [(4, 5), (3, 4, 5), (2, 3, 4, 5), (5,), (0, 5)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
-def test_three_steps_equal_those_of_plain_linears_bit_for_bit(bias: bool, dtype: torch.dtype) -> None:
-    for shape in SHAPES:
-        plain, delayed, queue = twins(lambda: Net(bias).to(dtype))
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, delayed)]
-        for _ in range(3):
-            inputs = torch.randn(shape, dtype=dtype)
-            input_grads = []
-            for model, optimizer in zip((plain, delayed), optimizers, strict=True):
-                leaf = inputs.clone().requires_grad_()
-                model(leaf).float().pow(2).sum().backward()
-                input_grads.append(leaf.grad)
-                if model is delayed:
-                    assert len(queue) == 0
-                    assert_same_gradients(plain, delayed)
-                optimizer.step()
-            assert torch.equal(*input_grads)  # type: ignore[arg-type]
-            plain.zero_grad()
-            delayed.zero_grad()
-        for expected, found in zip(plain.parameters(), delayed.parameters(), strict=True):
-            assert torch.equal(expected, found)
-
-
-def test_gradients_accumulate_over_backwards_of_any_inputs_and_kept_graphs() -> None:
-    plain, delayed, _ = twins()
-    for _ in range(3):
-        inputs = torch.randn(4, 5)
-        for model in (plain, delayed):
-            model(inputs).pow(2).sum().backward()
-    assert_same_gradients(plain, delayed)
-    plain, delayed, _ = twins()
-    inputs = torch.randn(5, 4, 3).permute(2, 1, 0)
-    for model in (plain, delayed):
-        model(inputs).sum().backward()
-    for expected, found in zip(plain.parameters(), delayed.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
-    plain, delayed, _ = twins()
-    inputs = torch.randn(4, 5)
-    for model in (plain, delayed):
-        loss = model(inputs).pow(2).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_same_gradients(plain, delayed)
-
-
-@pytest.mark.parametrize("backward_inside", [True, False])
-def test_autocast_computes_as_with_plain_linears(backward_inside: bool) -> None:
-    plain, delayed, _ = twins()
-    inputs = torch.randn(4, 5)
-    for model in (plain, delayed):
-        with torch.autocast("cpu", torch.bfloat16):
-            output = model(inputs)
-            assert output.dtype is torch.bfloat16
-            if backward_inside:
-                output.float().pow(2).sum().backward()
-        if not backward_inside:
-            output.float().pow(2).sum().backward()
-    assert_same_gradients(plain, delayed)
-
-
-def test_autocast_changes_neither_backward_precision_nor_float64_nor_keeps_casts() -> None:
-    plain, delayed, _ = twins(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
-    inputs = torch.randn(4, 5)
-    plain(inputs).pow(2).sum().backward()
-    loss = delayed(inputs).pow(2).sum()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss.backward()
-    assert_same_gradients(plain, delayed)
-    linear, queue = nn.Linear(5, 5, bias=False), WeightGradientQueue()
-    delay_weight_gradients(linear, queue)
-    inputs = torch.randn(4, 5)
-    with torch.autocast("cpu", torch.bfloat16):
-        linear(inputs)
-        plain_use = F.linear(inputs, linear.weight)
-    assert plain_use.requires_grad
-    plain, delayed, _ = twins(lambda: nn.Sequential(nn.Linear(5, 3).double()))
-    for model in (plain, delayed):
-        with torch.autocast("cpu", torch.bfloat16):
-            output = model(torch.ones(4, 5, dtype=torch.float64))
-        assert output.dtype is torch.float64
-        output.sum().backward()
-    assert_same_gradients(plain, delayed)
-
-
-@pytest.mark.parametrize("frozen", [["weight"], ["bias"], ["weight", "bias"]])
-@pytest.mark.parametrize("input_learns", [True, False])
-def test_frozen_parts_get_no_gradient(frozen: list[str], input_learns: bool) -> None:
-    plain, delayed, queue = twins(lambda: nn.Sequential(nn.Linear(5, 3)))
-    grads = []
-    for model in (plain, delayed):
-        for name in frozen:
-            model.get_parameter(f"0.{name}").requires_grad_(False)
-        inputs = torch.ones(4, 5, requires_grad=input_learns)
-        output = model(inputs)
-        assert output.requires_grad == (input_learns or len(frozen) < 2)
-        if output.requires_grad:
-            output.pow(2).sum().backward()
-        grads.append(inputs.grad)
-    assert_same_gradients(plain, delayed)
-    assert (grads[0] is None) == (grads[1] is None)
-    assert grads[0] is None or torch.equal(*grads)  # type: ignore[arg-type]
-    assert len(queue) == 0
-
-
-class Twice(nn.Module):
-    """A linear that is called twice, and one that shares its weight."""
+class Pair(nn.Module):
+    """A unit of two linears: three parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Linear(5, 5)
-        self.other = nn.Linear(5, 5)
-        self.other.weight = self.one.weight
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH, bias=False)
 
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.other(F.gelu(self.one(F.gelu(self.one(tensor)))))
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
 
 
-def test_shared_weights_get_one_sum_and_call_hooks_once() -> None:
-    plain, delayed, _ = twins(Twice)
-    calls: list[int] = []
-    delayed.get_parameter("one.weight").register_post_accumulate_grad_hook(lambda _param: calls.append(1))
-    inputs = torch.randn(4, 5)
-    for model in (plain, delayed):
-        model(inputs).pow(2).sum().backward()
-    assert_same_gradients(plain, delayed)
-    assert calls == [1]
+def build(dtype: torch.dtype) -> nn.Module:
+    """Two pairs: four weights that can be delayed, and two biases."""
+    torch.manual_seed(0)
+    return nn.Sequential(Pair(), Pair()).to(dtype)
 
 
-class Tied(nn.Module):
-    """An embedding and an output layer with one weight, and a linear that is tied to nothing."""
+def backward(model: nn.Module, tensor: Tensor) -> Tensor:
+    output: Tensor = model(tensor)
+    output.square().sum().backward()
+    return output
+
+
+def twice_deferred(model: nn.Module, tensor: Tensor) -> Tensor:
+    with model.no_sync():  # type: ignore[operator]
+        backward(model, tensor)
+    return backward(model, tensor)
+
+
+def retained(model: nn.Module, tensor: Tensor) -> Tensor:
+    output: Tensor = model(tensor)
+    output.sum().backward(retain_graph=True)
+    output.square().sum().backward()
+    return output
+
+
+def without_input_gradient(model: nn.Module, tensor: Tensor) -> Tensor:
+    return backward(model, tensor.detach())
+
+
+def forward_in_autocast(model: nn.Module, tensor: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        output: Tensor = model(tensor)
+    output.float().square().sum().backward()
+    return output
+
+
+def autograd_of_the_input(model: nn.Module, tensor: Tensor) -> Tensor:
+    (tensor.grad,) = torch.autograd.grad(model(tensor).square().sum(), [tensor])
+    return tensor.grad
+
+
+def backward_to_the_input(model: nn.Module, tensor: Tensor) -> Tensor:
+    output: Tensor = model(tensor)
+    output.square().sum().backward(inputs=[tensor])
+    return output
+
+
+class _Asks(nn.Module):
+    """Asks for the gradient of a weight inside of a forward, where it is full."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.found: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        (self.found,) = torch.autograd.grad(self.inner(x).square().sum(), [self.inner.weight])
+        return self.inner(x)
+
+
+def autograd_of_a_weight(model: nn.Module, tensor: Tensor) -> Tensor:
+    pair = model.module[0]  # type: ignore[index, union-attr]
+    pair.up = _Asks(pair.up)
+    backward(model, tensor)
+    assert pair.up.found is not None
+    return pair.up.found
+
+
+def twice_differentiated(model: nn.Module, tensor: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(model(tensor).square().sum(), [tensor], create_graph=True)
+    (tensor.grad,) = torch.autograd.grad(slope.square().sum(), [tensor])
+    return slope
+
+
+def watched(model: nn.Module, tensor: Tensor) -> Tensor:
+    """A hook of the user on a full weight, put there from inside."""
+    seen = []
+    inner = model.module[0].up  # type: ignore[index, union-attr]
+    handle = inner.register_forward_pre_hook(lambda m, _: seen.append(m.weight.register_hook(lambda g: 2 * g)) and None)
+    output = backward(model, tensor)
+    handle.remove()
+    assert len(seen) == 1
+    return output
+
+
+def wrap(model: nn.Module, delayed: bool = True, strategy: str | None = "optim_grads_params") -> Any:
+    """Shard a model in units, its pairs if there are any; without a strategy in buckets."""
+    config = DistributedDataParallelConfig(delay_wgrad_compute=delayed, megatron_fsdp_main_params_dtype=None)
+    if strategy is None:
+        return DistributedDataParallel(config, model)
+    config.use_megatron_fsdp, config.data_parallel_sharding_strategy = True, strategy
+    classes = [Pair] if any(isinstance(inner, Pair) for inner in model.modules()) else []
+    return DistributedDataParallel(config, model, fsdp_unit_modules=classes)
+
+
+class Seen:
+    """Gradients of a run, and what happened to those that were delayed, in order."""
+
+    def __init__(self, model: Any, play: Play, tensor: Tensor) -> None:
+        self.events: list[str] = []
+        self.grads: dict[str, Tensor | None] = {}
+        put, compute = delayed_linear.WeightGradientQueue.put, delayed_linear._Product.compute
+
+        def watched_put(*args: Any) -> bool:
+            found = put(*args)
+            self.events.append("delayed" if found else "at once")
+            return found
+
+        def watched_compute(product: Any) -> Tensor:
+            self.events.append("computed")
+            return compute(product)
+
+        tensor.register_hook(lambda _grad: self.events.append("input gradient"))
+        with (
+            mock.patch.object(delayed_linear.WeightGradientQueue, "put", watched_put),
+            mock.patch.object(delayed_linear._Product, "compute", watched_compute),
+        ):
+            self.output = play(model, tensor).detach()
+        model.finish_grad_sync()
+        self.grads.update({name: None if g is None else g.clone() for name, g in model.full_gradients().items()})
+        self.grads["input"] = tensor.grad
+
+
+def compare(
+    make: Callable[[], nn.Module], play: Play = backward, tensor: Tensor | None = None, strategy: str | None = None
+) -> list[str]:
+    """Run a model with and without delay, and compare all bits; returns the events of the former."""
+    drawn = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)) if tensor is None else tensor
+    off, on = (Seen(wrap(make(), delayed, strategy), play, drawn.clone().requires_grad_()) for delayed in (False, True))
+    assert off.events == ["input gradient"] * len(off.events)
+    assert torch.equal(off.output, on.output)
+    assert off.grads.keys() == on.grads.keys()
+    for name, want in off.grads.items():
+        got = on.grads[name]
+        assert (got is None) == (want is None), name
+        assert got is None or torch.equal(got, want), name  # type: ignore[arg-type]
+    return on.events
+
+
+def in_autocast(model: nn.Module, tensor: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        output: Tensor = model(tensor)
+        output.float().square().sum().backward()
+    return output
+
+
+def of_parts(model: nn.Module, tensor: Tensor) -> Tensor:
+    """A loss of what a unit does not return."""
+    escaped = []
+    handle = model.module[0].down.register_forward_hook(lambda _m, _a, output: escaped.append(output))  # type: ignore[index, union-attr]
+    output: Tensor = model(tensor)
+    handle.remove()
+    escaped[0].square().sum().backward()
+    return output
+
+
+PLAYS: dict[str, tuple[Play, int, Tensor | None]] = {
+    "matrix": (backward, 4, None),
+    "three dimensions": (backward, 4, torch.ones(2, 3, WIDTH)),
+    "vector": (backward, 0, torch.ones(WIDTH)),
+    "no rows": (backward, 4, torch.ones(0, WIDTH)),
+    "bfloat16": (backward, 4, torch.ones(4, WIDTH, dtype=torch.bfloat16)),
+    "deferred": (twice_deferred, 8, None),
+    "retained": (retained, 8, None),
+    "input without gradient": (without_input_gradient, 4, None),
+    "forward in autocast": (forward_in_autocast, 4, None),
+    "all in autocast": (in_autocast, 4, None),
+    "float64 in autocast": (in_autocast, 4, torch.ones(4, WIDTH, dtype=torch.float64)),
+    "gradient of the input": (autograd_of_the_input, 0, None),
+    "backward to the input": (backward_to_the_input, 0, None),
+    "gradient of a weight": (autograd_of_a_weight, 4, None),
+    "hook": (watched, 3, None),
+}
+
+
+@on_ranks(2)
+def test_bits_are_those_of_gradients_at_once() -> None:
+    for strategy in (None, "optim", "optim_grads_params"):
+        for name, (play, count, tensor) in PLAYS.items():
+            dtype = torch.float32 if tensor is None else tensor.dtype
+            events = compare(lambda dtype=dtype: build(dtype), play, tensor, strategy)  # type: ignore[misc]
+            assert events.count("delayed") == events.count("computed") == count, f"{name}, {strategy}"
+    for strategy in (None, "optim"):  # where the weights of a unit are there without its backward
+        assert compare(partial_build, of_parts, None, strategy).count("computed") == 2
+    assert "delayed" not in compare(partial_build, twice_differentiated, None, "optim")
+
+
+def partial_build() -> nn.Module:
+    return build(torch.float32)
+
+
+class Checkpointed(nn.Module):
+    """Two blocks that are computed again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks, self.reentrant = build(torch.float32), reentrant
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        for block in self.blocks:  # type: ignore[attr-defined]
+            tensor = checkpoint(block, tensor, use_reentrant=self.reentrant)  # type: ignore[assignment]
+        return tensor
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
+def test_recomputed_blocks_delay_to_the_end_of_the_whole_backward(reentrant: bool) -> None:
+    for strategy in (None, "optim_grads_params"):
+        events = compare(lambda: Checkpointed(reentrant), strategy=strategy)
+        assert events == [*["delayed"] * 4, "input gradient", *["computed"] * 4]
+
+
+class Shared(nn.Module):
+    """A linear that is called twice and shares its weight with another one, a head that is tied to an embedding, and a
+    linear one of whose gradients comes at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(6, 5)
-        self.inner = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 6)
-        self.head.weight = self.embedding.weight
-        self.second_head = nn.Linear(5, 6)
-        self.second_head.bias = self.head.bias
+        torch.manual_seed(0)
+        self.one, self.other, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6)
+        self.embedding, self.last = nn.Embedding(6, WIDTH), nn.Linear(6, WIDTH)
+        self.other.weight, self.head.weight = self.one.weight, self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.inner(self.embedding(tokens))
-        return self.head(hidden) + self.second_head(hidden)
-
-
-def test_linears_tied_to_what_is_not_delayed_are_left_alone() -> None:
-    torch.manual_seed(0)
-    plain = Tied()
-    delayed = copy.deepcopy(plain)
-    assert delay_weight_gradients(delayed, WeightGradientQueue()) == ["inner"]
-    calls: list[int] = []
-    delayed.embedding.weight.register_post_accumulate_grad_hook(lambda _param: calls.append(1))
-    for model in (plain, delayed):
-        model(torch.arange(6)).pow(2).sum().backward()
-    assert_same_gradients(plain, delayed)
-    assert calls == [1]
+    def forward(self, tensor: Tensor) -> Tensor:
+        hidden = self.other(torch.tanh(self.one(torch.tanh(self.one(tensor)))))
+        output = self.head(hidden + self.embedding(torch.arange(4)))
+        return self.last(output) + self.last(output[0])
 
 
-def test_gradients_of_given_inputs_leave_parameters_alone() -> None:
-    plain, delayed, queue = twins()
-    inputs = torch.randn(4, 5, requires_grad=True)
-    expected, found = (torch.autograd.grad(model(inputs).pow(2).sum(), [inputs])[0] for model in (plain, delayed))
-    assert torch.equal(expected, found)
-    assert len(queue) == 0
-    assert all(param.grad is None for param in delayed.parameters())
-    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
-        torch.autograd.grad(delayed(inputs).sum(), [delayed.get_parameter("last.weight")])
-    _, delayed, queue = twins()
-    with torch.no_grad():
-        assert not delayed(torch.ones(4, 5)).requires_grad
-    with torch.inference_mode():
-        delayed(torch.ones(4, 5))
-    assert len(queue) == 0
-    _, delayed, queue = twins()
-    inputs = torch.randn(4, 5, requires_grad=True)
-    with pytest.raises(ScheduleError, match="was differentiated with create_graph=True, which needs that gradient"):
-        torch.autograd.grad(delayed(inputs).sum(), [inputs], create_graph=True)
-    assert len(queue) == 0
-
-
-def test_what_was_changed_in_place_is_noticed_also_while_a_gradient_waits() -> None:
-    _, delayed, queue = twins()
-    inputs = torch.randn(4, 5, requires_grad=True)
-    loss = delayed(inputs).sum()
-    with torch.no_grad():
-        delayed.get_parameter("middle.weight").mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    assert len(queue) == 0
-    linear, queue = nn.Linear(5, 3), WeightGradientQueue()
-    delay_weight_gradients(linear, queue)
-    leaf = torch.randn(4, 5, requires_grad=True)
-    inputs = leaf * 2
-
-    def reuse(_grad: torch.Tensor) -> None:
-        with torch.no_grad():
-            inputs.zero_()
-
-    leaf.register_hook(reuse)
-    with pytest.raises(ScheduleError, match="was modified by an in-place operation while its weight gradient waited"):
-        linear(inputs).sum().backward()
-    assert len(queue) == 0
-    assert linear.weight.grad is None
-
-
-def test_a_delayed_model_looks_like_a_plain_one() -> None:
-    plain, delayed, queue = twins()
-    names = ["first", "middle", "last"]
-    assert delay_weight_gradients(delayed, queue) == names  # once more is the same
-    assert list(delayed.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in delayed.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert all(isinstance(delayed.get_submodule(name), nn.Linear) for name in names)
-    with pytest.raises(ConfigurationError, match="the weight gradient of first is delayed in another queue already"):
-        delay_weight_gradients(delayed, WeightGradientQueue())
-    assert undelay_weight_gradients(delayed) == names
-    assert {type(delayed.get_submodule(name)) for name in names} == {nn.Linear}
-    assert not any(name.startswith("_delayed") for name in vars(delayed.get_submodule("first")))
-
-
-def test_copies_are_plain() -> None:
-    for copied in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
-        plain, delayed, _ = twins()
-        other = copied(delayed)
-        assert {type(module) for module in other.children()} == {nn.Linear, nn.LayerNorm}
-        assert isinstance(delayed.get_submodule("first"), DelayedLinear)
-        for model in (plain, other):
-            model(torch.ones(4, 5)).sum().backward()
-        assert_same_gradients(plain, other)
+@on_ranks(2)
+def test_shared_weights_get_one_sum_and_tied_ones_are_left_alone() -> None:
+    for strategy in (None, "optim_grads_params"):
+        assert compare(Shared, strategy=strategy).count("computed") == 4
 
 
 class _OwnLinear(nn.Linear):
     pass
 
 
-def test_other_linears_are_left_alone() -> None:
-    patched = nn.Linear(5, 5)
+def test_other_linears_are_left_alone_and_a_failure_undoes_the_rest() -> None:
+    patched, frozen, odd = nn.Linear(5, 5), nn.Linear(5, 5), nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
     patched.forward = lambda tensor: tensor  # type: ignore[method-assign, assignment]
-    normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
-    model = nn.Sequential(_OwnLinear(5, 5), patched, normed, nn.MultiheadAttention(4, 2), nn.Linear(5, 5))
-    assert delay_weight_gradients(model, WeightGradientQueue()) == ["4"]
-    linear, queue = nn.Linear(5, 5, bias=False), WeightGradientQueue()
-    delay_weight_gradients(linear, queue)
-    source = torch.ones(5, 5, requires_grad=True)
-    torch.func.functional_call(linear, {"weight": source * 2}, torch.ones(3, 5)).sum().backward()
-    assert source.grad is not None
-    assert torch.equal(source.grad, torch.full((5, 5), 6.0))
+    frozen.weight.requires_grad_(False)
+    tied = nn.Linear(5, 5)
+    tied.weight = patched.weight
+    model = nn.Sequential(_OwnLinear(5, 5), patched, frozen, odd, tied, nn.MultiheadAttention(4, 2), nn.Linear(5, 5))
+    names = list(model.state_dict())
+    with contextlib.suppress(KeyError), delayed_weight_gradients(model):
+        assert [name for name, inner in model.named_modules() if isinstance(inner, DelayedLinear)] == ["6"]
+        assert list(model.state_dict()) == names
+        for copied in (copy.deepcopy(model[6]), pickle.loads(pickle.dumps(model[6]))):
+            assert type(copied) is nn.Linear
+            assert copied(torch.ones(5)).equal(model[6](torch.ones(5)))
+            assert not any("delayed" in name for name in vars(copied))
+        raise KeyError
+    assert type(model[6]) is nn.Linear
+    assert vars(model[6]).keys() == vars(nn.Linear(5, 5)).keys()
+
+
+@on_ranks(1)
+def test_what_has_no_effect_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"no effect on this Sequential, which has no plain nn\.Linear"):
+        wrap(nn.Sequential(_OwnLinear(5, 5)))
+    with pytest.raises(ConfigurationError, match="backward_dw was called with delay_wgrad_compute=False, where no"):
+        wrap(build(torch.float32), delayed=False).backward_dw()
+
+
+@pytest.mark.parametrize("strategy", [None, "optim_grads_params"])
+@on_ranks(2)
+def test_weight_gradients_are_computed_earlier_on_demand(strategy: str | None) -> None:
+    def play(model: Any, tensor: Tensor) -> Tensor:
+        if model._engine.delayed is not None:
+            tensor.register_hook(lambda _grad: model.backward_dw())
+        return backward(model, tensor * 1)
+
+    assert compare(partial_build, play, None, strategy)[-5:] == ["input gradient", *["computed"] * 4]
+
+
+@on_ranks(1)
+def test_what_was_changed_in_place_while_a_gradient_waits_is_noticed_and_a_failed_backward_leaves_nothing() -> None:
+    model = wrap(build(torch.float32))
+    inputs: list[weakref.ref[Tensor]] = []
+
+    def spoil(_module: nn.Module, args: tuple[Tensor]) -> None:
+        inputs.append(weakref.ref(args[0]))
+
+        given = args[0].detach()
+        args[0].register_hook(lambda _grad: given.zero_() is None or None)
+
+    handle = model.module[0].up.register_forward_pre_hook(spoil)
+    with pytest.raises(ScheduleError, match="was modified by an in-place operation while its weight gradient waited"):
+        backward(model, torch.ones(4, WIDTH, requires_grad=True) * 1)
+    handle.remove()
+    model.reset()
+    gc.collect()
+    assert inputs[0]() is None
+    model.zero_grad()
+    backward(model, torch.ones(4, WIDTH))
+    expected = wrap(build(torch.float32), delayed=False)
+    backward(expected, torch.ones(4, WIDTH))
+    for name, grad in expected.full_gradients().items():
+        assert torch.equal(grad, model.full_gradients()[name])
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler reads it
-def test_a_compiled_model_stays_right() -> None:
-    plain, delayed, queue = twins()
-    compiled = torch.compile(delayed, backend="eager")
-    inputs = torch.randn(4, 5)
-    for _ in range(2):
-        plain(inputs).pow(2).sum().backward()
-        compiled(inputs).pow(2).sum().backward()
-    assert len(queue) == 0
-    assert_same_gradients(plain, delayed)
+@on_ranks(1)
+def test_a_compiled_model_delays_too() -> None:
+    def play(model: nn.Module, tensor: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
+            return backward(torch.compile(model, backend="eager"), tensor)  # type: ignore[arg-type]
+
+    assert compare(partial_build, play, None, "optim_grads_params").count("computed") == 4
 
 
 @pytest.mark.gpu
+@on_ranks(1)
 def test_linears_on_a_stream_of_their_own() -> None:
-    plain, delayed, _ = twins(lambda: Net().cuda())
-    inputs, stream = torch.randn(64, 5, device="cuda"), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    for model in (plain, delayed):
+    def play(model: nn.Module, tensor: Tensor) -> Tensor:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            loss = model(inputs).pow(2).sum()
+            output: Tensor = model(tensor)
+            loss = output.square().sum()
         torch.cuda.current_stream().wait_stream(stream)
         loss.backward()
-    assert_same_gradients(plain, delayed)
+        return output
+
+    assert compare(lambda: partial_build().cuda(), play, torch.ones(64, WIDTH, device="cuda")).count("computed") == 4

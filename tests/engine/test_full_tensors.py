@@ -17,9 +17,7 @@ SIZES_BYTES = [1, 800, 2**28]
 """From one tensor at a time to whole groups."""
 
 
-def wrap(
-    name: ModelName, strategy: int, policy: MixedPrecisionPolicy | None = None
-) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def wrap(name: ModelName, strategy: int, policy: MixedPrecisionPolicy | None = None) -> MegatronFSDP:
     """A model that has been trained for a step, with gradients of the next one."""
     case = MODEL_CASES[name]
     with fixed_seed(0):
@@ -37,7 +35,7 @@ def wrap(
         if seed == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return model, optimizer
+    return model
 
 
 def shown(model: MegatronFSDP) -> dict[str, Tensor]:
@@ -57,25 +55,14 @@ def shown(model: MegatronFSDP) -> dict[str, Tensor]:
 @on_ranks(3)
 def test_tensors_are_those_of_the_model_whatever_the_bucket(name: ModelName, strategy: int) -> None:
     """All sizes are read before anything is compared, so that a reused buffer would show."""
-    model, optimizer = wrap(name, strategy)
+    model = wrap(name, strategy)
     found = [
-        (
-            list(model.iter_full_tensors(size)),
-            list(model.iter_full_tensors(size, "gradients")),
-            [(f"{n} {key}", value) for n, key, value in model.iter_full_optimizer_state(optimizer, size)],
-        )
-        for size in SIZES_BYTES
+        (list(model.iter_full_tensors(size)), list(model.iter_full_tensors(size, "gradients"))) for size in SIZES_BYTES
     ]
-    gradients, moments = shown(model), {}
-    for key in ("exp_avg", "exp_avg_sq"):
-        for group in model.parameter_groups():
-            for param in group.sharded:
-                param.grad = optimizer.state[param][key] if param in optimizer.state else None
-        moments.update({f"{n} {key}": value for n, value in shown(model).items()})
+    gradients = shown(model)
     assert gradients
-    assert {label.split()[0] for label in moments} == set(gradients)
     for read in found:
-        for tensors, expected, first in zip(read, (model.full_parameters(), gradients, moments), found[0], strict=True):
+        for tensors, expected, first in zip(read, (model.full_parameters(), gradients), found[0], strict=True):
             assert [n for n, _ in tensors] == [n for n, _ in first]  # the same order, and no name twice
             assert len(tensors) == len(expected)
             assert_equal_tensors(dict(tensors), expected)
@@ -85,7 +72,7 @@ def test_tensors_are_those_of_the_model_whatever_the_bucket(name: ModelName, str
 @on_ranks(3)
 def test_gradients_are_those_that_the_parameters_show(strategy: int) -> None:
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float32)
-    model, _ = wrap("odd_shapes", strategy, policy)
+    model = wrap("odd_shapes", strategy, policy)
     streamed = dict(model.iter_full_tensors(300, "gradients"))
     assert_equal_tensors(streamed, shown(model))
     assert {grad.dtype for grad in streamed.values()} == {torch.float64}
@@ -137,7 +124,7 @@ def test_the_peak_is_what_was_allowed_and_collectives_are_batched(strategy: int,
 
 @on_ranks(2)
 def test_what_means_nothing_or_would_hang_is_refused() -> None:
-    model, optimizer = wrap("odd_shapes", 3)
+    model = wrap("odd_shapes", 3)
 
     def refuse(words: str, call: Callable[[], object]) -> None:
         with pytest.raises(ConfigurationError, match=words) as raised:
@@ -145,11 +132,11 @@ def test_what_means_nothing_or_would_hang_is_refused() -> None:
         same_on_ranks(str(raised.value))
 
     refuse("^bucket_bytes=0 leaves no room", lambda: model.iter_full_tensors(0))
+    refuse("^bucket_bytes=-1 leaves no room", lambda: model.iter_full_tensors(-1, "gradients"))
     refuse(
         r"^what='weights' is unknown; give 'parameters' or 'gradients'$",
         lambda: model.iter_full_tensors(what="weights"),
     )
-    refuse("^bucket_bytes=-1 leaves no room", lambda: model.iter_full_optimizer_state(optimizer, -1))
     if dist.get_rank() == 1:
         model.module[0].wide.bias.grad = None
     differs = "^ranks differ: 0.wide.bias is torch.float32 on rank 0, nothing on rank 1; give the same on every rank$"

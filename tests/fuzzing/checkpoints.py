@@ -11,6 +11,7 @@ from tests.fuzzing.case import SAMPLES, Case, draw_case
 from tests.fuzzing.model import batch
 from tests.fuzzing.run import Ranks, loss_of
 from tests.support.dcp_contents import contents
+from tests.support.sharded_run import whole_moments
 
 
 def draw_pair(seed: int, max_ranks: int = 4) -> tuple[Case, Case]:
@@ -64,7 +65,7 @@ def _differing(side: Ranks, folder: str) -> list[str]:
     params = [param for group in side.optimizer.param_groups for param in group["params"]]
     numbers = {id(param): number for number, param in enumerate(params)}
     by_name = {name: numbers[key] for key, name in side.sharded.sharded_names().items() if key in numbers}
-    for name, kind, value in side.sharded.iter_full_optimizer_state(side.optimizer):
+    for name, kind, value in whole_moments(side.sharded, side.optimizer):
         if not _equal(saved.get(f"optimizer.state.{by_name[name]}.{kind}"), value):
             told.append(f"{name} {kind}")
     return told

@@ -41,6 +41,15 @@ Named = tuple[tuple[str, Any], ...]
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 
 
+def whole_moments(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """State tensors of their parameter's shape, gathered: name of the parameter, key and tensor. Collective."""
+    names = model.sharded_names()
+    for param, state in optimizer.state.items():
+        for kind, value in state.items():
+            if isinstance(value, DTensor) and value.shape == param.shape:
+                yield names[id(param)], kind, value.full_tensor()
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Plain SGD: an update is a multiple of the gradient, which hides nothing and magnifies nothing."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

@@ -516,10 +516,6 @@ class Engine:
         for unit_index in self._unsharded_for_backward:
             self.units[unit_index].show_sharded()
         self._unsharded_for_backward.clear()
-        late = self.delayed.params if self.delayed is not None else set()
-        for unit in self.units if late else ():
-            if not late.isdisjoint(id(param) for group in unit.groups for param in group.full):
-                self._note_first_gradient(unit.index)
         self._callback_queued = False
         self._ending = True
         try:
@@ -534,15 +530,15 @@ class Engine:
                 check.conclude()
 
     def _fill_late(self, unit_index: int, delayed: WeightGradientQueue) -> None:
-        """Copy all gradients that a backward left for a unit into its buckets, delayed weight gradients last."""
+        """Copy all gradients that a backward left for a unit into its buckets, and those that wait."""
         for group_index, group in enumerate(self.units[unit_index].groups):
             if group.gradients is None:
                 continue
             if not group.gradients.is_filling:
                 self._begin_filling(unit_index, group_index)
             for index, param in enumerate(group.full):
+                delayed.accumulate(param)
                 self.take_gradient(unit_index, group_index, index, param)
-            delayed.run(group.full)
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into all modules."""

@@ -8,16 +8,13 @@ Tensors that are cut over more than the sharding axis (by the outer axis or by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import all_agree, raise_together
 from megatron_fsdp.comm.axis import address_of, broadcast
@@ -187,14 +184,14 @@ def _compare(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
 
 DEFAULT_BUCKET_BYTES = 2**28
 
-_Named = tuple[tuple[str, ...], torch.Tensor]
+_Named = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor to gather: its label, its place, and this rank's piece of it."""
+    """One tensor to gather: its name, its place, and this rank's piece of it."""
 
-    label: tuple[str, ...]
+    name: str
     group: ParameterGroup
     index: int
     piece: torch.Tensor
@@ -212,8 +209,7 @@ class _Chunk:
 def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over full main weights, in their main dtype, by canonical name."""
     entries = _entries(engine, lambda group, index: group.weights.main.piece(index))
-    for (name,), full in _watched(engine, _stream(entries, bucket_bytes)):
-        yield name, full
+    yield from _watched(engine, _stream(entries, bucket_bytes))
 
 
 def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,35 +217,10 @@ def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, tor
     found = {id(group): group.grads() for group in engine.groups()}
     entries = _entries(engine, lambda group, index: found[id(group)][index])
     _agree(engine, entries)
-    for (name,), full in _watched(engine, _stream(entries, bucket_bytes)):
-        yield name, full
+    yield from _watched(engine, _stream(entries, bucket_bytes))
 
 
-def iter_optimizer_state(
-    engine: Engine, optimizer: torch.optim.Optimizer, bucket_bytes: int
-) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Iterate over full state tensors that are sharded as their parameter, with its name and the key."""
-    states: dict[int, dict[Hashable, Any]] = {id(param): state for param, state in optimizer.state.items()}
-    keys = sorted({str(key) for state in states.values() for key in state})
-    entries = []
-    for key in keys:
-        entries += _entries(engine, partial(_state_piece, states, key), key)
-    _agree(engine, entries)
-    for (name, key), full in _watched(engine, _stream(entries, bucket_bytes)):
-        yield name, key, full
-
-
-def _state_piece(
-    states: dict[int, dict[Hashable, Any]], key: str, group: ParameterGroup, index: int
-) -> torch.Tensor | None:
-    param = group.sharded[index]
-    value = states.get(id(param), {}).get(key)
-    return value if isinstance(value, DTensor) and value.shape == param.shape else None
-
-
-def _entries(
-    engine: Engine, piece_of: Callable[[ParameterGroup, int], torch.Tensor | None], *more: str
-) -> list[_Entry]:
+def _entries(engine: Engine, piece_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[_Entry]:
     """List all tensors that have a piece, group after group, in the order of the flat buffers."""
     entries = []
     for group in engine.groups():
@@ -257,7 +228,7 @@ def _entries(
         for index in sorted(range(len(layout.shapes)), key=layout.tensor_range):
             piece = piece_of(group, index)
             if piece is not None:
-                entries.append(_Entry((group.names[index], *more), group, index, local_part(piece).detach()))
+                entries.append(_Entry(group.names[index], group, index, local_part(piece).detach()))
     return entries
 
 
@@ -265,7 +236,7 @@ def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
     """Check that all ranks have the same tensors: for one that a rank lacks, the others would wait."""
     facts: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for entry in entries:
-        facts[entry.group.plan.is_expert][" ".join(entry.label)] = str(entry.piece.dtype)
+        facts[entry.group.plan.is_expert][entry.name] = str(entry.piece.dtype)
     with engine.observers.during(Phase.AGREE, ROOT_UNIT):
         engine.compare_facts(facts[False], facts[True])
 
@@ -289,14 +260,14 @@ def _stream(entries: Iterable[_Entry], bucket_bytes: int) -> Iterator[_Named]:
     for bucket in _cut(entries, bucket_bytes // 2):
         if _is_cut_further(bucket.entries[0]):
             for entry in bucket.entries:
-                yield entry.label, entry.group.describe_piece(entry.index, entry.piece).full_tensor()
+                yield entry.name, entry.group.describe_piece(entry.index, entry.piece).full_tensor()
             continue
         full = _fill(bucket)
         for entry in bucket.entries:
             layout = entry.group.plan.layout
             offset = layout.offsets[entry.index] - bucket.start
             flat = full[offset : offset + layout.tensor_numel(entry.index)]
-            yield entry.label, flat.view(layout.shapes[entry.index])
+            yield entry.name, flat.view(layout.shapes[entry.index])
             del flat
         del full
 
@@ -315,7 +286,7 @@ def _cut(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[_Chunk]:
 
 def _fits(taken: Sequence[_Entry], entry: _Entry, limit_bytes: int) -> bool:
     first = taken[0]
-    if entry.group is not first.group or entry.piece.dtype != first.piece.dtype or entry.label[1:] != first.label[1:]:
+    if entry.group is not first.group or entry.piece.dtype != first.piece.dtype:
         return False
     if _is_cut_further(entry) is not _is_cut_further(first):
         return False

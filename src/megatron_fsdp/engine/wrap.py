@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import ClassVar, Protocol
@@ -25,7 +25,7 @@ from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.engine.delayed_linear import WeightGradientQueue, delay_all, undelay_weight_gradients
+from megatron_fsdp.engine.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_checkpoints import find_expert_names
@@ -163,7 +163,7 @@ def assemble(
     """Shard a model in place, or refuse one that cannot be sharded as it is, and options that contradict each other."""
     options.check_capture()
     replaced = ReplacedParameters(module)
-    with _delayed_linears(module, options) as delayed:
+    with delayed_weight_gradients(module) if options.delay_wgrad_compute else nullcontext() as delayed:
         sharding, plan = _prepare(module, grouping, options, dist_index, device)
         own_groups = None
         if options.own_groups:
@@ -199,20 +199,6 @@ def assemble(
             _register(user_buffers, options.memory)
         grouping.connect(engine, module)
         return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
-
-
-@contextmanager
-def _delayed_linears(module: nn.Module, options: EngineOptions) -> Iterator[WeightGradientQueue | None]:
-    """Delay the weight gradients of linears, where that is asked for; undo it if sharding fails inside the block."""
-    if not options.delay_wgrad_compute:
-        yield None
-        return
-    queue = delay_all(module)
-    try:
-        yield queue
-    except BaseException:
-        undelay_weight_gradients(module)
-        raise
 
 
 def _prepare(
