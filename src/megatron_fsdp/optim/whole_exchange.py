@@ -8,6 +8,7 @@ Of replicas (the outer axis of HSDP, all ranks where nothing is sharded) only th
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +143,7 @@ def agreed(told: Mapping[Ranks, Mapping[int, Any]], error: Exception | None) -> 
 
 
 class Exchange:
-    """The messages of some matrices between the ranks that hold shards of them and their owners.
+    """Which parts of some matrices travel between the ranks that hold shards of them and their owners.
 
     Args:
         frames: How each matrix is cut.
@@ -151,125 +152,136 @@ class Exchange:
     """
 
     def __init__(self, frames: Sequence[ShardFrame], owners: Sequence[int], ranks: Ranks) -> None:
-        self._frames, self._owners, self._ranks = frames, owners, ranks
-        self._places = range(len(ranks.coordinates))
-        self._of: list[list[int]] = [[] for _ in self._places]
+        self.frames, self.ranks, self._owners = frames, ranks, owners
+        self.places = range(len(ranks.coordinates))
+        self.of: list[list[int]] = [[] for _ in self.places]  # each owner's matrices
         for index, owner in enumerate(owners):
-            self._of[owner].append(index)
+            self.of[owner].append(index)
         self._found: dict[tuple[int, int], tuple[Box, ...]] = {}
 
-    @property
-    def own(self) -> list[int]:
-        """This rank's own matrices, by index."""
-        return self._of[self._ranks.rank]
+    def sends(self, index: int, place: int) -> bool:
+        """Return whether a rank sends its shard to the owner: those that hold one copy of the matrix between them."""
+        spread = self.frames[index].description.spread_dims
+        own, other = self.ranks.coordinates[self._owners[index]], self.ranks.coordinates[place]
+        return all(a == b for dim, (a, b) in enumerate(zip(own, other, strict=True)) if dim not in spread)
 
-    def to_owners(self, shards: Sequence[Tensor]) -> _Sent:
-        """Start to send the operands' shards.
+    def boxes(self, index: int, place: int) -> tuple[Box, ...]:
+        """Return what a rank holds of a matrix."""
+        if (index, place) not in self._found:
+            coordinate = self.ranks.coordinates[place]
+            self._found[index, place] = self.frames[index].description.boxes_at(coordinate)
+        return self._found[index, place]
 
-        Args:
-            shards: This rank's shard of each matrix; one dtype.
-        """
-        here = self._ranks.rank
-        sent = [
-            [shards[index].reshape(-1) for index in self._of[place] if self._sends(index, here)]
-            for place in self._places
-        ]
-        expected = [
-            [self._numel(index, place) for index in self._of[here] if self._sends(index, place)]
-            for place in self._places
-        ]
-        return _Sent(self._ranks.group, sent, expected, shards[0])
+    def numel(self, index: int, place: int) -> int:
+        """Return the number of elements that a rank holds of a matrix."""
+        return sum(box.numel for box in self.boxes(index, place))
 
-    def whole(self, received: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's own matrices, put together from what `to_owners` has brought: index and whole tensor."""
-        here = self._ranks.rank
-        pieces = [iter(parts) for parts in received]
-        for index in self._of[here]:
+    @functools.cached_property
+    def here_numel(self) -> int:
+        """Elements of this rank's shards of all matrices."""
+        return sum(self.numel(index, self.ranks.rank) for index in range(len(self.frames)))
+
+    @functools.cached_property
+    def own_numel(self) -> int:
+        """Elements that this rank, as an owner, sends back: at least as many as come."""
+        return sum(self.numel(index, place) for index in self.of[self.ranks.rank] for place in self.places)
+
+
+class Messages:
+    """An exchange's message to the owners, the one back, or both; no memory is taken once a message is under way.
+
+    So ranks can agree that all have room before the first of them sends, which leaves none waiting for another.
+
+    Args:
+        exchange: Of one dtype.
+        here: Memory of `here_numel` elements, flat: shards, by owner.
+        own: Memory of `own_numel` elements, flat: this rank's own matrices, cut up by rank.
+    """
+
+    def __init__(self, exchange: Exchange, here: Tensor, own: Tensor) -> None:
+        self.exchange, self._here, self._own = exchange, here, own
+        self._work: dist.Work | None = None
+        self._parts: list[list[Tensor]] = []
+
+    def pack_shards(self, shards: Sequence[Tensor]) -> None:
+        """Take this rank's shard of each matrix, to be sent by `to_owners`."""
+        exchange, here = self.exchange, self.exchange.ranks.rank
+        places = [index for own in exchange.of for index in own if exchange.sends(index, here)]
+        _pack([shards[index].reshape(-1) for index in places], self._here)
+
+    def to_owners(self) -> None:
+        """Start to send shards."""
+        exchange, rank = self.exchange, self.exchange.ranks.rank
+        sent = [[exchange.numel(i, rank) for i in own if exchange.sends(i, rank)] for own in exchange.of]
+        own = exchange.of[rank]
+        came = [[exchange.numel(i, place) for i in own if exchange.sends(i, place)] for place in exchange.places]
+        self._send(self._here, sent, self._own, came)
+
+    def whole(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's own matrices, put together from what has come: index and whole tensor."""
+        exchange = self.exchange
+        pieces = [iter(parts) for parts in self._parts]
+        for index in exchange.of[exchange.ranks.rank]:
             whole: Tensor | None = None
-            for place in self._places:
-                if not self._sends(index, place):
+            for place in exchange.places:
+                if not exchange.sends(index, place):
                     continue
                 piece = next(pieces[place])
-                whole = piece.new_empty(self._frames[index].shape) if whole is None else whole
-                for part, box in _cut_up(piece, self._boxes(index, place)):
+                whole = piece.new_empty(exchange.frames[index].shape) if whole is None else whole
+                for part, box in _cut_up(piece, exchange.boxes(index, place)):
                     whole[box.indices].copy_(part)
             assert whole is not None, "somebody holds each matrix"
             yield index, whole
 
-    def to_shards(self, results: Mapping[int, Tensor], like: Tensor) -> _Sent:
-        """Start to send the results of this rank's own matrices to all ranks, each its shard.
+    def pack_results(self, results: Mapping[int, Tensor]) -> None:
+        """Take the results of this rank's own matrices by index, to be sent by `to_shards`."""
+        exchange = self.exchange
+        own = [(index, place) for place in exchange.places for index in exchange.of[exchange.ranks.rank]]
+        boxes = [(index, box) for index, place in own for box in exchange.boxes(index, place)]
+        _pack([results[index][box.indices].reshape(-1) for index, box in boxes], self._own)
 
-        Args:
-            results: By index.
-            like: A tensor of their dtype and device.
-        """
-        here = self._ranks.rank
-        sent = [
-            [results[index][box.indices].reshape(-1) for index in self._of[here] for box in self._boxes(index, place)]
-            for place in self._places
-        ]
-        expected = [[self._numel(index, here) for index in self._of[place]] for place in self._places]
-        return _Sent(self._ranks.group, sent, expected, like)
+    def to_shards(self) -> None:
+        """Start to send results to all ranks, each its shard."""
+        exchange, rank = self.exchange, self.exchange.ranks.rank
+        sent = [[exchange.numel(index, place) for index in exchange.of[rank]] for place in exchange.places]
+        came = [[exchange.numel(index, rank) for index in own] for own in exchange.of]
+        self._send(self._own, sent, self._here, came)
 
-    def shards(self, received: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """Yield what `to_shards` has brought: index, and this rank's shard as `frame.description.local_shape`."""
-        for place in self._places:
-            for index, piece in zip(self._of[place], received[place], strict=True):
-                yield index, piece.view(self._frames[index].description.local_shape)
+    def shards(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield what has come: index, and this rank's shard as `frame.description.local_shape`."""
+        for own, parts in zip(self.exchange.of, self._parts, strict=True):
+            for index, part in zip(own, parts, strict=True):
+                yield index, part.view(self.exchange.frames[index].description.local_shape)
 
-    def _sends(self, index: int, place: int) -> bool:
-        """Return whether a rank sends its shard to the owner: those that hold one copy of the matrix between them."""
-        spread = self._frames[index].description.spread_dims
-        own, other = self._ranks.coordinates[self._owners[index]], self._ranks.coordinates[place]
-        return all(a == b for dim, (a, b) in enumerate(zip(own, other, strict=True)) if dim not in spread)
-
-    def _boxes(self, index: int, place: int) -> tuple[Box, ...]:
-        if (index, place) not in self._found:
-            coordinate = self._ranks.coordinates[place]
-            self._found[index, place] = self._frames[index].description.boxes_at(coordinate)
-        return self._found[index, place]
-
-    def _numel(self, index: int, place: int) -> int:
-        return sum(box.numel for box in self._boxes(index, place))
-
-
-class _Sent:
-    """A packed all-to-all under way."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        sent: Sequence[Sequence[Tensor]],
-        expected: Sequence[Sequence[int]],
-        like: Tensor,
-    ) -> None:
-        self._expected, self._work = expected, None
-        packed = torch.cat([like.new_empty(0), *(part for parts in sent for part in parts)])
-        if group is None:
-            self._received = packed
-            return
-        self._received = like.new_empty(sum(map(sum, expected)))
-        self._kept = packed  # until it is sent
-        self._work = dist.all_to_all_single(
-            self._received.view(torch.uint8),
-            packed.view(torch.uint8),
-            [sum(lengths) * like.itemsize for lengths in expected],
-            [sum(part.numel() for part in parts) * like.itemsize for parts in sent],
-            group=group,
-            async_op=True,
-        )
-
-    def wait(self) -> list[list[Tensor]]:
-        """Return the pieces that came from each rank, in the order of the matrices."""
+    def wait(self, is_last: bool = False) -> None:
+        """Wait until the message under way has come; after the last one keep nothing but what has come."""
         if self._work is not None:
             self._work.wait()
-            del self._kept
-        found, start = [], 0
-        for lengths in self._expected:
-            total = sum(lengths)
-            found.append(list(self._received[start : start + total].split(list(lengths))) if lengths else [])
-            start += total
-        return found
+            self._work = None
+        if is_last:
+            del self._here, self._own
+
+    def _send(self, source: Tensor, sent: list[list[int]], target: Tensor, came: list[list[int]]) -> None:
+        """Start an all-to-all of the parts that go to each rank and come from each, with these lengths."""
+        to, of = list(map(sum, sent)), list(map(sum, came))
+        source, target = source[: sum(to)], target[: sum(of)]
+        if self.exchange.ranks.group is None:
+            target.copy_(source)
+        else:
+            self._work = dist.all_to_all_single(
+                target.view(torch.uint8),
+                source.view(torch.uint8),
+                [numel * target.itemsize for numel in of],
+                [numel * source.itemsize for numel in to],
+                group=self.exchange.ranks.group,
+                async_op=True,
+            )
+        self._parts = [list(part.split(lengths)) for part, lengths in zip(target.split(of), came, strict=True)]
+
+
+def _pack(parts: Sequence[Tensor], memory: Tensor) -> None:
+    if parts:
+        torch.cat(list(parts), out=memory[: sum(part.numel() for part in parts)])
 
 
 def _cut_up(piece: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Tensor, Box]]:

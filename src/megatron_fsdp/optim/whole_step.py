@@ -45,7 +45,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame, gather_full
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
-from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, agreed, balanced_owners
+from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 
 _DECLARED = "_megatron_fsdp_steps_whole_tensors"
@@ -112,12 +112,17 @@ class _Number:
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor to move: how it is cut, whose it is, and this rank's shard, or the whole where this rank owns it."""
+    """A tensor to move: how it is cut, whose it is, and this rank's shard, or the whole where this rank owns it.
+
+    Attributes:
+        is_kept: It stays in the memory in which it comes.
+    """
 
     frame: ShardFrame
     owner: int
     dtype: torch.dtype
     tensor: Tensor | None
+    is_kept: bool = False
 
 
 @dataclass
@@ -161,8 +166,9 @@ class OwnedStep:
         self._earlier, self._exchanges = self._exchanges, {}
         with torch.no_grad():
             self._running = self._stepped(optimizer)
-            for mesh in self._meshes():
-                self._gather_whole(mesh, optimizer)
+            items = {mesh: self._items_to_owners(mesh, optimizer) for mesh in self._meshes()}
+            for mesh, arrived in self._exchanged(items, to_owners=True).items():
+                self._show(mesh, optimizer, iter(arrived))
         groups, own = [], {id(each.param): each for each in self._running if each.is_here}
         for group in optimizer.param_groups:
             here = [own[id(param)].whole for param in group["params"] if id(param) in own]
@@ -180,14 +186,15 @@ class OwnedStep:
         for each in running:
             if each.whole is not None:
                 each.state = made.state.get(each.whole, {})
-        told = self._agreed(None)
+        told = self._agreed(tells=True)
+        with torch.no_grad():
+            items = {mesh: self._items_to_shards(mesh, told[mesh]) for mesh in self._meshes()}
+            for mesh, arrived in self._exchanged(items, to_owners=False).items():
+                self._take(mesh, optimizer, told[mesh], iter(cast(list[Tensor], arrived)))
         for key in made.__dict__.keys() - {"param_groups", "state"}:
             optimizer.__dict__[key] = made.__dict__[key]
         for group, shown in zip(optimizer.param_groups, made.param_groups, strict=True):
             group.update({key: value for key, value in shown.items() if key != "params"})
-        with torch.no_grad():
-            for mesh in self._meshes():
-                self._take_back(mesh, optimizer, told[mesh])
         self._drop()
 
     def fail(self, error: Exception) -> None:
@@ -198,10 +205,10 @@ class OwnedStep:
         """
         self._agreed(error)
 
-    def _agreed(self, error: Exception | None) -> dict[DeviceMesh, dict[int, Any]]:
-        """Gather what owners tell, over all meshes; where a rank has failed, raise on every rank."""
+    def _agreed(self, error: Exception | None = None, tells: bool = False) -> dict[DeviceMesh, dict[int, Any]]:
+        """Gather what owners tell of new state, if they do, over all meshes; where a rank has failed, raise on all."""
         told: dict[DeviceMesh, dict[int, Any]] = {mesh: {} for mesh in self._meshes()}
-        for mesh, here in told.items() if error is None else ():
+        for mesh, here in told.items() if tells else ():
             stepped = enumerate(self._of(mesh))
             here.update((index, _described(each.param, each.state or {})) for index, each in stepped if each.is_here)
         try:
@@ -248,11 +255,10 @@ class OwnedStep:
         with_grad = (param for param, grad in zip(params, get_grads(params, GRAD), strict=True) if grad is not None)
         return [_Stepped(param, *owners[id(param)]) for param in with_grad]
 
-    def _gather_whole(self, mesh: DeviceMesh, optimizer: Optimizer) -> None:
-        """Send parameters, gradients and state to their owners."""
-        stepped, ranks = self._of(mesh), self._ranks[mesh]
+    def _items_to_owners(self, mesh: DeviceMesh, optimizer: Optimizer) -> list[_Item]:
+        """List the shards of parameters, gradients and state."""
         items: list[_Item] = []
-        for each in stepped:
+        for each in self._of(mesh):
             frame, local = each.param.shard_frame, each.param._local_tensor
             sharded: Any = as_sharded(cast(Tensor, each.param.grad), frame)
             grad = sharded._local_tensor
@@ -262,8 +268,11 @@ class OwnedStep:
                 for value in _leaves(optimizer.state.get(each.param))
                 if _must_move(value, each.owner)
             ]
-        arrived = iter(self._to_owners(items, ranks))
-        for each in stepped:
+        return items
+
+    def _show(self, mesh: DeviceMesh, optimizer: Optimizer, arrived: Iterator[Tensor | None]) -> None:
+        """Give owners the whole parameters, gradients and state that have come."""
+        for each in self._of(mesh):
             whole, grad = next(arrived), next(arrived)
             state = optimizer.state.get(each.param)
             brought = {id(value): next(arrived) for value in _leaves(state) if _must_move(value, each.owner)}
@@ -273,48 +282,71 @@ class OwnedStep:
                 each.whole.grad = grad
                 each.state = _with_lists(tree_map(functools.partial(_shown, brought), dict(state or {})))
 
-    def _take_back(self, mesh: DeviceMesh, optimizer: Optimizer, told: Mapping[int, Any]) -> None:
-        """Send shards of new parameters and state to all ranks."""
-        stepped, ranks = self._of(mesh), self._ranks[mesh]
+    def _items_to_shards(self, mesh: DeviceMesh, told: Mapping[int, Any]) -> list[_Item]:
+        """List the new parameters and state, whole on their owners."""
         items: list[_Item] = []
-        for index, each in enumerate(stepped):
+        for index, each in enumerate(self._of(mesh)):
             frame = each.param.shard_frame
             values = _leaves(each.state) if each.is_here else [None] * len(_leaves(told[index]))
             whole = None if each.whole is None else each.whole.detach()
             items.append(_Item(frame, each.owner, each.param.dtype, whole))
             items += [
-                _Item(frame, each.owner, kind.dtype, value)
+                _Item(frame, each.owner, kind.dtype, value, is_kept=True)
                 for kind, value in zip(_leaves(told[index]), values, strict=True)
                 if isinstance(kind, _Sharded)
             ]
-        arrived = iter(self._to_shards(items, ranks, stepped[0].param.device))
-        for index, each in enumerate(stepped):
+        return items
+
+    def _take(self, mesh: DeviceMesh, optimizer: Optimizer, told: Mapping[int, Any], arrived: Iterator[Tensor]) -> None:
+        """Write the shards of new parameters, and keep those of new state."""
+        for index, each in enumerate(self._of(mesh)):
             each.param._local_tensor.detach().copy_(next(arrived))
             mine = iter(_leaves(each.state)) if each.is_here else None
             rebuilt = functools.partial(_rebuilt, each, arrived, mine)
             optimizer.state[each.param] = _without_lists(tree_map(rebuilt, told[index]))
 
-    def _to_owners(self, items: Sequence[_Item], ranks: Ranks) -> list[Tensor | None]:
-        """Send shards to their owners, one message for each dtype; the whole where this rank owns it, else None."""
-        found: list[Tensor | None] = [None] * len(items)
-        for places in _by_dtype(items):
-            exchange = self._exchange([items[place] for place in places], ranks)
-            received = exchange.to_owners([cast(Tensor, items[place].tensor) for place in places]).wait()
-            for index, whole in exchange.whole(received):
-                found[places[index]] = whole
+    def _exchanged(
+        self, items: Mapping[DeviceMesh, Sequence[_Item]], to_owners: bool
+    ) -> dict[DeviceMesh, list[Tensor | None]]:
+        """Send shards to their owners, or whole tensors from there to shards; collective.
+
+        Ranks agree that all have room for the messages before the first of them sends.
+
+        Returns:
+            For each item this rank's shard; or the whole where this rank owns it, else None.
+        """
+        packed = [(mesh, *each) for mesh, those in items.items() for each in self._packed(mesh, those, to_owners)]
+        self._agreed()
+        for _, _, messages in packed:
+            (messages.to_owners if to_owners else messages.to_shards)()
+        for _, _, messages in packed:
+            messages.wait(is_last=True)
+        found: dict[DeviceMesh, list[Tensor | None]] = {mesh: [None] * len(those) for mesh, those in items.items()}
+        while packed:  # of which each may go
+            mesh, places, messages = packed.pop()
+            for index, tensor in messages.whole() if to_owners else messages.shards():
+                found[mesh][places[index]] = tensor
         return found
 
-    def _to_shards(self, items: Sequence[_Item], ranks: Ranks, device: torch.device) -> list[Tensor]:
-        """Send whole tensors from their owners; one message for each dtype. This rank's shard of each."""
-        found: dict[int, Tensor] = {}
-        for places in _by_dtype(items):
-            exchange = self._exchange([items[place] for place in places], ranks)
-            whole = enumerate(items[place].tensor for place in places)
-            own = {index: tensor for index, tensor in whole if tensor is not None}
-            like = torch.empty(0, dtype=items[places[0]].dtype, device=device)
-            for index, shard in exchange.shards(exchange.to_shards(own, like).wait()):
-                found[places[index]] = shard
-        return [found[place] for place in range(len(items))]
+    def _packed(
+        self, mesh: DeviceMesh, items: Sequence[_Item], to_owners: bool
+    ) -> Iterator[tuple[list[int], Messages]]:
+        """Yield the messages of a mesh, and the places of the items in each: of one dtype, what is kept by itself."""
+        by_kind: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for place, item in enumerate(items):
+            by_kind.setdefault((item.dtype, item.is_kept), []).append(place)
+        for (dtype, _), places in by_kind.items():
+            exchange = self._exchange([items[place] for place in places], self._ranks[mesh])
+            device = self._of(mesh)[0].param.device
+            here, own = (
+                torch.empty(numel, dtype=dtype, device=device) for numel in (exchange.here_numel, exchange.own_numel)
+            )
+            messages, tensors = Messages(exchange, here, own), [items[place].tensor for place in places]
+            if to_owners:
+                messages.pack_shards(cast(list[Tensor], tensors))
+            else:
+                messages.pack_results({index: tensor for index, tensor in enumerate(tensors) if tensor is not None})
+            yield places, messages
 
     def _exchange(self, items: Sequence[_Item], ranks: Ranks) -> Exchange:
         key = tuple(item.frame for item in items), tuple(item.owner for item in items), ranks
@@ -431,14 +463,7 @@ def _owned_frame(frame: ShardFrame, shape: tuple[int, ...], owner: int) -> Shard
     return made
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
-
-
-def _by_dtype(items: Sequence[_Item]) -> list[list[int]]:
-    places: dict[torch.dtype, list[int]] = {}
-    for place, item in enumerate(items):
-        places.setdefault(item.dtype, []).append(place)
-    return list(places.values())
+# ---- on every rank ---------------------------------------------------------------------------------------------------
 
 
 def steps_replicated(optimizer: Optimizer) -> bool:
