@@ -39,7 +39,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
-from megatron_fsdp.engine.gradients import GRAD, get_grads
+from megatron_fsdp.engine.gradients import shown_grads
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners, waves_of
 from megatron_fsdp.sharding.shards import narrow_description
@@ -168,7 +168,8 @@ class _Matrix:
     def operand(self, state: State) -> Tensor:
         """Update the momentum of this rank's shard, and return the shard of what is orthogonalized."""
         frame, momentum = self.param.shard_frame, self.group["momentum"]
-        sharded: Any = as_sharded(cast(Tensor, self.param.grad), frame)
+        (shown,) = shown_grads([self.param])
+        sharded: Any = as_sharded(cast(Tensor, shown), frame)
         grad = sharded._local_tensor
         if _MOMENTUM not in state:
             blank = torch.zeros_like(grad, memory_format=torch.contiguous_format)
@@ -228,7 +229,7 @@ class MuonStep:
         matrices = list(self._matrices(optimizer))
         owners = self._owners(matrices)
         params = [matrix.param for matrix in matrices]
-        live = [place for place, grad in enumerate(get_grads(params, GRAD)) if grad is not None]
+        live = [place for place, grad in enumerate(shown_grads(params)) if grad is not None]
         stepped = [matrices[place] for place in live]
         planned = self._waves(stepped, [owners[place] for place in live])
         ranks = {self._ranks[mesh]: {} for mesh in dict.fromkeys(matrix.frame.mesh for matrix in stepped)}

@@ -600,17 +600,16 @@ def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) 
     """Refuse an optimizer that would find no gradient, and so train nothing without a word.
 
     Raises:
-        ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's `step` is torch's own.
+        ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's step on shards is torch's or ours.
     """
     if isinstance(optimizer, ChainedOptimizer):
         for each in optimizer.optimizers:
             check_reads_decoupled(each, is_decoupled)
     kind = type(optimizer)
     is_torch = kind.step.__module__.startswith("torch.optim")
-    if is_decoupled and (is_torch or isinstance(optimizer, AdamW8bit) or steps_owned(optimizer)):
-        whose = (
-            "stepped whole" if steps_owned(optimizer) else "one of torch's own" if is_torch else "one of this library"
-        )
+    is_shown = steps_owned(optimizer) or steps_replicated(optimizer) or kind is torch.optim.Muon
+    if is_decoupled and not is_shown and (is_torch or isinstance(optimizer, AdamW8bit)):
+        whose = "one of torch's own" if is_torch else "one of this library"
         raise ConfigurationError(
             f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {kind.__name__}, {whose}, "
             "does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.dtensor.frame import ShardFrame, gather_full
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
-from megatron_fsdp.engine.gradients import GRAD, get_grads
+from megatron_fsdp.engine.gradients import show_grad, shown_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
@@ -135,6 +135,7 @@ class _Stepped:
     """
 
     param: UnevenDTensor
+    grad: Tensor
     owner: int
     ranks: Ranks
     whole: nn.Parameter | None = None
@@ -252,15 +253,15 @@ class OwnedStep:
             id(param): (owner, self._ranks[mesh])
             for param, mesh, owner in zip(params, meshes, self._owned[1], strict=True)
         }
-        with_grad = (param for param, grad in zip(params, get_grads(params, GRAD), strict=True) if grad is not None)
-        return [_Stepped(param, *owners[id(param)]) for param in with_grad]
+        grads = zip(params, shown_grads(params), strict=True)
+        return [_Stepped(param, grad, *owners[id(param)]) for param, grad in grads if grad is not None]
 
     def _items_to_owners(self, mesh: DeviceMesh, optimizer: Optimizer) -> list[_Item]:
         """List the shards of parameters, gradients and state."""
         items: list[_Item] = []
         for each in self._of(mesh):
             frame, local = each.param.shard_frame, each.param._local_tensor
-            sharded: Any = as_sharded(cast(Tensor, each.param.grad), frame)
+            sharded: Any = as_sharded(each.grad, frame)
             grad = sharded._local_tensor
             items += [_Item(frame, each.owner, part.dtype, part) for part in (local, grad)]
             items += [
@@ -279,7 +280,7 @@ class OwnedStep:
             if each.is_here:
                 assert whole is not None
                 each.whole = nn.Parameter(whole)
-                each.whole.grad = grad
+                show_grad(each.whole, grad)
                 each.state = _with_lists(tree_map(functools.partial(_shown, brought), dict(state or {})))
 
     def _items_to_shards(self, mesh: DeviceMesh, told: Mapping[int, Any]) -> list[_Item]:
@@ -531,9 +532,9 @@ class ReplicatedStep:
             loss = result.detach() if isinstance(result, Tensor) else result
             losses = self._tell("has a loss", float(loss))
             with torch.no_grad():
-                grads = get_grads(self._params, GRAD)
+                grads = shown_grads(self._params)
                 for param, copy, grad in zip(self._params, self._copies, grads, strict=True):
-                    copy.grad = None if grad is None else _gathered(grad, param.shard_frame)
+                    show_grad(copy, None if grad is None else _gathered(grad, param.shard_frame))
             united = sum(losses) / (1 if self._params[0].shard_frame.adds_up else len(losses))
             return loss.new_tensor(united) if isinstance(loss, Tensor) else united
 
