@@ -145,6 +145,13 @@ class _Stepped:
     def is_here(self) -> bool:
         return self.owner == self.ranks.rank
 
+    def must_move(self, value: object) -> bool:
+        """Return whether the owner does not hold the whole of a state tensor."""
+        if type(value) is not UnevenDTensor:
+            return False
+        held = value.shard_frame.description.boxes_at(self.ranks.coordinates[self.owner])
+        return sum(box.numel for box in held) < math.prod(value.shape)
+
 
 class OwnedStep:
     """Steps one optimizer whose parameters are updated whole; keeps groups of ranks, and the last step's exchanges."""
@@ -267,7 +274,7 @@ class OwnedStep:
             items += [
                 _Item(value.shard_frame, each.owner, value.dtype, value._local_tensor)
                 for value in _leaves(optimizer.state.get(each.param))
-                if _must_move(value, each.owner)
+                if each.must_move(value)
             ]
         return items
 
@@ -276,12 +283,13 @@ class OwnedStep:
         for each in self._of(mesh):
             whole, grad = next(arrived), next(arrived)
             state = optimizer.state.get(each.param)
-            brought = {id(value): next(arrived) for value in _leaves(state) if _must_move(value, each.owner)}
+            brought = {id(value): next(arrived) for value in _leaves(state) if each.must_move(value)}
             if each.is_here:
                 assert whole is not None
                 each.whole = nn.Parameter(whole)
                 show_grad(each.whole, grad)
-                each.state = _with_lists(tree_map(functools.partial(_shown, brought), dict(state or {})))
+                shown = functools.partial(_shown, each.param.shard_frame, brought)
+                each.state = _with_lists(tree_map(shown, dict(state or {})))
 
     def _items_to_shards(self, mesh: DeviceMesh, told: Mapping[int, Any]) -> list[_Item]:
         """List the new parameters and state, whole on their owners."""
@@ -363,19 +371,17 @@ def _leaves(state: Any) -> list[Any]:
     return tree_flatten(dict(state or {}))[0]
 
 
-def _must_move(value: object, owner: int) -> bool:
-    """Return whether a state tensor does not rest with the owner of its parameter."""
-    if type(value) is not UnevenDTensor:
-        return False
-    description = value.shard_frame.description
-    return description.cut.num_shards == 1 or description.cut.range_of(owner) != (0, description.cut.numel)
+def _shown(frame: ShardFrame, brought: Mapping[int, Tensor | None], value: Any) -> Any:
+    """Return a value of the state as the owner's step sees it: a tensor of ours as a plain one.
 
-
-def _shown(brought: Mapping[int, Tensor | None], value: Any) -> Any:
-    """Return a value of the state as the owner's step sees it: a tensor of ours as a plain one."""
+    What is sharded as the parameter, by this frame, stays as it was should the step fail.
+    """
     if type(value) is not UnevenDTensor:
         return value
-    return brought.get(id(value), value._local_tensor)
+    if id(value) in brought:
+        return brought[id(value)]
+    local = value._local_tensor
+    return local.clone() if value.shard_frame == frame else local
 
 
 # Checkpoints store a tensor under a key, and a list in one piece. So lists of tensors rest as dicts of text keys.
