@@ -41,6 +41,18 @@ def test_matrices_go_to_the_rank_that_has_least_to_do() -> None:
     assert assign_owners([5, 5], [7, 1, 3]) == (1, 2)
 
 
+def test_the_rank_that_holds_a_matrix_owns_it_where_ranks_have_about_the_same_to_do() -> None:
+    loads = [0, 0]
+    assert assign_owners([4, 4, 2], loads, [[1], [0], [1]]) == (1, 0, 1)
+    assert loads == [4, 6]
+    assert assign_owners([4, 4], [0, 0], [[1], [1]]) == (1, 0)
+    assert assign_owners([4, 1, 1], [0, 0], [[], [1], [0]]) == (0, 1, 1)
+    assert assign_owners([4, 4], [0, 0, 0], [[1, 2], [1, 2]]) == (1, 2)
+    loads = [0, 0]
+    assert assign_owners([50, 50, 2], loads, [[0], [1], [1]]) == (0, 1, 1)
+    assert loads == [50, 52]
+
+
 class Mesh:
     """The ranks of a mesh, as far as owners are concerned."""
 
@@ -116,6 +128,28 @@ def test_a_step_sends_two_bytes_per_element_each_way(run_ranks: RunRanks) -> Non
     sent = run_ranks(3, bytes_of_a_step, matrices)
     assert sum(nbytes for nbytes, _ in sent) == 4 * sent[0][1]
     assert run_ranks(4, bytes_of_a_step, equal_matrices) == [(4 * 8 * 144 // 4, 8 * 144)] * 4
+
+
+def bytes_to_others(units: list[type[nn.Module]]) -> int:
+    """Bytes that this rank sends to others in a step; each matrix is cut up if it is a unit by itself."""
+    twins = Twins(equal_matrices(), plain, {**flat(3), "fsdp_unit_modules": units})
+    sent, send, rank = 0, dist.all_to_all_single, dist.get_rank()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += sum(args[3]) - args[3][rank]
+        return send(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counted)
+        twins.step(0)
+    assert twins.differing() == []
+    return sent
+
+
+def test_a_matrix_that_lies_whole_on_its_owner_is_not_sent(run_ranks: RunRanks) -> None:
+    assert run_ranks(4, bytes_to_others, []) == [0] * 4
+    assert run_ranks(4, bytes_to_others, [nn.Linear]) == [2 * 2 * 8 * 144 // 4 * 3 // 4] * 4
 
 
 class Recorded:

@@ -41,7 +41,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import shown_grads
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners, waves_of
+from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners, holders_of, waves_of
 from megatron_fsdp.sharding.shards import narrow_description
 
 Group = Mapping[str, Any]
@@ -270,7 +270,8 @@ class MuonStep:
         key = [(matrix.frame, matrix.group["ns_steps"]) for matrix in matrices]
         if key != self._owned[0]:
             meshes = [matrix.frame.mesh for matrix in matrices]
-            self._owned = key, balanced_owners(meshes, [matrix.flops for matrix in matrices])
+            costs, holders = [matrix.flops for matrix in matrices], [holders_of(matrix.frame) for matrix in matrices]
+            self._owned = key, balanced_owners(meshes, costs, holders)
             for mesh in dict.fromkeys(meshes):
                 self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)
         return self._owned[1]

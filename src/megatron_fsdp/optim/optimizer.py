@@ -513,8 +513,10 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str])
     Raises:
         ConfigurationError: A parameter of the optimizer is none of the model's.
     """
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise ConfigurationError("the optimizer has no parameters; build it on the parameters of the model")
+    for each in members_of(optimizer):
+        if not params_of(each):
+            name = "the optimizer" if each is optimizer else f"{type(each).__name__}, in a ChainedOptimizer,"
+            raise ConfigurationError(f"{name} has no parameters; build it on the parameters of the model")
     for position, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             if id(param) not in known:

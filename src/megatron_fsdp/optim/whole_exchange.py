@@ -23,38 +23,80 @@ from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.groups import group_over
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.errors import RankError
-from megatron_fsdp.sharding.shards import Box
+from megatron_fsdp.sharding.shards import Box, MeshUse
 
 # ---- who computes what (pure) ----------------------------------------------------------------------------------------
 
 
-def assign_owners(flops: Sequence[int], loads: list[int]) -> tuple[int, ...]:
+def assign_owners(flops: Sequence[int], loads: list[int], holders: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
     """Give every matrix an owner, the costliest first, each to the rank that has least to do.
+
+    A rank that holds a matrix whole comes first, where no rank then has more than 1.05 of the mean, or than it would
+    have otherwise: nothing has to be sent.
 
     Args:
         flops: Cost of each matrix.
         loads: What each rank has to do already, to which the costs are added.
+        holders: The ranks that hold each matrix whole; empty: not known.
 
     Returns:
         The owner of each matrix; the same on every rank. Without loads at the begin, the busiest rank has at most 4/3
-        of the least possible (R. Graham, "Bounds on multiprocessing timing anomalies", 1969).
+        of the least possible (R. Graham, "Bounds on multiprocessing timing anomalies", 1969), or 1.05 of the mean.
     """
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    owners = [0] * len(flops)
-    for index in sorted(range(len(flops)), key=lambda index: (-flops[index], index)):
-        load, rank = heap[0]
-        owners[index], loads[rank] = rank, load + flops[index]
-        heapq.heapreplace(heap, (loads[rank], rank))
+    owners, after = _assigned(flops, loads)
+    if any(holders):
+        limit = max(*after, 1.05 * sum(after) / len(after))
+        near, near_after = _assigned(flops, loads, holders, limit)
+        if max(near_after) <= limit:
+            owners, after = near, near_after
+    loads[:] = after
     return tuple(owners)
 
 
-def balanced_owners(meshes: Sequence[DeviceMesh], costs: Sequence[int]) -> list[int]:
+def _assigned(
+    flops: Sequence[int], loads: Sequence[int], holders: Sequence[Sequence[int]] = (), limit: float = 0.0
+) -> tuple[list[int], list[int]]:
+    """Return the owners, and what each rank has to do then; holders get no more than the limit."""
+    owners, after = [0] * len(flops), list(loads)
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for index in sorted(range(len(flops)), key=lambda index: (-flops[index], index)):
+        rank = min(holders[index], key=after.__getitem__, default=None) if holders else None
+        if rank is None or after[rank] + flops[index] > limit:
+            while heap[0][0] != after[heap[0][1]]:  # has more to do by now
+                heapq.heappop(heap)
+            rank = heap[0][1]
+        owners[index] = rank
+        after[rank] += flops[index]
+        heapq.heappush(heap, (after[rank], rank))
+    return owners, after
+
+
+@functools.cache
+def _places(use: MeshUse) -> dict[int, list[int]]:
+    """Return the places in the mesh that hold each shard."""
+    found: dict[int, list[int]] = {}
+    for place, coordinate in enumerate(itertools.product(*map(range, use.sizes))):
+        found.setdefault(use.shard_at(coordinate), []).append(place)
+    return found
+
+
+def holders_of(frame: ShardFrame) -> Sequence[int]:
+    """Return the places in the mesh that hold a tensor whole, while others hold nothing of it."""
+    description = frame.description
+    shard = description.cut.whole_shard
+    return () if shard is None or description.tensor_cut is not None else _places(description.use)[shard]
+
+
+def balanced_owners(
+    meshes: Sequence[DeviceMesh], costs: Sequence[int], holders: Sequence[Sequence[int]] = ()
+) -> list[int]:
     """Give every tensor an owner among the ranks of its mesh, so that ranks have about the same to do over all meshes.
 
     Args:
         meshes: Of each tensor.
         costs: Of each tensor.
+        holders: As for `assign_owners`, places in the mesh of each.
 
     Returns:
         Places in the meshes; the same on every rank of a mesh. The largest meshes come first, and what they leave to do
@@ -66,8 +108,8 @@ def balanced_owners(meshes: Sequence[DeviceMesh], costs: Sequence[int]) -> list[
         ranks = mesh.mesh.flatten().tolist()
         known = [load for load in loads if load.keys() >= set(ranks)]
         had = [sum(load[rank] for load in known) for rank in ranks]
-        have = list(had)
-        for place, owner in zip(members, assign_owners([costs[place] for place in members], have), strict=True):
+        have, near = list(had), [holders[place] for place in members] if holders else ()
+        for place, owner in zip(members, assign_owners([costs[place] for place in members], have, near), strict=True):
             owners[place] = owner
         loads.append({rank: now - before for rank, now, before in zip(ranks, have, had, strict=True)})
     return owners

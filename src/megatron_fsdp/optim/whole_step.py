@@ -45,7 +45,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame, gather_full
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import show_grad, shown_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
-from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners
+from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners, holders_of
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 
 _DECLARED = "_megatron_fsdp_steps_whole_tensors"
@@ -255,7 +255,7 @@ class OwnedStep:
         frames = [param.shard_frame for param in params]
         if frames != self._owned[0]:
             costs = [math.prod(param.shape) * min(param.shape, default=1) for param in params]
-            self._owned = frames, balanced_owners(meshes, costs)
+            self._owned = frames, balanced_owners(meshes, costs, list(map(holders_of, frames)))
         owners = {
             id(param): (owner, self._ranks[mesh])
             for param, mesh, owner in zip(params, meshes, self._owned[1], strict=True)
