@@ -56,12 +56,12 @@ def assign_owners(flops: Sequence[int], loads: list[int], holders: Sequence[Sequ
 def _assigned(
     flops: Sequence[int], loads: Sequence[int], holders: Sequence[Sequence[int]] = (), limit: float = 0.0
 ) -> tuple[list[int], list[int]]:
-    """Return the owners, and what each rank has to do then; holders get no more than the limit."""
-    owners, after = [0] * len(flops), list(loads)
+    """Return the owners, and what each rank has to do then; holders come first, and get no more than the limit."""
+    owners, after, holders = [0] * len(flops), list(loads), holders or [()] * len(flops)
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    for index in sorted(range(len(flops)), key=lambda index: (-flops[index], index)):
-        rank = min(holders[index], key=after.__getitem__, default=None) if holders else None
+    for index in sorted(range(len(flops)), key=lambda index: (not holders[index], -flops[index], index)):
+        rank = min(holders[index], key=after.__getitem__, default=None)
         if rank is None or after[rank] + flops[index] > limit:
             while heap[0][0] != after[heap[0][1]]:  # has more to do by now
                 heapq.heappop(heap)
