@@ -27,7 +27,7 @@ from tests.support.counting import LiveBytes
 from tests.support.experts import FLAT, Experts, Sizes, build_with_experts, experts_of
 from tests.support.models import Block, build_dense
 from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.optimizer_twins import Matrices, Twins, drawn, flat, matrices, three_steps
+from tests.support.optimizer_twins import Matrices, Twins, drawn, flat, hybrid, matrices, three_steps
 
 # ---- who computes what ----------------------------------------------------------------------------------------------
 
@@ -106,6 +106,18 @@ def test_matrices_may_go_in_several_waves(limit: int, waves: int) -> None:
         patch.setattr(dist, "all_to_all_single", lambda *args, **kwargs: calls.append(0) or send(*args, **kwargs))
         three_steps(matrices(), plain, flat(3), without=2)
     assert len(calls) == 2 * 3 * waves
+
+
+@on_ranks(4)
+def test_what_goes_to_each_replica_counts_in_a_wave() -> None:
+    """Two matrices of 288 bytes for each owner, whose results go to two replicas."""
+    calls, send = [], dist.all_to_all_single
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "WAVE_BYTES", 2 * 288)
+        patch.setattr(dist, "all_to_all_single", lambda *args, **kwargs: calls.append(0) or send(*args, **kwargs))
+        Twins(equal_matrices(), plain, hybrid(3, "no_shard")).step(0)
+        Twins(equal_matrices(), plain, flat(3)).step(0)
+    assert len(calls) == 2 * 2 + 2 * 1
 
 
 def equal_matrices(count: int = 8, size: int = 12) -> nn.Module:

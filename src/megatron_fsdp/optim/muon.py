@@ -11,7 +11,8 @@ Each matrix has one owner among the ranks. The step is split where it needs the 
 The elementwise parts run on shards, so state stays sharded as the parameters and is saved and resharded as that of any
 other optimizer; each matrix is computed once, by the same kernels as in one process, so that results are the same bits.
 With P parameters over N ranks a rank sends and receives 2 P / N bytes in bf16 each way, and holds as many until the
-update. Replicas (the outer axis of HSDP, all ranks where nothing is sharded) share the work, too.
+update. Replicas (the outer axis of HSDP, all ranks where nothing is sharded) share the work, too. The memory of all
+messages is taken, and ranks agree that all have it, before the first is sent; what fails later on a rank fails on all.
 
 Matrices go in waves, so that an owner holds few of them at a time. While one is computed the operands of the next and
 the results of the one before travel:
@@ -41,7 +42,16 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import shown_grads
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners, holders_of, waves_of
+from megatron_fsdp.optim.whole_exchange import (
+    Exchange,
+    Messages,
+    Ranks,
+    agreed,
+    balanced_owners,
+    holders_of,
+    replicas_of,
+    waves_of,
+)
 from megatron_fsdp.sharding.shards import narrow_description
 
 Group = Mapping[str, Any]
@@ -52,7 +62,7 @@ SPLIT_KEY = "split_sizes"
 """Option of a parameter group: the rows of the matrices that its matrices are made of, each iterated by itself."""
 _MOMENTUM = "momentum_buffer"
 WAVE_BYTES = 256 << 20
-"""Bytes of operands that an owner receives at a time, unless a single matrix is larger."""
+"""Bytes that an owner receives, or sends to all replicas, at a time, unless those of a single matrix are more."""
 
 
 # ---- one matrix, by the functions of torch.optim.Muon (K. Jordan et al., "Muon", 2024) -------------------------------
@@ -232,7 +242,8 @@ class MuonStep:
         live = [place for place, grad in enumerate(shown_grads(params)) if grad is not None]
         stepped = [matrices[place] for place in live]
         planned = self._waves(stepped, [owners[place] for place in live])
-        ranks = {self._ranks[mesh]: {} for mesh in dict.fromkeys(matrix.frame.mesh for matrix in stepped)}
+        meshes = dict.fromkeys(matrix.frame.mesh for matrix in stepped)
+        ranks: dict[Ranks, dict[int, Any]] = {self._ranks[mesh]: {} for mesh in meshes}
         messages: list[Messages] = []
         error: Exception | None = None
         try:
@@ -284,7 +295,7 @@ class MuonStep:
             found = []
             for mesh in dict.fromkeys(frame.mesh for frame in frames):
                 members = [place for place, frame in enumerate(frames) if frame.mesh == mesh]
-                nbytes = [2 * math.prod(frames[place].shape) for place in members]
+                nbytes = [2 * math.prod(frames[place].shape) * replicas_of(frames[place]) for place in members]
                 for wave in waves_of([owners[place] for place in members], nbytes, WAVE_BYTES):
                     places = [members[index] for index in wave]
                     cut, whose = [frames[place] for place in places], [owners[place] for place in places]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,6 +89,12 @@ def holders_of(frame: ShardFrame) -> Sequence[int]:
     return () if shard is None or description.tensor_cut is not None else _places(description.use)[shard]
 
 
+def replicas_of(frame: ShardFrame) -> int:
+    """Return how many times the ranks of the mesh hold a tensor together."""
+    description = frame.description
+    return math.prod(n for dim, n in enumerate(description.use.sizes) if dim not in description.spread_dims)
+
+
 def balanced_owners(
     meshes: Sequence[DeviceMesh], costs: Sequence[int], holders: Sequence[Sequence[int]] = ()
 ) -> list[int]:
@@ -116,11 +123,11 @@ def balanced_owners(
 
 
 def waves_of(owners: Sequence[int], nbytes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Split matrices into waves in which no owner receives more than `limit` bytes, or a single matrix.
+    """Split matrices into waves in which no owner has more than `limit` bytes, or a single matrix.
 
     Args:
         owners: Of each matrix.
-        nbytes: Of each operand.
+        nbytes: Of each matrix, in the messages of its owner.
         limit: In bytes.
 
     Returns:
