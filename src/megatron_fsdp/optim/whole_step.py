@@ -8,7 +8,7 @@ checkpoints have it once and any number of ranks loads it. Numbers are the same 
 that update a parameter from that parameter's own gradient and state, and from nothing else. A class says so with
 `steps_whole_tensors`; of torch's own, Adafactor is one. With P parameters of b bytes over N ranks, a rank sends and
 receives about 3 b P / N in a step, and 2 b P / N more for each state of the parameter's shape; meanwhile owners hold
-these whole.
+these whole. The memory of messages is taken, and ranks agree that all have it, before the first is sent.
 
 *Replicated* (LBFGS): it takes dot products over all parameters together and calls its closure several times, each time
 at other weights, so that there is no part of a step that shards could do. The code of its class, unchanged, runs on
