@@ -194,6 +194,7 @@ class OwnedStep:
         for each in running:
             if each.whole is not None:
                 each.state = made.state.get(each.whole, {})
+                show_grad(each.whole, None)  # room for the messages
         told = self._agreed(tells=True)
         with torch.no_grad():
             items = {mesh: self._items_to_shards(mesh, told[mesh]) for mesh in self._meshes()}
