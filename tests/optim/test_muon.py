@@ -124,9 +124,9 @@ def equal_matrices(count: int = 8, size: int = 12) -> nn.Module:
     return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(count)))
 
 
-def bytes_of_a_step(build: Callable[[], nn.Module]) -> tuple[int, int]:
+def bytes_of_a_step(build: Callable[[], nn.Module], has_replicas: bool = False) -> tuple[int, int]:
     """Bytes that this rank sends in one step of Muon, to others and to itself; elements of all matrices."""
-    twins = Twins(build(), plain, flat(3))
+    twins = Twins(build(), plain, hybrid(3, "no_shard") if has_replicas else flat(3))
     sent, send = [], dist.all_to_all_single
     try:
         dist.all_to_all_single = lambda *args, **kwargs: sent.append(args[1].numel()) or send(*args, **kwargs)
@@ -140,6 +140,7 @@ def test_a_step_sends_two_bytes_per_element_each_way(run_ranks: RunRanks) -> Non
     sent = run_ranks(3, bytes_of_a_step, matrices)
     assert sum(nbytes for nbytes, _ in sent) == 4 * sent[0][1]
     assert run_ranks(4, bytes_of_a_step, equal_matrices) == [(4 * 8 * 144 // 4, 8 * 144)] * 4
+    assert run_ranks(4, bytes_of_a_step, equal_matrices, True) == [((2 + 2 * 2) * 8 * 144 // 4, 8 * 144)] * 4
 
 
 def bytes_to_others(units: list[type[nn.Module]]) -> int:
