@@ -226,14 +226,29 @@ class Exchange:
         return sum(box.numel for box in self.boxes(index, place))
 
     @functools.cached_property
-    def here_numel(self) -> int:
-        """Elements of this rank's shards of all matrices."""
-        return sum(self.numel(index, self.ranks.rank) for index in range(len(self.frames)))
+    def to_owners(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Elements of each matrix that go to each rank, and that come from each, on the way to owners."""
+        here, mine = self.ranks.rank, self.of[self.ranks.rank]
+        sent = [[self.numel(index, here) for index in own if self.sends(index, here)] for own in self.of]
+        came = [[self.numel(index, place) for index in mine if self.sends(index, place)] for place in self.places]
+        return sent, came
 
     @functools.cached_property
+    def to_shards(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The same on the way back."""
+        here, mine = self.ranks.rank, self.of[self.ranks.rank]
+        sent = [[self.numel(index, place) for index in mine] for place in self.places]
+        return sent, [[self.numel(index, here) for index in own] for own in self.of]
+
+    @property
+    def here_numel(self) -> int:
+        """Elements of this rank's shards of all matrices."""
+        return sum(map(sum, self.to_shards[1]))
+
+    @property
     def own_numel(self) -> int:
         """Elements that this rank, as an owner, sends back: at least as many as come."""
-        return sum(self.numel(index, place) for index in self.of[self.ranks.rank] for place in self.places)
+        return sum(map(sum, self.to_shards[0]))
 
 
 class Messages:
@@ -260,11 +275,7 @@ class Messages:
 
     def to_owners(self) -> None:
         """Start to send shards."""
-        exchange, rank = self.exchange, self.exchange.ranks.rank
-        sent = [[exchange.numel(i, rank) for i in own if exchange.sends(i, rank)] for own in exchange.of]
-        own = exchange.of[rank]
-        came = [[exchange.numel(i, place) for i in own if exchange.sends(i, place)] for place in exchange.places]
-        self._send(self._here, sent, self._own, came)
+        self._send(self._here, self._own, *self.exchange.to_owners)
 
     def whole(self) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's own matrices, put together from what has come: index and whole tensor."""
@@ -291,10 +302,7 @@ class Messages:
 
     def to_shards(self) -> None:
         """Start to send results to all ranks, each its shard."""
-        exchange, rank = self.exchange, self.exchange.ranks.rank
-        sent = [[exchange.numel(index, place) for index in exchange.of[rank]] for place in exchange.places]
-        came = [[exchange.numel(index, rank) for index in own] for own in exchange.of]
-        self._send(self._own, sent, self._here, came)
+        self._send(self._own, self._here, *self.exchange.to_shards)
 
     def shards(self) -> Iterator[tuple[int, Tensor]]:
         """Yield what has come: index, and this rank's shard as `frame.description.local_shape`."""
@@ -310,7 +318,7 @@ class Messages:
         if is_last:
             del self._here, self._own
 
-    def _send(self, source: Tensor, sent: list[list[int]], target: Tensor, came: list[list[int]]) -> None:
+    def _send(self, source: Tensor, target: Tensor, sent: list[list[int]], came: list[list[int]]) -> None:
         """Start an all-to-all of the parts that go to each rank and come from each, with these lengths."""
         to, of = list(map(sum, sent)), list(map(sum, came))
         source, target = source[: sum(to)], target[: sum(of)]
