@@ -204,7 +204,7 @@ def fully_shard_model(
         disable_symmetric_registration: Register without symmetric windows; with `nccl_ub`.
         enable_fine_grained_param_gather: Gather the modules inside units one by one.
         use_decoupled_grad: Set gradients as `param.decoupled_grad` in `main_grads_dtype`, never cast, and leave
-            `.grad` None; for optimizers that read them there.
+            `.grad` None; for optimizers that read them there, Muon, LBFGS and those that step whole tensors.
         cuda_graph_mode: Let whole steps be captured in a CUDA graph and replayed: communication memory, gathered
             weights and gradients keep their addresses, and `zero_grad` sets gradients to zero in place. Run a few
             steps before capturing (docs/memory.md).

@@ -180,6 +180,9 @@ def test_what_a_chain_cannot_do_is_refused_on_all_ranks() -> None:
     vectors.add_param_group({"params": [param for param in params if param.dim() == 1]})
     with pytest.raises(ConfigurationError, match="Muon was given a parameter of shape"):
         fully_shard_optimizer(ChainedOptimizer(vectors))
+    nothing = torch.optim.Muon([{"params": []}])
+    with pytest.raises(ConfigurationError, match=r"^Muon, in a ChainedOptimizer, has no parameters; build it on"):
+        fully_shard_optimizer(ChainedOptimizer(nothing, torch.optim.AdamW(params)))
 
 
 def test_what_is_no_chain_is_refused() -> None:

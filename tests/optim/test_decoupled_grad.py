@@ -8,11 +8,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import (
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    steps_whole_tensors,
+)
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, weights
 from tests.support.on_ranks import on_ranks
+from tests.support.optimizer_twins import Make, Twins, drawn, flat, matrices
 
 STRATEGIES = [0, 1, 2, 3]
 BF16_GRADS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
@@ -176,6 +185,49 @@ def test_what_is_in_grad_all_the_same_is_added(strategy: int) -> None:
     model.finish_grad_sync()
     assert all(param.grad is None for param in model.parameters())
     assert largest_difference(shown(model), {name: grad + 1.0 for name, grad in whole_gradients().items()}) <= 1e-6
+
+
+class DecoupledTwins(Twins):
+    """With gradients of float64, which one process has in `.grad` of parameters of float32."""
+
+    def step(self, step: int, without: int | None = None) -> None:
+        for index, (param, copy) in enumerate(zip(self.params, self.copies, strict=True)):
+            grad = None if index == without else drawn(copy.shape, step, index, torch.float64)
+            copy.grad = None
+            copy.grad_dtype = torch.float64
+            copy.grad = grad
+            frame = param.shard_frame  # type: ignore[attr-defined]
+            shard = None if grad is None else UnevenDTensor.wrap(frame.take(grad).clone(), frame)
+            param.decoupled_grad = shard  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.reference.step()
+
+
+KINDS: dict[str, Make] = {
+    "muon": lambda params: torch.optim.Muon(params, lr=0.1),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
+    "declared": lambda params: Declared(params),
+}
+
+
+@steps_whole_tensors
+class Declared(DecoupledSGD):
+    """Is stepped on whole tensors."""
+
+
+@pytest.mark.full(short=["muon-3-2", "adafactor-1-3", "declared-2-2"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks()
+def test_optimizers_of_whole_tensors_read_them_uncast(kind: str, strategy: int) -> None:
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float64)
+    arguments = {**flat(strategy), "mixed_precision_policy": policy, "use_decoupled_grad": True}
+    twins = DecoupledTwins(matrices(), KINDS[kind], arguments)
+    for step in range(3):
+        twins.step(step, without=2 if step == 0 else None)
+        assert twins.differing() == [], f"step {step}"
+    assert kind != "muon" or twins.optimizer.state[twins.params[0]]["momentum_buffer"].dtype == torch.float64
 
 
 @on_ranks(2)

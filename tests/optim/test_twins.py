@@ -12,6 +12,8 @@ from tests.conftest import RunRanks
 from tests.optim.test_adamw8bit import blocks, eight_bits
 from tests.optim.test_chained import chain, chain_of_sgd, mixed
 from tests.optim.test_whole_step import Factored
+from tests.support.arrangements import divide_tensors, tensor_parallel
+from tests.support.models import Block, build_dense
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps
 
@@ -78,6 +80,15 @@ def test_every_strategy_steps_as_one_process(kind: str, strategy: int) -> None:
 @on_ranks(4)
 def test_hybrid_sharding_steps_as_one_process(kind: str, outer: str) -> None:
     check_three_steps(kind, hybrid(3, outer))
+
+
+@on_ranks(4)
+def test_tensor_parallel_parts_step_as_one_process() -> None:
+    """Muon's are among its own tests."""
+    arrangement, model = tensor_parallel(divide_tensors), build_dense()
+    arrangement.place(model)
+    sharding = {"zero_dp_strategy": 3, "fsdp_unit_modules": [Block]}
+    three_steps(model, KINDS["adafactor"][1], {**arrangement.arguments(), **sharding}, without=2)
 
 
 def after(kind: str, steps: int) -> Twins:

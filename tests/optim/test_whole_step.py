@@ -26,16 +26,19 @@ from tests.support.optimizer_twins import Twins, flat, hybrid, matrices
 
 @steps_whole_tensors
 class Factored(torch.optim.Optimizer):
-    """In the manner of Shampoo: factors in a list, a tensor of the parameter's shape, numbers of several kinds."""
+    """In the manner of Shampoo: factors in a list, a tensor of the parameter's shape, numbers of several kinds.
+
+    It counts steps in its groups, as those of `pytorch_optimizer` do, from the first one on.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "calls": 0})
+        super().__init__(params, {"lr": lr})
         self.fails = False
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group["calls"] += 1
+            group["calls"] = group.get("calls", 0) + 1
             for param in group["params"]:
                 if param.grad is None:
                     continue
@@ -54,32 +57,20 @@ class Factored(torch.optim.Optimizer):
                 ]
                 left, right = (factor + torch.eye(len(factor)) for factor in state["factors"])
                 update = torch.linalg.solve(left, state["mean"]) @ torch.linalg.inv(right)
-                param.add_(update, alpha=-group["lr"])
+                param.add_(update, alpha=-group["lr"] / group["calls"])
+
+
+@on_ranks(2)
+def test_shards_of_state_keep_no_memory_of_messages_alive() -> None:
+    twins = Twins(matrices(), Factored, flat(3))
+    for step in range(2):
+        twins.step(step)
+    shards = [twins.optimizer.state[param]["mean"]._local_tensor for param in twins.params]
+    kept = {shard.untyped_storage().data_ptr(): shard.untyped_storage().nbytes() for shard in shards}
+    assert sum(kept.values()) == sum(shard.nbytes for shard in shards)
 
 
 # ---- refusals and failures -------------------------------------------------------------------------------------------
-
-
-def failures(ranks: tuple[int, ...]) -> list[tuple[str, str]]:
-    """A step that fails on some ranks, one that succeeds, and one with a closure."""
-    found = []
-    fails = dist.get_rank() in ranks
-    twins = Twins(matrices(), Factored, flat(3))
-    before = [param.full_tensor().clone() for param in twins.params]
-    twins.optimizer.fails = fails  # type: ignore[attr-defined]
-    try:
-        twins.step(0)
-    except RuntimeError as error:
-        found.append(message_of(error))
-    assert all(torch.equal(param.full_tensor(), value) for param, value in zip(twins.params, before, strict=True))
-    twins.optimizer.fails = False  # type: ignore[attr-defined]
-    twins.step(0)
-    assert twins.differing() == []
-    try:
-        twins.optimizer.step(lambda: 0.0)
-    except ValueError as error:
-        found.append(message_of(error))
-    return found
 
 
 @on_ranks(4)
@@ -157,7 +148,6 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> No
     refused: tuple[tuple[type[torch.optim.Optimizer], dict[str, Any], str], ...] = (
         (Undeclared, {}, "Undeclared cannot update sharded parameters: it works on whole tensors"),
         (UndeclaredFactored, {}, "UndeclaredFactored is derived from a class that steps_whole_tensors declares"),
-        (Factored, {"use_decoupled_grad": True}, "with use_decoupled_grad=True gradients are in param.decoupled_grad"),
     )
     for kind, options, text in refused:
         first, second = run_ranks(2, connect_undeclared, kind, options)
@@ -283,6 +273,16 @@ def test_every_strategy_steps_as_one_process(search: str, strategy: int) -> None
     for param, other, start in zip(alone.params, at_once.params, before, strict=True):
         assert torch.allclose(param, other, rtol=0, atol=2e-4)
         assert not torch.allclose(param, start, rtol=0, atol=2e-2)
+
+
+@on_ranks(2)
+def test_decoupled_gradients_are_read() -> None:
+    sharded, alone = Sharded("wolfe", {**flat(3), "use_decoupled_grad": True}), Alone("wolfe")
+    for step in range(2):
+        sharded.step(step)
+        alone.step(step, 2)
+        assert all(param.grad is None for param in sharded.model.parameters())
+        assert sharded.differing(alone) == [], f"step {step}"
 
 
 @pytest.mark.full(short=["wolfe-2"])

@@ -40,6 +40,14 @@ def test_a_stack_counts_as_its_matrices() -> None:
     assert (work.imbalance, work.sent_bytes, work.largest_numel) == (4 / 3, 4 * 96 / 2, 32)
 
 
+def test_results_go_to_all_replicas() -> None:
+    config = {**PRESETS["llama-3-8b"], "num_hidden_layers": 2}
+    for arguments, replicas in (({}, 2), ({"outer_strategy": "optim"}, 1), ({"strategy": 0}, 4)):
+        work = plan(config, {"dp_outer": 2, "dp_shard": 2}, optimizer="muon", **arguments).model.muon
+        assert work is not None
+        assert (work.ranks, work.replicas, work.sent_bytes) == (4, replicas, 2 * (1 + replicas) * work.numel / 4)
+
+
 def test_published_models_are_shared_evenly_where_whole_matrices_can_be() -> None:
     """Work at most 1.05 of the mean but for Llama's few matrices; bytes at most 1.01, unless owners have few each."""
     rows = {name: " ".join(cells) for name, _, *cells in balance_rows()}

@@ -35,9 +35,9 @@ def matrices() -> nn.Module:
         return Matrices()
 
 
-def drawn(shape: torch.Size, step: int, index: int) -> Tensor:
+def drawn(shape: torch.Size, step: int, index: int, dtype: torch.dtype | None = None) -> Tensor:
     """The gradient of a parameter in a step, the same wherever it is drawn."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + index))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + index), dtype=dtype)
 
 
 Make = Callable[[Sequence[Any]], torch.optim.Optimizer]

@@ -147,10 +147,16 @@ class OptimizerMatch:
         """Load state and options by the optimizer's own `load_state_dict`, with its hooks."""
         optimizer, state = self._optimizer, dict[int, Any]()
         positions = {name: position for position, name in enumerate(self._params)}
+        counts = {
+            name
+            for names, found in zip(self._names, self._group_options, strict=True)
+            for name in names
+            if "step" in found
+        }
         for name, leaves in self.leaves.items():
             slots = filled(leaves, objects)
             step = self.options.get(name, {}).get("step")  # where Megatron keeps the step counter
-            if ("step",) not in slots and isinstance(step, int | float):
+            if ("step",) not in slots and name not in counts and isinstance(step, int | float):
                 slots["step",] = torch.tensor(float(step))
             state[positions[name]] = naming.unflatten(slots)
         for name in self.kept:
@@ -277,10 +283,15 @@ class OptimizerMatch:
         return nested.get(OPTIMIZER, {}).get(GROUPS)
 
     def _options_of(self, position: int, names: Sequence[str]) -> dict[str, Any]:
-        """Return the stored options that a live group takes over, which are to be the same for all in it."""
+        """Return the stored options that a live group takes over, which are to be the same for all in it.
+
+        Those that it does not have yet are taken over from its own class, some of which count steps there.
+        """
         wanted: dict[str, Any] = {}
         group = self._optimizer.param_groups[position]
-        for key in group.keys() - {"params"}:
+        is_own = bool(self.options) and self._stored_kind() == kind_of(self._optimizer)
+        stored = chain.from_iterable(self.options.get(name, ()) for name in names) if is_own else ()
+        for key in {*group, *stored} - {"params"}:
             found = {name: self.options[name][key] for name in names if key in self.options.get(name, ())}
             if not found:
                 continue
@@ -291,14 +302,16 @@ class OptimizerMatch:
                     f"{self._folder.path}: param_groups[{position}] holds {first} and {other}, which had different "
                     f"{key} when they were saved ({value!r} and {found[other]!r}); group parameters as they were then"
                 )
-            wanted[key] = tuple(value) if isinstance(group[key], tuple) and isinstance(value, list) else value
+            wanted[key] = tuple(value) if isinstance(group.get(key), tuple) and isinstance(value, list) else value
         return wanted
+
+    def _stored_kind(self) -> Any:
+        return self._folder.read_object(_KIND) if _KIND in self._folder.objects else None
 
     def _match_rest(self, *, has_state: bool) -> None:
         if has_state and not self.options:
             self._match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
-        kind = self._folder.read_object(_KIND) if _KIND in self._folder.objects else None
-        own = kind_of(self._optimizer)
+        kind, own = self._stored_kind(), kind_of(self._optimizer)
         if kind not in (None, own):
             self._match.unexpected.append(f"{_KIND} (state of {kind!s:.100}, and the optimizer is {own})")
         prefixes = (_STATE, _META, f"{_GROUPS}.", _KIND)

@@ -89,6 +89,26 @@ def get_grads(params: Sequence[torch.Tensor], attribute: GradAttribute) -> list[
         return list(map(_GRAD, params)) if attribute == GRAD else [get_grad(param, attribute) for param in params]
 
 
+def shown_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the gradients of several parameters from wherever they are."""
+    decoupled = get_grads(params, DECOUPLED)
+    return [own if other is None else other for own, other in zip(get_grads(params, GRAD), decoupled, strict=True)]
+
+
+def show_grad(copy: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Set the gradient of a whole copy of a parameter, where torch's optimizers look and where others do.
+
+    Args:
+        copy: Of the main weight.
+        grad: As it was accumulated, of any dtype; None: none.
+    """
+    copy.grad = None
+    if grad is not None:
+        copy.grad_dtype = grad.dtype
+    copy.grad = grad
+    copy.decoupled_grad = grad  # type: ignore[attr-defined]
+
+
 def set_grads(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
     """Set `.grad` of each of some parameters."""
     with plain_attributes():

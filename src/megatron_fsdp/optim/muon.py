@@ -11,7 +11,8 @@ Each matrix has one owner among the ranks. The step is split where it needs the 
 The elementwise parts run on shards, so state stays sharded as the parameters and is saved and resharded as that of any
 other optimizer; each matrix is computed once, by the same kernels as in one process, so that results are the same bits.
 With P parameters over N ranks a rank sends and receives 2 P / N bytes in bf16 each way, and holds as many until the
-update. Replicas (the outer axis of HSDP, all ranks where nothing is sharded) share the work, too.
+update. Replicas (the outer axis of HSDP, all ranks where nothing is sharded) share the work, too. The memory of all
+messages is taken, and ranks agree that all have it, before the first is sent; what fails later on a rank fails on all.
 
 Matrices go in waves, so that an owner holds few of them at a time. While one is computed the operands of the next and
 the results of the one before travel:
@@ -27,6 +28,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -38,9 +40,18 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
-from megatron_fsdp.engine.gradients import GRAD, get_grads
+from megatron_fsdp.engine.gradients import shown_grads
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, agreed, balanced_owners, waves_of
+from megatron_fsdp.optim.whole_exchange import (
+    Exchange,
+    Messages,
+    Ranks,
+    agreed,
+    balanced_owners,
+    holders_of,
+    replicas_of,
+    waves_of,
+)
 from megatron_fsdp.sharding.shards import narrow_description
 
 Group = Mapping[str, Any]
@@ -51,7 +62,7 @@ SPLIT_KEY = "split_sizes"
 """Option of a parameter group: the rows of the matrices that its matrices are made of, each iterated by itself."""
 _MOMENTUM = "momentum_buffer"
 WAVE_BYTES = 256 << 20
-"""Bytes of operands that an owner receives at a time, unless a single matrix is larger."""
+"""Bytes that an owner receives, or sends to all replicas, at a time, unless those of a single matrix are more."""
 
 
 # ---- one matrix, by the functions of torch.optim.Muon (K. Jordan et al., "Muon", 2024) -------------------------------
@@ -167,7 +178,8 @@ class _Matrix:
     def operand(self, state: State) -> Tensor:
         """Update the momentum of this rank's shard, and return the shard of what is orthogonalized."""
         frame, momentum = self.param.shard_frame, self.group["momentum"]
-        sharded: Any = as_sharded(cast(Tensor, self.param.grad), frame)
+        (shown,) = shown_grads([self.param])
+        sharded: Any = as_sharded(cast(Tensor, shown), frame)
         grad = sharded._local_tensor
         if _MOMENTUM not in state:
             blank = torch.zeros_like(grad, memory_format=torch.contiguous_format)
@@ -221,16 +233,27 @@ class MuonStep:
         """Update all parameters that have a gradient; collective over the ranks of their meshes.
 
         Raises:
-            RankError: Momentum or iteration have failed on some rank; on all ranks. No weight was updated.
+            RankError: Some rank lacks memory, or momentum or iteration have failed there; on all ranks. No weight was
+                updated.
         """
         matrices = list(self._matrices(optimizer))
         owners = self._owners(matrices)
         params = [matrix.param for matrix in matrices]
-        live = [place for place, grad in enumerate(get_grads(params, GRAD)) if grad is not None]
+        live = [place for place, grad in enumerate(shown_grads(params)) if grad is not None]
         stepped = [matrices[place] for place in live]
+        planned = self._waves(stepped, [owners[place] for place in live])
+        meshes = dict.fromkeys(matrix.frame.mesh for matrix in stepped)
+        ranks: dict[Ranks, dict[int, Any]] = {self._ranks[mesh]: {} for mesh in meshes}
+        messages: list[Messages] = []
+        error: Exception | None = None
+        try:
+            messages = _reserve([exchange for _, exchange in planned], matrices[0].param.device)
+        except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
+            error = met
+        agreed(ranks, error)
         waves = [
-            _Wave([stepped[index] for index in members], exchange, optimizer.state)
-            for members, exchange in self._waves(stepped, [owners[place] for place in live])
+            _Wave([stepped[index] for index in members], each, optimizer.state)
+            for (members, _), each in zip(planned, messages, strict=True)
         ]
         for turn in range(len(waves) + 2):
             if turn < len(waves):
@@ -240,8 +263,7 @@ class MuonStep:
             if turn > 1:
                 waves[turn - 2].receive()
         failed = next((wave.error for wave in waves if wave.error is not None), None)
-        meshes = dict.fromkeys(matrix.frame.mesh for matrix in stepped)
-        agreed({self._ranks[mesh]: {} for mesh in meshes}, failed)
+        agreed(ranks, failed)
         for wave in waves:
             wave.apply()
 
@@ -259,7 +281,8 @@ class MuonStep:
         key = [(matrix.frame, matrix.group["ns_steps"]) for matrix in matrices]
         if key != self._owned[0]:
             meshes = [matrix.frame.mesh for matrix in matrices]
-            self._owned = key, balanced_owners(meshes, [matrix.flops for matrix in matrices])
+            costs, holders = [matrix.flops for matrix in matrices], [holders_of(matrix.frame) for matrix in matrices]
+            self._owned = key, balanced_owners(meshes, costs, holders)
             for mesh in dict.fromkeys(meshes):
                 self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)
         return self._owned[1]
@@ -272,7 +295,7 @@ class MuonStep:
             found = []
             for mesh in dict.fromkeys(frame.mesh for frame in frames):
                 members = [place for place, frame in enumerate(frames) if frame.mesh == mesh]
-                nbytes = [2 * math.prod(frames[place].shape) for place in members]
+                nbytes = [2 * math.prod(frames[place].shape) * replicas_of(frames[place]) for place in members]
                 for wave in waves_of([owners[place] for place in members], nbytes, WAVE_BYTES):
                     places = [members[index] for index in wave]
                     cut, whose = [frames[place] for place in places], [owners[place] for place in places]
@@ -281,48 +304,56 @@ class MuonStep:
         return self._planned[1]
 
 
+def _reserve(exchanges: Sequence[Exchange], device: torch.device) -> list[Messages]:
+    """Take the memory of all messages of a step: shards of each wave, and whole matrices of three waves in turn."""
+    numels = [exchange.here_numel for exchange in exchanges]
+    largest = max((exchange.own_numel for exchange in exchanges), default=0)
+    here = torch.empty(sum(numels), dtype=torch.bfloat16, device=device)
+    own = torch.empty(min(3, len(exchanges)), largest, dtype=torch.bfloat16, device=device)
+    return list(map(Messages, exchanges, here.split(numels), itertools.cycle(own)))
+
+
 class _Wave:
     """Some matrices that travel, are computed and return together.
 
     Attributes:
-        error: What momentum or iteration have met on this rank.
+        error: What momentum or iteration have met on this rank; what is sent then is not used.
     """
 
-    def __init__(self, matrices: Sequence[_Matrix], exchange: Exchange, state: MutableMapping[Tensor, State]) -> None:
-        self._matrices, self._exchange, self._state = matrices, exchange, state
-        self._updates: list[tuple[int, Tensor]] = []
+    def __init__(self, matrices: Sequence[_Matrix], messages: Messages, state: MutableMapping[Tensor, State]) -> None:
+        self._matrices, self._messages, self._state = matrices, messages, state
         self.error: Exception | None = None
 
     def send(self) -> None:
         """Update momentum, and start to send operands to their owners."""
-        try:
-            operands = [matrix.operand(self._state[matrix.param]) for matrix in self._matrices]
-        except Exception as error:  # noqa: BLE001 - the other ranks must raise, too
-            self.error = error.with_traceback(None)
-            operands = [torch.zeros_like(each.weight, dtype=torch.bfloat16) for each in self._matrices]
-        self._like = operands[0].new_zeros(1, 1)
-        self._sent = self._exchange.to_owners(operands)
+        with self._others_wait():
+            self._messages.pack_shards([matrix.operand(self._state[matrix.param]) for matrix in self._matrices])
+        self._messages.to_owners()
 
     def compute(self) -> None:
-        """Compute this rank's matrices, and start to send the results; blanks where that fails, as others wait."""
-        received, results = self._sent.wait(), {}
-        try:
-            for index, operand in self._exchange.whole(received):
-                results[index] = self._matrices[index].orthogonalized(operand)
-        except Exception as error:  # noqa: BLE001 - the other ranks must raise, too
-            self.error = error.with_traceback(None)  # which would keep the tensors
-            results = {index: self._like.expand(self._matrices[index].frame.shape) for index in self._exchange.own}
-        self._sent = self._exchange.to_shards(results, self._like)
+        """Compute this rank's matrices, and start to send the results."""
+        self._messages.wait()
+        with self._others_wait():
+            whole = self._messages.whole()
+            self._messages.pack_results({index: self._matrices[index].orthogonalized(each) for index, each in whole})
+        self._messages.to_shards()
 
     def receive(self) -> None:
-        """Take this rank's shards of all results."""
-        self._updates = list(self._exchange.shards(self._sent.wait()))
-        del self._sent
+        """Wait for this rank's shards of all results."""
+        self._messages.wait(is_last=True)
 
     def apply(self) -> None:
         """Update this rank's shards."""
-        for index, result in self._updates:
+        for index, result in self._messages.shards():
             self._matrices[index].apply(result)
+
+    @contextmanager
+    def _others_wait(self) -> Iterator[None]:
+        """Keep what fails for later: the other ranks wait for this one's messages, and must raise, too."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - see above
+            self.error = error.with_traceback(None)  # which would keep the tensors
 
 
 class MuonStandIn(torch.optim.Muon):

@@ -513,8 +513,10 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str])
     Raises:
         ConfigurationError: A parameter of the optimizer is none of the model's.
     """
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise ConfigurationError("the optimizer has no parameters; build it on the parameters of the model")
+    for each in members_of(optimizer):
+        if not params_of(each):
+            name = "the optimizer" if each is optimizer else f"{type(each).__name__}, in a ChainedOptimizer,"
+            raise ConfigurationError(f"{name} has no parameters; build it on the parameters of the model")
     for position, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             if id(param) not in known:
@@ -600,17 +602,16 @@ def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) 
     """Refuse an optimizer that would find no gradient, and so train nothing without a word.
 
     Raises:
-        ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's `step` is torch's own.
+        ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's step on shards is torch's or ours.
     """
     if isinstance(optimizer, ChainedOptimizer):
         for each in optimizer.optimizers:
             check_reads_decoupled(each, is_decoupled)
     kind = type(optimizer)
     is_torch = kind.step.__module__.startswith("torch.optim")
-    if is_decoupled and (is_torch or isinstance(optimizer, AdamW8bit) or steps_owned(optimizer)):
-        whose = (
-            "stepped whole" if steps_owned(optimizer) else "one of torch's own" if is_torch else "one of this library"
-        )
+    is_shown = steps_owned(optimizer) or steps_replicated(optimizer) or kind is torch.optim.Muon
+    if is_decoupled and not is_shown and (is_torch or isinstance(optimizer, AdamW8bit)):
+        whose = "one of torch's own" if is_torch else "one of this library"
         raise ConfigurationError(
             f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {kind.__name__}, {whose}, "
             "does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"

@@ -8,8 +8,10 @@ Of replicas (the outer axis of HSDP, all ranks where nothing is sharded) only th
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,38 +24,86 @@ from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.comm.groups import group_over
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.errors import RankError
-from megatron_fsdp.sharding.shards import Box
+from megatron_fsdp.sharding.shards import Box, MeshUse
 
 # ---- who computes what (pure) ----------------------------------------------------------------------------------------
 
 
-def assign_owners(flops: Sequence[int], loads: list[int]) -> tuple[int, ...]:
+def assign_owners(flops: Sequence[int], loads: list[int], holders: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
     """Give every matrix an owner, the costliest first, each to the rank that has least to do.
+
+    A rank that holds a matrix whole comes first, where no rank then has more than 1.05 of the mean, or than it would
+    have otherwise: nothing has to be sent.
 
     Args:
         flops: Cost of each matrix.
         loads: What each rank has to do already, to which the costs are added.
+        holders: The ranks that hold each matrix whole; empty: not known.
 
     Returns:
         The owner of each matrix; the same on every rank. Without loads at the begin, the busiest rank has at most 4/3
-        of the least possible (R. Graham, "Bounds on multiprocessing timing anomalies", 1969).
+        of the least possible (R. Graham, "Bounds on multiprocessing timing anomalies", 1969), or 1.05 of the mean.
     """
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    owners = [0] * len(flops)
-    for index in sorted(range(len(flops)), key=lambda index: (-flops[index], index)):
-        load, rank = heap[0]
-        owners[index], loads[rank] = rank, load + flops[index]
-        heapq.heapreplace(heap, (loads[rank], rank))
+    owners, after = _assigned(flops, loads)
+    if any(holders):
+        limit = max(*after, 1.05 * sum(after) / len(after))
+        near, near_after = _assigned(flops, loads, holders, limit)
+        if max(near_after) <= limit:
+            owners, after = near, near_after
+    loads[:] = after
     return tuple(owners)
 
 
-def balanced_owners(meshes: Sequence[DeviceMesh], costs: Sequence[int]) -> list[int]:
+def _assigned(
+    flops: Sequence[int], loads: Sequence[int], holders: Sequence[Sequence[int]] = (), limit: float = 0.0
+) -> tuple[list[int], list[int]]:
+    """Return the owners, and what each rank has to do then; holders come first, and get no more than the limit."""
+    owners, after, holders = [0] * len(flops), list(loads), holders or [()] * len(flops)
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for index in sorted(range(len(flops)), key=lambda index: (not holders[index], -flops[index], index)):
+        rank = min(holders[index], key=after.__getitem__, default=None)
+        if rank is None or after[rank] + flops[index] > limit:
+            while heap[0][0] != after[heap[0][1]]:  # has more to do by now
+                heapq.heappop(heap)
+            rank = heap[0][1]
+        owners[index] = rank
+        after[rank] += flops[index]
+        heapq.heappush(heap, (after[rank], rank))
+    return owners, after
+
+
+@functools.cache
+def _places(use: MeshUse) -> dict[int, list[int]]:
+    """Return the places in the mesh that hold each shard."""
+    found: dict[int, list[int]] = {}
+    for place, coordinate in enumerate(itertools.product(*map(range, use.sizes))):
+        found.setdefault(use.shard_at(coordinate), []).append(place)
+    return found
+
+
+def holders_of(frame: ShardFrame) -> Sequence[int]:
+    """Return the places in the mesh that hold a tensor whole, while others hold nothing of it."""
+    description = frame.description
+    shard = description.cut.whole_shard
+    return () if shard is None or description.tensor_cut is not None else _places(description.use)[shard]
+
+
+def replicas_of(frame: ShardFrame) -> int:
+    """Return how many times the ranks of the mesh hold a tensor together."""
+    description = frame.description
+    return math.prod(n for dim, n in enumerate(description.use.sizes) if dim not in description.spread_dims)
+
+
+def balanced_owners(
+    meshes: Sequence[DeviceMesh], costs: Sequence[int], holders: Sequence[Sequence[int]] = ()
+) -> list[int]:
     """Give every tensor an owner among the ranks of its mesh, so that ranks have about the same to do over all meshes.
 
     Args:
         meshes: Of each tensor.
         costs: Of each tensor.
+        holders: As for `assign_owners`, places in the mesh of each.
 
     Returns:
         Places in the meshes; the same on every rank of a mesh. The largest meshes come first, and what they leave to do
@@ -65,19 +115,19 @@ def balanced_owners(meshes: Sequence[DeviceMesh], costs: Sequence[int]) -> list[
         ranks = mesh.mesh.flatten().tolist()
         known = [load for load in loads if load.keys() >= set(ranks)]
         had = [sum(load[rank] for load in known) for rank in ranks]
-        have = list(had)
-        for place, owner in zip(members, assign_owners([costs[place] for place in members], have), strict=True):
+        have, near = list(had), [holders[place] for place in members] if holders else ()
+        for place, owner in zip(members, assign_owners([costs[place] for place in members], have, near), strict=True):
             owners[place] = owner
         loads.append({rank: now - before for rank, now, before in zip(ranks, have, had, strict=True)})
     return owners
 
 
 def waves_of(owners: Sequence[int], nbytes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Split matrices into waves in which no owner receives more than `limit` bytes, or a single matrix.
+    """Split matrices into waves in which no owner has more than `limit` bytes, or a single matrix.
 
     Args:
         owners: Of each matrix.
-        nbytes: Of each operand.
+        nbytes: Of each matrix, in the messages of its owner.
         limit: In bytes.
 
     Returns:
@@ -140,7 +190,7 @@ def _judge_step(reports: Sequence[tuple[str | None, Any]]) -> Problem | None:
 
 
 class Exchange:
-    """The messages of some matrices between the ranks that hold shards of them and their owners.
+    """Which parts of some matrices travel between the ranks that hold shards of them and their owners.
 
     Args:
         frames: How each matrix is cut.
@@ -149,125 +199,144 @@ class Exchange:
     """
 
     def __init__(self, frames: Sequence[ShardFrame], owners: Sequence[int], ranks: Ranks) -> None:
-        self._frames, self._owners, self._ranks = frames, owners, ranks
-        self._places = range(len(ranks.coordinates))
-        self._of: list[list[int]] = [[] for _ in self._places]
+        self.frames, self.ranks, self._owners = frames, ranks, owners
+        self.places = range(len(ranks.coordinates))
+        self.of: list[list[int]] = [[] for _ in self.places]  # each owner's matrices
         for index, owner in enumerate(owners):
-            self._of[owner].append(index)
+            self.of[owner].append(index)
         self._found: dict[tuple[int, int], tuple[Box, ...]] = {}
 
+    def sends(self, index: int, place: int) -> bool:
+        """Return whether a rank sends its shard to the owner: those that hold one copy of the matrix between them."""
+        spread = self.frames[index].description.spread_dims
+        own, other = self.ranks.coordinates[self._owners[index]], self.ranks.coordinates[place]
+        return all(a == b for dim, (a, b) in enumerate(zip(own, other, strict=True)) if dim not in spread)
+
+    def boxes(self, index: int, place: int) -> tuple[Box, ...]:
+        """Return what a rank holds of a matrix."""
+        if (index, place) not in self._found:
+            coordinate = self.ranks.coordinates[place]
+            self._found[index, place] = self.frames[index].description.boxes_at(coordinate)
+        return self._found[index, place]
+
+    def numel(self, index: int, place: int) -> int:
+        """Return the number of elements that a rank holds of a matrix."""
+        return sum(box.numel for box in self.boxes(index, place))
+
+    @functools.cached_property
+    def to_owners(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Elements of each matrix that go to each rank, and that come from each, on the way to owners."""
+        here, mine = self.ranks.rank, self.of[self.ranks.rank]
+        sent = [[self.numel(index, here) for index in own if self.sends(index, here)] for own in self.of]
+        came = [[self.numel(index, place) for index in mine if self.sends(index, place)] for place in self.places]
+        return sent, came
+
+    @functools.cached_property
+    def to_shards(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The same on the way back."""
+        here, mine = self.ranks.rank, self.of[self.ranks.rank]
+        sent = [[self.numel(index, place) for index in mine] for place in self.places]
+        return sent, [[self.numel(index, here) for index in own] for own in self.of]
+
     @property
-    def own(self) -> list[int]:
-        """This rank's own matrices, by index."""
-        return self._of[self._ranks.rank]
+    def here_numel(self) -> int:
+        """Elements of this rank's shards of all matrices."""
+        return sum(map(sum, self.to_shards[1]))
 
-    def to_owners(self, shards: Sequence[Tensor]) -> _Sent:
-        """Start to send the operands' shards.
+    @property
+    def own_numel(self) -> int:
+        """Elements that this rank, as an owner, sends back: at least as many as come."""
+        return sum(map(sum, self.to_shards[0]))
 
-        Args:
-            shards: This rank's shard of each matrix; one dtype.
-        """
-        here = self._ranks.rank
-        sent = [
-            [shards[index].reshape(-1) for index in self._of[place] if self._sends(index, here)]
-            for place in self._places
-        ]
-        expected = [
-            [self._numel(index, place) for index in self._of[here] if self._sends(index, place)]
-            for place in self._places
-        ]
-        return _Sent(self._ranks.group, sent, expected, shards[0])
 
-    def whole(self, received: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's own matrices, put together from what `to_owners` has brought: index and whole tensor."""
-        here = self._ranks.rank
-        pieces = [iter(parts) for parts in received]
-        for index in self._of[here]:
+class Messages:
+    """An exchange's message to the owners, the one back, or both; no memory is taken once a message is under way.
+
+    So ranks can agree that all have room before the first of them sends, which leaves none waiting for another.
+
+    Args:
+        exchange: Of one dtype.
+        here: Memory of `here_numel` elements, flat: shards, by owner.
+        own: Memory of `own_numel` elements, flat: this rank's own matrices, cut up by rank.
+    """
+
+    def __init__(self, exchange: Exchange, here: Tensor, own: Tensor) -> None:
+        self.exchange, self._here, self._own = exchange, here, own
+        self._work: dist.Work | None = None
+        self._parts: list[list[Tensor]] = []
+
+    def pack_shards(self, shards: Sequence[Tensor]) -> None:
+        """Take this rank's shard of each matrix, to be sent by `to_owners`."""
+        exchange, here = self.exchange, self.exchange.ranks.rank
+        places = [index for own in exchange.of for index in own if exchange.sends(index, here)]
+        _pack([shards[index].reshape(-1) for index in places], self._here)
+
+    def to_owners(self) -> None:
+        """Start to send shards."""
+        self._send(self._here, self._own, *self.exchange.to_owners)
+
+    def whole(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's own matrices, put together from what has come: index and whole tensor."""
+        exchange = self.exchange
+        pieces = [iter(parts) for parts in self._parts]
+        for index in exchange.of[exchange.ranks.rank]:
             whole: Tensor | None = None
-            for place in self._places:
-                if not self._sends(index, place):
+            for place in exchange.places:
+                if not exchange.sends(index, place):
                     continue
                 piece = next(pieces[place])
-                whole = piece.new_empty(self._frames[index].shape) if whole is None else whole
-                for part, box in _cut_up(piece, self._boxes(index, place)):
+                whole = piece.new_empty(exchange.frames[index].shape) if whole is None else whole
+                for part, box in _cut_up(piece, exchange.boxes(index, place)):
                     whole[box.indices].copy_(part)
             assert whole is not None, "somebody holds each matrix"
             yield index, whole
 
-    def to_shards(self, results: Mapping[int, Tensor], like: Tensor) -> _Sent:
-        """Start to send the results of this rank's own matrices to all ranks, each its shard.
+    def pack_results(self, results: Mapping[int, Tensor]) -> None:
+        """Take the results of this rank's own matrices by index, to be sent by `to_shards`."""
+        exchange = self.exchange
+        own = [(index, place) for place in exchange.places for index in exchange.of[exchange.ranks.rank]]
+        boxes = [(index, box) for index, place in own for box in exchange.boxes(index, place)]
+        _pack([results[index][box.indices].reshape(-1) for index, box in boxes], self._own)
 
-        Args:
-            results: By index.
-            like: A tensor of their dtype and device.
-        """
-        here = self._ranks.rank
-        sent = [
-            [results[index][box.indices].reshape(-1) for index in self._of[here] for box in self._boxes(index, place)]
-            for place in self._places
-        ]
-        expected = [[self._numel(index, here) for index in self._of[place]] for place in self._places]
-        return _Sent(self._ranks.group, sent, expected, like)
+    def to_shards(self) -> None:
+        """Start to send results to all ranks, each its shard."""
+        self._send(self._own, self._here, *self.exchange.to_shards)
 
-    def shards(self, received: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """Yield what `to_shards` has brought: index, and this rank's shard as `frame.description.local_shape`."""
-        for place in self._places:
-            for index, piece in zip(self._of[place], received[place], strict=True):
-                yield index, piece.view(self._frames[index].description.local_shape)
+    def shards(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield what has come: index, and this rank's shard as `frame.description.local_shape`."""
+        for own, parts in zip(self.exchange.of, self._parts, strict=True):
+            for index, part in zip(own, parts, strict=True):
+                yield index, part.view(self.exchange.frames[index].description.local_shape)
 
-    def _sends(self, index: int, place: int) -> bool:
-        """Return whether a rank sends its shard to the owner: those that hold one copy of the matrix between them."""
-        spread = self._frames[index].description.spread_dims
-        own, other = self._ranks.coordinates[self._owners[index]], self._ranks.coordinates[place]
-        return all(a == b for dim, (a, b) in enumerate(zip(own, other, strict=True)) if dim not in spread)
-
-    def _boxes(self, index: int, place: int) -> tuple[Box, ...]:
-        if (index, place) not in self._found:
-            coordinate = self._ranks.coordinates[place]
-            self._found[index, place] = self._frames[index].description.boxes_at(coordinate)
-        return self._found[index, place]
-
-    def _numel(self, index: int, place: int) -> int:
-        return sum(box.numel for box in self._boxes(index, place))
-
-
-class _Sent:
-    """A packed all-to-all under way."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        sent: Sequence[Sequence[Tensor]],
-        expected: Sequence[Sequence[int]],
-        like: Tensor,
-    ) -> None:
-        self._expected, self._work = expected, None
-        packed = torch.cat([like.new_empty(0), *(part for parts in sent for part in parts)])
-        if group is None:
-            self._received = packed
-            return
-        self._received = like.new_empty(sum(map(sum, expected)))
-        self._kept = packed  # until it is sent
-        self._work = dist.all_to_all_single(
-            self._received.view(torch.uint8),
-            packed.view(torch.uint8),
-            [sum(lengths) * like.itemsize for lengths in expected],
-            [sum(part.numel() for part in parts) * like.itemsize for parts in sent],
-            group=group,
-            async_op=True,
-        )
-
-    def wait(self) -> list[list[Tensor]]:
-        """Return the pieces that came from each rank, in the order of the matrices."""
+    def wait(self, is_last: bool = False) -> None:
+        """Wait until the message under way has come; after the last one keep nothing but what has come."""
         if self._work is not None:
             self._work.wait()
-            del self._kept
-        found, start = [], 0
-        for lengths in self._expected:
-            total = sum(lengths)
-            found.append(list(self._received[start : start + total].split(list(lengths))) if lengths else [])
-            start += total
-        return found
+            self._work = None
+        if is_last:
+            del self._here, self._own
+
+    def _send(self, source: Tensor, target: Tensor, sent: list[list[int]], came: list[list[int]]) -> None:
+        """Start an all-to-all of the parts that go to each rank and come from each, with these lengths."""
+        to, of = list(map(sum, sent)), list(map(sum, came))
+        source, target = source[: sum(to)], target[: sum(of)]
+        if self.exchange.ranks.group is None:
+            target.copy_(source)
+        else:
+            self._work = dist.all_to_all_single(
+                target.view(torch.uint8),
+                source.view(torch.uint8),
+                [numel * target.itemsize for numel in of],
+                [numel * source.itemsize for numel in to],
+                group=self.exchange.ranks.group,
+                async_op=True,
+            )
+        self._parts = [list(part.split(lengths)) for part, lengths in zip(target.split(of), came, strict=True)]
+
+
+def _pack(parts: Sequence[Tensor], memory: Tensor) -> None:
+    if parts:
+        torch.cat(list(parts), out=memory[: sum(part.numel() for part in parts)])
 
 
 def _cut_up(piece: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Tensor, Box]]:

@@ -8,7 +8,7 @@ checkpoints have it once and any number of ranks loads it. Numbers are the same 
 that update a parameter from that parameter's own gradient and state, and from nothing else. A class says so with
 `steps_whole_tensors`; of torch's own, Adafactor is one. With P parameters of b bytes over N ranks, a rank sends and
 receives about 3 b P / N in a step, and 2 b P / N more for each state of the parameter's shape; meanwhile owners hold
-these whole.
+these whole. The memory of messages is taken, and ranks agree that all have it, before the first is sent.
 
 *Replicated* (LBFGS): it takes dot products over all parameters together and calls its closure several times, each time
 at other weights, so that there is no part of a step that shards could do. The code of its class, unchanged, runs on
@@ -43,9 +43,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.dtensor.frame import ShardFrame, gather_full
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
-from megatron_fsdp.engine.gradients import GRAD, get_grads
+from megatron_fsdp.engine.gradients import show_grad, shown_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
-from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, agreed, balanced_owners
+from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners, holders_of
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 
 _DECLARED = "_megatron_fsdp_steps_whole_tensors"
@@ -112,12 +112,17 @@ class _Number:
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor to move: how it is cut, whose it is, and this rank's shard, or the whole where this rank owns it."""
+    """A tensor to move: how it is cut, whose it is, and this rank's shard, or the whole where this rank owns it.
+
+    Attributes:
+        is_kept: It stays in the memory in which it comes.
+    """
 
     frame: ShardFrame
     owner: int
     dtype: torch.dtype
     tensor: Tensor | None
+    is_kept: bool = False
 
 
 @dataclass
@@ -130,6 +135,7 @@ class _Stepped:
     """
 
     param: UnevenDTensor
+    grad: Tensor
     owner: int
     ranks: Ranks
     whole: nn.Parameter | None = None
@@ -138,6 +144,13 @@ class _Stepped:
     @property
     def is_here(self) -> bool:
         return self.owner == self.ranks.rank
+
+    def must_move(self, value: object) -> bool:
+        """Return whether the owner does not hold the whole of a state tensor."""
+        if type(value) is not UnevenDTensor:
+            return False
+        held = value.shard_frame.description.boxes_at(self.ranks.coordinates[self.owner])
+        return sum(box.numel for box in held) < math.prod(value.shape)
 
 
 class OwnedStep:
@@ -161,8 +174,9 @@ class OwnedStep:
         self._earlier, self._exchanges = self._exchanges, {}
         with torch.no_grad():
             self._running = self._stepped(optimizer)
-            for mesh in self._meshes():
-                self._gather_whole(mesh, optimizer)
+            items = {mesh: self._items_to_owners(mesh, optimizer) for mesh in self._meshes()}
+            for mesh, arrived in self._exchanged(items, to_owners=True).items():
+                self._show(mesh, optimizer, iter(arrived))
         groups, own = [], {id(each.param): each for each in self._running if each.is_here}
         for group in optimizer.param_groups:
             here = [own[id(param)].whole for param in group["params"] if id(param) in own]
@@ -180,14 +194,16 @@ class OwnedStep:
         for each in running:
             if each.whole is not None:
                 each.state = made.state.get(each.whole, {})
-        told = self._agreed(None)
+                show_grad(each.whole, None)  # room for the messages
+        told = self._agreed(tells=True)
+        with torch.no_grad():
+            items = {mesh: self._items_to_shards(mesh, told[mesh]) for mesh in self._meshes()}
+            for mesh, arrived in self._exchanged(items, to_owners=False).items():
+                self._take(mesh, optimizer, told[mesh], iter(cast(list[Tensor], arrived)))
         for key in made.__dict__.keys() - {"param_groups", "state"}:
             optimizer.__dict__[key] = made.__dict__[key]
         for group, shown in zip(optimizer.param_groups, made.param_groups, strict=True):
             group.update({key: value for key, value in shown.items() if key != "params"})
-        with torch.no_grad():
-            for mesh in self._meshes():
-                self._take_back(mesh, optimizer, told[mesh])
         self._drop()
 
     def fail(self, error: Exception) -> None:
@@ -198,10 +214,10 @@ class OwnedStep:
         """
         self._agreed(error)
 
-    def _agreed(self, error: Exception | None) -> dict[DeviceMesh, dict[int, Any]]:
-        """Gather what owners tell, over all meshes; where a rank has failed, raise on every rank."""
+    def _agreed(self, error: Exception | None = None, tells: bool = False) -> dict[DeviceMesh, dict[int, Any]]:
+        """Gather what owners tell of new state, if they do, over all meshes; where a rank has failed, raise on all."""
         told: dict[DeviceMesh, dict[int, Any]] = {mesh: {} for mesh in self._meshes()}
-        for mesh, here in told.items() if error is None else ():
+        for mesh, here in told.items() if tells else ():
             stepped = enumerate(self._of(mesh))
             here.update((index, _described(each.param, each.state or {})) for index, each in stepped if each.is_here)
         try:
@@ -240,81 +256,107 @@ class OwnedStep:
         frames = [param.shard_frame for param in params]
         if frames != self._owned[0]:
             costs = [math.prod(param.shape) * min(param.shape, default=1) for param in params]
-            self._owned = frames, balanced_owners(meshes, costs)
+            self._owned = frames, balanced_owners(meshes, costs, list(map(holders_of, frames)))
         owners = {
             id(param): (owner, self._ranks[mesh])
             for param, mesh, owner in zip(params, meshes, self._owned[1], strict=True)
         }
-        with_grad = (param for param, grad in zip(params, get_grads(params, GRAD), strict=True) if grad is not None)
-        return [_Stepped(param, *owners[id(param)]) for param in with_grad]
+        grads = zip(params, shown_grads(params), strict=True)
+        return [_Stepped(param, grad, *owners[id(param)]) for param, grad in grads if grad is not None]
 
-    def _gather_whole(self, mesh: DeviceMesh, optimizer: Optimizer) -> None:
-        """Send parameters, gradients and state to their owners."""
-        stepped, ranks = self._of(mesh), self._ranks[mesh]
+    def _items_to_owners(self, mesh: DeviceMesh, optimizer: Optimizer) -> list[_Item]:
+        """List the shards of parameters, gradients and state."""
         items: list[_Item] = []
-        for each in stepped:
+        for each in self._of(mesh):
             frame, local = each.param.shard_frame, each.param._local_tensor
-            sharded: Any = as_sharded(cast(Tensor, each.param.grad), frame)
+            sharded: Any = as_sharded(each.grad, frame)
             grad = sharded._local_tensor
             items += [_Item(frame, each.owner, part.dtype, part) for part in (local, grad)]
             items += [
                 _Item(value.shard_frame, each.owner, value.dtype, value._local_tensor)
                 for value in _leaves(optimizer.state.get(each.param))
-                if _must_move(value, each.owner)
+                if each.must_move(value)
             ]
-        arrived = iter(self._to_owners(items, ranks))
-        for each in stepped:
+        return items
+
+    def _show(self, mesh: DeviceMesh, optimizer: Optimizer, arrived: Iterator[Tensor | None]) -> None:
+        """Give owners the whole parameters, gradients and state that have come."""
+        for each in self._of(mesh):
             whole, grad = next(arrived), next(arrived)
             state = optimizer.state.get(each.param)
-            brought = {id(value): next(arrived) for value in _leaves(state) if _must_move(value, each.owner)}
+            brought = {id(value): next(arrived) for value in _leaves(state) if each.must_move(value)}
             if each.is_here:
                 assert whole is not None
                 each.whole = nn.Parameter(whole)
-                each.whole.grad = grad
-                each.state = _with_lists(tree_map(functools.partial(_shown, brought), dict(state or {})))
+                show_grad(each.whole, grad)
+                shown = functools.partial(_shown, each.param.shard_frame, brought)
+                each.state = _with_lists(tree_map(shown, dict(state or {})))
 
-    def _take_back(self, mesh: DeviceMesh, optimizer: Optimizer, told: Mapping[int, Any]) -> None:
-        """Send shards of new parameters and state to all ranks."""
-        stepped, ranks = self._of(mesh), self._ranks[mesh]
+    def _items_to_shards(self, mesh: DeviceMesh, told: Mapping[int, Any]) -> list[_Item]:
+        """List the new parameters and state, whole on their owners."""
         items: list[_Item] = []
-        for index, each in enumerate(stepped):
+        for index, each in enumerate(self._of(mesh)):
             frame = each.param.shard_frame
             values = _leaves(each.state) if each.is_here else [None] * len(_leaves(told[index]))
             whole = None if each.whole is None else each.whole.detach()
             items.append(_Item(frame, each.owner, each.param.dtype, whole))
             items += [
-                _Item(frame, each.owner, kind.dtype, value)
+                _Item(frame, each.owner, kind.dtype, value, is_kept=True)
                 for kind, value in zip(_leaves(told[index]), values, strict=True)
                 if isinstance(kind, _Sharded)
             ]
-        arrived = iter(self._to_shards(items, ranks, stepped[0].param.device))
-        for index, each in enumerate(stepped):
+        return items
+
+    def _take(self, mesh: DeviceMesh, optimizer: Optimizer, told: Mapping[int, Any], arrived: Iterator[Tensor]) -> None:
+        """Write the shards of new parameters, and keep those of new state."""
+        for index, each in enumerate(self._of(mesh)):
             each.param._local_tensor.detach().copy_(next(arrived))
             mine = iter(_leaves(each.state)) if each.is_here else None
             rebuilt = functools.partial(_rebuilt, each, arrived, mine)
             optimizer.state[each.param] = _without_lists(tree_map(rebuilt, told[index]))
 
-    def _to_owners(self, items: Sequence[_Item], ranks: Ranks) -> list[Tensor | None]:
-        """Send shards to their owners, one message for each dtype; the whole where this rank owns it, else None."""
-        found: list[Tensor | None] = [None] * len(items)
-        for places in _by_dtype(items):
-            exchange = self._exchange([items[place] for place in places], ranks)
-            received = exchange.to_owners([cast(Tensor, items[place].tensor) for place in places]).wait()
-            for index, whole in exchange.whole(received):
-                found[places[index]] = whole
+    def _exchanged(
+        self, items: Mapping[DeviceMesh, Sequence[_Item]], to_owners: bool
+    ) -> dict[DeviceMesh, list[Tensor | None]]:
+        """Send shards to their owners, or whole tensors from there to shards; collective.
+
+        Ranks agree that all have room for the messages before the first of them sends.
+
+        Returns:
+            For each item this rank's shard; or the whole where this rank owns it, else None.
+        """
+        packed = [(mesh, *each) for mesh, those in items.items() for each in self._packed(mesh, those, to_owners)]
+        self._agreed()
+        for _, _, messages in packed:
+            (messages.to_owners if to_owners else messages.to_shards)()
+        for _, _, messages in packed:
+            messages.wait(is_last=True)
+        found: dict[DeviceMesh, list[Tensor | None]] = {mesh: [None] * len(those) for mesh, those in items.items()}
+        while packed:  # of which each may go
+            mesh, places, messages = packed.pop()
+            for index, tensor in messages.whole() if to_owners else messages.shards():
+                found[mesh][places[index]] = tensor
         return found
 
-    def _to_shards(self, items: Sequence[_Item], ranks: Ranks, device: torch.device) -> list[Tensor]:
-        """Send whole tensors from their owners; one message for each dtype. This rank's shard of each."""
-        found: dict[int, Tensor] = {}
-        for places in _by_dtype(items):
-            exchange = self._exchange([items[place] for place in places], ranks)
-            whole = enumerate(items[place].tensor for place in places)
-            own = {index: tensor for index, tensor in whole if tensor is not None}
-            like = torch.empty(0, dtype=items[places[0]].dtype, device=device)
-            for index, shard in exchange.shards(exchange.to_shards(own, like).wait()):
-                found[places[index]] = shard
-        return [found[place] for place in range(len(items))]
+    def _packed(
+        self, mesh: DeviceMesh, items: Sequence[_Item], to_owners: bool
+    ) -> Iterator[tuple[list[int], Messages]]:
+        """Yield the messages of a mesh, and the places of the items in each: of one dtype, what is kept by itself."""
+        by_kind: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for place, item in enumerate(items):
+            by_kind.setdefault((item.dtype, item.is_kept), []).append(place)
+        for (dtype, _), places in by_kind.items():
+            exchange = self._exchange([items[place] for place in places], self._ranks[mesh])
+            device = self._of(mesh)[0].param.device
+            here, own = (
+                torch.empty(numel, dtype=dtype, device=device) for numel in (exchange.here_numel, exchange.own_numel)
+            )
+            messages, tensors = Messages(exchange, here, own), [items[place].tensor for place in places]
+            if to_owners:
+                messages.pack_shards(cast(list[Tensor], tensors))
+            else:
+                messages.pack_results({index: tensor for index, tensor in enumerate(tensors) if tensor is not None})
+            yield places, messages
 
     def _exchange(self, items: Sequence[_Item], ranks: Ranks) -> Exchange:
         key = tuple(item.frame for item in items), tuple(item.owner for item in items), ranks
@@ -330,19 +372,17 @@ def _leaves(state: Any) -> list[Any]:
     return tree_flatten(dict(state or {}))[0]
 
 
-def _must_move(value: object, owner: int) -> bool:
-    """Return whether a state tensor does not rest with the owner of its parameter."""
-    if type(value) is not UnevenDTensor:
-        return False
-    description = value.shard_frame.description
-    return description.cut.num_shards == 1 or description.cut.range_of(owner) != (0, description.cut.numel)
+def _shown(frame: ShardFrame, brought: Mapping[int, Tensor | None], value: Any) -> Any:
+    """Return a value of the state as the owner's step sees it: a tensor of ours as a plain one.
 
-
-def _shown(brought: Mapping[int, Tensor | None], value: Any) -> Any:
-    """Return a value of the state as the owner's step sees it: a tensor of ours as a plain one."""
+    What is sharded as the parameter, by this frame, stays as it was should the step fail.
+    """
     if type(value) is not UnevenDTensor:
         return value
-    return brought.get(id(value), value._local_tensor)
+    if id(value) in brought:
+        return brought[id(value)]
+    local = value._local_tensor
+    return local.clone() if value.shard_frame == frame else local
 
 
 # Checkpoints store a tensor under a key, and a list in one piece. So lists of tensors rest as dicts of text keys.
@@ -431,14 +471,7 @@ def _owned_frame(frame: ShardFrame, shape: tuple[int, ...], owner: int) -> Shard
     return made
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
-
-
-def _by_dtype(items: Sequence[_Item]) -> list[list[int]]:
-    places: dict[torch.dtype, list[int]] = {}
-    for place, item in enumerate(items):
-        places.setdefault(item.dtype, []).append(place)
-    return list(places.values())
+# ---- on every rank ---------------------------------------------------------------------------------------------------
 
 
 def steps_replicated(optimizer: Optimizer) -> bool:
@@ -506,9 +539,9 @@ class ReplicatedStep:
             loss = result.detach() if isinstance(result, Tensor) else result
             losses = self._tell("has a loss", float(loss))
             with torch.no_grad():
-                grads = get_grads(self._params, GRAD)
+                grads = shown_grads(self._params)
                 for param, copy, grad in zip(self._params, self._copies, grads, strict=True):
-                    copy.grad = None if grad is None else _gathered(grad, param.shard_frame)
+                    show_grad(copy, None if grad is None else _gathered(grad, param.shard_frame))
             united = sum(losses) / (1 if self._params[0].shard_frame.adds_up else len(losses))
             return loss.new_tensor(united) if isinstance(loss, Tensor) else united
 

@@ -36,6 +36,7 @@ class MuonWork:
     flops: int  # of Newton-Schulz iteration, all ranks together
     busiest_flops: int  # of the rank that has most to do
     largest_numel: int  # elements of the largest matrix
+    replicas: int = 1  # ranks that hold the same shards
 
     @property
     def imbalance(self) -> float:
@@ -44,15 +45,15 @@ class MuonWork:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a rank sends in a step, there and back; mean of all ranks, its own part included."""
-        return 2 * _BYTES * self.numel / self.ranks
+        """Bytes that a rank sends in a step, there and back to all replicas; mean of ranks, its own part included."""
+        return (1 + self.replicas) * _BYTES * self.numel / self.ranks
 
     @property
     def borrowed_bytes(self) -> int:
-        """Bytes that a rank borrows, at most: all updates of its shards; a wave as it came and went; one iteration."""
+        """Bytes that a rank borrows, at most: all updates of its shards; three waves and a result; one iteration."""
         one = _BYTES * self.largest_numel
-        own = _BYTES * self.numel // self.ranks
-        return own + 4 * max(one, min(WAVE_BYTES, own)) + 4 * one
+        own = _BYTES * self.numel * self.replicas // self.ranks
+        return own + 4 * max(self.replicas * one, min(WAVE_BYTES, own)) + 4 * one
 
     def seconds(self, machine: Machine) -> float:
         """Estimate the time of iteration and exchange; some of it overlaps, which is not counted."""
@@ -76,9 +77,9 @@ def single_matrices(shapes: Iterable[Sequence[int]]) -> tuple[list[int], list[in
     return [newton_schulz_flops(each, NEWTON_SCHULZ_STEPS) for each in single], [math.prod(each) for each in single]
 
 
-def muon_work(shapes: Iterable[Sequence[int]], ranks: int) -> MuonWork:
-    """Share the iteration of some matrices over ranks as the optimizer does."""
+def muon_work(shapes: Iterable[Sequence[int]], ranks: int, replicas: int = 1) -> MuonWork:
+    """Share the iteration of some matrices over ranks, replicas included, as the optimizer does."""
     flops, numels = single_matrices(shapes)
     loads = [0] * ranks
     assign_owners(flops, loads)
-    return MuonWork(ranks, len(flops), sum(numels), sum(flops), max(loads), max(numels, default=0))
+    return MuonWork(ranks, len(flops), sum(numels), sum(flops), max(loads), max(numels, default=0), replicas)

@@ -65,8 +65,10 @@ class PlannedModel:
     @cached_property
     def muon(self) -> MuonWork | None:
         """What Muon computes and sends; None for another optimizer."""
-        ranks = self.setup.ranks.dp_outer * self.setup.ranks.inner
-        return muon_work(self.matrices.values(), ranks) if self.matrices else None
+        setup, inner, outer = self.setup, self.setup.ranks.inner, self.setup.ranks.dp_outer
+        replicas = inner if setup.strategy is ShardingStrategy.no_shard else 1
+        replicas *= outer if setup.outer_strategy is ShardingStrategy.no_shard else 1
+        return muon_work(self.matrices.values(), outer * inner, replicas) if self.matrices else None
 
     @property
     def groups(self) -> tuple[GroupPlan, ...]:

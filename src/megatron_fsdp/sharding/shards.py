@@ -8,6 +8,7 @@ per *shard*, which need not be equal, nor whole rows, nor non-empty. A range of 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -114,6 +115,12 @@ class BufferCut:
         return first % step == 0 and (first + self.shard_numel >= self.numel or self.shard_numel % step == 0)
 
     @property
+    def whole_shard(self) -> int | None:
+        """The only shard that holds any elements; None where several do, or there is but one."""
+        shard = self.offset // self.shard_numel if self.num_shards > 1 and self.numel else None
+        return shard if shard is not None and self.range_of(shard) == (0, self.numel) else None
+
+    @property
     def largest_numel(self) -> int:
         """An upper bound of the elements of a shard; the same number on every rank."""
         return min(self.shard_numel, self.numel)
@@ -142,6 +149,14 @@ class ListedCut:
     def is_multiple_of(self, step: int) -> bool:
         """Return whether every edge strictly inside the tensor is a multiple of `step`."""
         return all(edge % step == 0 for edge in self.edges if 0 < edge < self.numel)
+
+    @property
+    def whole_shard(self) -> int | None:
+        """The only shard that holds any elements; None where several do, or there is but one."""
+        shard = bisect.bisect_right(self.edges, 0) - 1
+        return (
+            shard if self.num_shards > 1 and shard < self.num_shards and self.edges[shard + 1] == self.numel else None
+        )
 
     @property
     def largest_numel(self) -> int:
