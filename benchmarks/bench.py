@@ -19,7 +19,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
-from benchmarks.contenders import DDP, DDP_ZERO, FSDP2, OURS, OURS_BY_BUCKETS, WIRES
+from benchmarks.contenders import DDP, DDP_ZERO, DEEPSPEED_HOST, DEEPSPEED_RELEASES, FSDP2, OURS, OURS_BY_BUCKETS, WIRES
 from benchmarks.launching import write_document
 from benchmarks.page import PUBLISHED, render
 
@@ -79,7 +79,9 @@ def _accumulating(model: str, rounds: int) -> Run:
 
 
 def _offloaded(model: str, rounds: int) -> Run:
-    run = _compared(model, 2, rounds, "ours-3", "ours-3-host", "fsdp2", "fsdp2-host")
+    run = _compared(
+        model, 2, rounds, "ours-3", "ours-3-host", "fsdp2", "fsdp2-host", DEEPSPEED_HOST, DEEPSPEED_RELEASES
+    )
     return replace(run, name=f"{run.name}-host")
 
 

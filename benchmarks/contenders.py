@@ -1,7 +1,8 @@
-"""Who is compared: this engine by units and by buckets, PyTorch's FSDP2 and DDP, and a floor without communication."""
+"""Who is compared: this engine by units and by buckets, FSDP2, DDP, DeepSpeed, and a floor without communication."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,7 +32,9 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.optimizer import kinds_of
+from megatron_fsdp.optional_packages import require
 
 FLOOR = "floor"
 """Does not communicate, so its losses are its own."""
@@ -47,7 +50,12 @@ PEERS = (FSDP2, FSDP2_DEFERRED, FSDP2_HOST, DDP, DDP_ZERO)
 OURS = tuple(f"ours-{strategy}" for strategy in range(4))
 OUR_DDP, OUR_DDP_OPTIM = "mddp", "mddp-optim"
 OURS_BY_BUCKETS = (OUR_DDP, OUR_DDP_OPTIM)
-NAMES = (FLOOR, *WIRES, *OURS, *OURS_BY_BUCKETS, *PEERS, *(name for name in variants() if name not in OURS))
+DEEPSPEED_HOST, DEEPSPEED_RELEASES = "deepspeed-host", "deepspeed-host-releases"
+"""DeepSpeed's ZeRO-3 with all state but activations in host memory, where it is installed; see `_deepspeed`."""
+NAMES = (
+    *(FLOOR, *WIRES, *OURS, *OURS_BY_BUCKETS, *PEERS, DEEPSPEED_HOST, DEEPSPEED_RELEASES),
+    *(name for name in variants() if name not in OURS),
+)
 """Everybody that steps AdamW, in table order."""
 OUR_MUON, FSDP2_MUON = "ours-muon", "fsdp2-muon"
 """Muon for matrices and AdamW for the rest: this engine, and FSDP2 whose ranks gather and iterate every matrix."""
@@ -158,6 +166,8 @@ def build_contender(name: str, setting: Setting, model: nn.Module | None = None)
         return _muon(name, model, setting)
     if name in OURS:
         return _ours(OURS.index(name), model, setting)
+    if name in (DEEPSPEED_HOST, DEEPSPEED_RELEASES):
+        return _deepspeed(name, model, setting)
     return _fsdp2(name, model, setting) if name.startswith(FSDP2) else _ddp(name, model, setting)
 
 
@@ -283,6 +293,50 @@ def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
         fused=True,
     )
     return Contender(name, wrapped, sharded, wrapped.no_sync)
+
+
+def _deepspeed(name: str, model: nn.Module, setting: Setting) -> Contender:
+    """Shard by DeepSpeed, with its defaults but for what would make it compute something else than the others do.
+
+    Unless told otherwise it clips gradients to a norm of 1, steps by an Adam of its own, which rounds in its own way,
+    and puts a linear of its own in the place of torch's, for everybody in this process. It keeps gathered weights up to
+    a number of elements that models of this benchmark do not reach; with limits of 0 it releases them, as large ones.
+
+    Raises:
+        ConfigurationError: Something is not in float32.
+        MissingPackageError: DeepSpeed is not installed.
+    """
+    if {setting.dtype, setting.comm_dtype or setting.dtype} != {torch.float32}:
+        raise ConfigurationError(f"{name} is compared in float32 only; leave it out, or --dtype and --comm-dtype")
+    os.environ.setdefault("DS_ACCELERATOR", setting.device.type)
+    deepspeed = require("deepspeed", f"the contender {name}", "leave it out")
+    limits = ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
+    home = {"device": "cpu", "pin_memory": setting.device.type != "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": setting.workload.samples,
+        "gradient_clipping": 0.0,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": home,
+            "offload_param": home,
+            "memory_efficient_linear": False,
+            "reduce_bucket_size": setting.bucket_numel,
+            **({f"stage3_{limit}": 0 for limit in limits} if name == DEEPSPEED_RELEASES else {}),
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
+    return Contender(name, engine, engine, partial(_before_the_boundary, engine))
+
+
+@contextmanager
+def _before_the_boundary(engine: Any) -> Iterator[None]:
+    """Let DeepSpeed add up the gradients of a microbatch that is not the last."""
+    engine.set_gradient_accumulation_boundary(False)
+    try:
+        yield
+    finally:
+        engine.set_gradient_accumulation_boundary(True)
 
 
 # ---- Muon ------------------------------------------------------------------------------------------------------------

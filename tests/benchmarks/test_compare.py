@@ -4,17 +4,31 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.compare import main, parse
-from benchmarks.contenders import OURS, OURS_BY_BUCKETS, PEERS, UNTRAINED, WIRES
+from benchmarks.contenders import (
+    DEEPSPEED_HOST,
+    OURS,
+    OURS_BY_BUCKETS,
+    PEERS,
+    UNTRAINED,
+    WIRES,
+    Setting,
+    build_contender,
+)
 from benchmarks.operators import Moved
 from benchmarks.page import comparison_table, notes
 from benchmarks.report import LiveBytes, RankReading, RunReading, disagreements, document
 from benchmarks.worker import turns
+from benchmarks.workloads import WORKLOADS
+from megatron_fsdp import optional_packages
 from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.errors import ConfigurationError, MissingPackageError
 from tests.support.source_tree import ROOT, SOURCE
 
 TENSORS = 3 * 20 + 5
@@ -139,6 +153,20 @@ def test_without_memory_steps_are_timed_all_the_same(tmp_path: Path) -> None:
         assert (line["live"]["peak"], line["moved"], line["disagrees"]) == (0, None, None)
         assert line["wall_s"]["median"] > 0
         assert line["losses"] == pytest.approx(found["reference_losses"], rel=1e-6)
+
+
+def test_deepspeed_takes_no_part_where_it_is_not_installed_or_not_all_is_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(optional_packages, "_is_here", lambda _package: False)
+    cpu, mesh = torch.device("cpu"), cast(DeviceMesh, None)
+    whole, half = (Setting(WORKLOADS["tiny"], dtype, cpu, mesh) for dtype in (torch.float32, torch.bfloat16))
+    for setting, error, told in (
+        (whole, MissingPackageError, "run pip install deepspeed, or leave it out"),
+        (half, ConfigurationError, "is compared in float32 only"),
+    ):
+        with pytest.raises(error, match=told):
+            build_contender(DEEPSPEED_HOST, setting)
 
 
 def test_turns_rotate_and_reverse() -> None:

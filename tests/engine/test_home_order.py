@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.comm.lanes import Lane, Launch, Ticket, _Relay
+from megatron_fsdp.comm.lanes import Lane, Launch, StreamLane, Ticket, _Relay
 from megatron_fsdp.engine import gradients
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.saved_tensors import _Content, _Saved
@@ -264,6 +264,22 @@ def main_gradients_go_home_before_they_are_reduced() -> AbstractContextManager[A
     return patch.object(gradients, "submit_through", unordered)
 
 
+def activations_come_back_before_they_have_left() -> AbstractContextManager[Any]:
+    """The memory on the device is kept, so that only the two lanes, one for each direction, can meet."""
+    kept = []
+
+    def drop(content: _Content) -> None:
+        kept.append(content.on_device)
+        content.on_device = None
+
+    return patch.object(_Content, "drop", drop)
+
+
+def the_host_waits_for_one_direction(of: str) -> AbstractContextManager[Any]:
+    settle = StreamLane.settle
+    return patch.object(StreamLane, "settle", lambda lane: settle(lane) if lane._name == of else None)
+
+
 FAULTS: Mapping[str, Fault] = {
     "lanes run ahead of compute": partial(patch.object, OrderedStream, "wait_stream", nothing),
     "shards are gathered before they are fetched": without_order_between_lanes,
@@ -271,10 +287,13 @@ FAULTS: Mapping[str, Fault] = {
     "main gradients go home before they are reduced": main_gradients_go_home_before_they_are_reduced,
     "buckets are lent again before the main gradient is home": buckets_are_lent_again_before_the_main_gradient_is_home,
     "the host does not wait for copies": partial(patch.object, Executor, "settle_homes", nothing),
+    "the host does not wait for what goes": partial(the_host_waits_for_one_direction, "comes"),
+    "the host does not wait for what comes": partial(the_host_waits_for_one_direction, "goes"),
     "a unit steps before its state has come": partial(without_tickets, local_step._Turn, "receive"),
     "memory of state is taken again before it has left": partial(without_tickets, local_step._Turns, "_let_go"),
     "the host does not wait for state": partial(patch.object, local_step, "finish_stream", nothing),
     "activations are dropped before they have left": partial(without_tickets, _Content, "drop"),
+    "activations come back before they have left": activations_come_back_before_they_have_left,
     "activations are read before they are back": partial(without_tickets, _Saved, "restore"),
 }
 """What is left out or done too early."""

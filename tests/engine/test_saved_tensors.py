@@ -19,7 +19,7 @@ Compute = Callable[[Tensor], Tensor]
 
 def away(limit: int | None = None, held: tuple[Tensor, ...] = (), place: Home | None = None) -> SavedTensors:
     home = place or Home(Place.HOST, limit_bytes=limit)
-    return SavedTensors(home, CPU, HostLane(), lambda number: number in map(storage_of, held))
+    return SavedTensors(home, CPU, HostLane(), HostLane(), lambda number: number in map(storage_of, held))
 
 
 def unit_forward(saved: SavedTensors, compute: Compute, x: Tensor, unit: int = 1) -> tuple[Tensor, UnitTensors]:

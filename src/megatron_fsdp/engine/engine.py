@@ -171,9 +171,13 @@ class Engine:
         if not home.is_away:
             return None
         whole = {storage_of(group.weights.compute.local) for group in self.groups()}
-        memory = self.executor.weight_memory
+        executor, memory = self.executor, self.executor.weight_memory
         return SavedTensors(
-            home, self.device, self.executor.home_lane, lambda number: number in whole or number in memory.storages
+            home,
+            self.device,
+            executor.going_lane,
+            executor.coming_lane,
+            lambda number: number in whole or number in memory.storages,
         )
 
     # ---- forward ------------------------------------------------------------------------------------------------

@@ -109,7 +109,8 @@ class Executor:
         pool: As given.
         weight_memory: The memory of gathered weights.
         bucket_count: As planned, or as set since.
-        home_lane: Where copies between the device and other homes run.
+        coming_lane: Where copies from other homes to the device run.
+        going_lane: Where copies from the device to other homes run, at the same time.
         observers: Observers of phases and collectives.
         early: What gives reduced gradients to an optimizer that steps in backward; else None.
     """
@@ -128,7 +129,8 @@ class Executor:
         self._gather_lane = make_lane(device, "gather", self.observers)
         self._reduce_lane = make_lane(device, "reduce", self.observers)
         self._outer_lane = make_lane(device, "outer", self.observers)
-        self.home_lane = make_lane(device, "home")  # copies between the device and other homes
+        self.coming_lane = make_lane(device, "comes")
+        self.going_lane = make_lane(device, "goes")
         self._has_homes = any(plan.homes.are_away for unit in units for plan in unit.group_plans)
         self.pool = pool
         self.weight_memory = WeightMemory(memory_plan.weights, pool)
@@ -198,7 +200,7 @@ class Executor:
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
         if action is _GATHER:
             unit.all_gather_outer(self._outer_lane)
-            unit.unshard(self._gather_lane, self._block_for(unit, slot), self.home_lane)
+            unit.unshard(self._gather_lane, self._block_for(unit, slot), self.coming_lane)
         elif action is _WAIT:
             unit.wait_for_unshard()
         elif action is _RELEASE:
@@ -232,12 +234,14 @@ class Executor:
         """Wait for these, also for units that the forward did not use: their weights may be changed after it."""
         for unit in self._units:
             unit.wait_for_outer()
-        self.settle_homes()
+        if self._has_homes:
+            self.coming_lane.settle()  # as it reads weights; what goes has until the end of backward
 
     def settle_homes(self) -> None:
         """Block the host until copies from and to other homes are done: it may read and write there from now on."""
         if self._has_homes:
-            self.home_lane.settle()
+            self.coming_lane.settle()
+            self.going_lane.settle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -271,7 +275,7 @@ class Executor:
             received = None if scratch is None else unit.bucket_of(group_index, scratch)
             tickets.append(
                 gradients.reduce(
-                    self._reduce_lane, unit.bucket_of(group_index, bucket), received, group.sharded, self.home_lane
+                    self._reduce_lane, unit.bucket_of(group_index, bucket), received, group.sharded, self.going_lane
                 )
             )
         del self._borrowed[unit.index]
@@ -287,7 +291,7 @@ class Executor:
         with self.observers.during(Phase.REDUCE_OUTER, unit.index):
             started = [
                 group.gradients.reduce_outer(
-                    self._outer_lane, group.sharded, self.home_lane, unit.crossing_of(group_index, block)
+                    self._outer_lane, group.sharded, self.going_lane, unit.crossing_of(group_index, block)
                 )
                 for group_index, group in enumerate(unit.groups)
                 if group.gradients is not None and group.gradients.has_inner_sum

@@ -2,14 +2,15 @@
 
 A flat buffer (`FlatBuffer`) holds this rank's region of the weights or gradients of a parameter group. It is on the
 device, or elsewhere (`allocate`): main weights and gradients that are away are what the optimizer sees, which steps
-where they rest. What is on the device is reached by copies, on a lane of their own:
+where they rest. What is on the device is reached by copies, on two lanes of their own: one for all that comes to the
+device, one for all that goes, at the same time:
 
     sharded compute weights (home)  -> copied ->  their place in the full weights (device)  -> all-gathered, in place
     reduced gradient (device)       -> copied ->  main gradient (home); added to what is there on the device
     main weights (home)             -> copied, cast ->  compute weights
 
 The host reads and writes what is away at any time, so it waits for copies: for gradients when a backward ends, for
-weights when they are installed.
+weights when a forward or backward ends and when they are installed.
 
 Collectives read and write borrowed memory: slots for gathered weights, buckets and scratch for gradients. All of it
 comes from one `CommunicationPool`: block by block when it is needed, or, where addresses have to stay, as one stretch

@@ -1,9 +1,10 @@
 """Saved activations away from the device: what autograd saves in a unit's forward leaves after it, and is back in time.
 
     forward of unit k    tensors are noted as autograd saves them
-        its end          each storage is copied home, once, on a lane of its own
+        its end          each storage is copied home, once, on the lane of all that goes
     end of unit k + 1    the copies of unit k are waited for, and its storages are dropped
-    backward of unit k   its storages are copied back, and already those of the unit that was called before it
+    backward of unit k   its storages are copied back, and already those of the unit that was called before it, on the
+                         lane of all that comes
 
 Weights stay, since they are held anyway. So does what is saved under hooks of somebody else, such as those
 of activation checkpointing, which computes it again. Bits, strides and offsets are those of the resident run.
@@ -29,18 +30,12 @@ _SMALLEST_BYTES = 1024
 class _Content:
     """The bytes of one storage: in their home, and on the device until they have left and when they are back."""
 
-    def __init__(self, on_device: Tensor, away: Tensor, lane: Lane) -> None:
+    def __init__(self, on_device: Tensor, away: Tensor, going: Lane, coming: Lane) -> None:
         self._device = on_device.device
-        self._lane = lane
+        self._coming = coming
         self.on_device: Tensor | None = on_device
         self.away = away
-        self.ticket = self._copy(on_device, away)
-
-    def _copy(self, source: Tensor, target: Tensor) -> Ticket:
-        def copy(_async_op: bool) -> None:
-            target.copy_(source, non_blocking=True)
-
-        return self._lane.submit(copy)
+        self.ticket = _copy(going, on_device, away)
 
     def drop(self) -> None:
         """Free the memory on the device, once the copy is made."""
@@ -51,8 +46,15 @@ class _Content:
         """Return the bytes on the device; where they are away, start to copy them back: wait on the ticket."""
         if self.on_device is None:
             self.on_device = torch.empty_like(self.away, device=self._device, pin_memory=False)
-            self.ticket = self._copy(self.away, self.on_device)
+            self.ticket = _copy(self._coming, self.away, self.on_device)
         return self.on_device
+
+
+def _copy(lane: Lane, source: Tensor, target: Tensor) -> Ticket:
+    def copy(_async_op: bool) -> None:
+        target.copy_(source, non_blocking=True)
+
+    return lane.submit(copy)
 
 
 class _Saved:
@@ -116,12 +118,15 @@ class UnitTensors:
 class SavedTensors:
     """Moves the saved tensors of a model's units between the device and their home.
 
-    `lane` is where copies run; `is_held` says whether the memory of a storage, by the number of `storage_of`, is held
-    anyway.
+    Copies to the home run on `going`, those to the device on `coming`; `is_held` says whether the memory of a storage,
+    by the number of `storage_of`, is held anyway.
     """
 
-    def __init__(self, home: Home, device: torch.device, lane: Lane, is_held: Callable[[int], bool]) -> None:
-        self._home, self._device, self._lane, self._is_held = home, device, lane, is_held
+    def __init__(
+        self, home: Home, device: torch.device, going: Lane, coming: Lane, is_held: Callable[[int], bool]
+    ) -> None:
+        self._home, self._device, self._is_held = home, device, is_held
+        self._lanes = going, coming
         self._running: list[UnitTensors] = []
         self._leaving: list[_Content] = []
         self._called: list[weakref.ref[UnitTensors]] = []
@@ -212,7 +217,7 @@ class SavedTensors:
 
     def _send_storage(self, tensor: Tensor) -> _Content:
         source = tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        content = _Content(source, allocate(self._home, source.numel(), torch.uint8, self._device), self._lane)
+        content = _Content(source, allocate(self._home, source.numel(), torch.uint8, self._device), *self._lanes)
         self._bytes_away[content] = source.numel()
         return content
 
