@@ -1167,7 +1167,8 @@ class MegatronFSDP(nn.Module):
         """Add the observers that arguments and environment ask for; collective where ranks are compared."""
         engine = self._engine
         if self._options.verify_ranks_s and engine.sharding.dense.group is not None:
-            self.observe(RankVerifier(engine.sharding.dense.group, engine.units, self._options.verify_ranks_s))
+            group, timeout_s = engine.sharding.dense.group, self._options.verify_ranks_s
+            self.observe(RankVerifier(group, engine.units, timeout_s, engine.reduces_in_fixed_order))
         if resolve_check_lifetimes():
             self.check_lifetimes()
         delays = resolve_delays()

@@ -31,6 +31,7 @@ class BucketEngine(Engine):
     """
 
     scheduler: BucketScheduler
+    reduces_in_fixed_order = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -114,9 +114,17 @@ class Announcement:
 
 
 class RankVerifier(Observer):
-    """An observer that compares over the ranks of one model what they are about to do. Collective to make."""
+    """An observer that compares over the ranks of one model what they are about to do. Collective to make.
 
-    def __init__(self, group: dist.ProcessGroup, units: Sequence[Unit], timeout_s: float) -> None:
+    Where the order of reductions is fixed, the first of a backward is compared alone. Gradients may come in another
+    order on each rank there, and one that waited for the others with a second reduction might keep from them what they
+    need to get that far: its sums of the first, over the outer axis.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, units: Sequence[Unit], timeout_s: float, order_is_fixed: bool = False
+    ) -> None:
+        self._order_is_fixed = order_is_fixed
         self._rows = RowExchange(group, timeout_s)
         self._ranks, self._me = self._rows.ranks, self._rows.me
         self._units = units
@@ -125,7 +133,7 @@ class RankVerifier(Observer):
         self._last: Announcement | None = None
         self._lost: str | None = None
         self._steps = self._open_forwards = 0
-        self._gathered_in_forward = self._is_broken = False
+        self._gathered_in_forward = self._is_broken = self._has_reduced = False
         self._to_reduce: int | None = None  # the unit whose reduction has begun and has sent nothing yet
 
     def begins(self, phase: Phase, unit: int) -> None:
@@ -139,6 +147,7 @@ class RankVerifier(Observer):
             self._to_reduce = unit
         elif phase is Phase.FORWARD:
             self._open_forwards += 1
+            self._has_reduced = False
         elif phase is Phase.INSTALL:
             self._steps += 1
         elif phase in _OF_PHASE:
@@ -146,10 +155,16 @@ class RankVerifier(Observer):
             self._compare(Event.END_BACKWARD if ends_backward else _OF_PHASE[phase])
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
-        """Announce a reduction before its first collective."""
-        if self._to_reduce is not None and moment is Moment.LAUNCHES:
+        """Announce a reduction before its first collective.
+
+        A bucket that a reduction borrows may first send another unit's sums over the outer axis. Ranks do so where
+        memory is short, at moments of their own.
+        """
+        if self._to_reduce is not None and moment is Moment.LAUNCHES and lane == "reduce":
             unit, self._to_reduce = self._to_reduce, None
-            self._compare(Event.REDUCE, unit, self._units[unit].bucket_bytes)
+            if not (self._has_reduced and self._order_is_fixed):
+                self._compare(Event.REDUCE, unit, self._units[unit].bucket_bytes)
+            self._has_reduced = True
 
     def ends(self, phase: Phase, unit: int) -> None:  # noqa: ARG002
         """Announce the end of the outermost forward, where it gathered; others concern no other rank."""
@@ -174,7 +189,7 @@ class RankVerifier(Observer):
     def forgets(self) -> None:
         """Reset all counts. Ranks that were lost stay lost: a message may still be in flight."""
         self._steps = self._open_forwards = 0
-        self._gathered_in_forward = self._is_broken = False
+        self._gathered_in_forward = self._is_broken = self._has_reduced = False
         self._to_reduce = None
 
     def _compare(self, event: Event, unit: int = ROOT_UNIT, num_bytes: int = 0) -> None:

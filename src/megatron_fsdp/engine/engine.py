@@ -128,6 +128,8 @@ class Engine:
     user_buffers: UserBuffers | None  # registered memory that is deregistered with the engine
     capture_lack: str  # why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to
 
+    reduces_in_fixed_order = False  # whatever is called when, on any rank
+
     def __post_init__(self) -> None:
         options = self.sharding.options
         self.device = self.sharding.device
