@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[Callable[[Net], object], str]] = {
         lambda net: net.register_parameter("extra", nn.Parameter(torch.ones(2))),
         f"parameter extra is nothing on rank 0, (2,) {_TRAINED} on rank 1; give ",
     ),
-    "order": (reverse_layers, "number "),
+    "order": (reverse_layers, "the order, from parameter layers.0.linear.weight on rank 0, parameter head.weight on rank 1; "),
 }
 
 
