@@ -418,7 +418,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     index = index_of(arguments)
     arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim, tp_dim=index.tp_dim)
     names = {id(param): name for name, param in module.named_parameters()}
-    with all_agree("sharding the model", [index.get_dp_group()]):
+    with all_agree("sharding the model", index.reaching_all):
         check_parameters(optimizer, names)
         check_keeps_no_copies(optimizer, names)
         if arguments["cuda_graph_mode"] and index.device_mesh.device_type == "cuda":

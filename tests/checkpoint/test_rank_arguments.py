@@ -137,7 +137,7 @@ def test_ranks_that_ask_for_different_things_are_all_told_so(run_ranks: RunRanks
     ],
 )
 def test_values_are_told_once_with_their_ranks(values: list[str], words: str) -> None:
-    assert by_value(values) == words
+    assert by_value(enumerate(values)) == words
 
 
 def test_a_closed_checkpointer_saves_nothing_in_the_background(tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ def test_an_error_of_one_rank_reaches_the_ranks_of_all_groups() -> None:
     for failing in range(4):
         met = {"mine": ConfigurationError("no"), "foreign": KeyError("k")}
         mine = {kind: error if rank == failing else None for kind, error in met.items()}
-        rank_in_row, foreign = failing % 2, f"the work failed (rank {failing % 2}: KeyError: 'k')"
-        said = f"ConfigurationError: the work failed (rank {rank_in_row}: ConfigurationError: no)"
+        foreign = f"the work failed (rank {failing}: KeyError: 'k')"
+        said = f"ConfigurationError: the work failed (rank {failing}: ConfigurationError: no)"
         assert told(mine["mine"], groups) == said
         assert told(mine["foreign"], groups) == f"RankError: {foreign}"
         assert told(mine["foreign"], groups, raises=CheckpointError) == f"CheckpointError: {foreign}"
@@ -114,20 +114,38 @@ def test_an_error_of_one_rank_reaches_the_ranks_of_all_groups() -> None:
     assert gather_objects(rank) == [0, 1, 2, 3]  # all took part in the same collectives
 
 
-@on_ranks(2)
+@on_ranks(4)
+def test_what_only_the_ranks_of_one_group_met_is_told_alike_on_all() -> None:
+    rank, groups = dist.get_rank(), grid()
+    for failing in ((0, 1), (2, 3), (1, 2, 3)):
+        for error in (ConfigurationError("no"), KeyError("k")):
+            kind = "ConfigurationError" if isinstance(error, ConfigurationError) else "RankError"
+            met = "; ".join(f"rank {each}: {type(error).__name__}: {error}" for each in failing)
+            assert told(error if rank in failing else None, groups) == f"{kind}: the work failed ({met})"
+    facts = {"size": str(rank if rank > 1 else 0)}
+    assert told(None, groups, facts) == (
+        "ConfigurationError: ranks differ: size is 2 on rank 2, 3 on rank 3; give the same on every rank"
+    )
+
+
+@on_ranks(4)
 def test_what_all_ranks_met_is_raised_as_it_is() -> None:
     class OddError(Exception):  # cannot be sent
         def __init__(self, _one: int, _two: int) -> None:
             super().__init__("odd")
 
-    for error in (ConfigurationError("no"), RankError("no"), KeyError("k"), OddError(1, 2)):
+    class OurOddError(OddError, ConfigurationError):
+        """One that cannot be made of its text either."""
+
+    groups = grid()
+    for error in (ConfigurationError("no"), RankError("no"), KeyError("k"), OddError(1, 2), OurOddError(1, 2)):
         error.__cause__ = cause = ValueError("why")
         with pytest.raises(type(error)) as raised:
-            raise_together(error, "the work")
+            raise_together(error, "the work", groups)
         assert raised.value is error
         assert error.__cause__ is cause
     assert told(KeyError("k"), raises=CheckpointError) == (
-        "CheckpointError: the work failed (rank 0: KeyError: 'k'; rank 1: KeyError: 'k')"
+        "CheckpointError: the work failed (" + "; ".join(f"rank {rank}: KeyError: 'k'" for rank in range(4)) + ")"
     )
 
 
@@ -141,8 +159,8 @@ def test_facts_that_differ_are_told_by_name_before_errors() -> None:
     )
     swapped = dict(reversed(facts.items())) if rank == 2 else facts
     assert told(None, facts=swapped | {"size": "1"}) == (
-        "ConfigurationError: ranks differ: number 1 in their order is size on ranks 0, 1, kind on rank 2; give the "
-        "same on every rank"
+        "ConfigurationError: ranks differ: the order, from size on ranks 0, 1, kind on rank 2; give the same on every "
+        "rank"
     )
     many = {name: str(rank if name != "e" else 0) for name in "abcdefg"}
     assert "; c is 0 on rank 0, 1 on rank 1, 2 on rank 2; 3 more differ; give" in told(None, facts=many)

@@ -12,9 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
+from megatron_fsdp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+)
 from megatron_fsdp.errors import ConfigurationError, RankError
 from tests.support.api_net import Layer, Net, build, largest_difference, mesh, weights
+from tests.support.arrangements import mesh_of
+from tests.support.experts import FLAT, arguments, build_with_experts, place
 from tests.support.on_ranks import on_ranks, same_on_ranks
 
 
@@ -71,7 +79,10 @@ MODELS: dict[str, tuple[Callable[[Net], object], str]] = {
         lambda net: net.register_parameter("extra", nn.Parameter(torch.ones(2))),
         f"parameter extra is nothing on rank 0, (2,) {_TRAINED} on rank 1; give ",
     ),
-    "order": (reverse_layers, "number "),
+    "order": (
+        reverse_layers,
+        "the order, from parameter layers.0.linear.weight on rank 0, parameter head.weight on rank 1; ",
+    ),
 }
 
 
@@ -135,6 +146,35 @@ def test_different_choices_and_what_one_rank_sees_are_refused_alike_on_every_ran
             choose()
         message = same_on_ranks(str(raised.value))
         assert "rank" in message or name.startswith("seen by one"), name
+
+
+# ---- the ranks that differ do not reach all others -------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_ranks_of_other_groups_stop_too() -> None:
+    """Beside tensor parallelism ranks 0 and 2 share parameters; of experts ranks 0 and 1 do."""
+    rank, grid = dist.get_rank(), mesh_of((2, 2), ("dp", "tp"))
+    model = build()
+    optimizer = torch.optim.SGD((build() if rank == 2 else model).parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError) as raised:
+        fully_shard(model, optimizer, grid, dp_shard_dim="dp", tp_dim="tp", fsdp_unit_modules=[Layer])
+    said = "sharding the model failed (rank 2: ConfigurationError: parameter 0 of param_groups[0] (shape (4,)) is not"
+    assert same_on_ranks(str(raised.value)).startswith(said)
+
+    config = DistributedDataParallelConfig(bucket_size=10 if rank == 2 else None)
+    with pytest.raises(ConfigurationError) as raised:
+        DistributedDataParallel(config, build(), device_mesh=grid, dp_dim="dp", tp_dim="tp")
+    assert same_on_ranks(str(raised.value)).startswith("ranks differ: bucket_size is None on rank 0, 10 on rank 2;")
+
+    experts = build_with_experts()
+    place(FLAT, experts)
+    wrapped = fully_shard_model(experts, **arguments(FLAT))
+    changed = [param for name, param in wrapped.named_parameters() if ".experts." in name]
+    changed[1 if rank == 1 else 0].requires_grad_(False)
+    with pytest.raises(ConfigurationError) as raised:
+        wrapped(torch.zeros(1, 2, dtype=torch.long))
+    assert ": requires_grad of blocks.0." in same_on_ranks(str(raised.value))
 
 
 # ---- different values are not a mistake that stops -------------------------------------------------------------------

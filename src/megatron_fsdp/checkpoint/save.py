@@ -205,7 +205,7 @@ def _require_alike(plans: Sequence[SavePlan]) -> None:
     words = [
         sorted(f"{kind[1]} of shape {tuple(kind[0])}" if kind else "an object" for kind in kinds) for kinds in found
     ]
-    told = by_value([" and ".join(kinds) or "nothing" for kinds in words])
+    told = by_value((rank, " and ".join(kinds) or "nothing") for rank, kinds in enumerate(words))
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
     raise CheckpointError(
         f"{key}{more} is not the same on all ranks: {told}; of plain tensors one copy is stored, so keep what is "

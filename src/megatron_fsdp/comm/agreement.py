@@ -1,11 +1,12 @@
 """The questions that ranks ask each other, so that all go on or all raise the same error.
 
-    ask             gathers a report of every rank and raises what they add up to; the others are this one
     raise_together  may all go on, and did all do the same?  What a rank met, and facts that differ, are raised on all;
                     `together` is the same around a function, `all_agree` around a block
+    ask             the same for other reports: a judge says what is wrong with them
     decided_by_first  the first rank decides for all
 
 An error that one rank alone raises would leave the others waiting in their next collective. So errors travel first.
+`raise_together` names ranks by their global rank; a judge is told reports in the order of the group's ranks.
 Every function here is a collective; `gather_objects` and `gather_over` gather one value of every rank.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -148,49 +149,43 @@ def raise_together(
     Args:
         error: What this rank met; None if all went well.
         doing: What was being done, for the message: "writing runs/a/iter_0000010".
-        groups: As for `ask`; none: all ranks, or this process alone where torch.distributed is not initialised.
+        groups: Those of this rank along the dimensions of a mesh, which together reach all ranks that are to know;
+            None is a group of this rank alone. Without any: all ranks, or this process alone where torch.distributed
+            is not initialised.
         facts: What has to be the same on every rank of the first group, by name, in an order that its ranks share.
-            Compared before errors are looked at, unless a rank has none; only a digest is sent unless they differ.
-        raises: What errors that are not of this library are raised as.
+            Compared before errors are looked at, unless a rank of the group gave None; only a digest is sent unless
+            they differ.
+        raises: The type of what is raised, but for what all have met of this library, and for facts that differ.
 
     Raises:
-        ConfigurationError: Ranks have different facts, or only some have met an error, all of them such; says which
-            rank has what, the same on every rank.
-        RankError: The same for errors of other types, without `raises`; names every such rank and what it met.
+        ConfigurationError: Facts differ; or, without `raises`, all errors that were met are such. Says which rank has
+            what, the same on every rank.
+        RankError: Ranks have met errors of other types, without `raises`; the same.
         Exception: `error` itself, if every rank has met the same, and it is of this library or there is no `raises`.
     """
-    groups = groups or [dist.group.WORLD]
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    is_ours = isinstance(error, MegatronFSDPError)
-    met_by_all = True
-
-    def judge(reports: Sequence[tuple[str | None, bool, bytes | None]]) -> Problem | None:
-        nonlocal met_by_all
-        digests = {digest for _, _, digest in reports}
-        met_by_all = error is not None and all(text == told for text, _, _ in reports)
-        if len(digests) > 1 and None not in digests:  # in the first group, since others have none
-            met_by_all = False
-            return ConfigurationError, _differences(gather_objects(dict(facts or {}), groups[0]))
-        failed = {rank: text for rank, (text, _, _) in enumerate(reports) if text is not None}
-        if not failed:
-            return None
-        if error is not None and met_by_all and is_ours:
-            return type(error), str(error)
-        is_usage = all(is_configuration for text, is_configuration, _ in reports if text is not None)
-        of_ranks = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-        kind = raises or (ConfigurationError if is_usage else RankError)
-        return kind, f"{doing} failed ({of_ranks if len(reports) > 1 else told})"
-
-    mine = told, isinstance(error, ConfigurationError)
-    digest = None if facts is None else _digest(facts)
-    try:
-        ask([(group, (*mine, None if place else digest)) for place, group in enumerate(groups)], judge, error)
-    except MegatronFSDPError:
-        if error is None or not met_by_all or not (is_ours or raises is None):
-            raise
-    else:
+    first, *others = groups or [dist.group.WORLD]
+    rank, told = rank_of(), None if error is None else f"{type(error).__name__}: {error}"
+    report = rank, told, isinstance(error, ConfigurationError), None if facts is None else _digest(facts)
+    reports = gather_over([first], report)
+    digests = {digest for *_, digest in reports}
+    differences = None
+    if len(digests) > 1 and None not in digests:  # the same decision on every rank of the group
+        differences = _differences(dict(gather_over([first], (rank, dict(facts or {})))))
+    failed = [report for report in reports if report[1] is not None]
+    everyone = gather_over(others, (differences, failed, len(reports)))
+    for different, _, _ in everyone:
+        if different is not None:
+            raise ConfigurationError(different) from error
+    failed = sorted(itertools.chain.from_iterable(failed for _, failed, _ in everyone))
+    if not failed:
         return
-    raise error  # outside of the block, to keep its own context
+    num_ranks = sum(num_ranks for *_, num_ranks in everyone)
+    is_of_all = len(failed) == num_ranks and {text for _, text, *_ in failed} == {told}
+    if error is not None and is_of_all and (raises is None or isinstance(error, MegatronFSDPError)):
+        raise error
+    kind = raises or (ConfigurationError if all(is_usage for *_, is_usage, _ in failed) else RankError)
+    of_ranks = "; ".join(f"rank {rank}: {text}" for rank, text, *_ in failed)
+    raise kind(f"{doing} failed ({of_ranks if num_ranks > 1 else told})") from error
 
 
 def together(
@@ -207,7 +202,7 @@ def together(
         act: The function; makes no collective, which a rank that failed would miss.
         group: The ranks; None: all.
         facts: What has to be the same on every rank.
-        raises: What errors that are not of this library are raised as.
+        raises: As for `raise_together`.
     """
     error: Exception | None = None
     result: Result | None = None
@@ -233,10 +228,10 @@ def all_agree(
     raise_together(error, doing, groups, None if error is not None else facts, raises)
 
 
-def by_value(values: Sequence[str]) -> str:
-    """List the values of the ranks, each value once: "True on rank 0, False on ranks 1, 2"."""
+def by_value(values: Iterable[tuple[int, str]]) -> str:
+    """List the values of ranks, given in pairs, each value once: "True on rank 0, False on ranks 1, 2"."""
     ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values:
         ranks.setdefault(value, []).append(rank)
     parts = [f"{value} on {_named(having)}" for value, having in list(ranks.items())[:_SHOWN]]
     return ", ".join([*parts, "..."] if len(ranks) > _SHOWN else parts)
@@ -251,19 +246,19 @@ def _digest(facts: Mapping[str, str]) -> bytes:
     return hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=8).digest()
 
 
-def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
-    """Say which facts differ; the message leaves out what was being done, which may differ between ranks."""
-    names = dict.fromkeys(name for facts in everyone for name in facts)
-    values = {name: [facts.get(name, "nothing") for facts in everyone] for name in names}
-    differing = [name for name in values if len(set(values[name])) > 1]
+def _differences(everyone: Mapping[int, Mapping[str, str]]) -> str:
+    """Say which facts of the ranks differ; the message leaves out what was being done, which may differ, too."""
+    names = dict.fromkeys(name for facts in everyone.values() for name in facts)
+    values = {name: {rank: facts.get(name, "nothing") for rank, facts in everyone.items()} for name in names}
+    differing = [name for name in values if len(set(values[name].values())) > 1]
     # Of "config" and "config.size" keep the first: other classes may not have the second at all.
     first = [name for name in differing if name.rpartition(".")[0] not in differing]
-    shown = [f"{name} is {by_value(values[name])}" for name in first[:_SHOWN_DIFFERENCES]]
+    shown = [f"{name} is {by_value(values[name].items())}" for name in first[:_SHOWN_DIFFERENCES]]
     if len(first) > _SHOWN_DIFFERENCES:
         shown.append(f"{len(first) - _SHOWN_DIFFERENCES} more differ")
     if not differing:
-        place, names_there = next(found for found in enumerate(zip(*everyone, strict=True), 1) if len({*found[1]}) > 1)
-        shown = [f"number {place} in their order is {by_value(names_there)}"]
+        names_there = next(found for found in zip(*everyone.values(), strict=True) if len({*found}) > 1)
+        shown = [f"the order, from {by_value(zip(everyone, names_there, strict=True))}"]
     return f"ranks differ: {'; '.join(shown)}; give the same on every rank"
 
 

@@ -218,7 +218,7 @@ def _resolve_together(
     """Resolve the configuration; every rank gets the same result or the same error, before groups are made."""
     group = index.get_dp_group()
     trainable = sum(local_part(param).numel() for param in module.parameters() if param.requires_grad)
-    with all_agree("resolving DistributedDataParallelConfig", [group]) as facts:
+    with all_agree("resolving DistributedDataParallelConfig", index.reaching_all) as facts:
         resolved = resolve_ddp(config, 1 if group is None else group.size(), trainable, disable_bucketing)
         facts |= {field.name: repr(getattr(resolved.config, field.name)) for field in fields(config)}
     return resolved

@@ -706,7 +706,8 @@ class Engine:
         """Refuse facts that differ between ranks; those about experts between the ranks that share them. Collective."""
         raise_together(None, "comparing facts", self.sharding.reaching_all, dense_facts)
         if self.sharding.experts is not None:
-            raise_together(None, "comparing facts", [self.sharding.experts.group], expert_facts)
+            groups = self.sharding.experts.group, *self.sharding.reaching_all  # those of other experts stop, too
+            raise_together(None, "comparing facts", groups, expert_facts)
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""

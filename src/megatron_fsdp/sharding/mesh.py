@@ -119,6 +119,11 @@ class FSDPDistributedIndex:
             return self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
         return self.get_fsdp_group(is_expert_parallel)
 
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of a model: data-parallel ranks, then tensor-parallel ones."""
+        return self.get_dp_group(), self._group(False, "tp_dim", self.tp_dim)
+
     def get_fsdp_group(
         self, is_expert_parallel: bool = False, independent_all_gather: bool = False
     ) -> dist.ProcessGroup | None:

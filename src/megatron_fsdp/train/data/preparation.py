@@ -87,7 +87,7 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
     work_on_machines(rank, write)
     with all_agree("opening the tokens of --data-path", raises=ConfigurationError) as facts:
         found = read_data(job, folder)
-        facts["the checksum of the tokens of --data-path"] = found.checksum
+        facts["the text of --data-path (its checksum)"] = found.checksum
     return found
 
 
