@@ -231,6 +231,11 @@ def errors_of_one_rank(root: Path) -> dict[str, str]:
         said["store"] = message_of(lambda: saver.start(state, alone))
         saver.start({"a": torch.ones(2, device="meta" if rank == 1 else "cpu")}, alone)
         said["copy"] = message_of(saver.wait)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(saver.buffers, "wait_until_copied", lambda: failing(None, None))
+            saver.start(state, lambda _, group: dist.barrier(group))  # waits for the other rank
+            said["device"] = message_of(saver.wait)
         saver.start(state, lambda _, group: store.write(20, lambda folder: mark_from_first(folder, rank), group=group))
     said["latest"] = str(store.iterations())
     return said
@@ -250,6 +255,8 @@ def test_errors_of_one_rank_are_told_by_all(run_ranks: RunRanks, tmp_path: Path)
         "store": f"saving {root}/iter_0000010 failed (rank 1: OSError: [Errno 28] No space left on device)",
         "copy": "copying the state for a background save failed (rank 1: CheckpointError: a Tensor (torch.strided, on "
         "meta) cannot be copied for a background save; save it in the foreground, or give a plain tensor)",
+        "device": "copying the state for a background save failed (rank 1: OSError: [Errno 28] No space left on "
+        "device)",
         "latest": "[20]",
     }
 

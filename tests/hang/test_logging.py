@@ -107,7 +107,7 @@ def test_the_environment_asks_for_a_log_of_each_model(run_ranks: RunRanks, tmp_p
 def test_ranks_have_to_agree_on_the_environment(run_ranks: RunRanks, tmp_path: Path) -> None:
     first, second = run_ranks(2, by_environment, str(tmp_path), (1,))
     assert first == second
-    assert "rank 0 has 'MFSDP_HANG_LOG not set', rank 1 has 'MFSDP_HANG_LOG set'" in first
+    assert "MFSDP_HANG_LOG is not set on rank 0, set on rank 1" in first
     (message,) = set(run_ranks(2, by_environment, str(tmp_path), (1,), "soon"))
     assert "rank 1: MFSDP_HANG_TIMEOUT='soon' is not a time to wait; give seconds, more than 0" in message
 
@@ -123,7 +123,7 @@ def cannot_write(folder: str) -> str:
 def test_a_folder_that_one_rank_cannot_write_is_refused_by_all(run_ranks: RunRanks, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     (message,) = set(run_ranks(2, cannot_write, str(tmp_path)))
-    assert "rank 1: the log for hangs cannot be written to " in message
+    assert "rank 1: ConfigurationError: the log for hangs cannot be written to " in message
     assert "FileExistsError" in message or "NotADirectoryError" in message
 
 

@@ -233,10 +233,13 @@ class BackgroundSaver:
             torch.accelerator.set_device_index(device)  # of each thread; a writer would use the first device
 
         def save_copy() -> None:
-            self.buffers.wait_until_copied()
             with torch.no_grad():
                 save(copied, self.group)
 
+        try:
+            self.buffers.wait_until_copied()
+        except Exception as error:  # noqa: BLE001 - the other ranks must raise, too
+            problem = problem or error
         try:
             raise_together(problem, "copying the state for a background save", [self.group], raises=CheckpointError)
             together("saving in the background", save_copy, self.group)
