@@ -109,7 +109,10 @@ def test_ranks_have_to_agree_on_the_environment(run_ranks: RunRanks, tmp_path: P
     assert first == second
     assert "MFSDP_HANG_LOG is not set on rank 0, set on rank 1" in first
     (message,) = set(run_ranks(2, by_environment, str(tmp_path), (1,), "soon"))
-    assert "rank 1: MFSDP_HANG_TIMEOUT='soon' is not a time to wait; give seconds, more than 0" in message
+    assert (
+        "rank 1: ConfigurationError: MFSDP_HANG_TIMEOUT='soon' is not a time to wait; give seconds, more than 0"
+        in message
+    )
 
 
 def cannot_write(folder: str) -> str:
