@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_fsdp import fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
 from tests.optim.test_adamw8bit import blocks, eight_bits
 from tests.optim.test_chained import chain, chain_of_sgd, mixed
@@ -15,7 +17,7 @@ from tests.optim.test_whole_step import Factored
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.models import Block, build_dense
 from tests.support.on_ranks import on_ranks
-from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps
+from tests.support.optimizer_twins import Make, Twins, drawn, flat, hybrid, matrices, three_steps
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
     "adafactor": (matrices, lambda params: torch.optim.Adafactor(params, lr=0.1, weight_decay=0.01)),
@@ -89,6 +91,35 @@ def test_tensor_parallel_parts_step_as_one_process() -> None:
     arrangement.place(model)
     sharding = {"zero_dp_strategy": 3, "fsdp_unit_modules": [Block]}
     three_steps(model, KINDS["adafactor"][1], {**arrangement.arguments(), **sharding}, without=2)
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [(1, 2), (3, 3)])
+@on_ranks()
+def test_two_optimizers_side_by_side_step_on_clipped_gradients_as_one_process(strategy: int) -> None:
+    """Muon and AdamW, each connected by itself; the norm is that of all gradients."""
+    model = fully_shard_model(mixed(), fsdp_unit_modules=[nn.Linear], **flat(strategy))
+    params: list[Any] = list(model.parameters())
+    copies = [nn.Parameter(param.full_tensor().detach().clone()) for param in params]
+    ours = [fully_shard_optimizer(each) for each in muon_and_adamw(params)]
+    theirs = muon_and_adamw(copies)
+    for step in range(3):
+        for index, (param, whole) in enumerate(zip(params, copies, strict=True)):
+            grad = drawn(whole.shape, step, index)
+            param.grad = UnevenDTensor.wrap(param.shard_frame.take(grad).clone(), param.shard_frame)
+            whole.grad = grad
+        norm = torch.nn.utils.get_total_norm([whole.grad for whole in copies if whole.grad is not None])
+        torch.testing.assert_close(float(model.clip_grad_norm_(0.5)), float(norm), rtol=1e-6, atol=0.0)
+        for param, whole in zip(params, copies, strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), whole.grad * (0.5 / norm), rtol=1e-5, atol=1e-7)
+            whole.grad = param.grad.full_tensor()  # how a norm is added up decides its last bit
+        for optimizer in (*ours, *theirs):
+            optimizer.step()
+        assert [torch.equal(p.full_tensor(), w) for p, w in zip(params, copies, strict=True)] == [True] * len(params)
+
+
+def muon_and_adamw(params: list[Any]) -> list[torch.optim.Optimizer]:
+    muon = torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.1)
+    return [muon, torch.optim.AdamW([param for param in params if param.dim() != 2], lr=0.2)]
 
 
 def after(kind: str, steps: int) -> Twins:
