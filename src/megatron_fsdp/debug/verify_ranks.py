@@ -121,9 +121,7 @@ class RankVerifier(Observer):
     need to get that far: its sums of the first, over the outer axis.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, units: Sequence[Unit], timeout_s: float, order_is_fixed: bool = False
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, units: Sequence[Unit], timeout_s: float, order_is_fixed: bool) -> None:
         self._order_is_fixed = order_is_fixed
         self._rows = RowExchange(group, timeout_s)
         self._ranks, self._me = self._rows.ranks, self._rows.me
