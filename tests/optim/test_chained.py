@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_fsdp import AdamW8bit, ChainedOptimizer, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
+from tests.optim.test_whole_step import Factored
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 from tests.support.optimizer_twins import Matrices, Twins, drawn, flat
 
@@ -132,6 +133,43 @@ def test_a_member_that_fails_on_all_ranks_together_ends_the_step_of_the_chain() 
     assert all(state for state in twins.optimizer.state.values())
 
 
+# ---- members that step whole tensors --------------------------------------------------------------------------------
+
+
+def chain_of_whole_tensors(params: Sequence[Any]) -> ChainedOptimizer:
+    """Torch's Adafactor in front of Muon and AdamW, a declared class behind them."""
+    matrices, others = ([param for param in params if (param.dim() == 2) is is_one] for is_one in (True, False))
+    return ChainedOptimizer(
+        torch.optim.Adafactor(matrices[:2], lr=0.1),
+        torch.optim.Muon(matrices[2:4], lr=0.1),
+        torch.optim.AdamW(others, lr=0.2),
+        Factored(matrices[4:]),
+    )
+
+
+@on_ranks(3)
+def test_a_member_of_whole_tensors_that_fails_on_one_rank_ends_the_step_of_the_chain_on_all() -> None:
+    twins = Twins(mixed(), chain_of_whole_tensors, flat(3))
+    twins.step(0)
+    before = [param.full_tensor().clone() for param in twins.params]  # type: ignore[attr-defined]
+
+    def fails(*_args: object) -> Any:
+        raise MemoryError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            patch.setattr(torch.optim.Adafactor, "step", fails)
+        with pytest.raises(RuntimeError) as raised:
+            twins.step(1)
+    assert same_on_ranks(str(raised.value)) == (
+        "the step of a ChainedOptimizer failed: Adafactor failed on all ranks (RankError: the optimizer's step "
+        "failed (rank 2: MemoryError: no room); no weights were changed on any rank); Muon was not begun; AdamW was "
+        "not begun; Factored was not begun; no weights were changed"
+    )
+    after = [param.full_tensor() for param in twins.params]  # type: ignore[attr-defined]
+    assert all(map(torch.equal, before, after))
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 
@@ -173,8 +211,8 @@ def test_one_cycle_moves_the_momentum_of_all_members_where_they_share_its_name()
 def test_what_a_chain_cannot_do_is_refused_on_all_ranks() -> None:
     model = fully_shard_model(mixed(), fsdp_unit_modules=[nn.Linear], **flat(3))
     params = list(model.parameters())
-    whole = ChainedOptimizer(torch.optim.Adafactor(params[:2]), torch.optim.AdamW(params[2:]))
-    with pytest.raises(ConfigurationError, match="Adafactor steps whole tensors, which a ChainedOptimizer does not"):
+    whole = ChainedOptimizer(torch.optim.LBFGS(params[:2]), torch.optim.AdamW(params[2:]))
+    with pytest.raises(ConfigurationError, match="LBFGS calls its closure several times in a step, and a ChainedOptim"):
         fully_shard_optimizer(whole)
     vectors = torch.optim.Muon(params[:1])
     vectors.add_param_group({"params": [param for param in params if param.dim() == 1]})

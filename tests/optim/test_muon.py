@@ -19,6 +19,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim import muon
 from megatron_fsdp.optim.muon import check_muon, newton_schulz_flops
+from megatron_fsdp.optim.optimizer import step_of
 from megatron_fsdp.optim.whole_exchange import assign_owners, balanced_owners, waves_of
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
@@ -266,9 +267,11 @@ def stacks() -> nn.Module:
 
 
 def split_sizes(shape: Sequence[int]) -> Any:
-    """Of a parameter: as one, halves, or two of other sizes, which may begin anywhere in a shard."""
+    """Of a parameter: as one, halves, or two of other sizes with names; they may begin anywhere in a shard."""
     rows = shape[-2]
-    return None if rows % 3 == 1 else rows // 2 if rows % 2 == 0 else (1, rows - 1) if rows > 1 else (1,)
+    return (
+        None if rows % 3 == 1 else rows // 2 if rows % 2 == 0 else {"first": 1, "rest": rows - 1} if rows > 1 else (1,)
+    )
 
 
 def splitting(params: Sequence[Any]) -> torch.optim.Optimizer:
@@ -286,6 +289,7 @@ def split_by_hand(whole: Tensor) -> list[Tensor]:
     """The matrices of a parameter, or of its gradient, as views."""
     matrices = whole.detach().view(-1, *whole.shape[-2:])
     sizes = split_sizes(whole.shape) or whole.shape[-2]
+    sizes = list(sizes.values()) if isinstance(sizes, dict) else sizes
     return [piece for matrix in matrices for piece in matrix.split(sizes)]
 
 
@@ -325,6 +329,7 @@ class SplitTwins(Twins):
 def test_split_matrices_and_stacks_step_as_matrices_of_their_own(tmp_path: Path, strategy: int) -> None:
     folder = tmp_path / "saved"
     twins = SplitTwins(stacks(), flat(strategy))
+    assert step_of(twins.optimizer) == "on shards and whole matrices (Muon, split into first, rest)"
     for step in range(3):
         twins.step(step, without=2 if step == 0 else None)
         assert twins.differing() == [], f"step {step}"
@@ -385,7 +390,7 @@ def test_the_matrices_of_a_stack_are_shared_out_over_ranks() -> None:
     assert iterated == [torch.Size((4, 3))] * 2
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (9, 0), (4.5, 4.5), ()])
+@pytest.mark.parametrize("sizes", [(4, 4), (9, 0), (4.5, 4.5), (), {"q": 6, "k": 1, "v": 1}, {}])
 def test_split_sizes_that_do_not_fit_are_refused(sizes: Any) -> None:
     optimizer = torch.optim.Muon([{"params": [nn.Parameter(torch.ones(9, 2))], "split_sizes": sizes}])
     with pytest.raises(ConfigurationError, match=r"shape \(9, 2\); give the rows of each piece, which add up to 9, or"):

@@ -20,6 +20,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "packing of results": (whole_exchange.Messages, "pack_results"),
 }
 MUON = {
+    "plan": (muon.MuonStep, "_waves"),
     "momentum": (muon._Matrix, "operand"),
     "messages of all waves": (muon, "_reserve"),
     "iteration": (muon, "_zeropower_via_newtonschulz"),

@@ -12,7 +12,7 @@ from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
 from tests.optim.test_adamw8bit import blocks, eight_bits
-from tests.optim.test_chained import chain, chain_of_sgd, mixed
+from tests.optim.test_chained import chain, chain_of_sgd, chain_of_whole_tensors, mixed
 from tests.optim.test_whole_step import Factored
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.models import Block, build_dense
@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
     "8 bit": (blocks, eight_bits),
     "chain": (mixed, chain),
     "chain of SGD": (mixed, chain_of_sgd),
+    "chain of whole tensors": (mixed, chain_of_whole_tensors),
 }
 
 
@@ -69,6 +70,9 @@ def check_three_steps(kind: str, arguments: dict[str, Any]) -> None:
         ("chain", 0, 2),
         ("chain", 3, 3),
         ("chain of SGD", 1, 2),
+        ("chain of whole tensors", 0, 2),
+        ("chain of whole tensors", 1, 1),
+        ("chain of whole tensors", 3, 3),
     ],
 )
 @on_ranks()
@@ -78,7 +82,7 @@ def test_every_strategy_steps_as_one_process(kind: str, strategy: int) -> None:
 
 @pytest.mark.full(short=["own-optim", "8 bit-optim"])
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
-@pytest.mark.parametrize("kind", ["own", "muon", "8 bit", "chain"])
+@pytest.mark.parametrize("kind", ["own", "muon", "8 bit", "chain", "chain of whole tensors"])
 @on_ranks(4)
 def test_hybrid_sharding_steps_as_one_process(kind: str, outer: str) -> None:
     check_three_steps(kind, hybrid(3, outer))
@@ -136,13 +140,15 @@ def save(kind: str, folder: Path) -> None:
 
 def go_on(kind: str, folder: Path) -> list[str]:
     """Load what two steps have made into a new optimizer, make the third and compare with three in one process."""
-    forms = ["ours"] if kind == "own" else ["ours", "torch"]  # torch has nothing to load into before a step of "own"
+    forms = (
+        ["ours"] if kind in ("own", "chain of whole tensors") else ["ours", "torch"]
+    )  # torch has nothing to load into before a step of "own"
     return [each for form in forms for each in after(kind, 0).goes_on(after(kind, 2), folder / form)]
 
 
-@pytest.mark.full(short=["own-3-2", "chain-3-2", "chain of SGD-2-1"])
+@pytest.mark.full(short=["own-3-2", "chain-3-2", "chain of SGD-2-1", "chain of whole tensors-3-2"])
 @pytest.mark.parametrize(("before", "later"), [(3, 2), (2, 1), (1, 4)])
-@pytest.mark.parametrize("kind", ["own", "muon", "8 bit", "chain", "chain of SGD"])
+@pytest.mark.parametrize("kind", ["own", "muon", "8 bit", "chain", "chain of SGD", "chain of whole tensors"])
 def test_training_goes_on_with_another_number_of_ranks(
     run_ranks: RunRanks, tmp_path: Path, kind: str, before: int, later: int
 ) -> None:

@@ -144,6 +144,9 @@ class Step(Protocol):
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Take what the step has made, at once after it."""
 
+    def fail(self, optimizer: torch.optim.Optimizer, error: Exception) -> None:
+        """Take note that the step has failed on this rank; raise a RankError on all where they wait for each other."""
+
     def hand_over(self) -> None:
         """Give the optimizer what a step has made and not given back, also after one that failed."""
 
@@ -171,9 +174,13 @@ class ChainedStep:
         self._met = []
         for optimizer, way in self._members:
             try:
-                made = way.stand_in(optimizer)
-                type(made).step(made)  # with the hooks of the optimizer
-                way.finish(optimizer)
+                try:
+                    made = way.stand_in(optimizer)
+                    type(made).step(made)  # with the hooks of the optimizer
+                    way.finish(optimizer)
+                except Exception as error:
+                    way.fail(optimizer, error)
+                    raise
             except RankError as error:  # on all ranks together
                 self._met.append(error)
                 return
@@ -196,6 +203,9 @@ class ChainedStep:
         if error is not None and all(group is None for group in groups):
             raise error
         ask([(group, here) for group in groups], lambda everyone: _told(names, everyone), error)
+
+    def fail(self, _optimizer: torch.optim.Optimizer, _error: Exception) -> None:
+        """Do nothing: nobody waits outside of `step` and `finish`, which say themselves what has failed."""
 
     def hand_over(self) -> None:
         """Let each optimizer have what its step has made."""

@@ -101,6 +101,9 @@ class LocalStep:
         self.hand_over()
         self.has_stepped = True
 
+    def fail(self, _optimizer: Optimizer, _error: Exception) -> None:
+        """Do nothing: ranks step by themselves."""
+
     def hand_over(self) -> None:
         """Give new state to the optimizer, after a step or one that failed, and drop all references."""
         view, self._view = self._view, None

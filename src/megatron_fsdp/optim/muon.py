@@ -42,6 +42,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import shown_grads
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optim.chained import params_of
 from megatron_fsdp.optim.whole_exchange import (
     Exchange,
     Messages,
@@ -59,7 +60,9 @@ Group = Mapping[str, Any]
 State = MutableMapping[str, Any]
 
 SPLIT_KEY = "split_sizes"
-"""Option of a parameter group: the rows of the matrices that its matrices are made of, each iterated by itself."""
+"""Option of a parameter group: the rows of the matrices that its matrices are made of, each iterated by itself.
+
+Numbers, one number for all, or numbers by name, such as {"q": 4096, "k": 1024, "v": 1024}."""
 _MOMENTUM = "momentum_buffer"
 WAVE_BYTES = 256 << 20
 """Bytes that an owner receives, or sends to all replicas, at a time, unless those of a single matrix are more."""
@@ -105,7 +108,8 @@ def split_rows(group: Group, shape: Sequence[int]) -> tuple[int, ...]:
     sizes, rows = group.get(SPLIT_KEY), shape[-2]
     if sizes is None:
         return (rows,)
-    found = (sizes,) * (rows // max(sizes, 1)) if isinstance(sizes, int) else tuple(sizes)
+    pieces = sizes.values() if isinstance(sizes, Mapping) else sizes
+    found = (pieces,) * (rows // max(pieces, 1)) if isinstance(pieces, int) else tuple(pieces)
     if not all(isinstance(size, int) and size > 0 for size in found) or sum(found) != rows:
         raise ConfigurationError(
             f"Muon was given {SPLIT_KEY}={sizes!r} for a parameter of shape {tuple(shape)}; give the rows of each "
@@ -225,6 +229,9 @@ class MuonStep:
     def finish(self, _optimizer: Optimizer) -> None:
         """Do nothing: the step has made the update."""
 
+    def fail(self, _optimizer: Optimizer, _error: Exception) -> None:
+        """Do nothing: `update` says itself what has failed."""
+
     def hand_over(self) -> None:
         """Do nothing: no step leaves anything behind."""
 
@@ -236,21 +243,18 @@ class MuonStep:
             RankError: Some rank lacks memory, or momentum or iteration have failed there; on all ranks. No weight was
                 updated.
         """
-        matrices = list(self._matrices(optimizer))
-        owners = self._owners(matrices)
-        params = [matrix.param for matrix in matrices]
-        live = [place for place, grad in enumerate(shown_grads(params)) if grad is not None]
-        stepped = [matrices[place] for place in live]
-        planned = self._waves(stepped, [owners[place] for place in live])
-        meshes = dict.fromkeys(matrix.frame.mesh for matrix in stepped)
-        ranks: dict[Ranks, dict[int, Any]] = {self._ranks[mesh]: {} for mesh in meshes}
-        messages: list[Messages] = []
         error: Exception | None = None
         try:
+            matrices = list(self._matrices(optimizer))
+            owners = self._owners(matrices)
+            params = [matrix.param for matrix in matrices]
+            live = [place for place, grad in enumerate(shown_grads(params)) if grad is not None]
+            stepped = [matrices[place] for place in live]
+            planned = self._waves(stepped, [owners[place] for place in live])
             messages = _reserve([exchange for _, exchange in planned], matrices[0].param.device)
         except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
             error = met
-        agreed(ranks, error)
+        self._agree(optimizer, error)
         waves = [
             _Wave([stepped[index] for index in members], each, optimizer.state)
             for (members, _), each in zip(planned, messages, strict=True)
@@ -262,10 +266,20 @@ class MuonStep:
                 waves[turn - 1].compute()
             if turn > 1:
                 waves[turn - 2].receive()
-        failed = next((wave.error for wave in waves if wave.error is not None), None)
-        agreed(ranks, failed)
+        self._agree(optimizer, next((wave.error for wave in waves if wave.error is not None), None))
         for wave in waves:
             wave.apply()
+
+    def _agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+        """Raise on all ranks of the meshes that step what any of them has met."""
+        params = params_of(optimizer)
+        ranks = [self._ranks_of(param.shard_frame.mesh) for param in params]  # all: making groups may be collective
+        stepped = zip(ranks, shown_grads(params), strict=True)
+        agreed({each: {} for each, grad in stepped if grad is not None}, error)
+
+    def _ranks_of(self, mesh: DeviceMesh) -> Ranks:
+        self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)
+        return self._ranks[mesh]
 
     def _matrices(self, optimizer: Optimizer) -> Iterator[_Matrix]:
         for group in optimizer.param_groups:
@@ -283,8 +297,6 @@ class MuonStep:
             meshes = [matrix.frame.mesh for matrix in matrices]
             costs, holders = [matrix.flops for matrix in matrices], [holders_of(matrix.frame) for matrix in matrices]
             self._owned = key, balanced_owners(meshes, costs, holders)
-            for mesh in dict.fromkeys(meshes):
-                self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)
         return self._owned[1]
 
     def _waves(self, matrices: Sequence[_Matrix], owners: Sequence[int]) -> list[tuple[list[int], Exchange]]:
@@ -299,7 +311,7 @@ class MuonStep:
                 for wave in waves_of([owners[place] for place in members], nbytes, WAVE_BYTES):
                     places = [members[index] for index in wave]
                     cut, whose = [frames[place] for place in places], [owners[place] for place in places]
-                    found.append((places, Exchange(cut, whose, self._ranks[mesh])))
+                    found.append((places, Exchange(cut, whose, self._ranks_of(mesh))))
             self._planned = key, found
         return self._planned[1]
 

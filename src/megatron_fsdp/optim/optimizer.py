@@ -24,7 +24,7 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, Step, members_of, params_of
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
-from megatron_fsdp.optim.muon import MuonStandIn, MuonStep, check_muon
+from megatron_fsdp.optim.muon import SPLIT_KEY, MuonStandIn, MuonStep, check_muon
 from megatron_fsdp.optim.state_dict import StateDict, StateOwner, as_held, as_saved, with_blank_state
 from megatron_fsdp.optim.step_in_backward import StepInBackward
 from megatron_fsdp.optim.whole_step import (
@@ -49,7 +49,11 @@ WHOLE_TENSOR_OPTIMIZERS = (
 def step_of(optimizer: Optimizer) -> str:
     """Say what the step of a connected optimizer works on."""
     if type(optimizer) is torch.optim.Muon:
-        return "on shards and whole matrices (Muon)"
+        pieces = [
+            ", ".join(sizes) for group in optimizer.param_groups if isinstance(sizes := group.get(SPLIT_KEY), dict)
+        ]
+        split = f", split into {' and '.join(dict.fromkeys(pieces))}" if pieces else ""
+        return f"on shards and whole matrices (Muon{split})"
     if isinstance(optimizer, AdamW8bit):
         return "on shards, in blocks of 256 elements of whole tensors"
     if steps_owned(optimizer):
@@ -276,7 +280,10 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
         describes_state: Attach to the tensors of its state dict which part of a global tensor they hold.
     """
     reference = weakref.ref(model)
-    hooks = _StepHooks(reference, _make_step(optimizer))
+    step = _make_step(optimizer)
+    if isinstance(step, OwnedStep | ReplicatedStep):
+        _guard(optimizer, step)
+    hooks = _StepHooks(reference, step)
     hooks.several = model if isinstance(model, SeveralModels) else None
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
@@ -359,11 +366,9 @@ def _make_step(optimizer: torch.optim.Optimizer) -> Step:
         return ChainedStep([(each, _make_step(each)) for each in optimizer.optimizers])
     if type(optimizer) is torch.optim.Muon:
         return MuonStep()
-    if not (steps_owned(optimizer) or steps_replicated(optimizer)):
-        return LocalStep(_moves_state(optimizer))
-    made = OwnedStep() if steps_owned(optimizer) else ReplicatedStep()
-    _guard(optimizer, made)
-    return made
+    if steps_owned(optimizer):
+        return OwnedStep()
+    return ReplicatedStep() if steps_replicated(optimizer) else LocalStep(_moves_state(optimizer))
 
 
 def _rehome(member: torch.optim.Optimizer, _optimizer: torch.optim.Optimizer) -> None:
@@ -375,7 +380,7 @@ def _moves_state(optimizer: torch.optim.Optimizer) -> bool:
     return any(param._megatron_fsdp_model.moves_optimizer_state for param in params_of(optimizer))
 
 
-def _guard(optimizer: torch.optim.Optimizer, made: OwnedStep | ReplicatedStep) -> None:
+def _guard(optimizer: torch.optim.Optimizer, made: Step) -> None:
     """Let a step that fails on one rank fail on all, which wait for its results."""
     original = optimizer.step
 
@@ -390,7 +395,7 @@ def _guard(optimizer: torch.optim.Optimizer, made: OwnedStep | ReplicatedStep) -
         try:
             return original(*args, **kwargs)
         except Exception as error:
-            made.fail(error)
+            made.fail(optimizer, error)
             raise
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # a method, as schedulers want it
@@ -537,10 +542,10 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, ChainedOptimizer):
         for each in optimizer.optimizers:
             check_kind(each)
-            if steps_owned(each) or steps_replicated(each):
+            if steps_replicated(each):
                 raise ConfigurationError(
-                    f"{type(each).__name__} steps whole tensors, which a ChainedOptimizer does not; leave it out "
-                    "of the chain and hand it to fully_shard_optimizer"
+                    f"{type(each).__name__} calls its closure several times in a step, and a ChainedOptimizer once; "
+                    "leave it out of the chain and hand it to fully_shard_optimizer"
                 )
         return
     if steps_replicated(optimizer):

@@ -206,7 +206,7 @@ class OwnedStep:
             group.update({key: value for key, value in shown.items() if key != "params"})
         self._drop()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, _optimizer: Optimizer, error: Exception) -> None:
         """Tell the other ranks that the step has failed here; collective.
 
         Raises:
@@ -558,7 +558,7 @@ class ReplicatedStep:
         optimizer.state[group["params"][0]] = made.state[self._copies[0]]
         self._drop()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, _optimizer: Optimizer, error: Exception) -> None:
         """Tell the other ranks that the step has failed here; collective.
 
         Raises:
