@@ -289,19 +289,12 @@ def fully_shard_optimizer(
     """
     from megatron_fsdp.comm.agreement import rank_of
     from megatron_fsdp.optim.chained import members_of
-    from megatron_fsdp.optim.local_step import check_homes
-    from megatron_fsdp.optim.optimizer import (
-        SeveralModels,
-        check_kind,
-        check_parameters,
-        check_reads_decoupled,
-        check_rounding,
-        integrate,
-        route_line,
-    )
+    from megatron_fsdp.optim.models import Models, model_of
+    from megatron_fsdp.optim.optimizer import check_connected, integrate, route_line
+    from megatron_fsdp.optim.step import params_of
 
     _check_optimizer(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     if not params:
         raise ConfigurationError(
             "the optimizer has no parameters; build it on model.parameters() after fully_shard_model"
@@ -312,26 +305,20 @@ def fully_shard_optimizer(
             "fully_shard_model, or hand model and optimizer to fully_shard together"
         )
     try:
-        owners = [_owner(param) for param in params if hasattr(param, _OWNER)]
+        owners = [model_of(param) for param in params if hasattr(param, _OWNER)]
     except ReferenceError:
         raise ConfigurationError(
             "the model whose parameters the optimizer holds has been deleted; keep what fully_shard_model returned"
         ) from None
     models = list({id(owner): owner for owner in owners}.values())
-    check_parameters(optimizer, {key: name for model in models for key, name in model.sharded_names().items()})
-    check_kind(optimizer)
-    for each in members_of(optimizer):
-        check_homes(each)
-    check_rounding(optimizer, any(model.is_deterministic for model in models))
-    check_reads_decoupled(optimizer, any(model.decouples_gradients for model in models))
+    check_connected(optimizer, models)
     _check_several(optimizer, models)
     was_connected = models[0].is_connected(optimizer)
     for model in models:
         for each in dict.fromkeys((optimizer, *members_of(optimizer))):
             model.adopt(each)
     if not was_connected:
-        whole = models[0] if len(models) == 1 else SeveralModels(models, _owner)
-        integrate(optimizer, whole, describes_state=preproc_state_dict_for_dcp_ckpt)
+        integrate(optimizer, Models(models), describes_state=preproc_state_dict_for_dcp_ckpt)
         if rank_of() == 0:
             modules = [module for model in models for module in model.module.modules()]
             for each in members_of(optimizer):
@@ -356,12 +343,6 @@ def _check_several(optimizer: torch.optim.Optimizer, models: Sequence[MegatronFS
 
 
 _OWNER = "_megatron_fsdp_model"
-
-
-def _owner(param: torch.Tensor) -> MegatronFSDP:
-    """Return the model of a sharded parameter."""
-    model: MegatronFSDP = getattr(param, _OWNER).self_reference()
-    return model
 
 
 def _takes_arguments_of(

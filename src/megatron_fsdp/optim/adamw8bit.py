@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.optim.step import params_of
 from megatron_fsdp.sharding.shards import Cut, ListedCut, ShardDescription, TensorParallelCut
 
 BLOCK = 256
@@ -145,7 +146,7 @@ class AdamW8bit(Optimizer):
         held: dict[str, Any] = {}
 
         def hold(optimizer: Optimizer, given: dict[str, Any]) -> None:  # after all other hooks
-            params = [param for group in optimizer.param_groups for param in group["params"]]
+            params = params_of(optimizer)
             numbers = [number for group in given["param_groups"] for number in group["params"]]
             for param, number in zip(params, numbers, strict=False):  # torch refuses other lengths
                 if given["state"].get(number):
@@ -166,8 +167,7 @@ def check_blocks(optimizer: AdamW8bit) -> None:
     Raises:
         ConfigurationError: There is one.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    problem = next(filter(None, map(_problem, params)), None)
+    problem = next(filter(None, map(_problem, params_of(optimizer))), None)
     if problem is not None:
         raise ConfigurationError(f"AdamW8bit was given {problem}")
 

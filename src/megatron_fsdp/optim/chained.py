@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError, RankError
+from megatron_fsdp.optim.step import Step, params_of
 from megatron_fsdp.optim.whole_exchange import Ranks
 
 
@@ -124,46 +125,24 @@ class ChainedOptimizer(Optimizer):
             after(self)
 
 
-def params_of(optimizer: Optimizer) -> list[Any]:
-    """Return the parameters of all groups of an optimizer."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """Return the optimizers of a chain, or the optimizer itself."""
     return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
 
 
-class Step(Protocol):
-    """The way in which the code of an optimizer's class is run on shards: on an object that stands in for it."""
-
-    def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the object for one step."""
-        ...
-
-    def finish(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take what the step has made, at once after it."""
-
-    def fail(self, optimizer: torch.optim.Optimizer, error: Exception) -> None:
-        """Take note that the step has failed on this rank; raise a RankError on all where they wait for each other."""
-
-    def hand_over(self) -> None:
-        """Give the optimizer what a step has made and not given back, also after one that failed."""
-
-
-class ChainedStep:
+class ChainedStep(Step):
     """Steps the optimizers of a chain; they fail on all ranks together.
 
     A rank on which one fails steps the others all the same, as its peers do, which may wait for messages. Then ranks
-    tell each other what has come of each optimizer, by one small gather.
+    tell each other what has come of each optimizer, by one small gather. Nobody waits outside of `step` and `finish`.
     """
 
-    def __init__(self, members: Sequence[tuple[torch.optim.Optimizer, Step]]) -> None:
+    def __init__(self, members: Sequence[tuple[Optimizer, Step]]) -> None:
         self._members = members
         self._met: list[Exception | None] = []  # in each optimizer, in the step that is running
         self._ranks: dict[DeviceMesh, Ranks] = {}
 
-    def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return a chain that has this object for its only optimizer."""
         made = object.__new__(ChainedOptimizer)
         made.__dict__ = {**optimizer.__dict__, "optimizers": (self,)}
@@ -189,7 +168,7 @@ class ChainedStep:
             else:
                 self._met.append(None)
 
-    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+    def finish(self, optimizer: Optimizer) -> None:
         """Let ranks tell each other what has come of each optimizer; collective.
 
         Raises:
@@ -204,15 +183,12 @@ class ChainedStep:
             raise error
         ask([(group, here) for group in groups], lambda everyone: _told(names, everyone), error)
 
-    def fail(self, _optimizer: torch.optim.Optimizer, _error: Exception) -> None:
-        """Do nothing: nobody waits outside of `step` and `finish`, which say themselves what has failed."""
-
     def hand_over(self) -> None:
         """Let each optimizer have what its step has made."""
         for _, way in self._members:
             way.hand_over()
 
-    def _all_ranks(self, optimizer: torch.optim.Optimizer) -> list[Ranks]:
+    def _all_ranks(self, optimizer: Optimizer) -> list[Ranks]:
         """Return the ranks of all meshes, the most first, but for those that all belong to another mesh."""
         params = params_of(optimizer)
         meshes = dict.fromkeys(param.shard_frame.mesh for param in params if isinstance(param, UnevenDTensor))

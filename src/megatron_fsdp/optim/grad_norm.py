@@ -16,14 +16,13 @@ from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
-from megatron_fsdp.sharding.mesh import Domain
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
 ProcessGroups = tuple[dist.ProcessGroup, ...]
 
 
-def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> ProcessGroups:
+def shared_out_over(engine: Engine, group: ParameterGroup, index: int) -> ProcessGroups:
     """Return the process groups that a reduction over a main weight, or its gradient after the sync, must span.
 
     Along each the ranks hold different pieces; all other ranks hold copies. The same on every rank. For experts the
@@ -39,7 +38,7 @@ def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> Proces
     if part is not None and part.is_cut:
         over.append(part.mesh.get_group())
     if plan.is_expert:
-        over += domain.foreign_groups
+        over += engine.sharding.domain(True).foreign_groups
     return tuple(over)
 
 
@@ -91,11 +90,10 @@ def _pieces(engine: Engine) -> dict[ProcessGroups, list[torch.Tensor]]:
     for group in engine.groups():
         if group.gradients is None:
             continue
-        domain = engine.sharding.domain(group.plan.is_expert)
         for index, grad in enumerate(group.grads()):
-            found = pieces.setdefault(shared_out_over(group, index, domain), [])
+            found = pieces.setdefault(shared_out_over(engine, group, index), [])
             if grad is not None:
-                found.append(_local(grad))
+                found.append(local_of(grad))
     return pieces
 
 
@@ -194,7 +192,8 @@ def largest_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.where(both[1] > 0, math.nan, both[0])
 
 
-def _local(grad: torch.Tensor) -> torch.Tensor:
+def local_of(grad: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements."""
     return grad._local_tensor if isinstance(grad, DTensor) else grad
 
 

@@ -29,6 +29,8 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.engine.memory import StateMemory
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optim.models import model_of
+from megatron_fsdp.optim.step import Step, params_of
 
 _SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.ASGD: frozenset({"ax"}),
@@ -58,8 +60,8 @@ def sharded_state(optimizer: Optimizer) -> frozenset[str]:
     return _SHARDED_STATE.get(type(optimizer), frozenset())
 
 
-class LocalStep:
-    """The view of one optimizer; between steps it holds neither gradients nor state.
+class LocalStep(Step):
+    """The view of one optimizer; between steps it holds neither gradients nor state. Ranks step by themselves.
 
     Args:
         moves_state: Whether state of some parameters rests elsewhere than on the device.
@@ -100,9 +102,6 @@ class LocalStep:
         """Give new state to the optimizer after a step."""
         self.hand_over()
         self.has_stepped = True
-
-    def fail(self, _optimizer: Optimizer, _error: Exception) -> None:
-        """Do nothing: ranks step by themselves."""
 
     def hand_over(self) -> None:
         """Give new state to the optimizer, after a step or one that failed, and drop all references."""
@@ -284,7 +283,7 @@ class _Turns(list[dict[str, Any]]):
             for memory in self._taking_room:
                 memory.was_refused = True
             first = next(param for group in self._groups for param in group["params"])
-            first._megatron_fsdp_model.raise_together(self._error, "keeping optimizer state")
+            model_of(first).raise_together(self._error, "keeping optimizer state")
             for memory in self._taking_room:
                 memory.was_refused = False
 
@@ -341,8 +340,7 @@ def _tensors(state: State, sharded: frozenset[str]) -> list[str]:
 
 def memory_of(param: Tensor) -> tuple[StateMemory | None, int]:
     """Return where the state of a sharded parameter rests, and its index there."""
-    found: tuple[StateMemory | None, int] = param._megatron_fsdp_model.state_memory(param)  # type: ignore[attr-defined]
-    return found
+    return model_of(param).state_memory(param)
 
 
 def rehome(optimizer: Optimizer) -> None:
@@ -375,7 +373,7 @@ def check_homes(optimizer: Optimizer) -> None:
 
 def _pages(optimizer: Optimizer) -> bool:
     """Return whether the state of any parameter rests elsewhere than the optimizer would make it."""
-    return any(memory_of(param)[0] is not None for group in optimizer.param_groups for param in group["params"])
+    return any(memory_of(param)[0] is not None for param in params_of(optimizer))
 
 
 def _cannot_page(optimizer: Optimizer) -> ConfigurationError:

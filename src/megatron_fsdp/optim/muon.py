@@ -42,7 +42,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import shown_grads
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.chained import params_of
+from megatron_fsdp.optim.step import Step, params_of
 from megatron_fsdp.optim.whole_exchange import (
     Exchange,
     Messages,
@@ -210,8 +210,8 @@ class _Matrix:
 # ---- all matrices ----------------------------------------------------------------------------------------------------
 
 
-class MuonStep:
-    """Steps one Muon; keeps process groups, and the plan of the latest step."""
+class MuonStep(Step):
+    """Steps one Muon; keeps process groups, and the plan of the latest step. `update` says itself what has failed."""
 
     def __init__(self) -> None:
         self._ranks: dict[DeviceMesh, Ranks] = {}
@@ -225,15 +225,6 @@ class MuonStep:
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
         made._update = functools.partial(self.update, optimizer)
         return made
-
-    def finish(self, _optimizer: Optimizer) -> None:
-        """Do nothing: the step has made the update."""
-
-    def fail(self, _optimizer: Optimizer, _error: Exception) -> None:
-        """Do nothing: `update` says itself what has failed."""
-
-    def hand_over(self) -> None:
-        """Do nothing: no step leaves anything behind."""
 
     @torch.no_grad()
     def update(self, optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_fsdp.engine.early_steps import EarlySteps, Take
+from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
-from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, Step, members_of, params_of
+from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, members_of
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
+from megatron_fsdp.optim.models import Models, model_of
 from megatron_fsdp.optim.muon import SPLIT_KEY, MuonStandIn, MuonStep, check_muon
-from megatron_fsdp.optim.state_dict import StateDict, StateOwner, as_held, as_saved, with_blank_state
+from megatron_fsdp.optim.state_dict import as_held, as_saved, with_blank_state
+from megatron_fsdp.optim.step import Step, params_of
 from megatron_fsdp.optim.step_in_backward import StepInBackward
 from megatron_fsdp.optim.whole_step import (
     OwnedStep,
@@ -35,6 +37,9 @@ from megatron_fsdp.optim.whole_step import (
     steps_owned,
     steps_replicated,
 )
+
+if TYPE_CHECKING:
+    from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 WHOLE_TENSOR_OPTIMIZERS = (
     torch.optim.LBFGS,
@@ -113,74 +118,26 @@ SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
 
 
-class ShardedModel(StateOwner, Protocol):
-    """The part of the wrapped model that the hooks use."""
-
-    def step_early(self, take: Take | None) -> EarlySteps:
-        """Give groups to an optimizer in the next backward, as their gradients become final."""
-        ...
-
-    def raise_together(self, error: Exception | None, doing: str) -> None:
-        """Raise on all ranks what any of them has met."""
-
-    @property
-    def model_auto_sync(self) -> bool:
-        """Whether every backward ends with a gradient sync."""
-        ...
-
-    def sharded_names(self) -> Mapping[int, str]:
-        """Return the canonical name of each sharded parameter by its id."""
-        ...
-
-    @property
-    def has_deferred_gradients(self) -> bool:
-        """Whether gradients wait to be reduced, as `no_sync` leaves them."""
-        ...
-
-    def finish_grad_sync(self) -> None:
-        """Reduce the remaining gradients and set `.grad`."""
-
-    def install_optimized_model_weights(self) -> None:
-        """Copy main weights into compute weights."""
-
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether bits may not depend on the number of ranks."""
-        ...
-
-    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Drop gradients that were accumulated for parameters and are not in their `.grad` yet."""
-
-    def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients of parameters that are not in `.grad`, where torch's `zero_grad` looks."""
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients stay where they are, and are only set to zero."""
-        ...
-
-
 class _StepHooks:
     """The hooks around one optimizer's `step`; the keyword that `before` takes out is kept for `after`."""
 
-    def __init__(self, model: weakref.ref[ShardedModel], step: Step) -> None:
-        self._model = model
+    def __init__(self, models: Models, step: Step) -> None:
+        self._models = models
         self._installs = True
         self._step = step
-        self.several: SeveralModels | None = None  # the only reference to it
         self._early: StepInBackward | None = None  # between entering its block and the end of its step
         self._last: StepInBackward | None = None  # the last that has ended well
 
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        check_rounding(optimizer, _alive(self._model).is_deterministic)  # again: options may have been loaded
+        check_rounding(optimizer, any(model.is_deterministic for model in self._models))  # options may have been loaded
         kwargs = dict(kwargs)
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
         self.refuse_inside("optimizer.step()")
         if self._early is not None:
-            self._early.finish(optimizer, _alive(self._model))
+            self._early.finish(optimizer, next(iter(self._models)))
         elif self._last is not None and self._last.is_of_the_last_backward:
             raise ScheduleError(
                 "optimizer.step_in_backward() has taken the step when its block ended; leave optimizer.step() out"
@@ -190,7 +147,7 @@ class _StepHooks:
         elif callable(kwargs.get("closure")):
             kwargs["closure"] = self._around(kwargs["closure"], syncs)
         elif syncs:
-            _sync(_alive(self._model))
+            self._sync()
         if args and args[0] is optimizer:
             args = (self._step.stand_in(optimizer), *args[1:])
         return args, kwargs
@@ -199,15 +156,14 @@ class _StepHooks:
         """Wrap a closure, which may run several times: install weights before each run, sync gradients after it."""
 
         def synchronised() -> Any:
-            model = _alive(self._model)
-            model.install_optimized_model_weights()
+            self._install()
             with torch.enable_grad():
                 result = closure()
             if syncs:
-                _sync(model)
+                self._sync()
             return result
 
-        return self._step.around(synchronised) if isinstance(self._step, ReplicatedStep) else synchronised
+        return self._step.around(synchronised)
 
     @contextmanager
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -219,7 +175,13 @@ class _StepHooks:
                 f"{type(optimizer).__name__} cannot step in backward, since its step is none of those of torch that go "
                 "element by element; leave step_in_backward out"
             )
-        early = self._early = StepInBackward(optimizer, self._step, _alive(self._model))
+        model, *others = self._models
+        if others:
+            raise ConfigurationError(
+                "an optimizer of several sharded models cannot step in backward; leave step_in_backward out, or build "
+                "an optimizer for each"
+            )
+        early = self._early = StepInBackward(optimizer, self._step, model)
         try:
             yield
             early.leave()
@@ -241,8 +203,11 @@ class _StepHooks:
                 "ends with the step; call it before or after the block"
             )
 
-    def after_loading(self, _optimizer: torch.optim.Optimizer) -> None:
-        """Forget a step in backward that has failed: a checkpoint is loaded."""
+    def after_loading(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move state to where it rests, and forget a step in backward that has failed: a checkpoint is loaded."""
+        if _moves_state(optimizer):
+            for each in members_of(optimizer):
+                rehome(each)
         self.refuse_inside("optimizer.load_state_dict()")
         early, self._early = self._early, None
         if early is not None:
@@ -256,16 +221,20 @@ class _StepHooks:
 
     def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._installs:
-            _alive(self._model).install_optimized_model_weights()
+            self._install()
+
+    def _sync(self) -> None:
+        """Reduce the gradients that no backward has."""
+        for model in self._models:
+            if not model.model_auto_sync or model.has_deferred_gradients:
+                model.finish_grad_sync()
+
+    def _install(self) -> None:
+        for model in self._models:
+            model.install_optimized_model_weights()
 
 
-def _sync(model: ShardedModel) -> None:
-    """Reduce the gradients that no backward has."""
-    if not model.model_auto_sync or model.has_deferred_gradients:
-        model.finish_grad_sync()
-
-
-def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_state: bool) -> None:
+def integrate(optimizer: torch.optim.Optimizer, models: Models, describes_state: bool) -> None:
     """Register the hooks on an optimizer that holds sharded parameters. `step` itself is never called here.
 
     The step of torch's elementwise optimizers runs on local tensors (`local_step`); other hooks, which are called with
@@ -276,15 +245,13 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
 
     Args:
         optimizer: Changed in place.
-        model: Held weakly, unless it stands for several.
+        models: Those of its parameters.
         describes_state: Attach to the tensors of its state dict which part of a global tensor they hold.
     """
-    reference = weakref.ref(model)
     step = _make_step(optimizer)
     if isinstance(step, OwnedStep | ReplicatedStep):
         _guard(optimizer, step)
-    hooks = _StepHooks(reference, step)
-    hooks.several = model if isinstance(model, SeveralModels) else None
+    hooks = _StepHooks(models, step)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
     first = optimizer.register_step_post_hook(hooks.at_once_after)
@@ -292,16 +259,12 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     optimizer.register_state_dict_pre_hook(hooks.before_state_is_read)
     optimizer.register_state_dict_post_hook(with_blank_state)
-    get_model = functools.partial(_alive, reference)
     if describes_state:
-        optimizer.register_state_dict_post_hook(functools.partial(as_saved, get_model))
-    optimizer.register_load_state_dict_pre_hook(functools.partial(as_held, get_model))
-    if _moves_state(optimizer):
-        for each in members_of(optimizer):
-            optimizer.register_load_state_dict_post_hook(functools.partial(_rehome, each))
+        optimizer.register_state_dict_post_hook(functools.partial(as_saved, models))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(as_held, models))
     optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
     optimizer.register_load_state_dict_post_hook(hooks.after_loading)
-    _check_new_groups(optimizer, reference)
+    _check_new_groups(optimizer, models)
     owner, original = weakref.ref(optimizer), type(optimizer).zero_grad
 
     @functools.wraps(original)
@@ -309,15 +272,16 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
         alive = owner()
         if alive is None:
             return
-        if _alive(reference).keeps_gradients:
+        if any(model.keeps_gradients for model in models):
             args, kwargs = (), {"set_to_none": False}
         hooks.refuse_inside("optimizer.zero_grad()")
         original(alive, *args, **kwargs)
-        params = params_of(alive)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-        _alive(reference).clear_decoupled_gradients(params, set_to_none)
-        if zero_grad_buffer:
-            _alive(reference).forget_pending_gradients(params)
+        for model in models:
+            params = [param for param in params_of(alive) if model_of(param) is model]
+            model.clear_decoupled_gradients(params, set_to_none)
+            if zero_grad_buffer:
+                model.forget_pending_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
@@ -337,7 +301,7 @@ def _refuse_copy(_protocol: object) -> Any:
     )
 
 
-def _check_new_groups(optimizer: torch.optim.Optimizer, model: weakref.ref[ShardedModel]) -> None:
+def _check_new_groups(optimizer: torch.optim.Optimizer, models: Models) -> None:
     """Let `add_param_group` refuse what the optimizer would have been refused with."""
     owner, original = weakref.ref(optimizer), type(optimizer).add_param_group
 
@@ -348,11 +312,7 @@ def _check_new_groups(optimizer: torch.optim.Optimizer, model: weakref.ref[Shard
             return
         original(alive, param_group)
         try:
-            check_parameters(alive, _alive(model).sharded_names())
-            check_kind(alive)
-            check_rounding(alive, _alive(model).is_deterministic)
-            for each in members_of(alive):
-                check_homes(each)
+            check_connected(alive, list(models))
         except ConfigurationError:
             alive.param_groups.pop()
             raise
@@ -371,13 +331,9 @@ def _make_step(optimizer: torch.optim.Optimizer) -> Step:
     return ReplicatedStep() if steps_replicated(optimizer) else LocalStep(_moves_state(optimizer))
 
 
-def _rehome(member: torch.optim.Optimizer, _optimizer: torch.optim.Optimizer) -> None:
-    rehome(member)
-
-
 def _moves_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether state of some parameters of an optimizer rests elsewhere than on the device."""
-    return any(param._megatron_fsdp_model.moves_optimizer_state for param in params_of(optimizer))
+    return any(model_of(param).moves_optimizer_state for param in params_of(optimizer))
 
 
 def _guard(optimizer: torch.optim.Optimizer, made: Step) -> None:
@@ -401,115 +357,18 @@ def _guard(optimizer: torch.optim.Optimizer, made: Step) -> None:
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # a method, as schedulers want it
 
 
-def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:
-    model = reference()
-    if model is None:
-        raise ConfigurationError(
-            "the model whose parameters this optimizer updates has been deleted; build a new optimizer for a new model"
-        )
-    return model
+def check_connected(optimizer: torch.optim.Optimizer, models: Sequence[MegatronFSDP]) -> None:
+    """Refuse an optimizer that cannot update the sharded parameters of these models.
 
-
-class SeveralModels:
-    """Several models that one optimizer updates, as one `ShardedModel`: calls about a parameter go to its own model."""
-
-    def __init__(self, models: Sequence[ShardedModel], owner: Callable[[torch.Tensor], ShardedModel]) -> None:
-        self._references = [weakref.ref(model) for model in models]
-        self._owner = owner
-
-    @property
-    def _models(self) -> list[ShardedModel]:
-        return [_alive(reference) for reference in self._references]
-
-    def step_early(self, _take: Take | None) -> EarlySteps:
-        """Refuse."""
-        raise ConfigurationError(
-            "an optimizer of several sharded models cannot step in backward; leave step_in_backward out, or build an "
-            "optimizer for each"
-        )
-
-    def raise_together(self, error: Exception | None, doing: str) -> None:
-        """Raise on all ranks of all models what any of them has met."""
-        for model in self._models:
-            model.raise_together(error, doing)
-
-    def sharded_names(self) -> Mapping[int, str]:
-        """Return the canonical name of each sharded parameter of any model by its id."""
-        return {key: name for model in self._models for key, name in model.sharded_names().items()}
-
-    @property
-    def model_auto_sync(self) -> bool:
-        """Whether every backward of all models ends with a gradient sync."""
-        return all(model.model_auto_sync for model in self._models)
-
-    @property
-    def has_deferred_gradients(self) -> bool:
-        """Whether gradients of any model wait to be reduced."""
-        return any(model.has_deferred_gradients for model in self._models)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients of any model stay where they are."""
-        return any(model.keeps_gradients for model in self._models)
-
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether bits of any model may not depend on the number of ranks."""
-        return any(model.is_deterministic for model in self._models)
-
-    @property
-    def state_dict_was_filled(self) -> bool:
-        """Whether weights were just loaded into a state dict of any model."""
-        return any(model.state_dict_was_filled for model in self._models)
-
-    def finish_grad_sync(self) -> None:
-        """Reduce the remaining gradients and set `.grad`, where that is not done yet."""
-        for model in self._models:
-            if not model.model_auto_sync or model.has_deferred_gradients:
-                model.finish_grad_sync()
-
-    def install_optimized_model_weights(self) -> None:
-        """Copy main weights into compute weights."""
-        for model in self._models:
-            model.install_optimized_model_weights()
-
-    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
-        """Describe the chunks of a state tensor that is sharded as its parameter."""
-        self._owner(param).describe_optimizer_state(param, value)
-
-    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
-        """Return this rank's piece of a full tensor, cut as a sharded parameter."""
-        return self._owner(param).shard_like(param, full)
-
-    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
-        """Raise the problem of a state dict, with the ranks of every model where it comes out of a file."""
-        for model in self._models:
-            model.refuse_load(problem, is_from_file)
-
-    def optimizer_state_as_saved(self, _optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return the state dict itself: no rank has parameters that others have not."""
-        return state_dict
-
-    def optimizer_state_as_held(self, _optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return the state dict itself."""
-        return state_dict
-
-    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Drop gradients that were accumulated for parameters and are not in their `.grad` yet."""
-        for model, own in self._by_model(params):
-            model.forget_pending_gradients(own)
-
-    def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients of parameters that are not in `.grad`, where torch's `zero_grad` looks."""
-        for model, own in self._by_model(params):
-            model.clear_decoupled_gradients(own, set_to_none)
-
-    def _by_model(self, params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[nn.Parameter]]]:
-        models = self._models
-        found: dict[int, list[nn.Parameter]] = {id(model): [] for model in models}
-        for param in params:
-            found[id(self._owner(param))].append(param)
-        return [(model, found[id(model)]) for model in models]
+    Raises:
+        ConfigurationError: Says why, and what to do.
+    """
+    check_parameters(optimizer, {key: name for model in models for key, name in model.sharded_names().items()})
+    check_kind(optimizer)
+    for each in members_of(optimizer):
+        check_homes(each)
+    check_rounding(optimizer, any(model.is_deterministic for model in models))
+    check_reads_decoupled(optimizer, any(model.decouples_gradients for model in models))
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
@@ -609,18 +468,16 @@ def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) 
     Raises:
         ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's step on shards is torch's or ours.
     """
-    if isinstance(optimizer, ChainedOptimizer):
-        for each in optimizer.optimizers:
-            check_reads_decoupled(each, is_decoupled)
-    kind = type(optimizer)
-    is_torch = kind.step.__module__.startswith("torch.optim")
-    is_shown = steps_owned(optimizer) or steps_replicated(optimizer) or kind is torch.optim.Muon
-    if is_decoupled and not is_shown and (is_torch or isinstance(optimizer, AdamW8bit)):
-        whose = "one of torch's own" if is_torch else "one of this library"
-        raise ConfigurationError(
-            f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {kind.__name__}, {whose}, "
-            "does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"
-        )
+    for each in members_of(optimizer) if is_decoupled else ():
+        kind = type(each)
+        is_torch = kind.step.__module__.startswith("torch.optim")
+        is_shown = steps_owned(each) or steps_replicated(each) or kind is torch.optim.Muon
+        if not is_shown and (is_torch or isinstance(each, AdamW8bit)):
+            whose = "one of torch's own" if is_torch else "one of this library"
+            raise ConfigurationError(
+                f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {kind.__name__}, {whose}, "
+                "does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"
+            )
 
 
 def check_capturable(optimizer: torch.optim.Optimizer) -> None:
@@ -630,20 +487,18 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
         ConfigurationError: It has torch's option `capturable`, and some group has it off; or it counts its steps, or
             lets ranks agree, on the host.
     """
-    if isinstance(optimizer, ChainedOptimizer):
-        for each in optimizer.optimizers:
-            check_capturable(each)
-    if isinstance(optimizer, AdamW8bit | torch.optim.Muon | torch.optim.LBFGS) or steps_owned(optimizer):
-        raise ConfigurationError(
-            f"steps of {type(optimizer).__name__} cannot be captured, which cuda_graph_mode=True is for: they count "
-            "or agree on the host; use an elementwise optimizer of torch, or leave cuda_graph_mode out"
-        )
-    if not all(group.get("capturable", True) for group in optimizer.param_groups):
-        name = type(optimizer).__name__
-        raise ConfigurationError(
-            f"{name} with capturable=False cannot be captured, which cuda_graph_mode=True is for; build it as "
-            f"{name}(..., capturable=True), or leave cuda_graph_mode out"
-        )
+    for each in members_of(optimizer):
+        name = type(each).__name__
+        if isinstance(each, AdamW8bit | torch.optim.Muon | torch.optim.LBFGS) or steps_owned(each):
+            raise ConfigurationError(
+                f"steps of {name} cannot be captured, which cuda_graph_mode=True is for: they count or agree on the "
+                "host; use an elementwise optimizer of torch, or leave cuda_graph_mode out"
+            )
+        if not all(group.get("capturable", True) for group in each.param_groups):
+            raise ConfigurationError(
+                f"{name} with capturable=False cannot be captured, which cuda_graph_mode=True is for; build it as "
+                f"{name}(..., capturable=True), or leave cuda_graph_mode out"
+            )
 
 
 def move_to_sharded(
@@ -682,25 +537,18 @@ def _is_like(value: object, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and param.dim() > 0 and value.shape == param.shape
 
 
-class StepWatcher(Protocol):
-    """An observer of optimizer steps."""
-
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note that some optimizer of the process has stepped."""
-
-
-def watch_optimizers(watcher: StepWatcher) -> None:
-    """Report every step of any optimizer in the process, connected or not, to a model, for as long as it lives."""
-    _watchers().add(watcher)
+def watch_optimizers(engine: Engine) -> None:
+    """Report every step of any optimizer in the process, connected or not, to an engine, for as long as it lives."""
+    _watchers().add(engine)
 
 
 @functools.cache
-def _watchers() -> weakref.WeakSet[StepWatcher]:
+def _watchers() -> weakref.WeakSet[Engine]:
     """Register torch's global hook, once, and return its observers.
 
     The hook stays: a model may be collected while torch iterates over its hooks, which must not change then.
     """
-    watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
+    watchers: weakref.WeakSet[Engine] = weakref.WeakSet()
 
     def after_step(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
         if isinstance(optimizer, LocalView | MuonStandIn):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,7 +16,9 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
-from megatron_fsdp.optim.chained import ChainedOptimizer, members_of, params_of
+from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
+from megatron_fsdp.optim.models import Models, model_of
+from megatron_fsdp.optim.step import params_of
 from megatron_fsdp.optim.whole_step import steps_owned
 
 StateDict = dict[str, Any]
@@ -26,40 +28,15 @@ STEP_KEY = "step"
 _BUFFER = "momentum_buffer"
 
 
-class StateOwner(Protocol):
-    """The part of the wrapped model that state dicts use."""
-
-    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
-        """Describe the chunks of a state tensor that is sharded as its parameter."""
-
-    def optimizer_state_as_saved(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """Return an optimizer's state dict as of one optimizer of all ranks' experts, with this rank's part."""
-        ...
-
-    @property
-    def state_dict_was_filled(self) -> bool:
-        """Whether weights were just loaded into a state dict of the model."""
-        ...
-
-    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
-        """Return this rank's piece of a full tensor, cut as a sharded parameter."""
-        ...
-
-    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
-        """Raise the problem of a state dict; on all ranks, together, where it comes out of a file."""
-
-    def optimizer_state_as_held(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """Return this rank's part of a saved state dict, numbered as torch does here."""
-        ...
-
-
-def as_saved(get_model: Callable[[], StateOwner], optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+def as_saved(models: Models, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Describe the chunks of state tensors, which the optimizer itself makes, when they are about to be saved."""
-    model = get_model()
+    alive = list(models)
     for param, number in _numbered(optimizer, state_dict):
         for value in state_dict["state"].get(number, {}).values():
-            model.describe_optimizer_state(param, value)
-    return model.optimizer_state_as_saved(optimizer, state_dict)
+            model_of(param).describe_optimizer_state(param, value)
+    for model in alive:
+        state_dict = model.optimizer_state_as_saved(optimizer, state_dict)
+    return state_dict
 
 
 def _numbered(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[Any, Any]]:
@@ -68,14 +45,15 @@ def _numbered(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[Any, An
     return list(zip(params_of(optimizer), numbers, strict=True))
 
 
-def as_held(get_model: Callable[[], StateOwner], optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+def as_held(models: Models, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Return what is loaded in place of a state dict: this rank's part, cut as its parameters are.
 
     Shards that this rank does not hold are refused.
     """
-    model = get_model()
-    nothing = not state_dict["state"] and not optimizer.state
-    if nothing and model.state_dict_was_filled and not is_known_without_a_step(optimizer):
+    alive = list(models)
+    has_nothing = not state_dict["state"] and not optimizer.state
+    was_filled = any(model.state_dict_was_filled for model in alive)
+    if has_nothing and was_filled and not is_known_without_a_step(optimizer):
         kind = type(optimizer).__name__
         warn_caller(
             f"{kind}.load_state_dict was given no state: the state of a {kind} is known after its first step only, so "
@@ -84,7 +62,9 @@ def as_held(get_model: Callable[[], StateOwner], optimizer: Optimizer, state_dic
         )
     slots = [each for each in state_dict["state"].values() if isinstance(each, Mapping)]
     is_from_file = are_from_file(value for each in slots for value in each.values())
-    held = model.optimizer_state_as_held(optimizer, _with_numbers(state_dict))
+    held = _with_numbers(state_dict)
+    for model in alive:
+        held = model.optimizer_state_as_held(optimizer, held)
     if len(params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
         return held  # torch refuses it
     found = (
@@ -93,20 +73,22 @@ def as_held(get_model: Callable[[], StateOwner], optimizer: Optimizer, state_dic
         for value in held["state"].get(number, {}).values()
         if isinstance(param, UnevenDTensor)
     )
-    model.refuse_load(next(filter(None, found), None), is_from_file)
-    return _without_blank_momentum(optimizer, _with_shards(optimizer, held, model))
+    problem = next(filter(None, found), None)
+    for model in alive:
+        model.refuse_load(problem, is_from_file)
+    return _without_blank_momentum(optimizer, _with_shards(optimizer, held))
 
 
-def _with_shards(optimizer: Optimizer, state_dict: StateDict, model: StateOwner) -> StateDict:
+def _with_shards(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Cut state as its parameters are, where it is whole or cut otherwise; the rest stays as it is."""
     state = dict(state_dict["state"])
     for param, number in _numbered(optimizer, state_dict):
         if number in state and isinstance(param, DTensor):
-            state[number] = {key: _cut_as(param, key, value, model) for key, value in state[number].items()}
+            state[number] = {key: _cut_as(param, key, value) for key, value in state[number].items()}
     return {**state_dict, "state": state}
 
 
-def _cut_as(param: DTensor, key: str, value: Any, model: StateOwner) -> Any:
+def _cut_as(param: DTensor, key: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or key == STEP_KEY:
         return value
     if isinstance(value, UnevenDTensor) and isinstance(param, UnevenDTensor) and value.shard_frame == param.shard_frame:
@@ -114,11 +96,7 @@ def _cut_as(param: DTensor, key: str, value: Any, model: StateOwner) -> Any:
         return value if is_same else UnevenDTensor.wrap(value._local_tensor, param.shard_frame)
     if isinstance(value, DTensor) and not isinstance(param, UnevenDTensor):
         return value
-    return model.shard_like(param, _whole(value))
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return model_of(param).shard_like(param, value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def _with_numbers(state_dict: StateDict) -> StateDict:

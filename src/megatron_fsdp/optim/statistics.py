@@ -24,13 +24,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.fingerprint import digest
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.gradients import Inspect
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.optim.grad_norm import ProcessGroups, shared_out_over
+from megatron_fsdp.optim.grad_norm import ProcessGroups, local_of, shared_out_over
 
 _COLUMNS = 9  # numel, finite, mean, m2, sum of squares, min, max, zeros, NaN
 
@@ -62,13 +61,16 @@ class ModelStatistics:
     total: TensorStatistics  # of all elements together
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """This rank's part of one tensor; None where there is no tensor."""
+Locals = Callable[[ParameterGroup], Sequence[torch.Tensor | None]]
+"""Returns this rank's part of each parameter of a group, or of its gradient."""
 
-    name: str
-    device: torch.device
-    local: torch.Tensor | None
+
+def _weights(group: ParameterGroup) -> list[torch.Tensor]:
+    return [group.weights.main.piece(index) for index in range(len(group.sharded))]
+
+
+def _grads(group: ParameterGroup) -> list[torch.Tensor | None]:
+    return [None if grad is None else local_of(grad) for grad in group.grads()]
 
 
 def parameter_statistics(engine: Engine) -> ModelStatistics:
@@ -77,40 +79,33 @@ def parameter_statistics(engine: Engine) -> ModelStatistics:
     Traffic: 72 bytes per parameter tensor and rank, none where every rank holds everything. Memory: the largest piece
     a few times in float64.
     """
-    return _statistics(
-        engine,
-        lambda group: [group.weights.main.piece(index) for index in range(len(group.sharded))],
-    )
+    return _statistics(engine, _weights)
 
 
 def gradient_statistics(engine: Engine) -> ModelStatistics:
     """Compute the statistics of the gradients of trainable parameters. Collective; costs as `parameter_statistics`."""
-    return _statistics(
-        engine,
-        lambda group: [grad.to_local() if isinstance(grad, DTensor) else grad for grad in group.grads()],
-    )
+    return _statistics(engine, _grads)
 
 
-def _statistics(
-    engine: Engine, locals_of: Callable[[ParameterGroup], Sequence[torch.Tensor | None]]
-) -> ModelStatistics:
-    by_ranks: dict[ProcessGroups, list[_Piece]] = {}
+def _statistics(engine: Engine, locals_of: Locals) -> ModelStatistics:
+    rows: dict[ProcessGroups, list[torch.Tensor]] = {}
+    names: dict[ProcessGroups, list[str | None]] = {}  # None where there is no tensor
     for group in engine.groups():
         for index, local in enumerate(locals_of(group)):
-            ranks = shared_out_over(group, index, engine.sharding.domain(group.plan.is_expert))
-            by_ranks.setdefault(ranks, []).append(_Piece(group.names[index], group.plan.device, local))
+            ranks = shared_out_over(engine, group, index)
+            rows.setdefault(ranks, []).append(_row(local, group.plan.device))
+            names.setdefault(ranks, []).append(None if local is None else group.names[index])
     merged: dict[str, torch.Tensor] = {}
-    for ranks, pieces in by_ranks.items():
-        for piece, rows in zip(pieces, _gather(ranks, pieces).unbind(1), strict=True):
-            if piece.local is not None:
-                merged[piece.name] = rows
+    for ranks, own in rows.items():
+        gathered = zip(names[ranks], _gather(ranks, torch.stack(own)).unbind(1), strict=True)
+        merged.update((name, found) for name, found in gathered if name is not None)
     every = torch.cat(list(merged.values())) if merged else torch.zeros(0, _COLUMNS, dtype=torch.float64)
-    return ModelStatistics({name: _merge(rows) for name, rows in merged.items()}, _merge(every))
+    return ModelStatistics({name: _merge(found) for name, found in merged.items()}, _merge(every))
 
 
-def _gather(ranks: ProcessGroups, pieces: Sequence[_Piece]) -> torch.Tensor:
+def _gather(ranks: ProcessGroups, rows: torch.Tensor) -> torch.Tensor:
     """Gather the rows of all ranks that hold different pieces, (ranks, pieces, columns), on the CPU."""
-    gathered = torch.stack([_row(piece) for piece in pieces]).unsqueeze(0)
+    gathered = rows.unsqueeze(0)
     for group in ranks:
         parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, gathered, group=group)
@@ -119,11 +114,10 @@ def _gather(ranks: ProcessGroups, pieces: Sequence[_Piece]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _row(piece: _Piece) -> torch.Tensor:
-    """Describe one piece, (columns,) in float64 on its device, without a device sync."""
-    local = piece.local
+def _row(local: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Describe one piece, (columns,) in float64 on the device of its group, without a device sync."""
     if local is None or local.numel() == 0:
-        return torch.zeros(_COLUMNS, dtype=torch.float64, device=piece.device)
+        return torch.zeros(_COLUMNS, dtype=torch.float64, device=device)
     values = (torch.view_as_real(local) if local.is_complex() else local).reshape(-1).double()
     is_finite = torch.isfinite(values)
     count = is_finite.sum(dtype=torch.float64)
@@ -168,22 +162,17 @@ def _merge(rows: torch.Tensor) -> TensorStatistics:
     )
 
 
-Locals = Callable[[ParameterGroup], Sequence[torch.Tensor | None]]
-
-
 def parameter_digests(engine: Engine, *, is_whole: bool = True) -> dict[str, str]:
     """Return the digest of the main weights of each unit; of this rank's part alone where not `is_whole`.
 
     Collective where `is_whole`: 8 bytes per unit.
     """
-    return _digests(
-        engine, lambda group: [group.weights.main.piece(index) for index in range(len(group.sharded))], is_whole
-    )
+    return _digests(engine, _weights, is_whole)
 
 
 def gradient_digests(engine: Engine, *, is_whole: bool = True) -> dict[str, str]:
     """Return the digest of the gradients of each unit, as `parameter_digests`; None adds nothing."""
-    return _digests(engine, lambda group: list(group.grads()), is_whole)
+    return _digests(engine, _grads, is_whole)
 
 
 @contextmanager
@@ -220,12 +209,11 @@ def _digests(engine: Engine, locals_of: Locals, is_whole: bool) -> dict[str, str
     sums: dict[ProcessGroups, torch.Tensor] = {}
     for position, unit in enumerate(engine.units):
         for group in unit.groups:
-            for index, tensor in enumerate(locals_of(group)):
-                over = shared_out_over(group, index, engine.sharding.domain(group.plan.is_expert)) if is_whole else ()
+            for index, local in enumerate(locals_of(group)):
+                over = shared_out_over(engine, group, index) if is_whole else ()
                 if over not in sums:
                     sums[over] = torch.zeros(len(labels), dtype=torch.int64, device=engine.device)
-                if tensor is not None:
-                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if local is not None:
                     start, _ = group.plan.layout.range_in(index, group.plan.main_region)
                     sums[over][position] += digest(local, group.names[index], start)
     for over, found in sums.items():

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,25 +24,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.early_steps import LOAD, EarlySteps, Take
+from megatron_fsdp.engine.early_steps import LOAD
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.local_step import LocalStep, LocalView
+from megatron_fsdp.optim.step import params_of
 
-
-class SteppedModel(Protocol):
-    """The part of the wrapped model that a step in backward uses."""
-
-    def sharded_names(self) -> Mapping[int, str]:
-        """Return the canonical name of each sharded parameter by its id."""
-        ...
-
-    def step_early(self, take: Take | None) -> EarlySteps:
-        """Give groups to an optimizer in the next backward, as their gradients become final."""
-        ...
-
-    def raise_together(self, error: Exception | None, doing: str) -> None:
-        """Raise on all ranks what any of them has met."""
+if TYPE_CHECKING:
+    from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 
 class StepInBackward:
@@ -60,7 +49,7 @@ class StepInBackward:
         ConfigurationError: It cannot step in backward.
     """
 
-    def __init__(self, optimizer: Optimizer, step: LocalStep, model: SteppedModel) -> None:
+    def __init__(self, optimizer: Optimizer, step: LocalStep, model: MegatronFSDP) -> None:
         _check_groups(optimizer)
         self._optimizer, self._step = weakref.ref(optimizer), step
         self._groups = [{**_options(group), "params": list(group["params"])} for group in optimizer.param_groups]
@@ -141,7 +130,7 @@ class StepInBackward:
 
     # ---- in the step ------------------------------------------------------------------------------------------------
 
-    def finish(self, optimizer: Optimizer, model: SteppedModel) -> None:
+    def finish(self, optimizer: Optimizer, model: MegatronFSDP) -> None:
         """Wait for the thread, and let ranks agree that everything went well; collective.
 
         Raises:
@@ -219,7 +208,7 @@ def _check_groups(optimizer: Optimizer) -> None:
     Raises:
         ConfigurationError: Says why.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     if len(set(map(id, params))) < len(params) or any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigurationError(
             f"{type(optimizer).__name__} cannot step in backward with differentiable=True, nor with a parameter that "

@@ -45,6 +45,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame, gather_full
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import show_grad, shown_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
+from megatron_fsdp.optim.step import Step, params_of
 from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners, holders_of
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 
@@ -153,7 +154,7 @@ class _Stepped:
         return sum(box.numel for box in held) < math.prod(value.shape)
 
 
-class OwnedStep:
+class OwnedStep(Step):
     """Steps one optimizer whose parameters are updated whole; keeps groups of ranks, and the last step's exchanges."""
 
     def __init__(self) -> None:
@@ -227,9 +228,6 @@ class OwnedStep:
             raise
         return {mesh: found[self._ranks[mesh]] for mesh in told}
 
-    def hand_over(self) -> None:
-        """Do nothing: state rests with the optimizer, and is new once the step is finished."""
-
     def _drop(self) -> None:
         """Drop what a step holds."""
         self._running, self._stand_in = [], None
@@ -242,7 +240,7 @@ class OwnedStep:
 
     def _stepped(self, optimizer: Optimizer) -> list[_Stepped]:
         """List the parameters that have a gradient, each with its owner, in the order of the groups."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         for param in params:
             if type(param) is not UnevenDTensor:
                 raise ConfigurationError(
@@ -485,7 +483,7 @@ def check_replicated(optimizer: Optimizer) -> None:
     Raises:
         ConfigurationError: There are several parameter groups or meshes, or tensor or expert parallelism.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     if len(optimizer.param_groups) != 1:
         raise ConfigurationError(
             f"LBFGS was given {len(optimizer.param_groups)} parameter groups; give it all parameters in one, as it "
@@ -500,7 +498,7 @@ def check_replicated(optimizer: Optimizer) -> None:
         )
 
 
-class ReplicatedStep:
+class ReplicatedStep(Step):
     """Steps one LBFGS; between steps it holds nothing."""
 
     def __init__(self) -> None:
@@ -566,9 +564,6 @@ class ReplicatedStep:
         """
         if self._copies:
             self._tell(f"failed: {type(error).__name__}: {error}", error=error)
-
-    def hand_over(self) -> None:
-        """Do nothing: state rests with the optimizer, and is new once the step is finished."""
 
     def _to_shards(self) -> None:
         """Write this rank's elements of the copies into its shards."""
