@@ -27,6 +27,7 @@ receives P elements in each call besides what the model itself communicates.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,26 +112,12 @@ class _Number:
     on_cpu: bool
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A tensor to move: how it is cut, whose it is, and this rank's shard, or the whole where this rank owns it.
-
-    Attributes:
-        is_kept: It stays in the memory in which it comes.
-    """
-
-    frame: ShardFrame
-    owner: int
-    dtype: torch.dtype
-    tensor: Tensor | None
-    is_kept: bool = False
-
-
 @dataclass
 class _Stepped:
     """A parameter in the step that is running.
 
     Attributes:
+        number: Its place among those of its mesh.
         whole: On its owner.
         state: Whole, on its owner.
     """
@@ -139,6 +126,7 @@ class _Stepped:
     grad: Tensor
     owner: int
     ranks: Ranks
+    number: int
     whole: nn.Parameter | None = None
     state: State | None = None
 
@@ -154,6 +142,21 @@ class _Stepped:
         return sum(box.numel for box in held) < math.prod(value.shape)
 
 
+@dataclass(frozen=True)
+class _Item:
+    """A tensor to move: whose it is, how it is cut, and this rank's shard, or the whole where this rank owns it.
+
+    Attributes:
+        is_kept: It stays in the memory in which it comes.
+    """
+
+    of: _Stepped
+    frame: ShardFrame
+    dtype: torch.dtype
+    tensor: Tensor | None
+    is_kept: bool = False
+
+
 class OwnedStep(Step):
     """Steps one optimizer whose parameters are updated whole; keeps groups of ranks, and the last step's exchanges."""
 
@@ -162,7 +165,7 @@ class OwnedStep(Step):
         self._owned: tuple[list[ShardFrame], list[int]] = [], []  # frames of all parameters, and their owners
         self._exchanges: dict[Any, Exchange] = {}  # of this step
         self._earlier: dict[Any, Exchange] = {}
-        self._running: list[_Stepped] = []
+        self._running: list[_Stepped] = []  # mesh by mesh
         self._stand_in: Optimizer | None = None
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
@@ -175,9 +178,10 @@ class OwnedStep(Step):
         self._earlier, self._exchanges = self._exchanges, {}
         with torch.no_grad():
             self._running = self._stepped(optimizer)
-            items = {mesh: self._items_to_owners(mesh, optimizer) for mesh in self._meshes()}
-            for mesh, arrived in self._exchanged(items, to_owners=True).items():
-                self._show(mesh, optimizer, iter(arrived))
+            shards = [item for each in self._running for item in _shards(each, optimizer.state.get(each.param))]
+            arrived = iter(self._exchanged(shards, to_owners=True))
+            for each in self._running:
+                _show(each, optimizer.state.get(each.param), arrived)
         groups, own = [], {id(each.param): each for each in self._running if each.is_here}
         for group in optimizer.param_groups:
             here = [own[id(param)].whole for param in group["params"] if id(param) in own]
@@ -190,17 +194,21 @@ class OwnedStep(Step):
 
     def finish(self, optimizer: Optimizer) -> None:
         """Take new parameters and state back to shards; collective."""
-        made, running = self._stand_in, self._running
+        made = self._stand_in
         assert made is not None
-        for each in running:
+        for each in self._running:
             if each.whole is not None:
                 each.state = made.state.get(each.whole, {})
                 show_grad(each.whole, None)  # room for the messages
         told = self._agreed(tells=True)
         with torch.no_grad():
-            items = {mesh: self._items_to_shards(mesh, told[mesh]) for mesh in self._meshes()}
-            for mesh, arrived in self._exchanged(items, to_owners=False).items():
-                self._take(mesh, optimizer, told[mesh], iter(cast(list[Tensor], arrived)))
+            results = [item for each in self._running for item in _results(each, told[each.ranks][each.number])]
+            arrived = iter(cast(list[Tensor], self._exchanged(results, to_owners=False)))
+            for each in self._running:
+                each.param._local_tensor.detach().copy_(next(arrived))
+                mine = iter(_leaves(each.state)) if each.is_here else None
+                rebuilt = functools.partial(_rebuilt, each, arrived, mine)
+                optimizer.state[each.param] = _without_lists(tree_map(rebuilt, told[each.ranks][each.number]))
         for key in made.__dict__.keys() - {"param_groups", "state"}:
             optimizer.__dict__[key] = made.__dict__[key]
         for group, shown in zip(optimizer.param_groups, made.param_groups, strict=True):
@@ -215,31 +223,24 @@ class OwnedStep(Step):
         """
         self._agreed(error)
 
-    def _agreed(self, error: Exception | None = None, tells: bool = False) -> dict[DeviceMesh, dict[int, Any]]:
+    def _agreed(self, error: Exception | None = None, tells: bool = False) -> dict[Ranks, dict[int, Any]]:
         """Gather what owners tell of new state, if they do, over all meshes; where a rank has failed, raise on all."""
-        told: dict[DeviceMesh, dict[int, Any]] = {mesh: {} for mesh in self._meshes()}
-        for mesh, here in told.items() if tells else ():
-            stepped = enumerate(self._of(mesh))
-            here.update((index, _described(each.param, each.state or {})) for index, each in stepped if each.is_here)
+        told: dict[Ranks, dict[int, Any]] = {each.ranks: {} for each in self._running}
+        for each in self._running if tells else ():
+            if each.is_here:
+                told[each.ranks][each.number] = _described(each.param, each.state or {})
         try:
-            found = agreed({self._ranks[mesh]: here for mesh, here in told.items()}, error)
+            return agreed(told, error)
         except RankError:
             self._drop()
             raise
-        return {mesh: found[self._ranks[mesh]] for mesh in told}
 
     def _drop(self) -> None:
         """Drop what a step holds."""
         self._running, self._stand_in = [], None
 
-    def _meshes(self) -> list[DeviceMesh]:
-        return list(dict.fromkeys(each.param.shard_frame.mesh for each in self._running))
-
-    def _of(self, mesh: DeviceMesh) -> list[_Stepped]:
-        return [each for each in self._running if each.param.shard_frame.mesh == mesh]
-
     def _stepped(self, optimizer: Optimizer) -> list[_Stepped]:
-        """List the parameters that have a gradient, each with its owner, in the order of the groups."""
+        """List the parameters that have a gradient, each with its owner, mesh by mesh in the order of the groups."""
         params = params_of(optimizer)
         for param in params:
             if type(param) is not UnevenDTensor:
@@ -255,67 +256,14 @@ class OwnedStep(Step):
         if frames != self._owned[0]:
             costs = [math.prod(param.shape) * min(param.shape, default=1) for param in params]
             self._owned = frames, balanced_owners(meshes, costs, list(map(holders_of, frames)))
-        owners = {
-            id(param): (owner, self._ranks[mesh])
-            for param, mesh, owner in zip(params, meshes, self._owned[1], strict=True)
-        }
-        grads = zip(params, shown_grads(params), strict=True)
-        return [_Stepped(param, grad, *owners[id(param)]) for param, grad in grads if grad is not None]
+        found: dict[DeviceMesh, list[_Stepped]] = {}
+        for param, grad, owner, mesh in zip(params, shown_grads(params), self._owned[1], meshes, strict=True):
+            if grad is not None:
+                of_mesh = found.setdefault(mesh, [])
+                of_mesh.append(_Stepped(param, grad, owner, self._ranks[mesh], len(of_mesh)))
+        return list(itertools.chain.from_iterable(found.values()))
 
-    def _items_to_owners(self, mesh: DeviceMesh, optimizer: Optimizer) -> list[_Item]:
-        """List the shards of parameters, gradients and state."""
-        items: list[_Item] = []
-        for each in self._of(mesh):
-            frame, local = each.param.shard_frame, each.param._local_tensor
-            sharded: Any = as_sharded(each.grad, frame)
-            grad = sharded._local_tensor
-            items += [_Item(frame, each.owner, part.dtype, part) for part in (local, grad)]
-            items += [
-                _Item(value.shard_frame, each.owner, value.dtype, value._local_tensor)
-                for value in _leaves(optimizer.state.get(each.param))
-                if each.must_move(value)
-            ]
-        return items
-
-    def _show(self, mesh: DeviceMesh, optimizer: Optimizer, arrived: Iterator[Tensor | None]) -> None:
-        """Give owners the whole parameters, gradients and state that have come."""
-        for each in self._of(mesh):
-            whole, grad = next(arrived), next(arrived)
-            state = optimizer.state.get(each.param)
-            brought = {id(value): next(arrived) for value in _leaves(state) if each.must_move(value)}
-            if each.is_here:
-                assert whole is not None
-                each.whole = nn.Parameter(whole)
-                show_grad(each.whole, grad)
-                shown = functools.partial(_shown, each.param.shard_frame, brought)
-                each.state = _with_lists(tree_map(shown, dict(state or {})))
-
-    def _items_to_shards(self, mesh: DeviceMesh, told: Mapping[int, Any]) -> list[_Item]:
-        """List the new parameters and state, whole on their owners."""
-        items: list[_Item] = []
-        for index, each in enumerate(self._of(mesh)):
-            frame = each.param.shard_frame
-            values = _leaves(each.state) if each.is_here else [None] * len(_leaves(told[index]))
-            whole = None if each.whole is None else each.whole.detach()
-            items.append(_Item(frame, each.owner, each.param.dtype, whole))
-            items += [
-                _Item(frame, each.owner, kind.dtype, value, is_kept=True)
-                for kind, value in zip(_leaves(told[index]), values, strict=True)
-                if isinstance(kind, _Sharded)
-            ]
-        return items
-
-    def _take(self, mesh: DeviceMesh, optimizer: Optimizer, told: Mapping[int, Any], arrived: Iterator[Tensor]) -> None:
-        """Write the shards of new parameters, and keep those of new state."""
-        for index, each in enumerate(self._of(mesh)):
-            each.param._local_tensor.detach().copy_(next(arrived))
-            mine = iter(_leaves(each.state)) if each.is_here else None
-            rebuilt = functools.partial(_rebuilt, each, arrived, mine)
-            optimizer.state[each.param] = _without_lists(tree_map(rebuilt, told[index]))
-
-    def _exchanged(
-        self, items: Mapping[DeviceMesh, Sequence[_Item]], to_owners: bool
-    ) -> dict[DeviceMesh, list[Tensor | None]]:
+    def _exchanged(self, items: Sequence[_Item], to_owners: bool) -> list[Tensor | None]:
         """Send shards to their owners, or whole tensors from there to shards; collective.
 
         Ranks agree that all have room for the messages before the first of them sends.
@@ -323,33 +271,32 @@ class OwnedStep(Step):
         Returns:
             For each item this rank's shard; or the whole where this rank owns it, else None.
         """
-        packed = [(mesh, *each) for mesh, those in items.items() for each in self._packed(mesh, those, to_owners)]
+        packed = list(self._packed(items, to_owners))
         self._agreed()
-        for _, _, messages in packed:
+        for _, messages in packed:
             (messages.to_owners if to_owners else messages.to_shards)()
-        for _, _, messages in packed:
+        for _, messages in packed:
             messages.wait(is_last=True)
-        found: dict[DeviceMesh, list[Tensor | None]] = {mesh: [None] * len(those) for mesh, those in items.items()}
+        found: list[Tensor | None] = [None] * len(items)
         while packed:  # of which each may go
-            mesh, places, messages = packed.pop()
+            places, messages = packed.pop()
             for index, tensor in messages.whole() if to_owners else messages.shards():
-                found[mesh][places[index]] = tensor
+                found[places[index]] = tensor
         return found
 
-    def _packed(
-        self, mesh: DeviceMesh, items: Sequence[_Item], to_owners: bool
-    ) -> Iterator[tuple[list[int], Messages]]:
-        """Yield the messages of a mesh, and the places of the items in each: of one dtype, what is kept by itself."""
-        by_kind: dict[tuple[torch.dtype, bool], list[int]] = {}
+    def _packed(self, items: Sequence[_Item], to_owners: bool) -> Iterator[tuple[list[int], Messages]]:
+        """Yield messages, and the places of the items in each: of one mesh and dtype, what is kept by itself."""
+        by_kind: dict[tuple[Ranks, torch.dtype, bool], list[int]] = {}
         for place, item in enumerate(items):
-            by_kind.setdefault((item.dtype, item.is_kept), []).append(place)
-        for (dtype, _), places in by_kind.items():
-            exchange = self._exchange([items[place] for place in places], self._ranks[mesh])
-            device = self._of(mesh)[0].param.device
+            by_kind.setdefault((item.of.ranks, item.dtype, item.is_kept), []).append(place)
+        for (ranks, dtype, _), places in by_kind.items():
+            those = [items[place] for place in places]
+            exchange = self._exchange(those, ranks)
+            device = those[0].of.param.device
             here, own = (
                 torch.empty(numel, dtype=dtype, device=device) for numel in (exchange.here_numel, exchange.own_numel)
             )
-            messages, tensors = Messages(exchange, here, own), [items[place].tensor for place in places]
+            messages, tensors = Messages(exchange, here, own), [item.tensor for item in those]
             if to_owners:
                 messages.pack_shards(cast(list[Tensor], tensors))
             else:
@@ -357,10 +304,43 @@ class OwnedStep(Step):
             yield places, messages
 
     def _exchange(self, items: Sequence[_Item], ranks: Ranks) -> Exchange:
-        key = tuple(item.frame for item in items), tuple(item.owner for item in items), ranks
+        key = tuple(item.frame for item in items), tuple(item.of.owner for item in items), ranks
         if key not in self._exchanges:
             self._exchanges[key] = self._earlier.get(key) or Exchange(*key)
         return self._exchanges[key]
+
+
+def _shards(each: _Stepped, state: State | None) -> Iterator[_Item]:
+    """Yield what goes to the owner: the shards of a parameter, its gradient and its state."""
+    frame = each.param.shard_frame
+    sharded: Any = as_sharded(each.grad, frame)
+    for local in (each.param._local_tensor, sharded._local_tensor):
+        yield _Item(each, frame, local.dtype, local)
+    for value in _leaves(state):
+        if each.must_move(value):
+            yield _Item(each, value.shard_frame, value.dtype, value._local_tensor)
+
+
+def _show(each: _Stepped, state: State | None, arrived: Iterator[Tensor | None]) -> None:
+    """Give the owner the whole parameter, gradient and state that have come."""
+    whole, grad = next(arrived), next(arrived)
+    brought = {id(value): next(arrived) for value in _leaves(state) if each.must_move(value)}
+    if each.is_here:
+        assert whole is not None
+        each.whole = nn.Parameter(whole)
+        show_grad(each.whole, grad)
+        shown = functools.partial(_shown, each.param.shard_frame, brought)
+        each.state = _with_lists(tree_map(shown, dict(state or {})))
+
+
+def _results(each: _Stepped, told: Any) -> Iterator[_Item]:
+    """Yield what goes back to shards: the new parameter and state, whole on the owner."""
+    frame = each.param.shard_frame
+    yield _Item(each, frame, each.param.dtype, None if each.whole is None else each.whole.detach())
+    values = _leaves(each.state) if each.is_here else [None] * len(_leaves(told))
+    for kind, value in zip(_leaves(told), values, strict=True):
+        if isinstance(kind, _Sharded):
+            yield _Item(each, frame, kind.dtype, value, is_kept=True)
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
