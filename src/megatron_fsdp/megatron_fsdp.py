@@ -53,7 +53,7 @@ from megatron_fsdp.engine.full_tensors import (
 from megatron_fsdp.engine.gradients import GRAD, get_grad
 from megatron_fsdp.engine.hooks import calls_of, compiled_in_place, take_part
 from megatron_fsdp.engine.memory import StateMemory, weakly
-from megatron_fsdp.engine.observer import Observer, Phase
+from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard
@@ -72,7 +72,6 @@ from megatron_fsdp.optim.statistics import (
 )
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
-from megatron_fsdp.sharding.units import ROOT_UNIT
 
 StateDict = dict[str, Any]
 
@@ -433,7 +432,7 @@ class MegatronFSDP(nn.Module):
         """
         set_to_none = set_to_none and not self.keeps_gradients
         super().zero_grad(set_to_none)
-        params = [param for group in self._engine.groups() for param in group.sharded]
+        params = [param for _, _, param in self._named_parameters()]
         self.clear_decoupled_gradients(params, set_to_none)
         self.forget_pending_gradients(params)
 
@@ -532,9 +531,8 @@ class MegatronFSDP(nn.Module):
 
     def _stamp_parameters(self) -> None:
         """Set the one attribute on parameters: a weak reference back to this object."""
-        for group in self._engine.groups():
-            for param in group.sharded:
-                param._megatron_fsdp_model = weakref.proxy(self)  # type: ignore[attr-defined]
+        for _, _, param in self._named_parameters():
+            param._megatron_fsdp_model = weakref.proxy(self)  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MegatronFSDP:  # noqa: ARG002
         """Refuse to move or cast, since shards are pieces of flat buffers; a function that does neither is allowed."""
@@ -814,13 +812,11 @@ class MegatronFSDP(nn.Module):
 
     def parameter_statistics(self) -> ModelStatistics:
         """Return mean, std, norm, extremes, zeros and non-finite elements of all main weights. One small collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT_UNIT):
-            return parameter_statistics(self._engine)
+        return parameter_statistics(self._engine)
 
     def gradient_statistics(self) -> ModelStatistics:
         """Return the same statistics of every gradient that is not None. One small collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT_UNIT):
-            return gradient_statistics(self._engine)
+        return gradient_statistics(self._engine)
 
     def parameter_digests(self, *, is_whole: bool = True) -> dict[str, str]:
         """Return a digest of the main weights of each unit, 16 hexadecimal digits by the unit's label. Collective.
@@ -828,16 +824,13 @@ class MegatronFSDP(nn.Module):
         It depends on every bit and on no cut: the same weights give the same digest on any ranks under any strategy.
         Without `is_whole` it is that of this rank's part, and no collective.
         """
-        with self._engine.observers.during(Phase.WHOLE, ROOT_UNIT):
-            return parameter_digests(self._engine, is_whole=is_whole)
+        return parameter_digests(self._engine, is_whole=is_whole)
 
     def gradient_digests(self, *, is_whole: bool = True) -> dict[str, str]:
         """Return the same of all gradients; one that is None adds nothing."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT_UNIT):
-            return gradient_digests(self._engine, is_whole=is_whole)
+        return gradient_digests(self._engine, is_whole=is_whole)
 
-    @contextmanager
-    def digesting_backwards(self, shift: int = 0) -> Iterator[Callable[[], list[dict[str, str]]]]:
+    def digesting_backwards(self, shift: int = 0) -> AbstractContextManager[Callable[[], list[dict[str, str]]]]:
         """Record digests of this rank's own gradients of every backward in the block, before they are reduced.
 
         For a model with `deterministic="world"`. With a `shift` this rank computes the microbatches of the rank so many
@@ -848,22 +841,18 @@ class MegatronFSDP(nn.Module):
             raise ConfigurationError(
                 'digesting_backwards needs deterministic="world", without which ranks compute other bits; pass that'
             )
-        with digesting_backwards(self._engine, shift) as found:
-            yield found
+        return digesting_backwards(self._engine, shift)
 
     def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool = True) -> None:
         """Clear the `.decoupled_grad` of sharded parameters; nothing happens where gradients are in `.grad`."""
-        if all(group.grad_attribute == GRAD for group in self._engine.groups()):
-            return
-        for param in params:
+        for param in params if self.decouples_gradients else ():
             group, _ = self._engine.group_and_index[id(param)]
             grad = get_grad(param, group.grad_attribute)
-            if group.grad_attribute == GRAD or grad is None:
-                continue
-            if set_to_none:
-                setattr(param, group.grad_attribute, None)
-            else:
-                grad.zero_()
+            if group.grad_attribute != GRAD and grad is not None:
+                if set_to_none:
+                    setattr(param, group.grad_attribute, None)
+                else:
+                    grad.zero_()
 
     # ---- state dicts of a sharded model and of its optimizers --------------------------------------------------------
 
@@ -1053,19 +1042,12 @@ class MegatronFSDP(nn.Module):
     @property
     def raw_param(self) -> dict[str, nn.Parameter]:
         """The full compute parameters by canonical name; their values are valid while their unit is gathered."""
-        return {
-            name: param for group in self._engine.groups() for name, param in zip(group.names, group.full, strict=True)
-        }
+        return {name: full for name, full, _ in self._named_parameters()}
 
     @property
     def param_to_name(self) -> dict[nn.Parameter, str]:
         """Canonical name of every parameter object, sharded and full."""
-        return {
-            param: name
-            for group in self._engine.groups()
-            for params in (group.full, group.sharded)
-            for name, param in zip(group.names, params, strict=True)
-        }
+        return {param: name for name, *both in self._named_parameters() for param in both}
 
     @property
     def is_deterministic(self) -> bool:
@@ -1088,11 +1070,12 @@ class MegatronFSDP(nn.Module):
 
     def sharded_names(self) -> dict[int, str]:
         """Return the canonical name of each sharded parameter by its id."""
-        return {
-            id(param): name
-            for group in self._engine.groups()
-            for name, param in zip(group.names, group.sharded, strict=True)
-        }
+        return {id(sharded): name for name, _, sharded in self._named_parameters()}
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Yield canonical name, full and sharded parameter, in unit order."""
+        for group in self._engine.groups():
+            yield from zip(group.names, group.full, group.sharded, strict=True)
 
     def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
         """Return this rank's piece of a full tensor, cut as a sharded parameter; a copy, in the tensor's dtype."""

@@ -162,11 +162,7 @@ class AdamW8bit(Optimizer):
 
 
 def check_blocks(optimizer: AdamW8bit) -> None:
-    """Refuse parameters whose blocks would depend on how they are sharded.
-
-    Raises:
-        ConfigurationError: There is one.
-    """
+    """Refuse parameters whose blocks would depend on how they are sharded."""
     problem = next(filter(None, map(_problem, params_of(optimizer))), None)
     if problem is not None:
         raise ConfigurationError(f"AdamW8bit was given {problem}")
@@ -461,11 +457,7 @@ def _share_scales(pieces: Sequence[_Piece], are_new: bool) -> None:
 
 
 def _fitted(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return loaded codes and scales, cut as the parameter's.
-
-    Raises:
-        CheckpointError: They are no codes and scales of such a parameter.
-    """
+    """Return loaded codes and scales, cut as the parameter's; refuse what is none of such a parameter."""
     wanted = {**dict.fromkeys(_CODES, (tuple(param.shape), torch.uint8))}
     wanted |= dict.fromkeys(_SCALES, (scales_shape(param.shape), torch.float32))
     found = {key: state[key] for key in wanted if isinstance(state.get(key), Tensor)}

@@ -362,11 +362,7 @@ def rehome(optimizer: Optimizer) -> None:
 
 
 def check_homes(optimizer: Optimizer) -> None:
-    """Refuse optimizers that cannot step while their state rests elsewhere than their parameters.
-
-    Raises:
-        ConfigurationError: It is not one of torch's elementwise ones, whose step runs on local tensors.
-    """
+    """Refuse optimizers that cannot step while their state rests elsewhere than their parameters."""
     if not steps_locally(optimizer) and _pages(optimizer):
         raise _cannot_page(optimizer)
 

@@ -75,9 +75,6 @@ def check_muon(optimizer: Optimizer) -> None:
     """Refuse options under which a step could not be right.
 
     torch checks some of them only when it iterates, which is on the owner of a matrix alone.
-
-    Raises:
-        ConfigurationError: torch's own step would fail, or spoil its momentum; or matrices cannot be split as told.
     """
     for group in optimizer.param_groups:
         if group["ns_steps"] >= 100 or len(group["ns_coefficients"]) != 3:
@@ -100,11 +97,7 @@ def check_muon(optimizer: Optimizer) -> None:
 
 
 def split_rows(group: Group, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows of the matrices that a matrix, or each one of a stack, is made of: `split_sizes`, or all.
-
-    Raises:
-        ConfigurationError: They do not add up to the parameter.
-    """
+    """Return the rows of the matrices that a matrix, or each one of a stack, is made of: `split_sizes`, or all."""
     sizes, rows = group.get(SPLIT_KEY), shape[-2]
     if sizes is None:
         return (rows,)

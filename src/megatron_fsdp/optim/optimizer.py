@@ -358,11 +358,7 @@ def _guard(optimizer: torch.optim.Optimizer, made: Step) -> None:
 
 
 def check_connected(optimizer: torch.optim.Optimizer, models: Sequence[MegatronFSDP]) -> None:
-    """Refuse an optimizer that cannot update the sharded parameters of these models.
-
-    Raises:
-        ConfigurationError: Says why, and what to do.
-    """
+    """Refuse an optimizer that cannot update the sharded parameters of these models."""
     check_parameters(optimizer, {key: name for model in models for key, name in model.sharded_names().items()})
     check_kind(optimizer)
     for each in members_of(optimizer):
@@ -372,11 +368,7 @@ def check_connected(optimizer: torch.optim.Optimizer, models: Sequence[MegatronF
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
-    """Refuse an optimizer that would update something else than the sharded parameters.
-
-    Raises:
-        ConfigurationError: A parameter of the optimizer is none of the model's.
-    """
+    """Refuse an optimizer that would update something else than the sharded parameters, or nothing."""
     for each in members_of(optimizer):
         if not params_of(each):
             name = "the optimizer" if each is optimizer else f"{type(each).__name__}, in a ChainedOptimizer,"
@@ -392,12 +384,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str])
 
 
 def check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers whose update of an element depends on elements that may be on other ranks.
-
-    Raises:
-        ConfigurationError: It is one of torch's that do, and a parameter is sharded; Muon itself is refused
-            for some options only.
-    """
+    """Refuse optimizers of torch whose update of an element depends on elements that may be on other ranks."""
     if isinstance(optimizer, ChainedOptimizer):
         for each in optimizer.optimizers:
             check_kind(each)
@@ -441,10 +428,6 @@ def check_rounding(optimizer: torch.optim.Optimizer, is_deterministic: bool) -> 
     On the CPU torch computes what fills no vector register, at the end of a tensor, one by one. Operations that round
     only once in a register round twice there: those of fused steps in any dtype (the second moment of AdamW in
     float32), and sums with a factor in narrow dtypes. AdamW has none of those; as for others, see the tests.
-
-    Raises:
-        ConfigurationError: The model is deterministic, parameters are on the CPU, and the optimizer is fused, or they
-            are narrower than float32.
     """
     for each in members_of(optimizer) if is_deterministic else ():
         here = [param for param in params_of(each) if param.device.type == "cpu" and param.is_floating_point()]
@@ -463,11 +446,7 @@ def check_rounding(optimizer: torch.optim.Optimizer, is_deterministic: bool) -> 
 
 
 def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) -> None:
-    """Refuse an optimizer that would find no gradient, and so train nothing without a word.
-
-    Raises:
-        ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's step on shards is torch's or ours.
-    """
+    """Refuse an optimizer that would find no gradient, and so train nothing without a word."""
     for each in members_of(optimizer) if is_decoupled else ():
         kind = type(each)
         is_torch = kind.step.__module__.startswith("torch.optim")
@@ -481,12 +460,7 @@ def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) 
 
 
 def check_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step cannot be captured into a CUDA graph.
-
-    Raises:
-        ConfigurationError: It has torch's option `capturable`, and some group has it off; or it counts its steps, or
-            lets ranks agree, on the host.
-    """
+    """Refuse an optimizer whose step cannot be captured into a CUDA graph."""
     for each in members_of(optimizer):
         name = type(each).__name__
         if isinstance(each, AdamW8bit | torch.optim.Muon | torch.optim.LBFGS) or steps_owned(each):

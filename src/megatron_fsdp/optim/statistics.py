@@ -28,8 +28,10 @@ import torch.distributed as dist
 from megatron_fsdp.comm.fingerprint import digest
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.gradients import Inspect
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.optim.grad_norm import ProcessGroups, local_of, shared_out_over
+from megatron_fsdp.sharding.units import ROOT_UNIT
 
 _COLUMNS = 9  # numel, finite, mean, m2, sum of squares, min, max, zeros, NaN
 
@@ -90,15 +92,16 @@ def gradient_statistics(engine: Engine) -> ModelStatistics:
 def _statistics(engine: Engine, locals_of: Locals) -> ModelStatistics:
     rows: dict[ProcessGroups, list[torch.Tensor]] = {}
     names: dict[ProcessGroups, list[str | None]] = {}  # None where there is no tensor
-    for group in engine.groups():
-        for index, local in enumerate(locals_of(group)):
-            ranks = shared_out_over(engine, group, index)
-            rows.setdefault(ranks, []).append(_row(local, group.plan.device))
-            names.setdefault(ranks, []).append(None if local is None else group.names[index])
     merged: dict[str, torch.Tensor] = {}
-    for ranks, own in rows.items():
-        gathered = zip(names[ranks], _gather(ranks, torch.stack(own)).unbind(1), strict=True)
-        merged.update((name, found) for name, found in gathered if name is not None)
+    with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
+        for group in engine.groups():
+            for index, local in enumerate(locals_of(group)):
+                ranks = shared_out_over(engine, group, index)
+                rows.setdefault(ranks, []).append(_row(local, group.plan.device))
+                names.setdefault(ranks, []).append(None if local is None else group.names[index])
+        for ranks, own in rows.items():
+            gathered = zip(names[ranks], _gather(ranks, torch.stack(own)).unbind(1), strict=True)
+            merged.update((name, found) for name, found in gathered if name is not None)
     every = torch.cat(list(merged.values())) if merged else torch.zeros(0, _COLUMNS, dtype=torch.float64)
     return ModelStatistics({name: _merge(found) for name, found in merged.items()}, _merge(every))
 
@@ -206,20 +209,20 @@ def digesting_backwards(engine: Engine, shift: int = 0) -> Iterator[Callable[[],
 
 def _digests(engine: Engine, locals_of: Locals, is_whole: bool) -> dict[str, str]:
     labels = [unit.label for unit in engine.units]
-    sums: dict[ProcessGroups, torch.Tensor] = {}
-    for position, unit in enumerate(engine.units):
-        for group in unit.groups:
-            for index, local in enumerate(locals_of(group)):
-                over = shared_out_over(engine, group, index) if is_whole else ()
-                if over not in sums:
-                    sums[over] = torch.zeros(len(labels), dtype=torch.int64, device=engine.device)
-                if local is not None:
-                    start, _ = group.plan.layout.range_in(index, group.plan.main_region)
-                    sums[over][position] += digest(local, group.names[index], start)
-    for over, found in sums.items():
-        for ranks in over:
-            dist.all_reduce(found, group=ranks)
-    total = sum(sums.values(), torch.zeros(len(labels), dtype=torch.int64, device=engine.device))
+    sums: dict[ProcessGroups, torch.Tensor] = {(): torch.zeros(len(labels), dtype=torch.int64, device=engine.device)}
+    with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
+        for position, unit in enumerate(engine.units):
+            for group in unit.groups:
+                for index, local in enumerate(locals_of(group)):
+                    over = shared_out_over(engine, group, index) if is_whole else ()
+                    found = sums.setdefault(over, torch.zeros_like(sums[()]))
+                    if local is not None:
+                        start, _ = group.plan.layout.range_in(index, group.plan.main_region)
+                        found[position] += digest(local, group.names[index], start)
+        for over, found in sums.items():
+            for ranks in over:
+                dist.all_reduce(found, group=ranks)
+    total = torch.stack(list(sums.values())).sum(0)
     return {label: in_hex(value) for label, value in zip(labels, total.tolist(), strict=True)}
 
 

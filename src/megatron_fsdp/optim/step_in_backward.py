@@ -44,9 +44,6 @@ class StepInBackward:
 
     Attributes:
         stepped: Ids of the parameters that `step` leaves out.
-
-    Raises:
-        ConfigurationError: It cannot step in backward.
     """
 
     def __init__(self, optimizer: Optimizer, step: LocalStep, model: MegatronFSDP) -> None:
@@ -203,11 +200,7 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def _check_groups(optimizer: Optimizer) -> None:
-    """Refuse groups that cannot be stepped in parts.
-
-    Raises:
-        ConfigurationError: Says why.
-    """
+    """Refuse groups that cannot be stepped in parts."""
     params = params_of(optimizer)
     if len(set(map(id, params))) < len(params) or any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigurationError(

@@ -216,11 +216,7 @@ class OwnedStep(Step):
         self._drop()
 
     def fail(self, _optimizer: Optimizer, error: Exception) -> None:
-        """Tell the other ranks that the step has failed here; collective.
-
-        Raises:
-            RankError: On every rank, with the same message.
-        """
+        """Tell the other ranks that the step has failed here, and raise the same RankError on all; collective."""
         self._agreed(error)
 
     def _agreed(self, error: Exception | None = None, tells: bool = False) -> dict[Ranks, dict[int, Any]]:
@@ -388,11 +384,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _described(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the owner's state of a parameter for the other ranks.
-
-    Raises:
-        ConfigurationError: It holds an object that is neither a tensor nor a plain value.
-    """
+    """Describe the owner's state of a parameter for the other ranks; refuse what is neither tensor nor plain value."""
     found = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
@@ -458,11 +450,7 @@ def steps_replicated(optimizer: Optimizer) -> bool:
 
 
 def check_replicated(optimizer: Optimizer) -> None:
-    """Refuse parameters that ranks cannot all hold whole together.
-
-    Raises:
-        ConfigurationError: There are several parameter groups or meshes, or tensor or expert parallelism.
-    """
+    """Refuse parameters that ranks cannot all hold whole together."""
     params = params_of(optimizer)
     if len(optimizer.param_groups) != 1:
         raise ConfigurationError(
@@ -537,11 +525,7 @@ class ReplicatedStep(Step):
         self._drop()
 
     def fail(self, _optimizer: Optimizer, error: Exception) -> None:
-        """Tell the other ranks that the step has failed here; collective.
-
-        Raises:
-            RankError: On every rank, with the same message.
-        """
+        """Tell the other ranks that the step has failed here, and raise the same RankError on all; collective."""
         if self._copies:
             self._tell(f"failed: {type(error).__name__}: {error}", error=error)
 
