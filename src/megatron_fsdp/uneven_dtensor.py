@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.axis import is_simulated
 from megatron_fsdp.dtensor.foreign import asked_chunk, boxes_here, sharded_dims
-from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks, gather_full, gather_padded
+from megatron_fsdp.dtensor.frame import ShardFrame, cut_up, describe_chunks, gather_full, gather_padded
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.sharding.shards import (
@@ -201,19 +201,9 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     largest = max(sum(box.numel for box in each) for each in everyone)
     if largest:
         for held, row in zip(everyone, gather_padded(local.reshape(-1), largest, groups), strict=True):
-            _place(full, held, row)
+            for part, box in cut_up(row, held):
+                full[box.indices].copy_(part)
     return full
-
-
-def _place(full: torch.Tensor, boxes: Sequence[Box], elements: torch.Tensor) -> None:
-    """Copy flat elements into boxes of a whole tensor, box after box."""
-    first = 0
-    for box in boxes:
-        view = full
-        for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-            view = view.narrow(dim, offset, length)
-        view.copy_(elements[first : first + box.numel].view(box.lengths))
-        first += box.numel
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:

@@ -16,7 +16,7 @@ from tests.support.optimizer_twins import Twins, flat, matrices
 PLACES: dict[str, tuple[Any, str]] = {
     "messages": (whole_exchange.Messages, "__init__"),
     "packing of shards": (whole_exchange.Messages, "pack_shards"),
-    "whole tensors": (whole_exchange, "_cut_up"),
+    "whole tensors": (whole_exchange, "cut_up"),
     "packing of results": (whole_exchange.Messages, "pack_results"),
 }
 MUON = {

@@ -31,13 +31,8 @@ class WeightAllocator(Enum):
     MAX_POOL = "max pool"  # two slots of the largest unit's size, taken at once
 
 
-DOUBLE_BUFFERS = (
-    WeightAllocator.DOUBLE_BUFFER,
-    WeightAllocator.PERSISTENT_DOUBLE_BUFFER,
-    WeightAllocator.MAX_POOL,
-)
+DOUBLE_BUFFERS = (WeightAllocator.DOUBLE_BUFFER, WeightAllocator.PERSISTENT_DOUBLE_BUFFER, WeightAllocator.MAX_POOL)
 """The allocators with two fixed slots."""
-
 
 _SLOTS = 2
 _LEAST_BUCKET_NUMEL = 40_000_000
@@ -58,53 +53,32 @@ MESSAGE_VARIABLE = "MFSDP_MESSAGE_BYTES"
 
 @dataclass(frozen=True)
 class UserBufferOptions:
-    """Communication memory that is taken at wrap time, keeps its addresses, and is registered where the back end can.
+    """Communication memory that is taken at wrap time and keeps its addresses; registered where the back end can."""
 
-    Attributes:
-        symmetric: Whether symmetric windows are registered where they exist.
-        manual: Whether `manual_buffer_registration` registers, in place of wrapping.
-    """
-
-    symmetric: bool = True
-    manual: bool = False
+    symmetric: bool = True  # symmetric windows are registered where they exist
+    manual: bool = False  # `manual_buffer_registration` registers, in place of wrapping
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Options of memory and prefetching, which do not depend on the model.
+    """Options of memory and prefetching, which do not depend on the model."""
 
-    Attributes:
-        allocator: How memory for gathered weights is allocated.
-        slots: How many units besides the root may be gathered at a time (strategy 3).
-        may_grow: Whether a larger prefetch size may bring more slots.
-        forward_prefetch_units: How many units to gather ahead in forward.
-        backward_prefetch_units: How many units to gather ahead in backward.
-        communication_unit_numel: Elements to communicate at once, to gather ahead and to have in reduction; None: small
-            units together, one unit ahead, two buckets.
-        message_bytes: Bytes up to which small neighbouring units are merged; None: by the number of ranks.
-        root_group_numel: Elements per group of the parameters outside of units; None: by the number of ranks.
-        cuts_root: Whether they are divided into groups at all.
-        fine_grained: Whether the modules inside units become units.
-        whole_types: Classes of modules that stay one unit then.
-        idle: Names of the arguments that were given and have no effect under the strategy.
-        user_buffers: How communication memory is registered; None: it is not.
-        is_kept: Whether all communication memory is taken at wrap time and keeps its addresses; else it is allocated as
-            it is needed.
-    """
-
-    allocator: WeightAllocator = WeightAllocator.SLOTS
-    slots: int = _SLOTS
-    may_grow: bool = True
-    forward_prefetch_units: int = 1
+    allocator: WeightAllocator = WeightAllocator.SLOTS  # of gathered weights
+    slots: int = _SLOTS  # units besides the root that may be gathered at a time (strategy 3)
+    may_grow: bool = True  # a larger prefetch size may bring more slots
+    forward_prefetch_units: int = 1  # units to gather ahead in forward
     backward_prefetch_units: int = 1
+    # elements to communicate at once, to gather ahead and to have in reduction; None: small units together, one unit
+    # ahead, two buckets
     communication_unit_numel: int | None = None
-    message_bytes: int | None = None
-    root_group_numel: int | None = None
-    cuts_root: bool = True
-    fine_grained: bool = False
-    whole_types: tuple[type[nn.Module], ...] = ()
-    idle: tuple[str, ...] = ()
-    user_buffers: UserBufferOptions | None = None
+    message_bytes: int | None = None  # up to which small neighbours are merged; None: by the number of ranks
+    root_group_numel: int | None = None  # elements per group outside of units; None: by the number of ranks
+    cuts_root: bool = True  # whether parameters outside of units are divided into groups at all
+    fine_grained: bool = False  # the modules inside units become units
+    whole_types: tuple[type[nn.Module], ...] = ()  # classes of modules that stay one unit then
+    idle: tuple[str, ...] = ()  # arguments that were given and have no effect under the strategy
+    user_buffers: UserBufferOptions | None = None  # how communication memory is registered; None: it is not
+    # all communication memory is taken at wrap time and keeps its addresses; else it is allocated as it is needed
     is_kept: bool = False
 
     def root_group_numel_on(self, num_ranks: int) -> int | None:
@@ -132,51 +106,26 @@ class MemoryOptions:
 class EngineOptions:
     """The checked options of one model, by the names of the arguments and configuration fields that set them.
 
-    Attributes:
-        strategy: On the sharding axis.
-        outer_strategy: On the outer axis, where there is one.
-        policy: Dtypes.
-        memory: Options of memory and prefetching.
-        numel_multiple: Pad every trainable group to a multiple of this many elements.
-        own_groups: Communicate over process groups that the model's own collectives do not use.
-        verify_ranks_s: Compare ranks before they communicate, and wait this many seconds for each; 0.0: do not.
-        overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
-        overlap_param_gather: Prefetch; strategy 3 always does.
-        average_in_collective: Let the collective average.
-        gradient_reduce_div_fusion: Scale gradients after the reduction, not before.
-        reduce_scatter_with_fp32_accumulation: Exchange gradients and sum them locally, in float32.
-        param_name_patterns_for_fp32_local_accumulation: `fnmatch` patterns of the parameters whose gradients are
-            accumulated in float32.
-        report_nan_in_param_grad: Check every gradient for NaN and infinity.
-        check_for_large_grads: Check every gradient for unexpectedly large values.
-        delay_wgrad_compute: Compute weight gradients of linears at the end of backward, and then reduce all units.
-        keep_fp8_transpose_cache: Keep the transposed codes of "fp8_compute" while weights are gathered.
-        calculate_per_token_loss: Sum gradients, without a factor.
-        init_model_with_meta_device: Initialise parameters on the meta device; "empty": only allocate them.
-        find_unused_parameters: Agree at every sync on which parameters were used.
-        deterministic: "world": add gradients up in an order that does not depend on the number of ranks.
-        megatron_fsdp_use_decoupled_grad: Set gradients as `.decoupled_grad`.
-        megatron_fsdp_cuda_graph_mode: Keep memory and gradients at their addresses, and read nothing back, so that
-            steps can be captured.
-        homes: Where each kind of state rests.
+    What has no comment means what the argument of `fully_shard_model`, or else the field of
+    `DistributedDataParallelConfig`, of that name does.
     """
 
-    strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
-    outer_strategy: ShardingStrategy = ShardingStrategy.no_shard
+    strategy: ShardingStrategy = ShardingStrategy.optim_grads_params  # on the sharding axis
+    outer_strategy: ShardingStrategy = ShardingStrategy.no_shard  # on the outer axis, where there is one
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
-    numel_multiple: int = 1
-    own_groups: bool = False
-    verify_ranks_s: float = 0.0
+    numel_multiple: int = 1  # every trainable group is padded to a multiple of this many elements
+    own_groups: bool = False  # communicate over process groups that the model's own collectives do not use
+    verify_ranks_s: float = 0.0  # seconds to wait for each rank where ranks are compared; 0.0: they are not
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     average_in_collective: bool = False
-    gradient_reduce_div_fusion: bool = True
+    gradient_reduce_div_fusion: bool = True  # scale gradients after the reduction, not before
     reduce_scatter_with_fp32_accumulation: bool = False
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     report_nan_in_param_grad: bool = False
     check_for_large_grads: bool = False
-    delay_wgrad_compute: bool = False
+    delay_wgrad_compute: bool = False  # those of linears, to the end of backward, where all units are reduced then
     keep_fp8_transpose_cache: bool = False
     calculate_per_token_loss: bool = False
     init_model_with_meta_device: bool | str = False
@@ -194,11 +143,7 @@ class EngineOptions:
         )
 
     def check_capture(self) -> None:
-        """Refuse what a CUDA graph cannot hold, where `cuda_graph_mode` is on.
-
-        Raises:
-            ConfigurationError: An option reads tensors back on the host in every step.
-        """
+        """Refuse options that read tensors back on the host in every step, where `cuda_graph_mode` is on."""
         reads = {
             "report_nan_in_param_grad": self.report_nan_in_param_grad,
             "check_for_large_grads": self.check_for_large_grads,
@@ -249,24 +194,14 @@ def resolve_engine_options(
     """Resolve the arguments and the configuration of `MegatronFSDP` together."""
     options = engine_options_of(config, policy)
     checked_deterministic(given["deterministic"])
-    either = {
-        name: given[name] or getattr(options, name)
-        for name in (
-            "report_nan_in_param_grad",
-            "reduce_scatter_with_fp32_accumulation",
-            "keep_fp8_transpose_cache",
-        )
-    }
+    both = ("report_nan_in_param_grad", "reduce_scatter_with_fp32_accumulation", "keep_fp8_transpose_cache")
+    either = {name: given[name] or getattr(options, name) for name in both}
     said = {**same_names(EngineOptions, given), **either, "homes": resolve_homes(given["homes"], options.strategy)}
     return replace(options, **said, memory=resolve_memory_options(given, config), verify_ranks_s=verify_ranks_s)
 
 
 def checked_deterministic(given: str | None) -> str | None:
-    """Return the argument `deterministic` as it was given.
-
-    Raises:
-        ConfigurationError: There is no such value.
-    """
+    """Return the argument `deterministic` as it was given, if there is such a value."""
     if given not in (None, "world"):
         raise ConfigurationError(
             f'deterministic={given!r} does not exist; give "world" for the same bits on any number of ranks, or None'

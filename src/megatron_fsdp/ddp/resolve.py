@@ -44,29 +44,17 @@ _SET_OR_NOT = "set that or leave it out"
 
 @dataclass(frozen=True)
 class ResolvedDDP:
-    """The resolved configuration of `DistributedDataParallel`.
+    """The resolved configuration of `DistributedDataParallel`."""
 
-    Attributes:
-        config: The caller's configuration, a checked copy.
-        strategy: On the sharding axis.
-        outer_strategy: On the axis over the instances of the distributed optimizer.
-        policy: Dtypes.
-        bucket_numel: Elements that close a bucket; None: one bucket per kind (or, with units, the engine's default).
-        numel_multiple: Pad buckets to a multiple of this many elements.
-        gather_mode: When changed weights are gathered.
-        engine_config: The same configuration as far as `MegatronFSDP` knows its fields.
-        notices: What was adjusted or derived, and why, in words.
-    """
-
-    config: DistributedDataParallelConfig
-    strategy: ShardingStrategy
-    outer_strategy: ShardingStrategy
+    config: DistributedDataParallelConfig  # the caller's, a checked copy
+    strategy: ShardingStrategy  # on the sharding axis
+    outer_strategy: ShardingStrategy  # on the axis over the instances of the distributed optimizer
     policy: MixedPrecisionPolicy
-    bucket_numel: int | None
-    numel_multiple: int
-    gather_mode: GatherMode
-    engine_config: DistributedDataParallelConfig
-    notices: tuple[str, ...]
+    bucket_numel: int | None  # that close a bucket; None: one bucket per kind (or, with units, the engine's default)
+    numel_multiple: int  # buckets are padded to a multiple of this many elements
+    gather_mode: GatherMode  # when changed weights are gathered
+    engine_config: DistributedDataParallelConfig  # the same configuration as far as `MegatronFSDP` knows its fields
+    notices: tuple[str, ...]  # what was adjusted or derived, and why, in words
 
 
 def resolve_ddp(

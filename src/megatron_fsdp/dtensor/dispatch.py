@@ -31,6 +31,7 @@ from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
+Rule = Callable[[Any, Args, Kwargs], Any]
 
 
 def bound(func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def equal(_func: Any, args: Args, _kwargs: Kwargs) -> bool:
     return bool((first == second).all().item())
 
 
-RULES: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
+RULES: dict[str, Rule] = {
     "all": _total(_all),
     "amax": _largest,
     "amin": _smallest,
@@ -183,55 +184,47 @@ def local_operand(frame: ShardFrame, value: Any, func: Any, elementwise: bool = 
     """Return the elements of an operand that belong to this rank's shard of a tensor cut as `frame`, or refuse it."""
     if not isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, ReducedScalar):
+        return plain(value).reshape(())
+    if not isinstance(value, DTensor):
+        return _part_of_plain(frame, value, func, elementwise)
     if isinstance(value, UnevenDTensor):
         if value.shard_frame is frame or value.shard_frame == frame:
             return value._local_tensor
-        if not value.shard_frame.is_whole:
-            raise ShardOperationError(_differently_cut(func, frame, value))
-        return _part_of(frame, value._local_tensor)
-    if isinstance(value, DTensor):
-        if not all(placement.is_replicate() for placement in value.placements):
-            raise ShardOperationError(_differently_cut(func, frame, value))
-        if value.ndim and value.device_mesh != frame.mesh:
-            raise ShardOperationError(_differently_cut(func, frame, value))
-        return _part_of(frame, value._local_tensor)
-    if isinstance(value, ReducedScalar):
-        return plain(value).reshape(())
-    return _part_of_plain(frame, value, func, elementwise)
+        is_whole = value.shard_frame.is_whole
+    else:
+        is_whole = _is_replicated(value) and (not value.ndim or value.device_mesh == frame.mesh)
+    if not is_whole:
+        raise ShardOperationError(
+            f"{func} mixes tensors that are cut differently: shape {tuple(frame.shape)} with placements "
+            f"{frame.placements}, and shape {tuple(value.shape)} with placements {value.placements}; bring both to "
+            "whole tensors by full_tensor(), or the second to Replicate on the same mesh"
+        )
+    full = value._local_tensor
+    return frame.take(full) if full.ndim else full
 
 
-def _part_of(frame: ShardFrame, full: torch.Tensor) -> torch.Tensor:
-    return full if full.ndim == 0 else frame.take(full)
+def _is_replicated(value: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in value.placements)
 
 
 def _part_of_plain(frame: ShardFrame, value: torch.Tensor, func: Any, elementwise: bool) -> torch.Tensor:
     if value.ndim == 0:
         return value
+    # Whether autograd calls: its full-size tensors come from reductions, the same on every rank.
+    in_backward = torch._C._current_graph_task_id() != -1
     lengths = zip(value.shape, value.stride(), strict=True)
-    spreads = elementwise or _in_backward()
+    spreads = elementwise or in_backward
     if spreads and value.numel() and all(length == 1 or stride == 0 for length, stride in lengths):
         one = value[(0,) * value.ndim]  # one number, expanded, as the gradients of sums are
         return one.expand(frame.description.local_shape) if frame.shape else one
-    if _in_backward():
+    if in_backward:
         return frame.take(value)
     raise ShardOperationError(
         f"{func} mixes a tensor of shape {tuple(frame.shape)} that is sharded over ranks with a plain tensor of shape "
         f"{tuple(value.shape)}, of which nothing says that it is the same on every rank; wrap it by "
         "DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim), or compute on to_local()"
         f"{frame.advice}"
-    )
-
-
-def _in_backward() -> bool:
-    """Return whether autograd calls: its full-size tensors come from reductions, the same on every rank."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _differently_cut(func: Any, frame: ShardFrame, other: DTensor) -> str:
-    return (
-        f"{func} mixes tensors that are cut differently: shape {tuple(frame.shape)} with placements "
-        f"{frame.placements}, and shape {tuple(other.shape)} with placements {other.placements}; bring both to whole "
-        "tensors by full_tensor(), or the second to Replicate on the same mesh"
     )
 
 
@@ -301,9 +294,6 @@ def unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     }
     for name in sorted(groups):
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=groups[name])
-
-
-Rule = Callable[[Any, Args, Kwargs], Any]
 
 
 def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -416,8 +406,7 @@ def _wrapped(func: Any, result: Any, frame: ShardFrame) -> Any:
 
 def _into_other(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation that writes into a tensor that is not ours, such as a plain one."""
-    frames = _frames(args, kwargs)
-    if not all(frame.is_whole for frame in frames):
+    if not all(frame.is_whole for frame in _frames(args, kwargs)):
         return _refuse(func, args, kwargs)
     func(*tree_map(_local, args), **tree_map(_local, kwargs))
     return _written(func, args, kwargs)
@@ -441,13 +430,10 @@ def _on_whole(func: Any, args: Args, kwargs: Kwargs, frame: ShardFrame, elementw
 
 
 def _whole_operand(frame: ShardFrame, func: Any, elementwise: bool, value: Any) -> Any:
-    if isinstance(value, UnevenDTensor) and value.shard_frame.is_whole:
+    is_whole = isinstance(value, UnevenDTensor) and value.shard_frame.is_whole
+    if is_whole or (isinstance(value, DTensor) and _is_replicated(value)):
         return value._local_tensor
-    if isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.ndim):
-        if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
-            return value._local_tensor
-        return local_operand(frame, value, func, elementwise)
-    return local_operand(frame, value, func)
+    return local_operand(frame, value, func, elementwise)
 
 
 # ---- single operations ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -184,6 +184,14 @@ def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.Proce
             all_gather_flat(received, sent, group=group)
         sent = received
     return sent.view(flat.dtype).view(-1, padded_numel) if padded_numel else flat.new_empty(1, 0)
+
+
+def cut_up(elements: torch.Tensor, boxes: Sequence[Box]) -> Iterator[tuple[torch.Tensor, Box]]:
+    """Yield views of flat elements, box after box, each in the shape of its box."""
+    first = 0
+    for box in boxes:
+        yield elements[first : first + box.numel].view(box.lengths), box
+        first += box.numel
 
 
 def gather_full(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:

@@ -147,21 +147,13 @@ def matrices_in(frame: ShardFrame, rows: Sequence[int]) -> tuple[tuple[ShardFram
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix that is iterated.
+    """A matrix that is iterated."""
 
-    Attributes:
-        param: The parameter that it is, or is a part of.
-        frame: How it is cut; (rows, columns), or (1, rows, columns) out of a stack.
-        part: Its elements in this rank's flattened shard of the parameter.
-        group: The options.
-        lr: As a number; of a tensor, one synchronisation for a group.
-    """
-
-    param: UnevenDTensor
-    frame: ShardFrame
-    part: slice
-    group: Group
-    lr: float
+    param: UnevenDTensor  # that it is, or is a part of
+    frame: ShardFrame  # how it is cut; (rows, columns), or (1, rows, columns) out of a stack
+    part: slice  # its elements in this rank's flattened shard of the parameter
+    group: Group  # the options
+    lr: float  # as a number; of a tensor, one synchronisation for a group
 
     @property
     def flops(self) -> int:
@@ -310,15 +302,11 @@ def _reserve(exchanges: Sequence[Exchange], device: torch.device) -> list[Messag
 
 
 class _Wave:
-    """Some matrices that travel, are computed and return together.
-
-    Attributes:
-        error: What momentum or iteration have met on this rank; what is sent then is not used.
-    """
+    """Some matrices that travel, are computed and return together."""
 
     def __init__(self, matrices: Sequence[_Matrix], messages: Messages, state: MutableMapping[Tensor, State]) -> None:
         self._matrices, self._messages, self._state = matrices, messages, state
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # met on this rank by momentum or iteration; what is sent then is not used
 
     def send(self) -> None:
         """Update momentum, and start to send operands to their owners."""

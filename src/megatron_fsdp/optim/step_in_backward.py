@@ -35,23 +35,14 @@ if TYPE_CHECKING:
 
 
 class StepInBackward:
-    """One such step, from entering to the optimizer's own `step`.
-
-    Args:
-        optimizer: One of torch's elementwise ones, connected.
-        step: How it steps.
-        model: Its model.
-
-    Attributes:
-        stepped: Ids of the parameters that `step` leaves out.
-    """
+    """One such step of a connected, elementwise optimizer, from entering to the optimizer's own `step`."""
 
     def __init__(self, optimizer: Optimizer, step: LocalStep, model: MegatronFSDP) -> None:
         _check_groups(optimizer)
         self._optimizer, self._step = weakref.ref(optimizer), step
         self._groups = [{**_options(group), "params": list(group["params"])} for group in optimizer.param_groups]
         self._group_of = {id(param): number for number, group in enumerate(self._groups) for param in group["params"]}
-        self.stepped: set[int] = set()
+        self.stepped: set[int] = set()  # ids of the parameters that `step` leaves out
         self._views: list[LocalView] = []
         self._error: BaseException | None = None
         self._names = model.sharded_names()

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.comm.groups import group_over
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.frame import ShardFrame, cut_up
 from megatron_fsdp.errors import RankError
 from megatron_fsdp.sharding.shards import Box, MeshUse
 
@@ -286,7 +286,7 @@ class Messages:
                     continue
                 piece = next(pieces[place])
                 whole = piece.new_empty(exchange.frames[index].shape) if whole is None else whole
-                for part, box in _cut_up(piece, exchange.boxes(index, place)):
+                for part, box in cut_up(piece, exchange.boxes(index, place)):
                     whole[box.indices].copy_(part)
             assert whole is not None, "somebody holds each matrix"
             yield index, whole
@@ -337,10 +337,3 @@ class Messages:
 def _pack(parts: Sequence[Tensor], memory: Tensor) -> None:
     if parts:
         torch.cat(list(parts), out=memory[: sum(part.numel() for part in parts)])
-
-
-def _cut_up(piece: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Tensor, Box]]:
-    start = 0
-    for box in boxes:
-        yield piece[start : start + box.numel].view(box.lengths), box
-        start += box.numel

@@ -114,21 +114,15 @@ class _Number:
 
 @dataclass
 class _Stepped:
-    """A parameter in the step that is running.
-
-    Attributes:
-        number: Its place among those of its mesh.
-        whole: On its owner.
-        state: Whole, on its owner.
-    """
+    """A parameter in the step that is running."""
 
     param: UnevenDTensor
     grad: Tensor
     owner: int
     ranks: Ranks
-    number: int
-    whole: nn.Parameter | None = None
-    state: State | None = None
+    number: int  # its place among those of its mesh
+    whole: nn.Parameter | None = None  # on its owner
+    state: State | None = None  # whole, on its owner
 
     @property
     def is_here(self) -> bool:
@@ -144,17 +138,13 @@ class _Stepped:
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor to move: whose it is, how it is cut, and this rank's shard, or the whole where this rank owns it.
-
-    Attributes:
-        is_kept: It stays in the memory in which it comes.
-    """
+    """A tensor to move: whose it is, how it is cut, and this rank's shard, or the whole where this rank owns it."""
 
     of: _Stepped
     frame: ShardFrame
     dtype: torch.dtype
     tensor: Tensor | None
-    is_kept: bool = False
+    is_kept: bool = False  # it stays in the memory in which it comes
 
 
 class OwnedStep(Step):
