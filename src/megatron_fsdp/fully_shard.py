@@ -311,14 +311,15 @@ def fully_shard_optimizer(
             "the model whose parameters the optimizer holds has been deleted; keep what fully_shard_model returned"
         ) from None
     models = list({id(owner): owner for owner in owners}.values())
-    check_connected(optimizer, models)
+    connected = Models(models)
+    check_connected(optimizer, connected)
     _check_several(optimizer, models)
-    was_connected = models[0].is_connected(optimizer)
+    was_connected = optimizer in models[0]._engine.connected
     for model in models:
         for each in dict.fromkeys((optimizer, *members_of(optimizer))):
             model.adopt(each)
     if not was_connected:
-        integrate(optimizer, Models(models), describes_state=preproc_state_dict_for_dcp_ckpt)
+        integrate(optimizer, connected, describes_state=preproc_state_dict_for_dcp_ckpt)
         if rank_of() == 0:
             modules = [module for model in models for module in model.module.modules()]
             for each in members_of(optimizer):
@@ -330,12 +331,12 @@ def _check_several(optimizer: torch.optim.Optimizer, models: Sequence[MegatronFS
     """Refuse what one optimizer over several models cannot do."""
     if len(models) == 1:
         return
-    if any(model.has_other_experts_elsewhere for model in models):
+    if not all(model._engine.expert_names.is_trivial for model in models):
         raise ConfigurationError(
             f"the optimizer holds parameters of {len(models)} sharded models, one with expert-parallel experts, whose "
             "state is numbered differently in checkpoints; build one optimizer for each model"
         )
-    if len({model.is_connected(optimizer) for model in models}) > 1:
+    if len({optimizer in model._engine.connected for model in models}) > 1:
         raise ConfigurationError(
             "the optimizer was connected before it held parameters of another sharded model; build a new one on the "
             "parameters of all models"

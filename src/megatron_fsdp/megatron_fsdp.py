@@ -39,8 +39,7 @@ from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.early_steps import EarlySteps, Take, begin_early_steps
-from megatron_fsdp.engine.expert_checkpoints import names_as_saved, state_as_held, state_as_saved
+from megatron_fsdp.engine.expert_checkpoints import names_as_saved
 from megatron_fsdp.engine.full_tensors import (
     DEFAULT_BUCKET_BYTES,
     check_bucket_bytes,
@@ -52,7 +51,7 @@ from megatron_fsdp.engine.full_tensors import (
 )
 from megatron_fsdp.engine.gradients import GRAD, get_grad
 from megatron_fsdp.engine.hooks import calls_of, compiled_in_place, take_part
-from megatron_fsdp.engine.memory import StateMemory, weakly
+from megatron_fsdp.engine.memory import weakly
 from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
@@ -430,7 +429,7 @@ class MegatronFSDP(nn.Module):
 
         With `cuda_graph_mode` they are set to zero in place, whatever is asked: a captured step writes them there.
         """
-        set_to_none = set_to_none and not self.keeps_gradients
+        set_to_none = set_to_none and not self._engine.keeps_gradients
         super().zero_grad(set_to_none)
         params = [param for _, _, param in self._named_parameters()]
         self.clear_decoupled_gradients(params, set_to_none)
@@ -478,10 +477,6 @@ class MegatronFSDP(nn.Module):
         for unit in self._engine.units:
             unit.show_unsharded()
 
-    def is_connected(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer was connected to this model."""
-        return optimizer in self._engine.connected
-
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Register an optimizer as connected.
 
@@ -490,7 +485,7 @@ class MegatronFSDP(nn.Module):
                 its steps cannot be captured, and `cuda_graph_mode` is on.
         """
         self._engine.replaced.check(optimizer)
-        if self.keeps_gradients and self.device.type == "cuda":
+        if self._engine.keeps_gradients and self.device.type == "cuda":
             check_capturable(optimizer)
         self._engine.connected.add(optimizer)
 
@@ -509,25 +504,6 @@ class MegatronFSDP(nn.Module):
         raise ConfigurationError(
             "a sharded model cannot be pickled; save model.state_dict() with torch.distributed.checkpoint instead"
         )
-
-    def state_memory(self, param: torch.Tensor) -> tuple[StateMemory | None, int]:
-        """Return where optimizer state of a sharded parameter rests (None: beside it), and the index there."""
-        group, index = self._engine.group_and_index[id(param)]
-        return group.state_memory, index
-
-    @property
-    def moves_optimizer_state(self) -> bool:
-        """Whether optimizer state of some parameters rests elsewhere than on the device."""
-        return self._options.homes.optimizer_state.is_away
-
-    def step_early(self, take: Take | None) -> EarlySteps:
-        """Give groups to an optimizer in the next backward, as their gradients become final; None: not in this one.
-
-        Raises:
-            ConfigurationError: None of them would be final before backward ends.
-            ScheduleError: An optimizer steps in backward already.
-        """
-        return begin_early_steps(self._engine, take)
 
     def _stamp_parameters(self) -> None:
         """Set the one attribute on parameters: a weak reference back to this object."""
@@ -845,7 +821,8 @@ class MegatronFSDP(nn.Module):
 
     def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool = True) -> None:
         """Clear the `.decoupled_grad` of sharded parameters; nothing happens where gradients are in `.grad`."""
-        for param in params if self.decouples_gradients else ():
+        is_decoupled = any(group.grad_attribute != GRAD for group in self._engine.groups())
+        for param in params if is_decoupled else ():
             group, _ = self._engine.group_and_index[id(param)]
             grad = get_grad(param, group.grad_attribute)
             if group.grad_attribute != GRAD and grad is not None:
@@ -998,23 +975,6 @@ class MegatronFSDP(nn.Module):
         for handle in self._assembly.state_dict_handles:
             handle.remove()
 
-    def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
-        """Describe the chunks of a state tensor that is sharded as its parameter."""
-        group, index = self._engine.group_and_index[id(param)]
-        if isinstance(value, DTensor) and value.shape == param.shape:
-            group.describe_chunks(index, value)
-
-    def optimizer_state_as_saved(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return an optimizer's state dict as of one optimizer of all ranks' experts, with this rank's part."""
-        if self._engine.expert_names.is_trivial:
-            return state_dict
-        return state_as_saved(optimizer, state_dict, self.sharded_names(), self._engine.expert_names)
-
-    @property
-    def has_other_experts_elsewhere(self) -> bool:
-        """Whether ranks hold different experts, so that checkpoints number the parameters of all ranks."""
-        return not self._engine.expert_names.is_trivial
-
     def optimizer_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
         """Return names in a checkpoint by the numbers of `optimizer.state_dict()`, in groups; those of all ranks.
 
@@ -1023,17 +983,6 @@ class MegatronFSDP(nn.Module):
         if self._engine.expert_names.is_trivial:
             return None
         return names_as_saved(optimizer, self.sharded_names(), self._engine.expert_names)
-
-    def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return this rank's part of a state dict of `optimizer_state_as_saved`, numbered as torch does here."""
-        if self._engine.expert_names.is_trivial:
-            return state_dict
-        return state_as_held(optimizer, state_dict, self.sharded_names(), self._engine.expert_names)
-
-    @property
-    def state_dict_was_filled(self) -> bool:
-        """Whether a state dict of this model has been written to since the last forward, as `dcp.load` does."""
-        return self._engine.state_dict_aliases.is_written
 
     # ---- read-only views of a sharded model --------------------------------------------------------------------------
 
@@ -1053,16 +1002,6 @@ class MegatronFSDP(nn.Module):
     def is_deterministic(self) -> bool:
         """Whether bits do not depend on the number of ranks."""
         return self._engine.is_deterministic
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients stay where they are, so that steps can be captured into CUDA graphs."""
-        return self._engine.keeps_gradients
-
-    @property
-    def decouples_gradients(self) -> bool:
-        """Whether gradients are in `.decoupled_grad`."""
-        return any(group.grad_attribute != GRAD for group in self._engine.groups())
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return all parameter groups, in unit order."""

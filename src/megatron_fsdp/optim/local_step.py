@@ -29,7 +29,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.engine.memory import StateMemory
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.models import model_of
+from megatron_fsdp.optim.models import engine_of, model_of
 from megatron_fsdp.optim.step import Step, params_of
 
 _SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
@@ -340,7 +340,8 @@ def _tensors(state: State, sharded: frozenset[str]) -> list[str]:
 
 def memory_of(param: Tensor) -> tuple[StateMemory | None, int]:
     """Return where the state of a sharded parameter rests, and its index there."""
-    return model_of(param).state_memory(param)
+    group, index = engine_of(param).group_and_index[id(param)]
+    return group.state_memory, index
 
 
 def rehome(optimizer: Optimizer) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ def model_of(param: Tensor) -> MegatronFSDP:
     """Return the model of a sharded parameter."""
     model: MegatronFSDP = param._megatron_fsdp_model.self_reference()  # type: ignore[attr-defined]
     return model
+
+
+def engine_of(param: Tensor) -> Engine:
+    """Return the engine of the model of a sharded parameter."""
+    return model_of(param)._engine
 
 
 class Models:
@@ -37,3 +43,8 @@ class Models:
                 "model"
             )
         return iter(models)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Their engines."""
+        return [model._engine for model in self]

@@ -9,9 +9,9 @@ import functools
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.gradients import GRAD
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, members_of
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
-from megatron_fsdp.optim.models import Models, model_of
+from megatron_fsdp.optim.models import Models, engine_of, model_of
 from megatron_fsdp.optim.muon import SPLIT_KEY, MuonStandIn, MuonStep, check_muon
 from megatron_fsdp.optim.state_dict import as_held, as_saved, with_blank_state
 from megatron_fsdp.optim.step import Step, params_of
@@ -37,9 +38,6 @@ from megatron_fsdp.optim.whole_step import (
     steps_owned,
     steps_replicated,
 )
-
-if TYPE_CHECKING:
-    from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 WHOLE_TENSOR_OPTIMIZERS = (
     torch.optim.LBFGS,
@@ -131,7 +129,9 @@ class _StepHooks:
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        check_rounding(optimizer, any(model.is_deterministic for model in self._models))  # options may have been loaded
+        check_rounding(
+            optimizer, any(engine.is_deterministic for engine in self._models.engines)
+        )  # options may have been loaded
         kwargs = dict(kwargs)
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
@@ -272,7 +272,7 @@ def integrate(optimizer: torch.optim.Optimizer, models: Models, describes_state:
         alive = owner()
         if alive is None:
             return
-        if any(model.keeps_gradients for model in models):
+        if any(engine.keeps_gradients for engine in models.engines):
             args, kwargs = (), {"set_to_none": False}
         hooks.refuse_inside("optimizer.zero_grad()")
         original(alive, *args, **kwargs)
@@ -312,7 +312,7 @@ def _check_new_groups(optimizer: torch.optim.Optimizer, models: Models) -> None:
             return
         original(alive, param_group)
         try:
-            check_connected(alive, list(models))
+            check_connected(alive, models)
         except ConfigurationError:
             alive.param_groups.pop()
             raise
@@ -333,7 +333,7 @@ def _make_step(optimizer: torch.optim.Optimizer) -> Step:
 
 def _moves_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether state of some parameters of an optimizer rests elsewhere than on the device."""
-    return any(model_of(param).moves_optimizer_state for param in params_of(optimizer))
+    return any(engine_of(param).sharding.options.homes.optimizer_state.is_away for param in params_of(optimizer))
 
 
 def _guard(optimizer: torch.optim.Optimizer, made: Step) -> None:
@@ -357,14 +357,15 @@ def _guard(optimizer: torch.optim.Optimizer, made: Step) -> None:
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # a method, as schedulers want it
 
 
-def check_connected(optimizer: torch.optim.Optimizer, models: Sequence[MegatronFSDP]) -> None:
+def check_connected(optimizer: torch.optim.Optimizer, models: Models) -> None:
     """Refuse an optimizer that cannot update the sharded parameters of these models."""
     check_parameters(optimizer, {key: name for model in models for key, name in model.sharded_names().items()})
     check_kind(optimizer)
     for each in members_of(optimizer):
         check_homes(each)
-    check_rounding(optimizer, any(model.is_deterministic for model in models))
-    check_reads_decoupled(optimizer, any(model.decouples_gradients for model in models))
+    check_rounding(optimizer, any(engine.is_deterministic for engine in models.engines))
+    is_decoupled = any(group.grad_attribute != GRAD for engine in models.engines for group in engine.groups())
+    check_reads_decoupled(optimizer, is_decoupled)
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.dtensor.frame import exclude_from_save
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.expert_checkpoints import state_as_held, state_as_saved
 from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
-from megatron_fsdp.optim.models import Models, model_of
+from megatron_fsdp.optim.models import Models, engine_of, model_of
 from megatron_fsdp.optim.step import params_of
 from megatron_fsdp.optim.whole_step import steps_owned
 
@@ -32,10 +33,14 @@ def as_saved(models: Models, optimizer: Optimizer, state_dict: StateDict) -> Sta
     """Describe the chunks of state tensors, which the optimizer itself makes, when they are about to be saved."""
     alive = list(models)
     for param, number in _numbered(optimizer, state_dict):
+        group, index = engine_of(param).group_and_index[id(param)]
         for value in state_dict["state"].get(number, {}).values():
-            model_of(param).describe_optimizer_state(param, value)
+            if isinstance(value, DTensor) and value.shape == param.shape:
+                group.describe_chunks(index, value)
     for model in alive:
-        state_dict = model.optimizer_state_as_saved(optimizer, state_dict)
+        names = model._engine.expert_names
+        if not names.is_trivial:
+            state_dict = state_as_saved(optimizer, state_dict, model.sharded_names(), names)
     return state_dict
 
 
@@ -52,7 +57,7 @@ def as_held(models: Models, optimizer: Optimizer, state_dict: StateDict) -> Stat
     """
     alive = list(models)
     has_nothing = not state_dict["state"] and not optimizer.state
-    was_filled = any(model.state_dict_was_filled for model in alive)
+    was_filled = any(model._engine.state_dict_aliases.is_written for model in alive)
     if has_nothing and was_filled and not is_known_without_a_step(optimizer):
         kind = type(optimizer).__name__
         warn_caller(
@@ -64,7 +69,9 @@ def as_held(models: Models, optimizer: Optimizer, state_dict: StateDict) -> Stat
     is_from_file = are_from_file(value for each in slots for value in each.values())
     held = _with_numbers(state_dict)
     for model in alive:
-        held = model.optimizer_state_as_held(optimizer, held)
+        names = model._engine.expert_names
+        if not names.is_trivial:
+            held = state_as_held(optimizer, held, model.sharded_names(), names)
     if len(params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
         return held  # torch refuses it
     found = (

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.early_steps import LOAD
+from megatron_fsdp.engine.early_steps import LOAD, begin_early_steps
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.local_step import LocalStep, LocalView
@@ -52,7 +52,7 @@ class StepInBackward:
         self._changed: set[UnevenDTensor] = set()  # weights that somebody changed before the thread stepped them
         self.has_left = False
         self._pool = ThreadPoolExecutor(1, "step in backward")
-        self._early = model.step_early(self._take if step.has_stepped else None)
+        self._early = begin_early_steps(model._engine, self._take if step.has_stepped else None)
 
     @property
     def broken(self) -> str:
