@@ -129,9 +129,8 @@ class _StepHooks:
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        check_rounding(
-            optimizer, any(engine.is_deterministic for engine in self._models.engines)
-        )  # options may have been loaded
+        # Again: options may have been loaded.
+        check_rounding(optimizer, any(engine.is_deterministic for engine in self._models.engines))
         kwargs = dict(kwargs)
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
