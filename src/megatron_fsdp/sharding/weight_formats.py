@@ -14,6 +14,7 @@ from functools import cache
 from math import gcd, inf, prod
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
@@ -27,7 +28,8 @@ _BELOW = 1 - 2.0**-24  # times a power of two or a short fraction: the next smal
 _E2M1_ENDS = (0.25, 0.75 * _BELOW, 1.25, 1.75 * _BELOW, 2.5, 3.5 * _BELOW, 5.0)
 """The largest float32 that rounds to each of the seven smallest magnitudes: a tie goes to the even code."""
 _LEAST_SCALE = 2.0**-126  # the smallest normal float32: all-zero tensors divide by it
-_Places = torch.Tensor | slice
+_Places = Tensor | slice
+Shape = tuple[int, ...]
 
 
 def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
@@ -35,12 +37,12 @@ def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
     return -(-numel // weight_format.block_numel) * weight_format.block_bytes
 
 
-def scale_to(largest: float, amaxes: torch.Tensor) -> torch.Tensor:
+def scale_to(largest: float, amaxes: Tensor) -> Tensor:
     """Return what codes up to `largest` are multiplied by to be values up to `amaxes` again, float32."""
     return (amaxes / largest).clamp_min_(_LEAST_SCALE)
 
 
-def largest_magnitudes(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def largest_magnitudes(values: Tensor, dim: int | None = None) -> Tensor:
     """Return the largest magnitude, or those along a dimension, which stays; float32, NaN where there is one.
 
     Values are read once and not copied, which `values.abs().amax()` does.
@@ -72,11 +74,11 @@ class WeightFormat:
         """Whether a cut between blocks may lie inside of a row."""
         return True
 
-    def amax_numel(self, shape: tuple[int, ...]) -> int:
+    def amax_numel(self, shape: Shape) -> int:
         """Return how many magnitudes of a tensor ranks have to agree on: one, that of the tensor."""
         return 1
 
-    def amaxes(self, piece: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    def amaxes(self, piece: Tensor, start: int, shape: Shape) -> Tensor:
         """Return the largest magnitudes in a piece (n,), float32 (amax_numel,): 0 for what is elsewhere, NaN as inf."""
         found = torch.zeros(self.amax_numel(shape), device=piece.device)
         if not piece.numel():
@@ -84,31 +86,27 @@ class WeightFormat:
         length, places = self._segments(start, piece.numel(), shape, piece.device)
         segments = piece.view(-1, length)
         largest = largest_magnitudes(segments, 1 if len(segments) > 1 else None).view(-1).nan_to_num_(inf, inf)
-        if isinstance(places, torch.Tensor):
+        if isinstance(places, Tensor):
             return found.scatter_reduce_(0, places, largest, "amax")
         found[places] = largest
         return found
 
-    def _segments(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> tuple[int, _Places]:
+    def _segments(self, start: int, numel: int, shape: Shape, device: torch.device) -> tuple[int, _Places]:
         """Cut a piece into segments with one magnitude each; returns their length, and which magnitudes those are."""
         return max(1, numel), slice(0, 1)
 
-    def scales(self, amaxes: torch.Tensor) -> torch.Tensor:
+    def scales(self, amaxes: Tensor) -> Tensor:
         """Return the scales of any magnitudes that ranks agreed on."""
         return scale_to(self.largest, amaxes)
 
-    def encode(
-        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def encode(self, piece: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
         """Encode a piece (n,), float32 or narrower, to the nearest into `out`, uint8 (encoded_bytes(n),).
 
         `scales` are those of agreed, finite magnitudes.
         """
         raise NotImplementedError
 
-    def decode(
-        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def decode(self, encoded: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
         """Decode uint8 (encoded_bytes(n),) into `out` (n,), rounding once; all is read before anything is written."""
         raise NotImplementedError
 
@@ -119,17 +117,13 @@ class Fp8(WeightFormat):
 
     name: str = "fp8"
 
-    def encode(
-        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def encode(self, piece: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
         """Divide each element by its scale and round to the nearest e4m3."""
         length, places = self._segments(start, piece.numel(), shape, piece.device)
         # Rounding alone leaves a quotient beyond 448, far from 464, from where on conversion would return NaN.
         torch.div(piece.view(-1, length), scales[places, None], out=out.view(_E4M3).view(-1, length))
 
-    def decode(
-        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def decode(self, encoded: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
         """Multiply each element by its scale in float32 and round once."""
         length, places = self._segments(start, out.numel(), shape, out.device)
         _multiply(encoded.view(_E4M3).to(out.dtype).view(-1, length), scales[places, None], out)
@@ -154,11 +148,11 @@ class Fp8Row(Fp8):
 
     name: str = "fp8_row"
 
-    def amax_numel(self, shape: tuple[int, ...]) -> int:
+    def amax_numel(self, shape: Shape) -> int:
         """Return the number of rows."""
         return shape[0]
 
-    def _segments(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> tuple[int, _Places]:
+    def _segments(self, start: int, numel: int, shape: Shape, device: torch.device) -> tuple[int, _Places]:
         columns = max(1, prod(shape[1:]))
         length = gcd(start, numel, columns)
         ends = start // length, (start + numel) // length
@@ -180,11 +174,11 @@ class Fp8Tile(Fp8):
 
     name: str = "fp8_tile"
 
-    def amax_numel(self, shape: tuple[int, ...]) -> int:
+    def amax_numel(self, shape: Shape) -> int:
         """Return the number of tiles, those at the edges included."""
         return -(-shape[0] // _TILE) * -(-prod(shape[1:]) // _TILE)
 
-    def _segments(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> tuple[int, _Places]:
+    def _segments(self, start: int, numel: int, shape: Shape, device: torch.device) -> tuple[int, _Places]:
         columns = max(1, prod(shape[1:]))
         length = gcd(start, numel, columns, _TILE)
         segment, in_row = torch.arange(start // length, (start + numel) // length, device=device), columns // length
@@ -202,9 +196,7 @@ class Mxfp8(WeightFormat):
     block_numel: int = 32
     block_bytes: int = 33
 
-    def encode(
-        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def encode(self, piece: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
         """Divide each block by its scale and round to the nearest e4m3."""
         blocks, rows = _in_blocks(piece, self.block_numel), out.view(-1, self.block_bytes)
         fraction, exponents = torch.frexp(largest_magnitudes(blocks, 1) / _E4M3_MAX)
@@ -213,9 +205,7 @@ class Mxfp8(WeightFormat):
         rows[:, :1] = codes
         torch.mul(blocks, _powers(2 * _E8M0_BIAS - codes), out=rows[:, 1:].view(_E4M3))
 
-    def decode(
-        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def decode(self, encoded: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
         """Multiply each block by its scale in float32 and round once."""
         rows = encoded.view(-1, self.block_bytes)
         _multiply(rows[:, 1:].view(_E4M3).to(out.dtype), _powers(rows[:, :1].int()), out)
@@ -233,9 +223,7 @@ class Nvfp4(WeightFormat):
     block_bytes: int = 9
     largest: float = _E2M1_MAX * _E4M3_MAX
 
-    def encode(
-        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def encode(self, piece: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
         """Divide each block by both scales and round to the nearest e2m1, ties to even."""
         blocks, rows = _in_blocks(piece, self.block_numel), out.view(-1, self.block_bytes)
         block_scales = rows[:, :1].view(_E4M3)
@@ -244,9 +232,7 @@ class Nvfp4(WeightFormat):
         codes = torch.bucketize(scaled.view(torch.int32), _tables(piece)[0], out_int32=True)
         torch.add(codes[:, ::2], codes[:, 1::2], alpha=16, out=rows[:, 1:])
 
-    def decode(
-        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def decode(self, encoded: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
         """Multiply each block by both scales in float32 and round once."""
         rows = encoded.view(-1, self.block_bytes)
         pairs = _tables(out)[1].index_select(0, rows[:, 1:].int().view(-1)).view(out.dtype)
@@ -270,18 +256,18 @@ class GuestFormat(WeightFormat):
         """Whether a cut between blocks may lie inside of a row: the class encodes whole ones."""
         return False
 
-    def amax_numel(self, shape: tuple[int, ...]) -> int:
+    def amax_numel(self, shape: Shape) -> int:
         """Return 0: the class agrees on its scales itself."""
         return 0
 
 
-def _in_blocks(piece: torch.Tensor, block_numel: int) -> torch.Tensor:
+def _in_blocks(piece: Tensor, block_numel: int) -> Tensor:
     """Return a piece as blocks, the last filled with zeros."""
     missing = -piece.numel() % block_numel
     return (functional.pad(piece, (0, missing)) if missing else piece).view(-1, block_numel)
 
 
-def _multiply(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+def _multiply(values: Tensor, scales: Tensor, out: Tensor) -> None:
     """Multiply blocks of values of the dtype of `out`, (n, block), by scales (n, 1), rounding once."""
     if out.numel() == values.numel():
         torch.mul(values, scales, out=out.view(values.shape))
@@ -289,17 +275,17 @@ def _multiply(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> 
         out.copy_((values * scales).view(-1)[: out.numel()])
 
 
-def _both(scales: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def _both(scales: Tensor, whole: Tensor) -> Tensor:
     """Return the product of the e4m3 scales of blocks and that of their tensor."""
     return (scales.float() * whole).clamp_min_(_LEAST_SCALE)
 
 
-def _powers(codes: torch.Tensor) -> torch.Tensor:
+def _powers(codes: Tensor) -> Tensor:
     """Return the powers of two that int32 e8m0 codes from 1 to 254 stand for, whose exponents they are."""
     return (codes << 23).view(torch.float32)
 
 
-def _make_tables(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_tables(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Make the tables to which e2m1 is written and read.
 
     The first (15,) holds where, among the bits of negated float32 numbers as int32, the next code begins: in that order
@@ -319,7 +305,7 @@ def _make_tables(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor
 _keep_tables = cache(_make_tables)
 
 
-def _tables(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tables for a tensor's device and dtype; the host waits for the copy, so they are copied once."""
     return (_make_tables if isinstance(like, FakeTensor) else _keep_tables)(like.device, like.dtype)
 
