@@ -40,6 +40,11 @@ def bound(func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
+def _name(func: Any) -> str:
+    name: str = func._schema.name.removeprefix("aten::")
+    return name
+
+
 @functools.cache
 def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     arguments = func._schema.arguments
@@ -71,70 +76,57 @@ def _numbers(
     return made
 
 
-def _total(compute: Callable[[UnevenDTensor, torch.Tensor, dict[str, Any]], Reduction]) -> Callable[..., Any]:
-    def rule(func: Any, args: Args, kwargs: Kwargs) -> Any:
-        named = bound(func, args, kwargs)
-        tensor = named["self"]
-        if not is_total(func, args, kwargs):
-            raise ShardOperationError(
-                f"{func} over dim={named.get('dim')}, keepdim={named.get('keepdim')} cannot run on a tensor of shape "
-                f"{tuple(tensor.shape)} that is sharded over ranks; reduce all dimensions, or use full_tensor()"
-            )
-        return _numbers([tensor], [compute(tensor, tensor._local_tensor, named)], bool(named.get("keepdim")))[0]
-
-    return rule
-
-
-def _sum(tensor: UnevenDTensor, local: torch.Tensor, named: dict[str, Any]) -> Reduction:
-    dtype = named.get("dtype") or (
-        tensor.dtype if tensor.dtype.is_floating_point or tensor.dtype.is_complex else torch.int64
+_REDUCTIONS = frozenset(
+    (
+        "all", "amax", "amin", "any", "count_nonzero", "linalg_vector_norm", "max", "mean", "min", "nansum", "norm",
+        "sum",
     )
-    return Reduction(local.sum(dtype=wide(dtype)), Combine.SUM, tensor.shard_frame.groups, dtype)
+)  # fmt: skip
 
 
-def _nansum(tensor: UnevenDTensor, local: torch.Tensor, named: dict[str, Any]) -> Reduction:
-    return _sum(tensor, local.masked_fill(local.isnan(), 0), named)
+def _total(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
+    """Reduce all elements to one number."""
+    named = bound(func, args, kwargs)
+    tensor = named["self"]
+    if not is_total(func, args, kwargs):
+        raise ShardOperationError(
+            f"{func} over dim={named.get('dim')}, keepdim={named.get('keepdim')} cannot run on a tensor of shape "
+            f"{tuple(tensor.shape)} that is sharded over ranks; reduce all dimensions, or use full_tensor()"
+        )
+    return _numbers([tensor], [_reduction(_name(func), tensor, named)], bool(named.get("keepdim")))[0]
 
 
-def _mean(tensor: UnevenDTensor, local: torch.Tensor, named: dict[str, Any]) -> Reduction:
-    dtype = named.get("dtype") or tensor.dtype
-    part = local.sum(dtype=wide(dtype))
-    if not tensor.numel():
-        part = part + math.nan
-    return Reduction(part, Combine.SUM, tensor.shard_frame.groups, dtype, divisor=max(tensor.numel(), 1))
-
-
-def _count(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
-    return Reduction(torch.count_nonzero(local), Combine.SUM, tensor.shard_frame.groups, torch.int64)
-
-
-def _extreme(
-    tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any], *, smallest: bool = False
-) -> Reduction:
+def _reduction(name: str, tensor: UnevenDTensor, named: dict[str, Any]) -> Reduction:
+    """Return a reduction of all elements, with the part of this rank."""
+    local, groups, dtype = tensor._local_tensor, tensor.shard_frame.groups, named.get("dtype") or tensor.dtype
+    match name:
+        case "all":
+            return Reduction(-local.all().to(torch.int64), Combine.MAX, groups, torch.bool, negate=True)
+        case "any":
+            return Reduction(local.any().to(torch.int64), Combine.MAX, groups, torch.bool)
+        case "count_nonzero":
+            return Reduction(torch.count_nonzero(local), Combine.SUM, groups, torch.int64)
+        case "linalg_vector_norm" | "norm":
+            order = named.get("ord", named.get("p"))
+            return _norms([tensor], 2.0 if order is None else float(order), named.get("dtype"))[0]
+        case "mean":
+            part = local.sum(dtype=wide(dtype))
+            if not tensor.numel():
+                part = part + math.nan
+            return Reduction(part, Combine.SUM, groups, dtype, divisor=max(tensor.numel(), 1))
+        case "sum" | "nansum":
+            if named.get("dtype") is None and not (dtype.is_floating_point or dtype.is_complex):
+                dtype = torch.int64
+            filled = local.masked_fill(local.isnan(), 0) if name == "nansum" else local
+            return Reduction(filled.sum(dtype=wide(dtype)), Combine.SUM, groups, dtype)
     if not tensor.numel():
         raise ShardOperationError(f"a tensor of shape {tuple(tensor.shape)} has no elements, so no largest or smallest")
-    values = local.to(wide(tensor.dtype))
+    values, is_smallest = local.to(wide(tensor.dtype)), name in ("amin", "min")
     if local.numel():
-        part = -values.min() if smallest else values.max()
+        part = -values.min() if is_smallest else values.max()
     else:
         part = values.new_full((), -math.inf if values.dtype.is_floating_point else -(2**63 - 1))
-    return Reduction(part, Combine.MAX, tensor.shard_frame.groups, tensor.dtype, negate=smallest)
-
-
-def _any(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
-    return Reduction(local.any().to(torch.int64), Combine.MAX, tensor.shard_frame.groups, torch.bool)
-
-
-def _all(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
-    return Reduction(-local.all().to(torch.int64), Combine.MAX, tensor.shard_frame.groups, torch.bool, negate=True)
-
-
-_largest, _smallest = _total(_extreme), _total(functools.partial(_extreme, smallest=True))
-
-
-def _norm(tensor: UnevenDTensor, _local: torch.Tensor, named: dict[str, Any]) -> Reduction:
-    order = named.get("ord", named.get("p"))
-    return _norms([tensor], 2.0 if order is None else float(order), named.get("dtype"))[0]
+    return Reduction(part, Combine.MAX, groups, tensor.dtype, negate=is_smallest)
 
 
 def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> list[ReducedScalar]:
@@ -161,23 +153,6 @@ def equal(_func: Any, args: Args, _kwargs: Kwargs) -> bool:
     if first.shape != second.shape:
         return False
     return bool((first == second).all().item())
-
-
-RULES: dict[str, Rule] = {
-    "all": _total(_all),
-    "amax": _largest,
-    "amin": _smallest,
-    "any": _total(_any),
-    "count_nonzero": _total(_count),
-    "linalg_vector_norm": _total(_norm),
-    "max": _largest,
-    "mean": _total(_mean),
-    "min": _smallest,
-    "nansum": _total(_nansum),
-    "norm": _total(_norm),
-    "sum": _total(_sum),
-}
-"""Rule of each reduction, by the name of the operation."""
 
 
 def local_operand(frame: ShardFrame, value: Any, func: Any, elementwise: bool = True) -> Any:
@@ -319,9 +294,9 @@ def _check_unused(func: Any, args: Args) -> None:
 
 @functools.cache
 def _rule(func: Any) -> Rule:
-    name = func._schema.name.removeprefix("aten::")
-    if name in RULES:
-        return _unless_whole(RULES[name], reduces=True)
+    name = _name(func)
+    if name in _REDUCTIONS:
+        return _unless_whole(_total, reduces=True)
     if name in _BY_NAME:
         return _BY_NAME[name]
     if name.startswith(("_foreach_", "_fused_")):
@@ -447,10 +422,8 @@ def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if any(isinstance(arg, UnevenDTensor) for arg in args[1:]):
         return _refuse(func, args, kwargs)
     named = {key: arg for key, arg in kwargs.items() if key != "memory_format"}
-    name = func._schema.name.removeprefix("aten::")
-    result = func(drawn, *args[1:], **named)
-    piece = tensor.shard_frame.take(result)
-    if name in _DRAWS:
+    piece = tensor.shard_frame.take(func(drawn, *args[1:], **named))
+    if _name(func) in _DRAWS:
         return UnevenDTensor.wrap(piece.clone(), tensor.shard_frame)
     tensor._local_tensor.copy_(piece)
     return tensor
