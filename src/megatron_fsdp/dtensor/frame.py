@@ -188,10 +188,10 @@ def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.Proce
 
 def cut_up(elements: torch.Tensor, boxes: Sequence[Box]) -> Iterator[tuple[torch.Tensor, Box]]:
     """Yield views of flat elements, box after box, each in the shape of its box."""
-    first = 0
+    start = 0
     for box in boxes:
-        yield elements[first : first + box.numel].view(box.lengths), box
-        first += box.numel
+        yield elements[start : start + box.numel].view(box.lengths), box
+        start += box.numel
 
 
 def gather_full(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:

@@ -73,7 +73,7 @@ def resolve(reductions: Sequence[Reduction]) -> list[torch.Tensor]:
 
 def _combine(parts: torch.Tensor, like: Reduction) -> torch.Tensor:
     if like.combine is Combine.MAX:
-        return _largest(parts, like.groups)
+        return largest(parts, like.groups)
     if like.combine is Combine.POWER and like.groups:
         parts = parts**like.power
     for group in like.groups:
@@ -83,7 +83,7 @@ def _combine(parts: torch.Tensor, like: Reduction) -> torch.Tensor:
     return parts
 
 
-def _largest(parts: torch.Tensor, groups: Groups) -> torch.Tensor:
+def largest(parts: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Reduce to the largest of each; NaN wins, which a back end's own maximum does not promise."""
     if not groups or not parts.is_floating_point():
         for group in groups:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import has_values
+from megatron_fsdp.dtensor.reduction import largest
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -126,7 +127,7 @@ def _over_ranks(powers: dict[ProcessGroups, torch.Tensor], is_max: bool) -> list
         together = [groups for groups in powers if over in groups]
         stacked = torch.stack([powers[groups] for groups in together])
         if is_max:
-            stacked = largest_of(stacked, over)
+            stacked = largest(stacked, (over,))
         else:
             dist.all_reduce(stacked, group=over)
         powers.update(zip(together, stacked.unbind(), strict=True))
@@ -183,13 +184,6 @@ def _runs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         else:
             runs.append((tensor, tensor.numel()))
     return [first.as_strided((numel,), (1,)) for first, numel in runs]
-
-
-def largest_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the largest of each number over the ranks; NaN where a rank has NaN, which back ends may drop."""
-    both = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return torch.where(both[1] > 0, math.nan, both[0])
 
 
 def local_of(grad: torch.Tensor) -> torch.Tensor:

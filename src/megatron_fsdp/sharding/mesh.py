@@ -372,8 +372,12 @@ def _position(mesh: DeviceMesh, rank: int, names: tuple[str, ...]) -> torch.Tens
 @real_values()
 def index_of(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
     """Build the index from the arguments of `fully_shard_model`, with a mesh of all ranks where none is given."""
-    if arguments["device_mesh"] is None:
-        _refuse_without_mesh(arguments)
+    needs_mesh = ("dp_outer_dim", "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag")
+    given = [name for name in needs_mesh if arguments[name] is not None]
+    if arguments["device_mesh"] is None and given:
+        raise ConfigurationError(
+            f"{', '.join(given)} cannot take effect without device_mesh, where all ranks lie on one axis; pass the mesh"
+        )
     tp_dim = arguments["tp_dim"]
     mesh, shard_dim = mesh_and_dim(arguments["device_mesh"], arguments["dp_shard_dim"], tp_dim, "dp_shard_dim")
     outer = resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
@@ -412,17 +416,6 @@ def mesh_and_dim(
             f"{argument} is missing; name the mesh dimension to shard over, one of {device_mesh.mesh_dim_names}"
         )
     return device_mesh, dim
-
-
-_NEED_A_MESH = ("dp_outer_dim", "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag")
-
-
-def _refuse_without_mesh(arguments: Mapping[str, Any]) -> None:
-    given = [name for name in _NEED_A_MESH if arguments[name] is not None]
-    if given:
-        raise ConfigurationError(
-            f"{', '.join(given)} cannot take effect without device_mesh, where all ranks lie on one axis; pass the mesh"
-        )
 
 
 def tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
