@@ -123,7 +123,7 @@ class AdamW8bit(Optimizer):
 
     def first_state(self, param: Tensor) -> dict[str, Any]:
         """Return the state of a parameter before its first step."""
-        zero = _zero_codes()
+        zero = dynamic_map(True).index(0.0), dynamic_map(False).index(0.0)
         found: dict[str, Any] = {_STEP: torch.tensor(0.0)}
         for codes, scales, code in zip(_CODES, _SCALES, zero, strict=True):
             if isinstance(param, UnevenDTensor):
@@ -278,11 +278,6 @@ def dynamic_map(is_signed: bool) -> tuple[float, ...]:
         means = [(0.1 + 0.9 * (index + 0.5) / count) * 10.0 ** (decade - 6) for index in range(count)]
         found += [*means, *(-mean for mean in means)] if is_signed else means
     return tuple(sorted(found))
-
-
-def _zero_codes() -> tuple[int, int]:
-    """Return the codes of zero, of both moments."""
-    return dynamic_map(True).index(0.0), dynamic_map(False).index(0.0)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import Axis, Traffic, real_values
 from megatron_fsdp.comm.lanes import default_device
-from megatron_fsdp.config.arguments import explains_arguments
+from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
 
 
+@explains_fields
+@dataclass(eq=False, repr=False)
 class FSDPDistributedIndex:
     """Process groups and sub-meshes by role.
 
@@ -54,42 +56,29 @@ class FSDPDistributedIndex:
             not those of the dimensions that it stands for.
     """
 
-    @explains_arguments()
-    def __init__(
-        self,
-        device_mesh: DeviceMesh,
-        dp_shard_dim: str | None = None,
-        dp_outer_dim: str | None = None,
-        tp_dim: str | None = None,
-        hybrid_fsdp_group: dist.ProcessGroup | None = None,
-        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-        hsdp_outer_dp_shard: bool = False,
-        expt_device_mesh: DeviceMesh | None = None,
-        fsdp_group_ag: dist.ProcessGroup | None = None,
-        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.device_mesh = device_mesh
-        self.dp_shard_dim = dp_shard_dim
-        self.dp_outer_dim = dp_outer_dim
-        self.tp_dim = tp_dim
-        self.hybrid_fsdp_group = hybrid_fsdp_group
-        self.hybrid_fsdp_expt_group = hybrid_fsdp_expt_group
-        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
-        self.expt_device_mesh: DeviceMesh | None = None
-        self.fsdp_group_ag = fsdp_group_ag
-        self.expt_fsdp_group_ag = expt_fsdp_group_ag
+    device_mesh: DeviceMesh
+    dp_shard_dim: str | None = None
+    dp_outer_dim: str | None = None
+    tp_dim: str | None = None
+    hybrid_fsdp_group: dist.ProcessGroup | None = None
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None
+    hsdp_outer_dp_shard: bool = False
+    expt_device_mesh: DeviceMesh | None = None
+    fsdp_group_ag: dist.ProcessGroup | None = None
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None
 
-        self.use_hybrid_fsdp = dp_outer_dim is not None
-        self._check_arguments(has_experts=expt_device_mesh is not None)
-        self.fsdp_group = self._group(False, "dp_shard_dim", dp_shard_dim)
-        self.outer_fsdp_group = self._group(False, "dp_outer_dim", dp_outer_dim)
-        if expt_device_mesh is not None:
-            self.expt_device_mesh = self._complete_expert_mesh(expt_device_mesh)
-        self.expt_fsdp_group = self._group(True, "dp_shard_dim", dp_shard_dim)
-        self.expt_outer_fsdp_group = self._group(True, "dp_outer_dim", dp_outer_dim)
-        self._group(False, "tp_dim", tp_dim)  # checks that it exists
+    def __post_init__(self) -> None:
+        self.use_hybrid_fsdp = self.dp_outer_dim is not None
+        self._check_arguments()
+        self.fsdp_group = self._group(False, "dp_shard_dim")
+        self.outer_fsdp_group = self._group(False, "dp_outer_dim")
+        if self.expt_device_mesh is not None:
+            self.expt_device_mesh = self._complete_expert_mesh(self.expt_device_mesh)
+        self.expt_fsdp_group = self._group(True, "dp_shard_dim")
+        self.expt_outer_fsdp_group = self._group(True, "dp_outer_dim")
+        self._group(False, "tp_dim")  # checks that it exists
         self.mesh_library = self._build_library()
-        if self.use_hybrid_fsdp and self.expt_device_mesh is not None and hybrid_fsdp_expt_group is None:
+        if self.use_hybrid_fsdp and self.expt_device_mesh is not None and self.hybrid_fsdp_expt_group is None:
             self.hybrid_fsdp_expt_group = self._make_hybrid_expert_group()
         self._check_groups()
 
@@ -122,7 +111,7 @@ class FSDPDistributedIndex:
     @property
     def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
         """Groups that together reach every rank of a model: data-parallel ranks, then tensor-parallel ones."""
-        return self.get_dp_group(), self._group(False, "tp_dim", self.tp_dim)
+        return self.get_dp_group(), self._group(False, "tp_dim")
 
     def get_fsdp_group(
         self, is_expert_parallel: bool = False, independent_all_gather: bool = False
@@ -163,7 +152,7 @@ class FSDPDistributedIndex:
             )
         return dist.get_rank(inner) * dist.get_world_size(outer) + dist.get_rank(outer)
 
-    def _check_arguments(self, has_experts: bool) -> None:
+    def _check_arguments(self) -> None:
         """Check that arguments that belong together are given together."""
         if self.dp_shard_dim is None:
             raise ConfigurationError("dp_shard_dim is missing; name the mesh dimension to shard over.")
@@ -183,6 +172,7 @@ class FSDPDistributedIndex:
             if self.dp_outer_dim is None:
                 given, missing = missing, given
             raise ConfigurationError(f"{given} is given without {missing}; give both for hybrid sharding, or neither.")
+        has_experts = self.expt_device_mesh is not None
         for name, is_given, needs, has_need in (
             ("hsdp_outer_dp_shard", self.hsdp_outer_dp_shard, "dp_outer_dim", self.use_hybrid_fsdp),
             ("hybrid_fsdp_expt_group", self.hybrid_fsdp_expt_group is not None, "dp_outer_dim", self.use_hybrid_fsdp),
@@ -215,7 +205,7 @@ class FSDPDistributedIndex:
 
     def _part_of_shard_dim(self, names: tuple[str, ...]) -> str | None:
         """Return the one of some dimensions that the dense sharding dimension was flattened from, or None."""
-        whole = set(dist.get_process_group_ranks(self._group(False, "dp_shard_dim", self.dp_shard_dim)))
+        whole = set(dist.get_process_group_ranks(self._group(False, "dp_shard_dim")))
         parts = [
             name
             for name in names
@@ -235,8 +225,9 @@ class FSDPDistributedIndex:
         assert shard is not None
         return self.mesh_library[outer, shard, True]._flatten(f"{outer}_{shard}_of_experts").get_group()
 
-    def _group(self, is_expert: bool, argument: str, name: str | None) -> dist.ProcessGroup | None:
-        mesh = self.get_root_mesh(is_expert)
+    def _group(self, is_expert: bool, argument: str) -> dist.ProcessGroup | None:
+        """Return the group of the dimension that an argument names, if there is one."""
+        mesh, name = self.get_root_mesh(is_expert), getattr(self, argument)
         return None if mesh is None or name is None else _group_of(mesh, name, argument)
 
     def _build_library(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
