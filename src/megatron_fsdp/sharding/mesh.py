@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -336,28 +337,22 @@ def _submesh_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def _rank_table(mesh: DeviceMesh, axes: list[list[int]], names: tuple[str, ...]) -> torch.Tensor:
     """Return the global ranks of the sub-mesh, integers of shape ``[len(axis) for axis in axes]``.
 
-    Each of `axes` lists the global ranks along one dimension through this rank. An entry's mesh coordinates are this
-    rank's, moved by the steps that lead from this rank to the entry's position on each axis.
+    Each of `axes` lists the global ranks along one dimension through this rank. An entry's place in the flattened mesh
+    is this rank's, moved by the steps that lead from this rank to the entry's position on each axis.
     """
-    here = _position(mesh, dist.get_rank(), names)
-    steps = [torch.stack([_position(mesh, rank, names) - here for rank in axis]) for axis in axes]
-    moved = [(axis_steps != 0).any(dim=0) for axis_steps in steps]
-    if torch.stack(moved).sum(dim=0).max() > 1:
-        raise ConfigurationError(f"the dimensions {names} overlap; give dimensions that have only this rank in common.")
-    coordinates = here
-    for axis_steps in steps:
-        coordinates = coordinates.unsqueeze(-2) + axis_steps
-    return mesh.mesh[tuple(coordinates.unbind(dim=-1))]
-
-
-def _position(mesh: DeviceMesh, rank: int, names: tuple[str, ...]) -> torch.Tensor:
-    """Return the coordinates of a global rank in the mesh, (mesh.ndim,)."""
-    found = (mesh.mesh == rank).nonzero()
-    if len(found) == 0:
+    order = mesh.mesh.flatten().tolist()
+    members = set(itertools.chain.from_iterable(axes))
+    if not members.issubset(order):
         raise ConfigurationError(
             f"the dimensions {names} leave the device mesh {_dim_names(mesh)}; give the mesh that contains them all."
         )
-    return found[0]
+    if len(members) <= sum(len(axis) - 1 for axis in axes):
+        raise ConfigurationError(f"the dimensions {names} overlap; give dimensions that have only this rank in common.")
+    here = order.index(dist.get_rank())
+    places = torch.tensor(here)
+    for axis in axes:
+        places = places.unsqueeze(-1) + torch.tensor([order.index(rank) - here for rank in axis])
+    return mesh.mesh.flatten()[places]
 
 
 @real_values()
