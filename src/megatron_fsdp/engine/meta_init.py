@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megatron_fsdp.comm.fingerprint import fingerprint, lowest_and_highest
 from megatron_fsdp.engine.unit import Unit, set_parameter
 from megatron_fsdp.errors import ConfigurationError, warn_caller
-from megatron_fsdp.sharding.units import ParameterSites, parameter_sites
+from megatron_fsdp.sharding.units import parameter_sites
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,14 @@ class Uninitialized:
     @property
     def is_unset(self) -> bool:
         """Whether some element never got a value; for integers, whether none did."""
-        return is_unset(self.tensor, self.version)
+        tensor = self.tensor.detach()
+        if tensor.is_meta or not tensor.numel():
+            return tensor.is_meta
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            real = torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
+            wide = real.to(torch.float32) if real.dtype.itemsize == 1 else real
+            return bool(wide.amin().isnan())  # a minimum with NaN is NaN, and allocates nothing
+        return tensor._version == self.version and bool((tensor == _marker(tensor.dtype)).all())
 
 
 def uninitialized_tensor(like: torch.Tensor, device: torch.device) -> Uninitialized:
@@ -56,10 +63,10 @@ def uninitialized_parameter(like: nn.Parameter, device: torch.device) -> Uniniti
     return Uninitialized(param, param._version)
 
 
-def meta_parameter(like: nn.Parameter) -> Uninitialized:
-    """Make a parameter like `like` without memory: writes to it are noticed, and do nothing."""
-    param = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), requires_grad=like.requires_grad)
-    return Uninitialized(param, param._version)
+def _twin(param: nn.Parameter) -> nn.Parameter:
+    """Make a parameter of the same (global) shape without memory: writes to it do nothing but count."""
+    empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=param.requires_grad)
 
 
 def own_part(full: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
@@ -72,19 +79,6 @@ def own_part(full: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
         return full.detach()
     cut = distribute_tensor(full.detach(), original.device_mesh, original.placements, src_data_rank=None)
     return cut.to_local()
-
-
-def is_unset(tensor: torch.Tensor, version: int) -> bool:
-    """Return whether a tensor that was uninitialized at `version` has elements without a value."""
-    if tensor.is_meta:
-        return True
-    if not tensor.numel():
-        return False
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        real = torch.view_as_real(tensor.detach()) if tensor.dtype.is_complex else tensor.detach()
-        wide = real.to(torch.float32) if real.dtype.itemsize == 1 else real
-        return bool(wide.amin().isnan())  # a minimum with NaN is NaN, and allocates nothing
-    return tensor._version == version and bool((tensor == _marker(tensor.dtype)).all())
 
 
 def _marker(dtype: torch.dtype) -> float | int | bool:
@@ -171,11 +165,18 @@ def model_method(module: nn.Module) -> Callable[[nn.Module], object] | None:
 
 def check_can_initialise(module: nn.Module) -> None:
     """Refuse a model with modules that nothing can initialise, and name them all; nothing is changed."""
-    sites = parameter_sites(module)
+    covered = {id(below) for part in module.modules() if model_method(part) is not None for below in part.modules()}
+    elsewhere = {
+        (id(owner), attribute)  # of a parameter that is registered elsewhere first, and gets its value there
+        for sites in parameter_sites(module).values()
+        for owner, attribute in sites[1:]
+    }
     helpless = [
         f"{name or '(root)'} ({type(part).__name__}: {', '.join(own)})"
-        for name, part in _without_model_method(module, "")
-        if not reset_methods(part) and (own := [n for n in meta_tensors(part) if not _is_alias(part, n, sites)])
+        for name, part in module.named_modules()
+        if id(part) not in covered
+        and not reset_methods(part)
+        and (own := [attribute for attribute in meta_tensors(part) if (id(part), attribute) not in elsewhere])
     ]
     if helpless:
         raise ConfigurationError(
@@ -183,23 +184,6 @@ def check_can_initialise(module: nn.Module) -> None:
             f"{'; '.join(helpless)}; give each a reset_parameters() that sets all it holds (reset_buffers() for "
             f"buffers), or the model an {MODEL_METHOD}(module), or build these modules outside of the meta device"
         )
-
-
-def _is_alias(module: nn.Module, attribute: str, sites: Mapping[int, ParameterSites]) -> bool:
-    """Return whether an attribute is a parameter that is registered elsewhere first, and gets its value there."""
-    param = module._parameters.get(attribute)
-    return param is not None and sites[id(param)][0] != (module, attribute)
-
-
-def _without_model_method(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the modules, each once, that no model around them initialises."""
-    covered: set[int] = set()
-    for _, part in module.named_modules():
-        if id(part) not in covered and model_method(part) is not None:
-            covered.update(id(below) for below in part.modules())
-    for part_name, part in module.named_modules(prefix=name):
-        if id(part) not in covered:
-            yield part_name, part
 
 
 def _method(module: nn.Module, name: str, *arguments: object) -> Callable[..., object] | None:
@@ -211,11 +195,6 @@ def _method(module: nn.Module, name: str, *arguments: object) -> Callable[..., o
     except (TypeError, ValueError):  # needs other arguments, or has no signature
         return None
     return method
-
-
-def _twin(param: nn.Parameter) -> nn.Parameter:
-    empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=param.requires_grad)
 
 
 RandomState = tuple[torch.Tensor, ...]
@@ -272,28 +251,6 @@ def _follow_first(group: dist.ProcessGroup, device: torch.device) -> bool:
     return True
 
 
-ModelMethod = Callable[[nn.Module], object]
-
-
-@dataclass
-class _Scope:
-    """The full tensors that exist now, of one unit or of the modules outside of units."""
-
-    # the sites that hold full tensors: the module, and the sharded parameter to put back
-    standing: dict[Site, tuple[nn.Module, nn.Parameter]] = field(default_factory=dict)
-    live: dict[str, Uninitialized] = field(default_factory=dict)  # full tensors that will be stored, by name
-    scratch: set[Site] = field(default_factory=set)  # sites of tensors that are drawn into and dropped
-    buffers: list[tuple[nn.Module, str, Uninitialized]] = field(default_factory=list)  # those that were made
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """What is needed to construct a unit a second time: the initial random state and the modules it visited."""
-
-    state: RandomState
-    visited: tuple[int, ...]
-
-
 def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], device: torch.device) -> None:
     """Initialise everything that was on the meta device, or refuse as `draw_values`; nothing is communicated."""
     unit_tops = [root.get_submodule(path) for unit in units for path in unit.modules if path]
@@ -315,11 +272,15 @@ def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], de
             group.note_installed()
 
 
+Store = Mapping[str, Callable[[torch.Tensor], None]]
+"""By canonical name, for each parameter that is to be initialised, a function of its values."""
+
+
 def draw_values(
     root: nn.Module,
     blueprint: Blueprint,
     unit_tops: Iterable[nn.Module],
-    store: Mapping[str, Callable[[torch.Tensor], None]],
+    store: Store,
     device: torch.device,
     *,
     may_leave_buffers: bool = False,
@@ -332,8 +293,7 @@ def draw_values(
         root: The model; its parameters are back in their places afterwards.
         blueprint: Its blueprint.
         unit_tops: The modules of whose parameters all exist at a time.
-        store: For each parameter that is to be initialised, by canonical name, a function of its values: full, or this
-            rank's part where it is tensor-parallel.
+        store: Gets the values, full, or this rank's part where a parameter is tensor-parallel.
         device: Where values are drawn.
         may_leave_buffers: Whether buffers may stay without values, which the caller has from elsewhere.
 
@@ -341,54 +301,60 @@ def draw_values(
         ConfigurationError: A method left something without a value, or wrote where it must not.
     """
     with torch.no_grad(), torch.device(device):
-        _Walk(root, blueprint, unit_tops, store, device, may_leave_buffers).run()
+        walk = _Walk(blueprint, frozenset(map(id, unit_tops)), store, device, may_leave_buffers)
+        walk.construct(root, _Scope(), held=False, model=None)
 
 
+ModelMethod = Callable[[nn.Module], object]
+
+
+@dataclass
+class _Scope:
+    """The full tensors that exist now, of one unit or of the modules outside of units."""
+
+    # the sites that hold full tensors: the module, and the sharded parameter to put back
+    standing: dict[Site, tuple[nn.Module, nn.Parameter]] = field(default_factory=dict)
+    live: dict[str, Uninitialized] = field(default_factory=dict)  # full tensors that will be stored, by name
+    scratch: set[Site] = field(default_factory=set)  # sites of tensors that are drawn into and dropped
+    buffers: list[tuple[nn.Module, str, Uninitialized]] = field(default_factory=list)  # those that were made
+
+
+@dataclass
 class _Walk:
-    """One pass over a model."""
+    """One pass over a model; the first fields are as in `draw_values`."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        blueprint: Blueprint,
-        unit_tops: Iterable[nn.Module],
-        store: Mapping[str, Callable[[torch.Tensor], None]],
-        device: torch.device,
-        may_leave_buffers: bool,
-    ) -> None:
-        self._may_leave_buffers = may_leave_buffers
-        self._root = root
-        self._blueprint = blueprint
-        self._device = device
-        self._unit_tops = {id(module) for module in unit_tops}
-        self._store = store
-        self._visited: dict[tuple[str, int], None] = {}
-        self._replays: dict[int, _Replay] = {}
-        self._buffers: dict[int, tuple[torch.Tensor, Uninitialized]] = {}
-        self._ties_are_shared = False
-        self._stored: set[str] = set()
-
-    def run(self) -> None:
-        self._construct(self._root, _Scope(), held=False, model=None)
+    blueprint: Blueprint
+    unit_tops: frozenset[int]  # ids of modules
+    store: Store
+    device: torch.device
+    may_leave_buffers: bool
+    constructed: set[int] = field(default_factory=set)  # ids of modules
+    initialised: set[int] = field(default_factory=set)
+    # by the id of a unit that is constructed a second time: the random state before, and the modules it constructed
+    replays: dict[int, tuple[RandomState, set[int]]] = field(default_factory=dict)
+    buffers: dict[int, tuple[torch.Tensor, Uninitialized]] = field(default_factory=dict)  # old and new, by old id
+    stored: set[str] = field(default_factory=set)
+    ties_are_shared: bool = False
 
     # ---- as constructors do -------------------------------------------------------------------------------------
 
-    def _construct(self, module: nn.Module, scope: _Scope, held: bool, model: ModelMethod | None) -> None:
+    def construct(self, module: nn.Module, scope: _Scope, held: bool, model: ModelMethod | None) -> None:
         """Draw what the constructors of `module` and of all below it draw."""
-        if not self._enters("construct", module):
+        if id(module) in self.constructed or id(module) not in self.blueprint.unfinished:
             return
+        self.constructed.add(id(module))
         resets, own = reset_methods(module), model_method(module)
         for child in module.children():
             inner_held = held or bool(resets) or own is not None
-            if id(child) in self._unit_tops:
+            if id(child) in self.unit_tops:
                 self._construct_unit(child, own or model)
             else:
-                self._construct(child, scope, inner_held, own or model)
+                self.construct(child, scope, inner_held, own or model)
         self._call(module, resets, scope)
         if own is not None:
-            self._ties_are_shared = not callable(getattr(module, "tie_weights", None))
+            self.ties_are_shared = not callable(getattr(module, "tie_weights", None))
             self._initialise(module, own, scope)
-            self._ties_are_shared = False
+            self.ties_are_shared = False
         if not held:
             self._release(scope)
 
@@ -399,12 +365,12 @@ class _Walk:
         """
         scope = _Scope()
         if model is None or model_method(unit) is not None:
-            self._construct(unit, scope, held=False, model=model)
+            self.construct(unit, scope, held=False, model=model)
             return
-        state, before = random_state(self._device), len(self._visited)
-        self._construct(unit, scope, held=True, model=model)
+        state, before = random_state(self.device), set(self.constructed)
+        self.construct(unit, scope, held=True, model=model)
         self._put_back(scope)
-        self._replays[id(unit)] = _Replay(state, tuple(key for _, key in list(self._visited)[before:]))
+        self.replays[id(unit)] = state, self.constructed - before
 
     # ---- as a model does after its constructor ------------------------------------------------------------------
 
@@ -412,11 +378,12 @@ class _Walk:
         """Initialise each module below a model, and the model itself last, with its own method."""
         if not is_model and model_method(module) is not None:
             return  # a model of its own, which has initialised itself
-        if not self._enters("initialise", module, again=self._ties_are_shared):
+        if id(module) not in self.blueprint.unfinished or (id(module) in self.initialised and not self.ties_are_shared):
             return  # `nn.Module.apply` visits a module once for each of its places; transformers only once
-        is_unit = not is_model and id(module) in self._unit_tops
+        self.initialised.add(id(module))
+        is_unit = not is_model and id(module) in self.unit_tops
         inner = _Scope() if is_unit else scope
-        if is_unit:
+        if is_unit and id(module) in self.replays:
             self._reconstruct(module, inner, model)
         for child in module.children():
             self._initialise(child, model, inner, is_model=False)
@@ -426,17 +393,14 @@ class _Walk:
 
     def _reconstruct(self, unit: nn.Module, scope: _Scope, model: ModelMethod) -> None:
         """Draw again what the constructors of a unit drew."""
-        replay = self._replays.pop(id(unit), None)
-        if replay is None:
-            return
-        shared, self._ties_are_shared = self._ties_are_shared, False
-        now = random_state(self._device)
-        set_random_state(self._device, replay.state)
-        for key in replay.visited:
-            self._visited.pop(("construct", key), None)
-        self._construct(unit, scope, held=True, model=model)
-        set_random_state(self._device, now)
-        self._ties_are_shared = shared
+        state, constructed = self.replays.pop(id(unit))
+        shared, self.ties_are_shared = self.ties_are_shared, False
+        now = random_state(self.device)
+        set_random_state(self.device, state)
+        self.constructed -= constructed
+        self.construct(unit, scope, held=True, model=model)
+        set_random_state(self.device, now)
+        self.ties_are_shared = shared
 
     # ---- one call -----------------------------------------------------------------------------------------------
 
@@ -454,13 +418,11 @@ class _Walk:
             for part, attribute, sharded, _ in shields:
                 set_parameter(part, attribute, sharded)
         written = [
-            self._blueprint.names[id(part), attribute]
-            for part, attribute, _, shield in shields
-            if shield.tensor._version != shield.version
+            self.blueprint.names[id(part), attribute] for part, attribute, _, shield in shields if shield._version
         ]
         if written:
             raise ConfigurationError(
-                f"initialising {self._blueprint.label(module)} writes parameters of units below it (such as "
+                f"initialising {self.blueprint.label(module)} writes parameters of units below it (such as "
                 f"{written[0]}), but units are initialised one at a time; let each module initialise what it holds "
                 "itself, or build the model outside of the meta device, or give fsdp_unit_modules=[] for one unit"
             )
@@ -469,7 +431,7 @@ class _Walk:
         """Iterate over a module and those below it that are in the same unit."""
         yield module
         for child in module.children():
-            if id(child) not in self._unit_tops:
+            if id(child) not in self.unit_tops:
                 yield from self._within(child)
 
     def _fill(self, module: nn.Module, scope: _Scope) -> None:
@@ -478,7 +440,7 @@ class _Walk:
                 self._fill_parameter(module, attribute, param, scope)
         for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                _, made = self._buffers.setdefault(id(buffer), (buffer, uninitialized_tensor(buffer, self._device)))
+                _, made = self.buffers.setdefault(id(buffer), (buffer, uninitialized_tensor(buffer, self.device)))
                 module._buffers[attribute] = made.tensor
                 scope.buffers.append((module, attribute, made))
 
@@ -489,16 +451,16 @@ class _Walk:
         `head.weight = embedding.weight`; a model's own method that runs after that writes into the one tensor.
         """
         site = (id(module), attribute)
-        if site in scope.standing and not (site in scope.scratch and self._ties_are_shared):
+        if site in scope.standing and not (site in scope.scratch and self.ties_are_shared):
             return
-        name = self._blueprint.names[site]
-        if param.is_meta and name not in self._blueprint.on_meta:
+        name = self.blueprint.names[site]
+        if param.is_meta and name not in self.blueprint.on_meta:
             return  # its values are not needed, and on the meta device nothing is drawn
-        shape = self._blueprint.shapes[name]
-        is_wanted = name in self._blueprint.on_meta and (site in self._blueprint.first_sites or self._ties_are_shared)
+        shape = self.blueprint.shapes[name]
+        is_wanted = name in self.blueprint.on_meta and (site in self.blueprint.first_sites or self.ties_are_shared)
         made = scope.live.get(name) if is_wanted else None
         if made is None:
-            made = uninitialized_parameter(shape, self._device)
+            made = uninitialized_parameter(shape, self.device)
         if is_wanted:
             scope.live[name] = made
             scope.scratch.discard(site)
@@ -508,8 +470,8 @@ class _Walk:
         assert isinstance(made.tensor, nn.Parameter)
         set_parameter(module, attribute, made.tensor)
 
-    def _shield_inner_units(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, Uninitialized]]:
-        """Put tensors without memory in place of the parameters of units below a module, to notice writes there."""
+    def _shield_inner_units(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
+        """Put parameters without memory in place of those of units below a module, to notice writes there."""
         inside = {id(part) for part in self._within(module)}
         shields = []
         for part in module.modules():
@@ -517,10 +479,9 @@ class _Walk:
                 continue
             for attribute, param in part._parameters.items():
                 if param is not None:
-                    shield = meta_parameter(self._blueprint.shapes[self._blueprint.names[id(part), attribute]])
-                    assert isinstance(shield.tensor, nn.Parameter)
+                    shield = _twin(self.blueprint.shapes[self.blueprint.names[id(part), attribute]])
                     shields.append((part, attribute, param, shield))
-                    set_parameter(part, attribute, shield.tensor)
+                    set_parameter(part, attribute, shield)
         return shields
 
     # ---- keeping ------------------------------------------------------------------------------------------------
@@ -534,14 +495,14 @@ class _Walk:
     def _release(self, scope: _Scope) -> None:
         """Store what was drawn and free it."""
         self._put_back(scope)
-        for name in self._stored & scope.live.keys():
+        for name in self.stored & scope.live.keys():
             if scope.live[name].is_untouched:  # made for a second unit that holds it; its value is from the first
                 del scope.live[name]
         unset = [name for name, made in scope.live.items() if made.is_unset]
         unset += [
-            f"buffer {attribute} of {self._blueprint.label(module)}"
+            f"buffer {attribute} of {self.blueprint.label(module)}"
             for module, attribute, made in scope.buffers
-            if not self._may_leave_buffers and module._buffers.get(attribute) is made.tensor and made.is_unset
+            if not self.may_leave_buffers and module._buffers.get(attribute) is made.tensor and made.is_unset
         ]
         if unset:
             raise ConfigurationError(
@@ -550,17 +511,7 @@ class _Walk:
                 "model) set every element, or put real tensors there before sharding"
             )
         for name, made in scope.live.items():
-            original = self._blueprint.shapes[name]
-            assert isinstance(made.tensor, nn.Parameter)
-            self._store[name](own_part(made.tensor, original))
-            self._stored.add(name)
+            self.store[name](own_part(made.tensor, self.blueprint.shapes[name]))
+            self.stored.add(name)
         scope.live.clear()
         scope.buffers.clear()
-
-    def _enters(self, phase: str, module: nn.Module, again: bool = False) -> bool:
-        """Return whether there is something to do that was not done, or may be done again."""
-        key = (phase, id(module))
-        if (key in self._visited and not again) or id(module) not in self._blueprint.unfinished:
-            return False
-        self._visited[key] = None
-        return True
