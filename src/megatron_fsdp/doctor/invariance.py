@@ -24,9 +24,8 @@ from torch.utils.module_tracker import ModuleTracker
 
 from megatron_fsdp.comm.agreement import gather_objects, together
 from megatron_fsdp.comm.fingerprint import fingerprint
-from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
-from megatron_fsdp.doctor.parity import device_of
-from megatron_fsdp.doctor.training import LossFn, ModelFn, Task, part_of
+from megatron_fsdp.doctor.local_ranks import run_on_ranks
+from megatron_fsdp.doctor.training import LossFn, ModelFn, Task, parts_of
 from megatron_fsdp.errors import ConfigurationError
 
 _OUTPUT = "the output"
@@ -94,19 +93,14 @@ def check_invariance(
         RankError: A rank failed, or took too long.
     """
     task = Task(model_fn=model_fn, batch=batch, loss_fn=loss_fn, microbatches=microbatches, seed=seed, checkpoint=False)
-    if dist.is_initialized():
-        return _check_here(task, device)
-    found: tuple[Variance, ...] = run_on_local_ranks(_check_here, task, ranks, device, timeout_s)
+    found: tuple[Variance, ...] = run_on_ranks(_check, task, ranks, device, timeout_s)
     return found
 
 
-def _check_here(task: Task, device_name: str | None) -> tuple[Variance, ...]:
+def _check(task: Task, device: torch.device) -> tuple[Variance, ...]:
     """Compare the ways on the existing ranks; collective, the same on all."""
-    device = device_of(device_name)
-    kind = "cuda" if device.type == "cpu" else device.type  # torch requires one even on the CPU
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=kind):
-        microbatches = _microbatches(task, device)
-        first, own = together("computing a microbatch", lambda: _compare_ways(task, device, microbatches))
+    microbatches = _microbatches(task, device)
+    first, own = together("computing a microbatch", lambda: _compare_ways(task, device, microbatches))
     everyone = gather_objects((first, own))
     found = [different for _, own in everyone for different in own]
     found += [
@@ -131,7 +125,7 @@ def _compare_ways(task: Task, device: torch.device, microbatches: Sequence[Any])
 def _microbatches(task: Task, device: torch.device) -> list[Any]:
     """Return the first two logical microbatches."""
     ranks = dist.get_world_size()
-    found = [part_of(each, rank, ranks) for each in task.microbatches_of(1, ranks, device) for rank in range(ranks)]
+    found = [part for each in task.microbatches_of(1, ranks, device) for part in parts_of(each, ranks)]
     if len(found) < 2:
         raise ConfigurationError("invariance is looked for over two microbatches or more; give microbatches or ranks")
     return found[:2]
