@@ -291,9 +291,9 @@ def _disagreements(values: Mapping[Place, Values]) -> dict[Place, dict[str, tupl
     everyone = gather_objects(mine)
     keys = dict.fromkeys(key for of_rank in everyone for key in of_rank)
     different = [key for key in keys if len({of_rank.get(key) for of_rank in everyone}) > 1]
-    if not different:
-        return {}
-    place = different[0][0]
-    names = [name for at, name in different if at == place]
-    of_ranks = gather_objects({name: values[place].get(name) for name in names})
-    return {place: {name: tuple(of_rank[name] for of_rank in of_ranks) for name in names}}
+    for place in values:
+        names = [name for at, name in different if at == place]
+        if names:
+            of_ranks = gather_objects({name: values[place].get(name) for name in names})
+            return {place: {name: tuple(of_rank[name] for of_rank in of_ranks) for name in names}}
+    return {}
