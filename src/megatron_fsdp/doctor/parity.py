@@ -19,7 +19,7 @@ from megatron_fsdp.comm.agreement import Problem, ask, first_problem, gather_obj
 from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.doctor.compare import compare
 from megatron_fsdp.doctor.local_ranks import run_on_ranks
-from megatron_fsdp.doctor.reference import Reference, run_reference
+from megatron_fsdp.doctor.reference import run_reference
 from megatron_fsdp.doctor.report import BUFFER, INITIAL, LOADED, RESUMED, WEIGHT, ParityReport, RunReport
 from megatron_fsdp.doctor.training import (
     LossFn,
@@ -137,11 +137,10 @@ def _check(task: Task, device: torch.device) -> ParityReport:
         lambda: run_reference(task, num_ranks, device) if is_first else None,
         "the model could not be trained in one process, without any sharding",
     )
-    of_first: Any = gather_objects(None if right is None else (right.can_compare, _names(right)))[0]
-    can_compare, known = of_first
+    can_compare = gather_objects(right is not None and right.can_compare)[0]
     runs = []
     for label, shard in _shardings(task, device) if can_compare else []:
-        observation = _run_sharded(task, shard, known, device)
+        observation = _ShardedRun(task, shard, device).observe()
         if right is not None:
             found = compare(right, observation, repeats=device.type == "cpu")
             runs.append(RunReport(label, tuple(found), () if task.checkpoint else ("checkpoint",)))
@@ -171,12 +170,6 @@ def _same_batches(digests: Sequence[object]) -> Problem | None:
     other = [str(rank) for rank, own in enumerate(digests) if own != digests[0]]
     text = f"batch gives rank(s) {', '.join(other)} other samples than rank 0; it has to make the batch of all ranks "
     return (ConfigurationError, f"{text}together, the same on every rank") if other else None
-
-
-def _names(reference: Reference) -> tuple[str, ...]:
-    """Return the names of parameters and buffers in the user's own model."""
-    places = reference.values.items()
-    return tuple(name for (where, _), values in places if where in (INITIAL, BUFFER) for name in values)
 
 
 def _shardings(task: Task, device: torch.device) -> list[tuple[str, ShardFn]]:
@@ -218,63 +211,62 @@ def _shard_with(strategy: int | str, device: torch.device) -> ShardFn:
     return shard
 
 
-def _run_sharded(task: Task, shard: ShardFn, known: tuple[str, ...], device: torch.device) -> Observation:
-    """Train on these ranks and record what is compared, the same on every rank; collective.
+class _ShardedRun:
+    """Trains on these ranks and records what is compared, the same on every rank; every method is collective."""
 
-    `known` are the names of parameters and buffers in the user's own model.
-    """
-    trainee = Trainee(*_shard(shard, task.build(device)), task, known)
-    values = dict[Place, Values]({(INITIAL, 0): trainee.parameters()})
-    torch.manual_seed(task.seed)
-    for step in range(1, task.steps + 1):
-        values |= _step(task, trainee, step, device)
-    values[BUFFER, task.steps] = trainee.buffers()
-    trip = _round_trip(task, trainee, shard, known, device) if task.checkpoint else {}
-    return Observation(values, trip, _disagreements(values))
+    def __init__(self, task: Task, shard: ShardFn, device: torch.device) -> None:
+        self.task, self.shard, self.device = task, shard, device
 
+    def observe(self) -> Observation:
+        """Train, and save and load a checkpoint."""
+        trainee = self._trainee(self.task.seed)
+        values = dict[Place, Values]({(INITIAL, 0): trainee.parameters()})
+        torch.manual_seed(self.task.seed)
+        for step in range(1, self.task.steps + 1):
+            values |= self._step(trainee, step)
+        values[BUFFER, self.task.steps] = trainee.buffers()
+        trip = self._round_trip(trainee) if self.task.checkpoint else {}
+        return Observation(values, trip, _disagreements(values))
 
-def _shard(shard: ShardFn, pair: Pair) -> Pair:
-    """Call a sharding function."""
-    given: Any = shard(*pair)
-    is_pair = isinstance(given, tuple | list) and len(given) == 2
-    if not is_pair or not isinstance(given[0], nn.Module) or not hasattr(given[1], "step"):
-        kinds = ", ".join(type(each).__name__ for each in given) if isinstance(given, tuple | list) else ""
-        told = f"({kinds})" if kinds else type(given).__name__
-        raise ConfigurationError(
-            f"shard_fn gave {told}; it has to give (model, optimizer): return the optimizer too, as it is or new"
-        )
-    return given[0], given[1]
+    def _trainee(self, seed: int) -> Trainee:
+        model, optimizer = self.task.build(self.device, seed)
+        own_names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        given: Any = self.shard(model, optimizer)
+        is_pair = isinstance(given, tuple | list) and len(given) == 2
+        if not is_pair or not isinstance(given[0], nn.Module) or not hasattr(given[1], "step"):
+            kinds = ", ".join(type(each).__name__ for each in given) if isinstance(given, tuple | list) else ""
+            told = f"({kinds})" if kinds else type(given).__name__
+            raise ConfigurationError(
+                f"shard_fn gave {told}; it has to give (model, optimizer): return the optimizer too, as it is or new"
+            )
+        return Trainee(*given, self.task, own_names)
 
+    def _step(self, trainee: Trainee, step: int) -> dict[Place, Values]:
+        """Make one step with this rank's samples."""
+        num_ranks = dist.get_world_size()
+        of_ranks = slices_of_ranks(self.task.microbatches_of(step, num_ranks, self.device), num_ranks)
 
-def _step(task: Task, trainee: Trainee, step: int, device: torch.device) -> dict[Place, Values]:
-    """Make one step with this rank's samples."""
-    num_ranks = dist.get_world_size()
-    of_ranks = slices_of_ranks(task.microbatches_of(step, num_ranks, device), num_ranks)
+        def add_up(loss: float) -> float:
+            return sum(gather_objects(loss)) * self.task.share_of_rank(num_ranks)
 
-    def add_up(loss: float) -> float:
-        return sum(gather_objects(loss)) * task.share_of_rank(num_ranks)
+        return trainee.step(step, [of_ranks[dist.get_rank()]], add_up=add_up)
 
-    return trainee.step(step, [of_ranks[dist.get_rank()]], add_up=add_up)
-
-
-def _round_trip(
-    task: Task, trainee: Trainee, shard: ShardFn, known: tuple[str, ...], device: torch.device
-) -> dict[Place, tuple[Values, Values]]:
-    """Save, load into a fresh model with other weights, and make one more step with both."""
-    made = tempfile.mkdtemp(prefix="mfsdp-doctor-", dir=task.checkpoint_dir) if dist.get_rank() == 0 else ""
-    folder = Path(gather_objects(made)[0])
-    try:
-        checkpointer = Checkpointer(folder)
-        checkpointer.save(task.steps, trainee.model, trainee.optimizer)
-        saved = _everything(trainee)
-        fresh = Trainee(*_shard(shard, task.build(device, task.seed + _OTHER_SEED)), task, known)
-        checkpointer.load(fresh.model, fresh.optimizer)
-        loaded, later = _everything(fresh), task.steps + 1
-        went_on, resumed = (_step(task, each, later, device)[WEIGHT, later] for each in (trainee, fresh))
-        return {(LOADED, 0): (saved, loaded), (RESUMED, later): (went_on, resumed)}
-    finally:
-        if made:
-            shutil.rmtree(made, ignore_errors=True)
+    def _round_trip(self, trainee: Trainee) -> dict[Place, tuple[Values, Values]]:
+        """Save, load into a fresh model with other weights, and make one more step with both."""
+        made = tempfile.mkdtemp(prefix="mfsdp-doctor-", dir=self.task.checkpoint_dir) if dist.get_rank() == 0 else ""
+        folder = Path(gather_objects(made)[0])
+        try:
+            checkpointer = Checkpointer(folder)
+            checkpointer.save(self.task.steps, trainee.model, trainee.optimizer)
+            saved = _everything(trainee)
+            fresh = self._trainee(self.task.seed + _OTHER_SEED)
+            checkpointer.load(fresh.model, fresh.optimizer)
+            loaded, later = _everything(fresh), self.task.steps + 1
+            went_on, resumed = (self._step(each, later)[WEIGHT, later] for each in (trainee, fresh))
+            return {(LOADED, 0): (saved, loaded), (RESUMED, later): (went_on, resumed)}
+        finally:
+            if made:
+                shutil.rmtree(made, ignore_errors=True)
 
 
 def _everything(trainee: Trainee) -> Values:

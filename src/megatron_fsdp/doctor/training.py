@@ -45,7 +45,7 @@ class Task:
     part_allowed: float | None = None  # `tolerance` of `check_parity`
     checkpoint: bool = True
     checkpoint_dir: str | None = None
-    made: tuple[Any, ...] = ()  # the batch of each step, once it is made, so that every run gets the same one
+    made: tuple[Any, ...] = ()  # the batch of each step, so that every run gets the same one
 
     def build(self, device: torch.device, seed: int | None = None) -> Pair:
         """Build the model on a device and its optimizer, from a known state of the random generators."""
@@ -73,29 +73,24 @@ class Task:
 
     def with_batches(self) -> Task:
         """Make the batch of every step, and of one more where there is a checkpoint."""
-        made = tuple(self._make_batch(step) for step in range(1, self.steps + 1 + self.checkpoint))
-        batch = self._batch()
+        batch: Any = import_by_path(self.batch, "batch") if isinstance(self.batch, str) else self.batch
         takes_seed = callable(batch) and bool(inspect.signature(batch).parameters)
-        if takes_seed and digest_of_batch(made[0]) != digest_of_batch(self._make_batch(1)):
+
+        def make(step: int) -> Any:
+            torch.manual_seed(self.seed + step)
+            return batch(self.seed + step) if takes_seed else batch() if callable(batch) else batch
+
+        made = tuple(make(step) for step in range(1, self.steps + 1 + self.checkpoint))
+        if takes_seed and digest_of_batch(made[0]) != digest_of_batch(make(1)):
             raise ConfigurationError(
                 f"batch({self.seed + 1}) gives other samples each time, though torch.manual_seed is called before; "
                 "draw them from a generator with the seed it is given"
             )
         return replace(self, made=made)
 
-    def _batch(self) -> Any:
-        return _resolve(self.batch, "batch") if isinstance(self.batch, str) else self.batch
-
-    def _make_batch(self, step: int) -> Any:
-        batch = self._batch()
-        if not callable(batch):
-            return batch
-        torch.manual_seed(self.seed + step)
-        return batch(self.seed + step) if inspect.signature(batch).parameters else batch()
-
     def microbatches_of(self, step: int, num_ranks: int, device: torch.device) -> list[Any]:
         """Return the microbatches of a step (counted from 1), each of all ranks together."""
-        batch = self.made[step - 1] if self.made else self._make_batch(step)
+        batch = self.made[step - 1]
         samples, parts = count_samples(batch), num_ranks * self.microbatches
         if samples == 0 or samples % parts:
             raise ConfigurationError(
@@ -127,7 +122,7 @@ class Task:
 
 def _resolve(given: Any, argument: str) -> Callable[..., Any]:
     found = import_by_path(given, argument) if isinstance(given, str) else given
-    if not callable(found) and argument != "batch":
+    if not callable(found):
         raise ConfigurationError(f"{argument} is {found!r}; give a function, or the import path of one")
     return cast(Callable[..., Any], found)
 
@@ -285,8 +280,8 @@ class Trainee:
             short = short.removeprefix("module.")
             if short in self._known:
                 return short
-        bare = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        return bare if bare in self._known else name
+        # Also of a buffer that was registered later.
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
     # ---- training -----------------------------------------------------------------------------------------------
 

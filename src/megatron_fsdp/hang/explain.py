@@ -337,12 +337,13 @@ class _Ranks:
     # ---- ranks that are not there -------------------------------------------------------------------------------
 
     def _missing(self) -> Finding | None:
-        missing = set(self.peers).difference(state.rank for state in self.states)
+        known = {state.rank for state in self.states}
+        missing = tuple(rank for rank in self.peers if rank not in known)
         began_ns = max(state.log.writer.started_ns for state in self.states)
         if not missing or (self.newest_ns - began_ns) / 1e9 < self.after_s:
             return None
         told = "left no log here: never started, stopped before its model was wrapped, or writes to another folder"
-        return Finding(Kind.MISSING, tuple(sorted(missing)), (f"{listed(missing)} {told}", *self._told(self.states)))
+        return Finding(Kind.MISSING, missing, (f"{listed(missing)} {told}", *self._told(self.states)))
 
     def _over(self) -> Finding | None:
         """Find ranks whose process or pass is over while others go on: the first of them.
@@ -483,14 +484,14 @@ def _first_mismatch(states: Iterable[State]) -> list[tuple[list[int], Record]]:
 
     The lowest rank comes first; empty where nothing differs as far as all logs reach.
     """
-    logs = {state.rank: state.operations for state in states if state.operations}
+    logs = {state.rank: state.operations for state in sorted(states, key=lambda each: each.rank) if state.operations}
     if len(logs) < 2:
         return []
     first = max(min(operations) for operations in logs.values())
     for number in range(first, max(max(operations) for operations in logs.values()) + 1):
         # Hashes differ also where what differs has been overwritten.
         camps: dict[object, tuple[list[int], Record]] = {}
-        for rank, operations in sorted(logs.items()):
+        for rank, operations in logs.items():
             if number in operations:
                 operation = operations[number]
                 camps.setdefault((operation.kind, operation.hash), ([], operation))[0].append(rank)

@@ -87,10 +87,9 @@ class Recorder(Observer):
         self._steps: deque[StepLog] = deque(maxlen=steps)
         self._ranges: list[_Range] = []
         self._handles: list[Any] = []
-        self._is_running = False
         self._tells_done = self._clock.is_host
         self._was_used = self._was_installed = False
-        self._times: Times | None = None
+        self._times: Times | None = None  # once it has stopped
         self._recording, self._peers = "", tuple[int, ...]()
 
     # ---- start, stop, result ------------------------------------------------------------------------------------
@@ -110,7 +109,6 @@ class Recorder(Observer):
         self._clock.settle()
         self._started_unix_ns, self._started_host_ns = time.time_ns(), time.perf_counter_ns()
         self._open_step(0)
-        self._is_running = True
         self._handles = [
             register_optimizer_step_pre_hook(partial(self._note_optimizer, (BEGIN, None))),
             register_optimizer_step_post_hook(partial(self._note_optimizer, (END,))),
@@ -119,9 +117,8 @@ class Recorder(Observer):
 
     def stop(self) -> None:
         """Stop recording and remove all hooks from the model."""
-        if not self._is_running:
+        if not self._steps or self._times is not None:  # it has not begun, or is over
             return
-        self._is_running = False
         self._model.stop_observing(self)
         for handle in self._handles:
             handle.remove()
@@ -219,15 +216,10 @@ class Recorder(Observer):
             self._open_step(self._steps[-1].index + 1)
         if phase is _FORWARD:
             self._was_used = True
-            if unit == ROOT_UNIT:
-                self._look_for_room()
+            if unit == ROOT_UNIT and len(self._steps[-1].records) >= MAX_RECORDS:
+                self._steps[-1].is_cut = True
+                self._note = lambda _record: None
         return self._memory() if phase in _SAMPLES_MEMORY else None
-
-    def _look_for_room(self) -> None:
-        step = self._steps[-1]
-        if len(step.records) >= MAX_RECORDS:
-            step.is_cut = True
-            self._note = lambda _record: None
 
     def _ask(self, number: int, work: dist.Work) -> None:
         """Register a callback for the end of a collective; on the host, a wait would notice it late."""
