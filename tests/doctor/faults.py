@@ -227,6 +227,19 @@ def buffer_of_rank_one(model: nn.Module, optimizer: Optimizer, buffer: str) -> P
     return Around(model, forward), optimizer
 
 
+def gradient_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """A frozen weight gets a gradient on rank 1, and no other rank has one."""
+
+    def forward(module: nn.Module, *args: Any) -> Any:
+        if dist.get_rank() == 1:
+            param = _parameter(module)
+            param.grad = torch.ones_like(param)
+        return module(*args)
+
+    model, optimizer = by_hand(model, optimizer)
+    return Around(model, forward), optimizer
+
+
 def norm_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
     """Rank 1 clips by twice the norm, but to no effect, since the limit is never reached."""
     model, optimizer = sharded(model, optimizer)

@@ -75,6 +75,7 @@ FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = 
     (faults.not_in_the_optimizer, 2, ("weight", 1, UP), "differs", "has an update with 0 times the norm of one", {}),
     (faults.frozen_is_trained, 2, ("gradient", 1, "embed.weight"), "unexpected", "is there, where one process", FROZEN),
     (faults.frozen_decays, 2, ("weight", 1, UP), "differs", "has an update with inf times the norm", FROZEN),
+    (faults.gradient_of_rank_one, 2, FEATURE, "unexpected", "on rank 1 it is there, where one process has", FROZEN),
     (
         faults.norm_of_rank_one,
         2,

@@ -9,7 +9,7 @@ another unit. Fills are queued on the compute stream; the host never waits longe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from weakref import WeakKeyDictionary
 
@@ -100,51 +100,48 @@ def next_state(memory: BorrowedMemory, state: State, event: Event, unit: str, wh
         allowed = ", ".join(other.value for known, other in LEGAL[memory] if known is state)
         raise LifetimeError(
             f"unit {unit}: {memory.value}{f' ({where})' if where else ''} cannot be {event.value} while {state.value}, "
-            f"where it can only be {allowed}; this is a fault of the engine, or of code that drives it by hand"
+            f"where it can only be {allowed}; {_FAULT}"
         )
     return after
 
 
+_FAULT = "this is a fault of the engine, or of code that drives it by hand"
 _FOLLOWED = (Phase.GATHER, Phase.REDUCE, Phase.GATHER_OUTER, Phase.REDUCE_OUTER, Phase.RETIRE)
 
 
-@dataclass
-class _Weights:
-    """The gathered weights of one unit."""
+@dataclass(eq=False)
+class _Borrowed:
+    """The gathered weights of a unit, or a block that is lent as a bucket or scratch."""
 
-    label: str
-    needs_all_gather: bool
-    state: State = State.SHARDED
-    block: Block | None = None
-    forwards: int = 0
-    on_its_way: set[int] = field(default_factory=set)  # collectives that were not waited for
-
-
-@dataclass
-class _Lent:
-    """A bucket or scratch block."""
-
-    name: str
+    memory: BorrowedMemory
     state: State
-    unit: str = ""
-    on_its_way: set[int] = field(default_factory=set)
+    unit: str = ""  # that has it, or had it last
+    name: str = ""  # of a block
+    is_followed: bool = True  # False: weights that are never gathered
+    block: Block | None = None  # that holds weights
+    forwards: int = 0  # that compute with weights
+
+    def use(self, event: Event, unit: str) -> None:
+        """Follow an event, on behalf of a unit."""
+        if self.is_followed:
+            where = f"{self.name}, last lent to unit {self.unit}" if self.name and self.unit else self.name
+            self.state = next_state(self.memory, self.state, event, unit, where)
 
 
 class LifetimeChecker(Observer):
     """An observer that checks and poisons the memory of one model."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._weights = [
-            _Weights(unit.label, any(group.plan.needs_all_gather for group in unit.groups)) for unit in units
-        ]
-        self._holders: WeakKeyDictionary[Block, _Weights] = WeakKeyDictionary()
-        self._lent: WeakKeyDictionary[Block, _Lent] = WeakKeyDictionary()
-        self._buckets: dict[int, _Lent] = {}  # the last one lent to each unit
+        memory = BorrowedMemory.WEIGHTS
+        self._weights = [_Borrowed(memory, AT_REST[memory], unit.label) for unit in units]
+        for weights, unit in zip(self._weights, units, strict=True):
+            weights.is_followed = any(group.plan.needs_all_gather for group in unit.groups)
+        self._holders: WeakKeyDictionary[Block, _Borrowed] = WeakKeyDictionary()
+        self._lent: WeakKeyDictionary[Block, _Borrowed] = WeakKeyDictionary()
+        self._buckets: dict[int, _Borrowed] = {}  # the last one lent to each unit
         self._made = dict.fromkeys(BorrowedMemory, 0)
         self._phases: list[tuple[Phase, int]] = []
-        self._places: dict[int, set[int]] = {}  # by number of a collective, the set that holds it until its wait
-
-    # ---- weights ------------------------------------------------------------------------------------------------
+        self._in_flight: dict[int, _Borrowed] = {}  # what a collective, by its number, works on until it is waited for
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Check what is about to be done."""
@@ -152,127 +149,103 @@ class LifetimeChecker(Observer):
         if phase in _FOLLOWED:
             self._phases.append((phase, unit))
         if phase is Phase.GATHER:
-            self._move(weights, Event.GATHER)
+            weights.use(Event.GATHER, weights.unit)
         elif phase is Phase.RELEASE:
             if weights.forwards:
                 raise LifetimeError(
-                    f"unit {weights.label}: {BorrowedMemory.WEIGHTS.value} cannot be released while its forward "
-                    "computes with them; this is a fault of the engine, or of code that drives it by hand"
+                    f"unit {weights.unit}: {weights.memory.value} cannot be released while its forward computes with "
+                    f"them; {_FAULT}"
                 )
-            self._move(weights, Event.RELEASE)
+            weights.use(Event.RELEASE, weights.unit)
         elif phase in (Phase.FORWARD, Phase.BACKWARD):
-            self._move(weights, Event.COMPUTE)
+            weights.use(Event.COMPUTE, weights.unit)
             weights.forwards += phase is Phase.FORWARD
 
     def ends(self, phase: Phase, unit: int) -> None:
         """Check what has been done, and follow the states."""
-        weights = self._weights[unit]
+        weights, bucket = self._weights[unit], self._buckets.get(unit)
         if phase in _FOLLOWED:
             self._phases.remove((phase, unit))
         if phase is Phase.WAIT:
-            self._check_waited(BorrowedMemory.WEIGHTS, weights.label, weights.on_its_way)
-            self._move(weights, Event.ARRIVE)
-        elif phase is Phase.RELEASE:
-            self._poison_weights(weights)
+            self._check_waited(weights, weights.unit)
+            weights.use(Event.ARRIVE, weights.unit)
+        elif phase is Phase.RELEASE and weights.block is not None:
+            weights.block.poison()
+            self._holders.pop(weights.block, None)
+            weights.block = None
         elif phase is Phase.FORWARD:
             weights.forwards = max(0, weights.forwards - 1)
-        elif phase is Phase.COPY and unit in self._buckets:
-            self._use(BorrowedMemory.BUCKET, self._buckets[unit], Event.FILL, weights.label)
-        elif phase is Phase.REDUCE and unit in self._buckets:
-            self._use(BorrowedMemory.BUCKET, self._buckets.pop(unit), Event.REDUCE, weights.label)
+        elif phase is Phase.COPY and bucket is not None:
+            bucket.use(Event.FILL, weights.unit)
+        elif phase is Phase.REDUCE and bucket is not None:
+            del self._buckets[unit]
+            bucket.use(Event.REDUCE, weights.unit)
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
         """End a forward that failed; anything else that failed leaves a state that only a reset mends."""
         if phase is Phase.FORWARD:
             self.ends(phase, unit)
 
-    def _move(self, weights: _Weights, event: Event) -> None:
-        if weights.needs_all_gather:
-            weights.state = next_state(BorrowedMemory.WEIGHTS, weights.state, event, weights.label)
-
-    def _poison_weights(self, weights: _Weights) -> None:
-        block, weights.block = weights.block, None
-        if block is not None:
-            block.poison()
-            self._holders.pop(block, None)
-
-    # ---- memory -------------------------------------------------------------------------------------------------
-
     def lends(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Check that the memory is free, and poison it."""
-        label = self._weights[unit].label
+        weights = self._weights[unit]
         if memory is BorrowedMemory.WEIGHTS:
-            self._hold(self._weights[unit], block)
+            holder = self._holders.get(block, weights)
+            if holder is not weights:
+                raise LifetimeError(
+                    f"unit {weights.unit}: {memory.value} cannot be gathered into memory in which unit {holder.unit} "
+                    f"is {holder.state.value}; it has to be released first"
+                )
+            self._holders[block] = weights
+            weights.block = block
         else:
             if block not in self._lent:
-                self._lent[block] = _Lent(f"number {self._made[memory]}", AT_REST[memory])
+                self._lent[block] = _Borrowed(memory, AT_REST[memory], name=f"number {self._made[memory]}")
                 self._made[memory] += 1
             lent = self._lent[block]
-            self._use(memory, lent, Event.LEND, label)
-            lent.unit = label
+            lent.memory = memory
+            lent.use(Event.LEND, weights.unit)
+            lent.unit = weights.unit
             if memory is BorrowedMemory.BUCKET:
                 self._buckets[unit] = lent
         block.poison()
 
     def takes_back(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Check that the reduction is over, and poison the memory."""
-        lent, label = self._lent.get(block), self._weights[unit].label
+        lent, label = self._lent.get(block), self._weights[unit].unit
         if lent is None:
             raise LifetimeError(f"unit {label}: {memory.value} cannot be given back, for it was never lent")
-        self._check_waited(memory, label, lent.on_its_way)
-        self._use(memory, lent, Event.GIVE_BACK, label)
+        self._check_waited(lent, label)
+        lent.use(Event.GIVE_BACK, label)
         block.poison()
-
-    def _hold(self, weights: _Weights, block: Block) -> None:
-        holder = self._holders.get(block)
-        if holder is not None and holder is not weights:
-            raise LifetimeError(
-                f"unit {weights.label}: {BorrowedMemory.WEIGHTS.value} cannot be gathered into memory in which unit "
-                f"{holder.label} is {holder.state.value}; it has to be released first"
-            )
-        self._holders[block] = weights
-        weights.block = block
-
-    def _use(self, memory: BorrowedMemory, lent: _Lent, event: Event, label: str) -> None:
-        where = lent.name if not lent.unit else f"{lent.name}, last lent to unit {lent.unit}"
-        lent.state = next_state(memory, lent.state, event, label, where)
-
-    # ---- communication ------------------------------------------------------------------------------------------
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
         """Record which memory a collective works on, until it was waited for."""
-        if moment is Moment.LAUNCHED:
-            phase, unit = self._phases[-1] if self._phases else (None, 0)
-            place = None
+        if moment is Moment.LAUNCHED and self._phases:
+            phase, unit = self._phases[-1]
             if phase is Phase.GATHER:
-                place = self._weights[unit].on_its_way
+                self._in_flight[number] = self._weights[unit]
             elif phase is Phase.REDUCE and unit in self._buckets:
-                place = self._buckets[unit].on_its_way
-            if place is not None:
-                place.add(number)
-                self._places[number] = place
+                self._in_flight[number] = self._buckets[unit]
         elif moment is Moment.WAITED:
-            self._places.pop(number, set()).discard(number)
+            self._in_flight.pop(number, None)
 
-    def _check_waited(self, memory: BorrowedMemory, label: str, on_its_way: set[int]) -> None:
-        if on_its_way:
+    def _check_waited(self, borrowed: _Borrowed, label: str) -> None:
+        count = sum(each is borrowed for each in self._in_flight.values())
+        if count:
             raise LifetimeError(
-                f"unit {label}: {memory.value} cannot be used on while {len(on_its_way)} collectives that write there "
-                "have not been waited for; this is a fault of the engine, or of code that drives it by hand"
+                f"unit {label}: {borrowed.memory.value} cannot be used on while {count} collectives that write there "
+                f"have not been waited for; {_FAULT}"
             )
 
     def forgets(self) -> None:
         """Mark everything as broken after a reset: whatever was in flight may be abandoned."""
         self._phases.clear()
-        self._places.clear()
+        self._in_flight.clear()
         self._holders.clear()
         self._buckets.clear()
-        for weights in self._weights:
-            weights.state, weights.forwards = State.BROKEN, 0
-            weights.on_its_way.clear()
-        for lent in self._lent.values():
-            lent.state = State.BROKEN
-            lent.on_its_way.clear()
+        for borrowed in (*self._weights, *self._lent.values()):
+            borrowed.state, borrowed.forwards = State.BROKEN, 0
 
 
 def check_lifetimes(engine: Engine) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,53 +24,6 @@ from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.sharding.units import ROOT_UNIT
-
-
-class AbsentError(RuntimeError):
-    """Some ranks did not arrive in time."""
-
-    def __init__(self, positions: Sequence[int]) -> None:
-        super().__init__(f"ranks at {list(positions)} did not come")
-        self.positions = tuple(positions)  # their places in the group
-
-
-class RowExchange:
-    """Exchanges rows over a gloo group of its own, which is destroyed with it. Collective to make."""
-
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.ranks = dist.get_process_group_ranks(group)  # global ones, in order
-        self.me = dist.get_rank(group)  # this rank's place among them
-        self.timeout_s = timeout_s
-        # torch names a group by the number of groups, which is ambiguous after groups were destroyed.
-        self._group = duplicate_group(group, shared_name("rows", group), backend="gloo")
-        destroy_with(self, [self._group])
-        # Ranks start together: a slow start does not count against the first exchange.
-        dist.barrier(group=self._group)
-
-    def __call__(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Gather the rows of all ranks, in order."""
-        rows = [row.clone() for _ in self.ranks]
-        peers = [position for position in range(len(self.ranks)) if position != self.me]
-        absent: list[int] = []
-        try:
-            arriving = {p: dist.irecv(rows[p], src=self.ranks[p], group=self._group) for p in peers}
-            sent = [dist.isend(row, dst=self.ranks[p], group=self._group) for p in peers]
-        except RuntimeError as error:
-            raise AbsentError(peers) from error
-        cause: RuntimeError | None = None
-        for position, work in arriving.items():
-            try:
-                assert work is not None
-                work.wait(timedelta(seconds=self.timeout_s))
-            except RuntimeError as error:
-                absent.append(position)
-                cause = error
-        if cause is not None:
-            raise AbsentError(absent) from cause
-        for done in sent:
-            assert done is not None
-            done.wait()
-        return rows
 
 
 class Event(Enum):
@@ -91,8 +43,7 @@ _EVENTS = list(Event)  # by their numbers in a row
 _OF_PHASE = {Phase.AGREE: Event.AGREE, Phase.NORM: Event.NORM, Phase.WHOLE: Event.WHOLE}
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(NamedTuple):
     """The action that one rank is about to take."""
 
     event: Event
@@ -101,16 +52,12 @@ class Announcement:
     in_backward: bool  # a backward is running; shown, not compared
     steps: int  # how often the weights were changed so far, which is once in a step of an optimizer
 
-    def agrees_with(self, other: Announcement) -> bool:
-        """Return whether both may go on together."""
-        return replace(self, in_backward=other.in_backward) == other
-
-    def describe(self, labels: Sequence[str]) -> str:
+    def describe(self, units: Sequence[Unit]) -> str:
         """Describe it, as the predicate of a sentence about one rank."""
         if self.event not in (Event.GATHER, Event.REDUCE):
             return self.event.value
         phase = "backward" if self.in_backward else "forward"
-        return f"{self.event.value} {labels[self.unit]} ({self.num_bytes} bytes) in {phase}"
+        return f"{self.event.value} {units[self.unit].label} ({self.num_bytes} bytes) in {phase}"
 
 
 class RankVerifier(Observer):
@@ -122,12 +69,14 @@ class RankVerifier(Observer):
     """
 
     def __init__(self, group: dist.ProcessGroup, units: Sequence[Unit], timeout_s: float, order_is_fixed: bool) -> None:
-        self._order_is_fixed = order_is_fixed
-        self._rows = RowExchange(group, timeout_s)
-        self._ranks, self._me = self._rows.ranks, self._rows.me
-        self._units = units
-        self._labels = tuple(unit.label for unit in units)
-        self._timeout_s = timeout_s
+        self._order_is_fixed, self._units, self._timeout_s = order_is_fixed, units, timeout_s
+        self._ranks = dist.get_process_group_ranks(group)  # global ones, in order
+        self._me = dist.get_rank(group)  # this rank's place among them
+        # A gloo group of its own. torch names one by the number of groups, ambiguous after groups were destroyed.
+        self._group = duplicate_group(group, shared_name("rows", group), backend="gloo")
+        destroy_with(self, [self._group])
+        # Ranks start together: a slow start does not count against the first exchange.
+        dist.barrier(group=self._group)
         self._last: Announcement | None = None
         self._lost: str | None = None
         self._steps = self._open_forwards = 0
@@ -196,18 +145,36 @@ class RankVerifier(Observer):
             raise ScheduleError(self._lost)
         mine = Announcement(event, unit, num_bytes, _in_backward(), self._steps)
         everyone = self._exchange(mine)
-        if all(other.agrees_with(everyone[0]) for other in everyone):
+        if len({each._replace(in_backward=False) for each in everyone}) == 1:
             self._last = mine
             return
         self._gathered_in_forward = False
         raise ScheduleError(self._mismatch(everyone))
 
     def _exchange(self, mine: Announcement) -> list[Announcement]:
-        row = torch.tensor([_EVENTS.index(mine.event), mine.unit, mine.num_bytes, mine.in_backward, mine.steps])
+        """Return the announcements of all ranks, in order."""
+        row = torch.tensor([_EVENTS.index(mine.event), *mine[1:]])
+        rows = [row.clone() for _ in self._ranks]
+        peers = [place for place in range(len(self._ranks)) if place != self._me]
+        absent: list[int] = []
+        cause: RuntimeError | None = None
         try:
-            rows = self._rows(row)
-        except AbsentError as error:
-            self._lose(error.positions, mine, error.__cause__)
+            arriving = {p: dist.irecv(rows[p], src=self._ranks[p], group=self._group) for p in peers}
+            sent = [dist.isend(row, dst=self._ranks[p], group=self._group) for p in peers]
+        except RuntimeError as error:
+            self._lose(peers, mine, error)
+        for place, work in arriving.items():
+            try:
+                assert work is not None
+                work.wait(timedelta(seconds=self._timeout_s))
+            except RuntimeError as error:
+                absent.append(place)
+                cause = error
+        if absent:
+            self._lose(absent, mine, cause)
+        for done in sent:
+            assert done is not None
+            done.wait()
         return [
             Announcement(_EVENTS[event], unit, num_bytes, bool(back), steps)
             for event, unit, num_bytes, back, steps in map(torch.Tensor.tolist, rows)
@@ -216,20 +183,26 @@ class RankVerifier(Observer):
     def _lose(self, absent: Sequence[int], mine: Announcement, cause: BaseException | None) -> NoReturn:
         did = "nothing yet"
         if self._last is not None:
-            did = f"the last thing all ranks did was: each {self._last.describe(self._labels)}"
+            did = f"the last thing all ranks did was: each {self._last.describe(self._units)}"
         self._lost = (
             f"rank {_listed(self._ranks[p] for p in absent)} did not come within {self._timeout_s:g} s while rank "
-            f"{self._ranks[self._me]} {mine.describe(self._labels)} ({did}); every rank has to call the same units in "
+            f"{self._ranks[self._me]} {mine.describe(self._units)} ({did}); every rank has to call the same units in "
             "the same order, and one that has nothing to compute calls model.take_part (docs/debugging.md)"
         )
         raise ScheduleError(self._lost) from cause
 
     def _mismatch(self, everyone: Sequence[Announcement]) -> str:
-        if message := describe_steps(self._ranks, [announcement.steps for announcement in everyone]):
-            return message
+        steps: dict[int, list[int]] = {}
         doing: dict[str, list[int]] = {}
         for rank, announcement in zip(self._ranks, everyone, strict=True):
-            doing.setdefault(announcement.describe(self._labels), []).append(rank)
+            steps.setdefault(announcement.steps, []).append(rank)
+            doing.setdefault(announcement.describe(self._units), []).append(rank)
+        if len(steps) > 1:
+            counts = ", ".join(f"{number} on rank {_listed(those)}" for number, those in sorted(steps.items()))
+            return (
+                f"ranks differ in the number of optimizer steps: {counts}, so their weights do not belong together; "
+                "every rank has to step its optimizer as often (docs/debugging.md)"
+            )
         parts = sorted(doing.items(), key=lambda item: (len(item[1]), item[1]))
         actions = " while ".join(f"rank {_listed(ranks)} {what}" for what, ranks in parts)
         return (
@@ -240,20 +213,6 @@ class RankVerifier(Observer):
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def describe_steps(ranks: Sequence[int], steps: Sequence[int]) -> str:
-    """Describe ranks whose optimizers have stepped a different number of times; empty where they have not."""
-    if len(set(steps)) == 1:
-        return ""
-    counts = {
-        number: _listed(rank for rank, own in zip(ranks, steps, strict=True) if own == number) for number in steps
-    }
-    listed = ", ".join(f"{number} on rank {those}" for number, those in sorted(counts.items()))
-    return (
-        f"ranks differ in the number of optimizer steps: {listed}, so their weights do not belong together; every rank "
-        "has to step its optimizer as often (docs/debugging.md)"
-    )
 
 
 def _listed(ranks: Iterable[int]) -> str:

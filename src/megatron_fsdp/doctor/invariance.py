@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Self
 
 import torch
@@ -24,12 +23,11 @@ from torch.utils.module_tracker import ModuleTracker
 
 from megatron_fsdp.comm.agreement import gather_objects, together
 from megatron_fsdp.comm.fingerprint import fingerprint
-from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
-from megatron_fsdp.doctor.parity import device_of
-from megatron_fsdp.doctor.training import LossFn, ModelFn, Task, part_of
+from megatron_fsdp.doctor.local_ranks import run_on_ranks
+from megatron_fsdp.doctor.training import LossFn, ModelFn, Task, parts_of
 from megatron_fsdp.errors import ConfigurationError
 
-_OUTPUT = "the output"
+_OUTPUT, _GRADIENT = "the output", "a gradient"
 _SHIFT_BYTES = 16  # what tensors of a gathered buffer are aligned to; torch aligns its own to 64
 
 
@@ -65,12 +63,6 @@ class _Event:
     bits: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Pass:
-    result: tuple[int, ...]  # bits of the loss and of each gradient
-    events: list[_Event]
-
-
 def check_invariance(
     model_fn: ModelFn | str,
     batch: Any,
@@ -93,31 +85,31 @@ def check_invariance(
         ConfigurationError: There are fewer than two microbatches, or an argument cannot be honoured.
         RankError: A rank failed, or took too long.
     """
-    task = Task(model_fn=model_fn, batch=batch, loss_fn=loss_fn, microbatches=microbatches, seed=seed, checkpoint=False)
-    if dist.is_initialized():
-        return _check_here(task, device)
-    found: tuple[Variance, ...] = run_on_local_ranks(_check_here, task, ranks, device, timeout_s)
+    task = Task(model_fn, batch, loss_fn, steps=1, microbatches=microbatches, seed=seed, checkpoint=False)
+    found: tuple[Variance, ...] = run_on_ranks(_check, task, ranks, device, timeout_s)
     return found
 
 
-def _check_here(task: Task, device_name: str | None) -> tuple[Variance, ...]:
+def _check(task: Task, device: torch.device) -> tuple[Variance, ...]:
     """Compare the ways on the existing ranks; collective, the same on all."""
-    device = device_of(device_name)
-    kind = "cuda" if device.type == "cpu" else device.type  # torch requires one even on the CPU
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=kind):
-        microbatches = _microbatches(task, device)
-        first, own = together("computing a microbatch", lambda: _compare_ways(task, device, microbatches))
+    microbatches = _microbatches(task.with_batches(), device)
+    first, own = together("computing a microbatch", lambda: _compare_ways(task, device, microbatches))
     everyone = gather_objects((first, own))
     found = [different for _, own in everyone for different in own]
     found += [
         _difference(f"computed on rank {rank} in place of rank 0", everyone[0][0], other)
         for rank, (other, _) in enumerate(everyone)
     ]
-    by_way = {each.way: each for each in reversed(found) if each is not None}
-    return tuple(by_way[way] for way in dict.fromkeys(each.way for each in found if each is not None))
+    of_way: dict[str, Variance] = {}
+    for different in found:
+        if different is not None:
+            of_way.setdefault(different.way, different)
+    return tuple(of_way.values())
 
 
-def _compare_ways(task: Task, device: torch.device, microbatches: Sequence[Any]) -> tuple[_Pass, list[Variance | None]]:
+def _compare_ways(
+    task: Task, device: torch.device, microbatches: Sequence[Any]
+) -> tuple[list[_Event], list[Variance | None]]:
     """Compute a microbatch in the ways of one process; return the first pass, and how each other one differs."""
     first = _pass(task, device, microbatches[:1])
     ways = {
@@ -131,14 +123,17 @@ def _compare_ways(task: Task, device: torch.device, microbatches: Sequence[Any])
 def _microbatches(task: Task, device: torch.device) -> list[Any]:
     """Return the first two logical microbatches."""
     ranks = dist.get_world_size()
-    found = [part_of(each, rank, ranks) for each in task.microbatches_of(1, ranks, device) for rank in range(ranks)]
+    found = [part for each in task.microbatches_of(1, ranks, device) for part in parts_of(each, ranks)]
     if len(found) < 2:
         raise ConfigurationError("invariance is looked for over two microbatches or more; give microbatches or ranks")
     return found[:2]
 
 
-def _pass(task: Task, device: torch.device, microbatches: Sequence[Any], *, moves: bool = False) -> _Pass:
-    """Run forward and backward of microbatches with a fresh model, each with the same seed; return the last one."""
+def _pass(task: Task, device: torch.device, microbatches: Sequence[Any], *, moves: bool = False) -> list[_Event]:
+    """Run forward and backward of microbatches with a fresh model, each with the same seed; record the last one.
+
+    At its end stand the bits of the loss and of each gradient.
+    """
     model, _ = task.build(device)
     if moves:
         for param in model.parameters():
@@ -149,21 +144,18 @@ def _pass(task: Task, device: torch.device, microbatches: Sequence[Any], *, move
         with _Recorder(model) as recorder:
             loss = task.loss_of(model, samples)
             loss.backward()
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    return _Pass(tuple(map(_bits, (loss, *grads))), recorder.events)
+    result = tuple(_bits(each) for each in (loss, *(param.grad for param in model.parameters())) if each is not None)
+    return [*recorder.events, _Event("", _GRADIENT, backward=True, is_random=False, numbers=(), bits=result)]
 
 
-def _difference(way: str, first: _Pass, other: _Pass) -> Variance | None:
+def _difference(way: str, first: Sequence[_Event], other: Sequence[_Event]) -> Variance | None:
     """Return the first event that differs, where the result of a pass or the output of a module does."""
-    outputs = ([event for event in each.events if event.operator == _OUTPUT] for each in (first, other))
-    left, right = outputs
-    if first.result == other.result and left == right:
+    left, right = ([event for event in each if event.operator in (_OUTPUT, _GRADIENT)] for each in (first, other))
+    if left == right:
         return None
-    for one, two in zip_longest(first.events, other.events):
-        if one != two:
-            event = two or one
-            return Variance(way, event.module, event.operator, event.backward, event.is_random)
-    return Variance(way, "", "a gradient", backward=True)
+    one, two = next((one, two) for one, two in zip(first, other, strict=False) if one != two)
+    event = one if two.operator == _GRADIENT else two
+    return Variance(way, event.module, event.operator, event.backward, event.is_random)
 
 
 def _moved(tensor: Tensor) -> Tensor:

@@ -49,6 +49,28 @@ class _Job:
         return self.folder / f"rank{rank}.{kind}"
 
 
+def run_on_ranks(
+    act: Callable[[Any, torch.device], Any], task: Any, num_ranks: int, device: str | None, timeout_s: float
+) -> Any:
+    """Run `act(task, device)` on the ranks that there are, else on new ones, and put back torch's random state."""
+    if dist.is_initialized():
+        return _act_here((act, task), device)
+    return run_on_local_ranks(_act_here, (act, task), num_ranks, device, timeout_s)
+
+
+def _act_here(given: tuple[Callable[[Any, torch.device], Any], Any], device_name: str | None) -> Any:
+    act, task = given
+    if device_name is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        device_name = "cpu" if found is None or dist.get_backend() == "gloo" else found.type
+    if device_name == "cpu":
+        with torch.random.fork_rng([]):
+            return act(task, torch.device("cpu"))
+    device = torch.device(device_name, torch.accelerator.current_device_index())
+    with torch.random.fork_rng([device], device_type=device_name):
+        return act(task, device)
+
+
 def run_on_local_ranks(
     act: Callable[[Any, str | None], Any], task: Any, num_ranks: int, device: str | None, timeout_s: float
 ) -> Any:

@@ -18,8 +18,8 @@ from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.comm.agreement import Problem, ask, first_problem, gather_objects
 from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.doctor.compare import compare
-from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
-from megatron_fsdp.doctor.reference import Reference, run_reference
+from megatron_fsdp.doctor.local_ranks import run_on_ranks
+from megatron_fsdp.doctor.reference import run_reference
 from megatron_fsdp.doctor.report import BUFFER, INITIAL, LOADED, RESUMED, WEIGHT, ParityReport, RunReport
 from megatron_fsdp.doctor.training import (
     LossFn,
@@ -35,6 +35,7 @@ from megatron_fsdp.doctor.training import (
     digest_of,
     digest_of_batch,
     require_count,
+    slices_of_ranks,
 )
 from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.fully_shard import fully_shard
@@ -119,35 +120,27 @@ def check_parity(
         checkpoint=checkpoint,
         checkpoint_dir=checkpoint_dir,
     )
-    _check(task)
-    if dist.is_initialized():
-        return check_on_ranks(task, device)
-    return run_on_local_ranks(check_on_ranks, task, ranks, device, timeout_s)
+    _require_possible(task)
+    report: ParityReport = run_on_ranks(_check, task, ranks, device, timeout_s)
+    return report
 
 
-def check_on_ranks(task: Task, device_name: str | None) -> ParityReport:
+def _check(task: Task, device: torch.device) -> ParityReport:
     """Run the check on the existing ranks; collective, and the report is the same on all of them.
 
     Rank 0 also runs the one process, while the others wait.
     """
-    device = device_of(device_name)
-    kind = "cuda" if device.type == "cpu" else device.type  # torch requires one even on the CPU
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=kind):
-        return _check_here(task, device)
-
-
-def _check_here(task: Task, device: torch.device) -> ParityReport:
-    num_ranks = dist.get_world_size()
-    task = _with_batches(task)
+    num_ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
+    task = _together(task.with_batches, "the batches could not be made")  # which must be the same on every rank
+    ask([(dist.group.WORLD, [digest_of_batch(batch) for batch in task.made])], _same_batches)
     right = _together(
-        lambda: run_reference(task, num_ranks, device) if dist.get_rank() == 0 else None,
+        lambda: run_reference(task, num_ranks, device) if is_first else None,
         "the model could not be trained in one process, without any sharding",
     )
-    of_first: Any = gather_objects(None if right is None else (right.can_compare, _names(right)))[0]
-    can_compare, known = of_first
+    can_compare = gather_objects(right is not None and right.can_compare)[0]
     runs = []
     for label, shard in _shardings(task, device) if can_compare else []:
-        observation = run_sharded(task, shard, known, device)
+        observation = _ShardedRun(task, shard, device).observe()
         if right is not None:
             found = compare(right, observation, repeats=device.type == "cpu")
             runs.append(RunReport(label, tuple(found), () if task.checkpoint else ("checkpoint",)))
@@ -158,26 +151,17 @@ def _check_here(task: Task, device: torch.device) -> ParityReport:
     return cast(ParityReport, gather_objects(report)[0])
 
 
-def _with_batches(task: Task) -> Task:
-    """Return the task with its batches, which must be the same on every rank; collective."""
-    made = _together(task.with_batches, "the batches could not be made")
-    digests = [digest_of_batch(batch) for batch in made.made]
-    ask([(dist.group.WORLD, digests)], _same_batches)
-    return made
-
-
 def _together(act: Callable[[], Result], failing: str) -> Result:
     """Call `act`, and raise on all ranks what a rank raises; collective."""
-    result = None
+    result: Result | None = None
     failure: Exception | None = None
     problem: Problem | None = None
     try:
         result = act()
-    except ConfigurationError as error:
-        failure, problem = error, (ConfigurationError, str(error))
     except Exception as error:  # noqa: BLE001 - the other ranks must raise it too
-        shown = "".join(traceback.format_exception(error)).strip()
-        failure, problem = error, (RankError, f"{failing}:\n{shown}")
+        failure, problem = error, (ConfigurationError, str(error))
+        if not isinstance(error, ConfigurationError):
+            problem = RankError, f"{failing}:\n{''.join(traceback.format_exception(error)).strip()}"
     ask([(dist.group.WORLD, problem)], first_problem, failure)
     return cast(Result, result)
 
@@ -188,33 +172,17 @@ def _same_batches(digests: Sequence[object]) -> Problem | None:
     return (ConfigurationError, f"{text}together, the same on every rank") if other else None
 
 
-def _names(reference: Reference) -> tuple[str, ...]:
-    """Return the names of parameters and buffers in the user's own model."""
-    places = reference.observation.values.items()
-    return tuple(name for (where, _), values in places if where in (INITIAL, BUFFER) for name in values)
-
-
 def _shardings(task: Task, device: torch.device) -> list[tuple[str, ShardFn]]:
     own = task.sharding()
     if own is not None:
         return [(str(getattr(own, "__name__", "shard_fn")), own)]
     return [
-        (f"strategy {place.value} ({place.name})", shard_with(place.name, device))
+        (f"strategy {place.value} ({place.name})", _shard_with(place.name, device))
         for place in map(resolve_strategy, task.strategies)
     ]
 
 
-def device_of(name: str | None) -> torch.device:
-    """Return the device on which this rank computes."""
-    if name is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        name = "cpu" if found is None or dist.get_backend() == "gloo" else found.type
-    if name == "cpu":
-        return torch.device("cpu")
-    return torch.device(name, torch.accelerator.current_device_index())
-
-
-def _check(task: Task) -> None:
+def _require_possible(task: Task) -> None:
     """Refuse arguments that no run could honour, before ranks are started."""
     require_count("steps", task.steps)
     require_count("microbatches", task.microbatches)
@@ -233,7 +201,7 @@ def _check(task: Task) -> None:
 _OTHER_SEED = 7919  # weights that loading has to replace
 
 
-def shard_with(strategy: int | str, device: torch.device) -> ShardFn:
+def _shard_with(strategy: int | str, device: torch.device) -> ShardFn:
     """Return a function that calls `fully_shard` over all ranks with a strategy and automatic units."""
 
     def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
@@ -243,63 +211,62 @@ def shard_with(strategy: int | str, device: torch.device) -> ShardFn:
     return shard
 
 
-def run_sharded(task: Task, shard: ShardFn, known: tuple[str, ...], device: torch.device) -> Observation:
-    """Train on these ranks and record what is compared, the same on every rank; collective.
+class _ShardedRun:
+    """Trains on these ranks and records what is compared, the same on every rank; every method is collective."""
 
-    `known` are the names of parameters and buffers in the user's own model.
-    """
-    trainee = Trainee(*_shard(shard, task.build(device)), task, known)
-    values = dict[Place, Values]({(INITIAL, 0): trainee.parameters()})
-    torch.manual_seed(task.seed)
-    for step in range(1, task.steps + 1):
-        values |= _step(task, trainee, step, device)
-    values[BUFFER, task.steps] = trainee.buffers()
-    trip = _round_trip(task, trainee, shard, known, device) if task.checkpoint else {}
-    return Observation(values, trip, _disagreements(values))
+    def __init__(self, task: Task, shard: ShardFn, device: torch.device) -> None:
+        self.task, self.shard, self.device = task, shard, device
 
+    def observe(self) -> Observation:
+        """Train, and save and load a checkpoint."""
+        trainee = self._trainee(self.task.seed)
+        values = dict[Place, Values]({(INITIAL, 0): trainee.parameters()})
+        torch.manual_seed(self.task.seed)
+        for step in range(1, self.task.steps + 1):
+            values |= self._step(trainee, step)
+        values[BUFFER, self.task.steps] = trainee.buffers()
+        trip = self._round_trip(trainee) if self.task.checkpoint else {}
+        return Observation(values, trip, _disagreements(values))
 
-def _shard(shard: ShardFn, pair: Pair) -> Pair:
-    """Call a sharding function."""
-    given: Any = shard(*pair)
-    is_pair = isinstance(given, tuple | list) and len(given) == 2
-    if not is_pair or not isinstance(given[0], nn.Module) or not hasattr(given[1], "step"):
-        kinds = ", ".join(type(each).__name__ for each in given) if isinstance(given, tuple | list) else ""
-        told = f"({kinds})" if kinds else type(given).__name__
-        raise ConfigurationError(
-            f"shard_fn gave {told}; it has to give (model, optimizer): return the optimizer too, as it is or new"
-        )
-    return given[0], given[1]
+    def _trainee(self, seed: int) -> Trainee:
+        model, optimizer = self.task.build(self.device, seed)
+        own_names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        given: Any = self.shard(model, optimizer)
+        is_pair = isinstance(given, tuple | list) and len(given) == 2
+        if not is_pair or not isinstance(given[0], nn.Module) or not hasattr(given[1], "step"):
+            kinds = ", ".join(type(each).__name__ for each in given) if isinstance(given, tuple | list) else ""
+            told = f"({kinds})" if kinds else type(given).__name__
+            raise ConfigurationError(
+                f"shard_fn gave {told}; it has to give (model, optimizer): return the optimizer too, as it is or new"
+            )
+        return Trainee(*given, self.task, own_names)
 
+    def _step(self, trainee: Trainee, step: int) -> dict[Place, Values]:
+        """Make one step with this rank's samples."""
+        num_ranks = dist.get_world_size()
+        of_ranks = slices_of_ranks(self.task.microbatches_of(step, num_ranks, self.device), num_ranks)
 
-def _step(task: Task, trainee: Trainee, step: int, device: torch.device) -> dict[Place, Values]:
-    """Make one step with this rank's samples."""
-    num_ranks = dist.get_world_size()
-    microbatches = task.microbatches_of(step, num_ranks, device)
+        def add_up(loss: float) -> float:
+            return sum(gather_objects(loss)) * self.task.share_of_rank(num_ranks)
 
-    def add_up(loss: float) -> float:
-        return sum(gather_objects(loss)) * task.share_of_rank(num_ranks)
+        return trainee.step(step, [of_ranks[dist.get_rank()]], add_up=add_up)
 
-    return trainee.step(step, [task.parts_of_rank(microbatches, dist.get_rank(), num_ranks)], add_up)
-
-
-def _round_trip(
-    task: Task, trainee: Trainee, shard: ShardFn, known: tuple[str, ...], device: torch.device
-) -> dict[Place, tuple[Values, Values]]:
-    """Save, load into a fresh model with other weights, and make one more step with both."""
-    made = tempfile.mkdtemp(prefix="mfsdp-doctor-", dir=task.checkpoint_dir) if dist.get_rank() == 0 else ""
-    folder = Path(gather_objects(made)[0])
-    try:
-        checkpointer = Checkpointer(folder)
-        checkpointer.save(task.steps, trainee.model, trainee.optimizer)
-        saved = _everything(trainee)
-        fresh = Trainee(*_shard(shard, task.build(device, task.seed + _OTHER_SEED)), task, known)
-        checkpointer.load(fresh.model, fresh.optimizer)
-        loaded, later = _everything(fresh), task.steps + 1
-        went_on, resumed = (_step(task, each, later, device)[WEIGHT, later] for each in (trainee, fresh))
-        return {(LOADED, 0): (saved, loaded), (RESUMED, later): (went_on, resumed)}
-    finally:
-        if made:
-            shutil.rmtree(made, ignore_errors=True)
+    def _round_trip(self, trainee: Trainee) -> dict[Place, tuple[Values, Values]]:
+        """Save, load into a fresh model with other weights, and make one more step with both."""
+        made = tempfile.mkdtemp(prefix="mfsdp-doctor-", dir=self.task.checkpoint_dir) if dist.get_rank() == 0 else ""
+        folder = Path(gather_objects(made)[0])
+        try:
+            checkpointer = Checkpointer(folder)
+            checkpointer.save(self.task.steps, trainee.model, trainee.optimizer)
+            saved = _everything(trainee)
+            fresh = self._trainee(self.task.seed + _OTHER_SEED)
+            checkpointer.load(fresh.model, fresh.optimizer)
+            loaded, later = _everything(fresh), self.task.steps + 1
+            went_on, resumed = (self._step(each, later)[WEIGHT, later] for each in (trainee, fresh))
+            return {(LOADED, 0): (saved, loaded), (RESUMED, later): (went_on, resumed)}
+        finally:
+            if made:
+                shutil.rmtree(made, ignore_errors=True)
 
 
 def _everything(trainee: Trainee) -> Values:
@@ -316,9 +283,9 @@ def _disagreements(values: Mapping[Place, Values]) -> dict[Place, dict[str, tupl
     everyone = gather_objects(mine)
     keys = dict.fromkeys(key for of_rank in everyone for key in of_rank)
     different = [key for key in keys if len({of_rank.get(key) for of_rank in everyone}) > 1]
-    if not different:
-        return {}
-    place = different[0][0]
-    names = [name for at, name in different if at == place]
-    of_ranks = gather_objects({name: values[place].get(name) for name in names})
-    return {place: {name: tuple(of_rank[name] for of_rank in of_ranks) for name in names}}
+    for place in values:
+        names = [name for at, name in different if at == place]
+        if names:
+            of_ranks = gather_objects({name: values[place].get(name) for name in names})
+            return {place: {name: tuple(of_rank[name] for of_rank in of_ranks) for name in names}}
+    return {}

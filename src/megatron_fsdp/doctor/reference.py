@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from megatron_fsdp.doctor.report import BUFFER, GRADIENT, INITIAL, LOSS, STATE, WEIGHT, Difference, few
-from megatron_fsdp.doctor.training import Observation, Part, Place, Task, Trainee, Values, number
+from megatron_fsdp.doctor.training import Place, Task, Trainee, Values, number, slices_of_ranks
 from megatron_fsdp.errors import ConfigurationError
 
 # ---- how far rounding may move a tensor ------------------------------------------------------------------------------
@@ -35,7 +36,7 @@ class Tolerance:
         growth = _GROWTH ** (max(step, 1) - 1)
         return Tolerance(self.part * growth, self.floor * growth)
 
-    def among(self, values: Iterable[Tensor | None]) -> Tolerance:
+    def among(self, values: Iterable[Tensor]) -> Tolerance:
         """Add a floor from the largest element of all gradients of a backward pass: a tenth of the tolerance of it.
 
         A gradient that is zero in exact arithmetic (of a bias that normalisation or softmax takes off again) is the
@@ -45,7 +46,7 @@ class Tolerance:
         smaller than 1e-6 of the largest element in float32 (5e-4 in float16, 3e-3 in bfloat16): a factor of 2 in a
         tensor 1e-4 times the largest is a hundred times that.
         """
-        sizes = [value.double().abs().nan_to_num(0.0, 0.0) for value in values if value is not None and value.numel()]
+        sizes = [value.double().abs().nan_to_num(0.0, 0.0) for value in values if value.numel()]
         return replace(self, floor=self.part * _FLOOR * max((float(size.max()) for size in sizes), default=0.0))
 
     def allowed(self, expected: Tensor, extra: Tensor | None = None) -> Tensor:
@@ -64,10 +65,6 @@ class Tolerance:
     def agrees(self, expected: Tensor, found: Tensor, extra: Tensor | None = None) -> bool:
         """Return whether shapes are equal and no element differs."""
         return expected.shape == found.shape and not bool(self.differing(expected, found, extra).any())
-
-    def agree_numbers(self, expected: float, found: float) -> bool:
-        """Return whether two numbers agree."""
-        return self.agrees(torch.tensor(expected, dtype=torch.float64), torch.tensor(found, dtype=torch.float64))
 
 
 EXACT = Tolerance(0.0)
@@ -90,7 +87,7 @@ class Reference:
     """The values that one process found."""
 
     tolerance: Tolerance  # how far a correct run may be from it
-    observation: Observation  # the right values; only initial weights where nothing can be compared
+    values: Mapping[Place, Values]  # the right ones, in the order of causes; empty where nothing can be compared
     finding: Difference | None = None  # what is wrong with the model or its loss, if anything is
     can_compare: bool = True  # whether the model repeats itself
     notes: tuple[str, ...] = ()  # remarks that are no fault
@@ -115,7 +112,7 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> Reference
         return run.result()
     except _NotComparableError as unfit:
         finding = Difference("one process against itself", 0, "", "not repeatable", str(unfit))
-        return Reference(run.tolerance, Observation({}), finding, can_compare=False, notes=run.notes())
+        return Reference(run.tolerance, {}, finding, can_compare=False, notes=run.notes())
 
 
 @dataclass(frozen=True)
@@ -151,13 +148,14 @@ class _OneProcess:
         self._require_repeatable_build(initial)
         microbatches = self.task.microbatches_of(1, self.num_ranks, self.device)
         whole = self._require_repeatable_pass(microbatches)
-        of_ranks = tuple(
-            self._try([self.task.parts_of_rank(microbatches, rank, self.num_ranks)]).gradients
-            for rank in range(self.num_ranks)
-        )
-        slices = self._try(self.task.parts_of_all(microbatches, self.num_ranks))
+        of_each = slices_of_ranks(microbatches, self.num_ranks)
+        of_ranks = tuple(self._try([of_rank]).gradients for of_rank in of_each)
+        slices = self._try(of_each, self.task.share_of_rank(self.num_ranks))
         not_a_mean = _differing(whole, slices, self.tolerance)
-        order = _watch_backward(self.trainee)
+        order: list[str] = []  # of parameters, as their gradients come
+        for name, param in self.trainee.named_parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(lambda _param, name=name: order.append(name))
         values, stale = self._train(initial, by_slices=not_a_mean is not None)
         # A batch norm normalises by the samples of a rank, so such a loss is no mean, and nothing is wrong with it.
         finding = None
@@ -166,7 +164,7 @@ class _OneProcess:
             finding = Difference("loss", 0, "", "not a mean", words)
         return Reference(
             tolerance=self.tolerance,
-            observation=Observation(values),
+            values=values,
             finding=finding,
             notes=self.notes() + self._tell_untrained(values),
             backward_order=tuple(dict.fromkeys(order)),
@@ -196,7 +194,7 @@ class _OneProcess:
     def _tell_untrained(self, values: Mapping[Place, Values]) -> tuple[str, ...]:
         gradients = [found for (where, _), found in values.items() if where == GRADIENT]
         trained = [name for name, param in self.trainee.named_parameters() if param.requires_grad]
-        names = [name for name in trained if all(found[name] is None for found in gradients)]
+        names = [name for name in trained if all(name not in found for found in gradients)]
         if not names:
             return ()
         told = f"{len(names)} trainable parameter(s) got no gradient in one process: {few(names)}; "
@@ -207,20 +205,23 @@ class _OneProcess:
     def _require_repeatable_build(self, initial: Values) -> None:
         again = self.probe.parameters()
         for name, value in initial.items():
-            other = again.get(name)
-            if value is not None and (other is None or not EXACT.agrees(value, other)):
+            if name not in again or not EXACT.agrees(value, again[name]):
                 raise _NotComparableError(
                     f"model_fn gives `{name}` other values each time, though torch.manual_seed is called before; draw "
                     "them from torch's generator, or load them"
                 )
 
     def _require_repeatable_pass(self, microbatches: list[object]) -> _Pass:
-        whole = self._try([self.task.parts_whole(microbatches)])
+        whole = self._try([microbatches])
         self._require_finite(1, "the first step", whole.loss, {"gradient": whole.gradients})
-        again = self._try([self.task.parts_whole(microbatches)], seed=self.task.seed + 1)
+        again = self._try([microbatches], seed=self.task.seed + 1)
         random = _differing(whole, again, self.tolerance)
         if random is not None:
-            raise _NotComparableError(_tell_random(random))
+            raise _NotComparableError(
+                f"the model does not repeat itself on the same samples: {random}; it draws random numbers (dropout) or "
+                "is not deterministic. Sharding was not judged: set dropout to 0, put the model into eval mode in "
+                "model_fn, or draw the noise from the samples"
+            )
         return whole
 
     def _require_finite(self, step: int, when: str, loss: float, kinds: Mapping[str, Values]) -> None:
@@ -232,18 +233,18 @@ class _OneProcess:
         hint = " (float16 ends at 65504, and Adam's eps of 1e-8 is zero in it)" if is_half else ""
         for kind, values in kinds.items():
             for name, value in values.items():
-                if value is not None and not bool(value.isfinite().all()):
+                if not bool(value.isfinite().all()):
                     raise _NotComparableError(
                         f"the {kind} of `{name}` in step {step} is not finite in one process already{hint}, and "
                         "sharding was not judged"
                     )
 
-    def _try(self, ranks: Sequence[Sequence[Part]], seed: int | None = None) -> _Pass:
+    def _try(self, ranks: Sequence[Sequence[Any]], share: float = 1.0, seed: int | None = None) -> _Pass:
         """Run forward and backward on the probe, and restore its buffers."""
         buffers = self.probe.buffers()
         torch.manual_seed(self.task.seed if seed is None else seed)
         self.probe.model.zero_grad()
-        found = _Pass(self.probe.backward(ranks), self.probe.gradients())
+        found = _Pass(self.probe.backward(ranks, share), self.probe.gradients())
         self.probe.put_back(buffers)
         return found
 
@@ -253,31 +254,20 @@ class _OneProcess:
         """Make all steps, and record what each after the first would be with the weights before the last update."""
         task, trainee = self.task, self.trainee
         values, stale = dict[Place, Values]({(INITIAL, 0): initial}), dict[Place, Values]()
-        weights = [initial]
+        weights, share = [initial], task.share_of_rank(self.num_ranks) if by_slices else 1.0
         for step in range(1, task.steps + 1):
             microbatches = task.microbatches_of(step, self.num_ranks, self.device)
-            whole = [task.parts_whole(microbatches)]
-            ranks = task.parts_of_all(microbatches, self.num_ranks) if by_slices else whole
+            ranks = slices_of_ranks(microbatches, self.num_ranks) if by_slices else [microbatches]
             if step > 1:
-                self._set_probe(weights[-2])
-                found = self._try(ranks)
+                self.probe.put_back({**trainee.buffers(), **weights[-2]})
+                found = self._try(ranks, share)
                 stale |= {(LOSS, step): {"": number(found.loss)}, (GRADIENT, step): found.gradients}
-            record = trainee.step(step, ranks)
-            loss = record[LOSS, step][""]
-            assert loss is not None
+            record = trainee.step(step, ranks, share)
             kinds = {"gradient": record[GRADIENT, step], "weight": record[WEIGHT, step]}
-            self._require_finite(step, f"step {step}", float(loss), kinds)
+            self._require_finite(step, f"step {step}", float(record[LOSS, step][""]), kinds)
             values |= record
             weights.append(record[WEIGHT, step])
         return values | {(BUFFER, task.steps): trainee.buffers()}, stale
-
-    def _set_probe(self, weights: Values) -> None:
-        self.probe.put_back(self.trainee.buffers())
-        with torch.no_grad():
-            for name, param in self.probe.named_parameters():
-                value = weights[name]
-                if value is not None:
-                    param.copy_(value)
 
     def _spread(
         self, values: Mapping[Place, Values], of_ranks: Sequence[Values], stale: Mapping[Place, Values]
@@ -288,7 +278,7 @@ class _OneProcess:
         Elements that no sample reaches (a row of an embedding) have a gradient of exactly zero, and are left alone:
         they are zero in other gradients of the same samples too.
         """
-        spread: list[dict[str, Tensor | None]] = [{} for _ in range(self.task.steps)]
+        spread: list[dict[str, Tensor]] = [{} for _ in range(self.task.steps)]
         for sign in (1.0, -1.0):
             trainee = Trainee(*self.task.build(self.device), self.task)
             for step in range(1, self.task.steps + 1):
@@ -296,9 +286,9 @@ class _OneProcess:
                 others = of_ranks if step == 1 else [stale[GRADIENT, step]]
                 allowed = self.tolerance.at_step(step).among(gradients.values())
                 for name, param in trainee.named_parameters():
-                    grad = gradients[name]
-                    if grad is not None:
-                        alike = [each for each in (grad, *(found.get(name) for found in others)) if each is not None]
+                    if name in gradients:
+                        grad = gradients[name]
+                        alike = [grad, *(found[name] for found in others if name in found)]
                         is_reached = torch.stack([each != 0 for each in alike]).any(0)
                         shift = sign * allowed.allowed(grad) * is_reached
                         param.grad = (grad.double() + shift).to(param.device, param.dtype)
@@ -308,44 +298,25 @@ class _OneProcess:
                 trainee.optimizer.zero_grad()
                 rights = {**values[WEIGHT, step], **values[STATE, step]}
                 for name, value in {**trainee.parameters(), **trainee.optimizer_state()[1]}.items():
-                    right, known = rights.get(name), spread[step - 1].get(name)
-                    if value is not None and right is not None:
-                        moved = (value.double() - right.double()).abs()
-                        spread[step - 1][name] = moved if known is None else torch.maximum(known, moved)
+                    if name in rights:
+                        moved = (value.double() - rights[name].double()).abs()
+                        spread[step - 1][name] = torch.maximum(moved, spread[step - 1].get(name, moved))
         return tuple(spread)
-
-
-def _watch_backward(trainee: Trainee) -> list[str]:
-    """Return a list that fills with the names of parameters in the order in which their gradients come."""
-    order: list[str] = []
-    for name, param in trainee.named_parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(lambda _param, name=name: order.append(name))
-    return order
 
 
 def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | None:
     """Describe the first difference; None if there is none."""
-    if not tolerance.agree_numbers(expected.loss, found.loss):
+    if not tolerance.agrees(number(expected.loss), number(found.loss)):
         return f"the loss is {expected.loss:.9g}, then {found.loss:.9g}"
     allowed = tolerance.among(expected.gradients.values())
-    for name, want in expected.gradients.items():
-        got = found.gradients.get(name)
+    for name in {**expected.gradients, **found.gradients}:
+        want, got = expected.gradients.get(name), found.gradients.get(name)
         if want is None or got is None:
-            if want is not got:
-                return f"the gradient of `{name}` is there only once"
-        elif not allowed.agrees(want, got):
+            return f"the gradient of `{name}` is there only once"
+        if not allowed.agrees(want, got):
             error, largest = (float(each.double().abs().max()) for each in (got.double() - want.double(), want))
             return f"the gradient of `{name}` changes by up to {error:.3g} (its largest element is {largest:.3g})"
     return None
-
-
-def _tell_random(difference: str) -> str:
-    return (
-        f"the model does not repeat itself on the same samples: {difference}; it draws random numbers (dropout) or is "
-        "not deterministic. Sharding was not judged: set dropout to 0, put the model into eval mode in model_fn, or "
-        "draw the noise from the samples"
-    )
 
 
 def _tell_not_mean(task: Task, whole: float, slices: float, num_ranks: int, difference: str) -> str:

@@ -13,15 +13,16 @@ INITIAL, LOSS, GRADIENT, NORM = "initial weight", "loss", "gradient", "gradient 
 COUNTER, WEIGHT, STATE, BUFFER = "step counter", "weight", "optimizer state", "buffer"
 LOADED, RESUMED = "checkpoint", "step after loading"
 
-COLUMNS = (
-    ("initial weights", (INITIAL,)),
-    ("loss", (LOSS,)),
-    ("gradients", (GRADIENT,)),
-    ("norm", (NORM,)),
-    ("updates", (COUNTER, WEIGHT, STATE, BUFFER)),
-    ("checkpoint", (LOADED, RESUMED)),
-)
-"""The columns of each run, and the places that belong to each."""
+COLUMN_OF = {
+    INITIAL: "initial weights",
+    LOSS: "loss",
+    GRADIENT: "gradients",
+    NORM: "norm",
+    **dict.fromkeys((COUNTER, WEIGHT, STATE, BUFFER), "updates"),
+    **dict.fromkeys((LOADED, RESUMED), "checkpoint"),
+}
+"""The columns of each run, by the places that belong to each."""
+COLUMNS = tuple(dict.fromkeys(COLUMN_OF.values()))
 
 LIMITS = "sharding changes nothing; a fault of the model itself, which one process has too, is not seen"
 """The limits that a passed report states."""
@@ -54,10 +55,8 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON: numbers that are not finite become None."""
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in {**asdict(self), "also": list(self.also)}.items()
-        }
+        told = {**asdict(self), "also": list(self.also)}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in told.items()}
 
 
 @dataclass(frozen=True)
@@ -70,15 +69,10 @@ class RunReport:
 
     def cells(self) -> list[str]:
         """Return one word for each column: ok, "DIFFERS, step 2" (where it differs first) or "-"."""
-        return [self._cell(title, places) for title, places in COLUMNS]
-
-    def _cell(self, title: str, places: tuple[str, ...]) -> str:
-        if title in self.left_out:
-            return "-"
-        here = [difference for difference in self.differences if difference.where in places]
-        if not here:
-            return "ok"
-        return f"DIFFERS, step {here[0].step}" if here[0].step else "DIFFERS"
+        words = dict.fromkeys(COLUMNS, "ok") | dict.fromkeys(self.left_out, "-")
+        for difference in reversed(self.differences):
+            words[COLUMN_OF[difference.where]] = f"DIFFERS, step {difference.step}" if difference.step else "DIFFERS"
+        return list(words.values())
 
 
 @dataclass(frozen=True)
@@ -131,7 +125,7 @@ class ParityReport:
     def told(self) -> str:
         """Return the whole report as text: a table of the runs, the diagnosis, and the verdict."""
         rows = [[run.label, *run.cells()] for run in self.runs]
-        table = [*table_lines(["", *(title for title, _ in COLUMNS)], rows), ""] if rows else []
+        table = [*table_lines(["", *COLUMNS], rows), ""] if rows else []
         return "\n".join([*table, *self.diagnosis(), f"{self.verdict}: {self.compared()}"])
 
     def __str__(self) -> str:
@@ -150,7 +144,7 @@ class ParityReport:
                 {
                     "label": run.label,
                     "passed": not run.differences,
-                    "results": {title: cell for (title, _), cell in zip(COLUMNS, run.cells(), strict=True)},
+                    "results": dict(zip(COLUMNS, run.cells(), strict=True)),
                     "differences": [difference.to_dict() for difference in run.differences],
                 }
                 for run in self.runs

@@ -6,12 +6,13 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.doctor.report import COUNTER, GRADIENT, LOSS, NORM, STATE, WEIGHT
@@ -22,8 +23,6 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 ShardFn = Callable[[nn.Module, torch.optim.Optimizer], Pair]
-Part = tuple[float, Any]
-"""A weight of the loss, and its samples."""
 
 LEARNING_RATE = 1e-3
 
@@ -46,7 +45,7 @@ class Task:
     part_allowed: float | None = None  # `tolerance` of `check_parity`
     checkpoint: bool = True
     checkpoint_dir: str | None = None
-    made: tuple[Any, ...] = ()  # the batch of each step, once it is made, so that every run gets the same one
+    made: tuple[Any, ...] = ()  # the batch of each step, so that every run gets the same one
 
     def build(self, device: torch.device, seed: int | None = None) -> Pair:
         """Build the model on a device and its optimizer, from a known state of the random generators."""
@@ -74,46 +73,33 @@ class Task:
 
     def with_batches(self) -> Task:
         """Make the batch of every step, and of one more where there is a checkpoint."""
-        made = tuple(self._make_batch(step) for step in range(1, self.steps + 1 + self.checkpoint))
-        batch = self._batch()
+        batch: Any = import_by_path(self.batch, "batch") if isinstance(self.batch, str) else self.batch
         takes_seed = callable(batch) and bool(inspect.signature(batch).parameters)
-        if takes_seed and digest_of_batch(made[0]) != digest_of_batch(self._make_batch(1)):
+
+        def make(step: int) -> Any:
+            torch.manual_seed(self.seed + step)
+            return batch(self.seed + step) if takes_seed else batch() if callable(batch) else batch
+
+        made = tuple(make(step) for step in range(1, self.steps + 1 + self.checkpoint))
+        if takes_seed and digest_of_batch(made[0]) != digest_of_batch(make(1)):
             raise ConfigurationError(
                 f"batch({self.seed + 1}) gives other samples each time, though torch.manual_seed is called before; "
                 "draw them from a generator with the seed it is given"
             )
         return replace(self, made=made)
 
-    def _batch(self) -> Any:
-        return _resolve(self.batch, "batch") if isinstance(self.batch, str) else self.batch
-
-    def _make_batch(self, step: int) -> Any:
-        batch = self._batch()
-        if not callable(batch):
-            return batch
-        torch.manual_seed(self.seed + step)
-        return batch(self.seed + step) if inspect.signature(batch).parameters else batch()
-
     def microbatches_of(self, step: int, num_ranks: int, device: torch.device) -> list[Any]:
         """Return the microbatches of a step (counted from 1), each of all ranks together."""
-        batch = self.made[step - 1] if self.made else self._make_batch(step)
-        check_divides(batch, num_ranks, self.microbatches)
+        batch = self.made[step - 1]
+        samples, parts = count_samples(batch), num_ranks * self.microbatches
+        if samples == 0 or samples % parts:
+            raise ConfigurationError(
+                f"a batch of {samples} samples does not divide into {self.microbatches} microbatch(es) of {num_ranks} "
+                f"equal slices; give a multiple of {parts} samples, or another number of ranks or microbatches"
+            )
         # A copy: a model may write to what it is given.
         batch = tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, batch)
-        return [part_of(batch, number, self.microbatches) for number in range(self.microbatches)]
-
-    def parts_of_rank(self, microbatches: list[Any], rank: int, num_ranks: int) -> list[Part]:
-        """Return the weighted samples of one rank."""
-        return [(1 / self.microbatches, part_of(micro, rank, num_ranks)) for micro in microbatches]
-
-    def parts_of_all(self, microbatches: list[Any], num_ranks: int) -> list[list[Part]]:
-        """Return the samples of every rank, weighted so that losses add up as those of ranks do."""
-        share = self.share_of_rank(num_ranks) / self.microbatches
-        return [[(share, part_of(micro, rank, num_ranks)) for micro in microbatches] for rank in range(num_ranks)]
-
-    def parts_whole(self, microbatches: list[Any]) -> list[Part]:
-        """Return whole microbatches, weighted."""
-        return [(1 / self.microbatches, micro) for micro in microbatches]
+        return parts_of(batch, self.microbatches)
 
     def share_of_rank(self, num_ranks: int) -> float:
         """Return the weight of one rank's loss in that of all ranks."""
@@ -136,7 +122,7 @@ class Task:
 
 def _resolve(given: Any, argument: str) -> Callable[..., Any]:
     found = import_by_path(given, argument) if isinstance(given, str) else given
-    if not callable(found) and argument != "batch":
+    if not callable(found):
         raise ConfigurationError(f"{argument} is {found!r}; give a function, or the import path of one")
     return cast(Callable[..., Any], found)
 
@@ -179,52 +165,42 @@ def count_samples(batch: Any) -> int:
     return next(iter(lengths.values()))
 
 
-def check_divides(batch: Any, num_ranks: int, microbatches: int) -> None:
-    """Refuse a batch that ranks and microbatches do not divide."""
-    samples = count_samples(batch)
-    if samples == 0 or samples % (num_ranks * microbatches):
-        raise ConfigurationError(
-            f"a batch of {samples} samples does not divide into {microbatches} microbatch(es) of {num_ranks} equal "
-            f"slices; give a multiple of {num_ranks * microbatches} samples, or another number of ranks or microbatches"
-        )
-
-
-def part_of(batch: Any, index: int, count: int) -> Any:
-    """Return part `index` of `count` equal parts, in the order of the samples."""
+def parts_of(batch: Any, count: int) -> list[Any]:
+    """Cut a batch into equal parts, in the order of the samples."""
     length = count_samples(batch) // count
 
-    def cut(leaf: Any) -> Any:
+    def cut(leaf: Any, part: int) -> Any:
         has_samples = isinstance(leaf, Tensor) and leaf.dim() > 0
-        return leaf[index * length : (index + 1) * length] if has_samples else leaf
+        return leaf[part * length : (part + 1) * length] if has_samples else leaf
 
-    return tree_map(cut, batch)
+    return [tree_map(partial(cut, part=part), batch) for part in range(count)]
 
 
-def digest_of(value: Tensor | None) -> bytes:
-    """Hash bits and shape of a CPU tensor; return b"" for None."""
-    if value is None:
-        return b""
+def slices_of_ranks(microbatches: Sequence[Any], num_ranks: int) -> list[list[Any]]:
+    """Return the samples of each rank: its slice of every microbatch."""
+    slices = [parts_of(each, num_ranks) for each in microbatches]
+    return [list(of_rank) for of_rank in zip(*slices, strict=True)]
+
+
+def digest_of(value: Tensor) -> bytes:
+    """Hash bits and shape of a CPU tensor."""
     data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(data + repr(value.shape).encode(), digest_size=16).digest()
 
 
 def digest_of_batch(batch: Any) -> bytes:
     """Hash the tensors, numbers and strings in dicts, tuples and lists; ignore other values."""
-    total = hashlib.blake2b(digest_size=16)
-    for leaf in tree_flatten(batch)[0]:
-        if isinstance(leaf, Tensor):
-            total.update(digest_of(leaf.cpu()))
-        elif isinstance(leaf, str | int | float):
-            total.update(repr(leaf).encode())
-    return total.digest()
+    leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor | str | int | float))
+    each = (digest_of(leaf.cpu()) if isinstance(leaf, Tensor) else repr(leaf).encode() for leaf in leaves)
+    return hashlib.blake2b(b"".join(each), digest_size=16).digest()
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
-Values = Mapping[str, Tensor | None]
-"""Whole tensors on the CPU by the names of the user's model; the loss and the norm by an empty name."""
+Values = Mapping[str, Tensor]
+"""Whole tensors on the CPU by the names of the user's model, as far as there are any; the loss and the norm by ""."""
 Place = tuple[str, int]
 """The kind of value, and its step (from 1; 0: before the first)."""
 AddUp = Callable[[float], float]
@@ -265,28 +241,28 @@ class Trainee:
         return {name: whole(param) for name, param in self.named_parameters()}
 
     def gradients(self) -> Values:
-        """Return the whole gradients; None where there is none."""
-        found: dict[str, Tensor | None] = {}
+        """Return the whole gradients of those that have one."""
+        found: dict[str, Tensor] = {}
         for name, param in self.named_parameters():
             grad = param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
-            found[name] = None if grad is None else whole(grad)
+            if grad is not None:
+                found[name] = whole(grad)
         return found
 
     def buffers(self) -> Values:
         """Return the whole buffers."""
         return {self._own_name(name): whole(buffer) for name, buffer in self.model.named_buffers()}
 
-    def put_back(self, buffers: Values) -> None:
-        """Set the buffers of an unsharded model to earlier values."""
+    def put_back(self, values: Values) -> None:
+        """Set the parameters and buffers of an unsharded model that are named to earlier values."""
         with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                value = buffers.get(name)
-                if value is not None:
-                    buffer.copy_(value)
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                if name in values:
+                    tensor.copy_(values[name])
 
     def optimizer_state(self) -> tuple[Values, Values]:
         """Return the step counter of each parameter, and the other tensors as `<parameter>: <slot>`."""
-        counters, tensors = dict[str, Tensor | None](), dict[str, Tensor | None]()
+        counters, tensors = dict[str, Tensor](), dict[str, Tensor]()
         for name, param in self.named_parameters():
             for slot, value in self.optimizer.state.get(param, {}).items():
                 if slot == "step":
@@ -304,35 +280,36 @@ class Trainee:
             short = short.removeprefix("module.")
             if short in self._known:
                 return short
-        bare = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        return bare if bare in self._known else name
+        # Also of a buffer that was registered later.
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def backward(self, ranks: Sequence[Sequence[Part]]) -> float:
-        """Run forward and backward of the parts of several ranks; return the weighted sum of the losses.
+    def backward(self, ranks: Sequence[Sequence[Any]], share: float = 1.0) -> float:
+        """Run forward and backward of the samples of several ranks, microbatch by microbatch; return the sum of losses.
 
-        Each rank begins with the same buffers, those of the first are kept, and gradients add up.
+        Each rank begins with the same buffers, those of the first are kept, and gradients add up. The mean over its
+        microbatches is weighted by `share`.
         """
-        before, kept, total = None, None, 0.0
-        for place, parts in enumerate(ranks):
-            if len(ranks) > 1:
-                before = self.buffers() if before is None else before
-                self.put_back(before)
-            for weight, samples in parts:
+        weight, total = share / self._task.microbatches, 0.0
+        before: Values = self.buffers() if len(ranks) > 1 else {}
+        kept: Values = {}
+        for microbatches in ranks:
+            self.put_back(before)
+            for samples in microbatches:
                 loss = self._task.loss_of(self.model, samples)
                 (loss * weight).backward()
                 total += float(loss.detach()) * weight
-            if place == 0 and len(ranks) > 1:
-                kept = self.buffers()
-        if kept is not None:
-            self.put_back(kept)
+            kept = kept or (self.buffers() if before else {})
+        self.put_back(kept)
         return total
 
-    def step(self, number_of_step: int, ranks: Sequence[Sequence[Part]], add_up: AddUp = float) -> dict[Place, Values]:
-        """Make one optimizer step with the parts of the given ranks, and record everything."""
+    def step(
+        self, number_of_step: int, ranks: Sequence[Sequence[Any]], share: float = 1.0, add_up: AddUp = float
+    ) -> dict[Place, Values]:
+        """Make one optimizer step with the samples of the given ranks, and record everything."""
         self.optimizer.zero_grad()
-        loss = add_up(self.backward(ranks))
+        loss = add_up(self.backward(ranks, share))
         gradients = self.gradients()
         norm = self._clip()
         self.optimizer.step()
@@ -352,11 +329,8 @@ class Trainee:
         """Clip by the model's own method, else by torch's, and return the norm before clipping."""
         if self._task.max_norm is None:
             return None
-        clip: Any = getattr(self.model, "clip_grad_norm_", None)
-        if clip is not None:
-            norm = clip(self._task.max_norm)
-        else:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._task.max_norm)
+        torchs_own = partial(nn.utils.clip_grad_norm_, self.model.parameters())
+        norm = getattr(self.model, "clip_grad_norm_", torchs_own)(self._task.max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import groupby
 
 from megatron_fsdp.engine.observer import Phase, close_phase
 from megatron_fsdp.hang.log_file import NO_NUMBER, Logs, Mark, RankLog, Record, UnitFacts
@@ -43,16 +45,8 @@ _WAITING = {
 
 ON_REQUEST = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE})
 """Phases that take all ranks and that the caller asks for, outside of forward and backward too."""
-_COMMUNICATES = ON_REQUEST | {
-    Phase.GATHER,
-    Phase.WAIT,
-    Phase.REDUCE,
-    Phase.FINALISE,
-    Phase.GATHER_OUTER,
-    Phase.REDUCE_OUTER,
-    Phase.RETIRE,
-}
 _BETWEEN = ON_REQUEST | {Phase.INSTALL, Phase.REDUCE, Phase.RETIRE}
+_COMPUTES = {Phase.FORWARD, Phase.BACKWARD, Phase.RELEASE, Phase.COPY, Phase.INSTALL}
 
 
 class Doing(Enum):
@@ -121,7 +115,12 @@ class State:
     @property
     def waited_in_vain(self) -> bool:
         """Whether communication ended in an error, such as that of a time limit."""
-        return self.failure is not None and self.failure.phase in _COMMUNICATES
+        return self.failure is not None and self.failure.phase not in _COMPUTES
+
+    @property
+    def waits_or_did(self) -> bool:
+        """Whether it communicates, or did until that ended in an error."""
+        return self.waits or self.waited_in_vain
 
     @property
     def own_error_ns(self) -> int | None:
@@ -151,7 +150,8 @@ class State:
     @property
     def place_told(self) -> str:
         """The place of its phase, such as `in the forward of step 3`."""
-        return where(self.last.step, self)
+        assert self.phase is not None
+        return where(self.last.step, self.phase, self.in_backward)
 
     @property
     def doing_told(self) -> str:
@@ -200,7 +200,19 @@ def state_of(log: RankLog) -> State:
     """Derive from a log what its rank was doing."""
     if not log.records:
         return State(log, Doing.NOTHING_YET)
-    open_phases, failure = _unwind(log.records)
+    open_phases: list[Record] = []  # outermost first
+    failure: Record | None = None  # that was not recovered from
+    operations: dict[int, Record] = {}
+    for record in log.records:
+        if record.mark is Mark.BEGINS:
+            open_phases.append(record)
+        elif record.mark is Mark.LAUNCHES:
+            operations[record.counted] = record
+        elif record.mark in (Mark.ENDS, Mark.FAILED):
+            close_phase(open_phases, record.phase, record.unit)
+            failure = failure or (record if record.mark is Mark.FAILED else None)
+        elif record.mark is Mark.RESET:
+            open_phases, failure, operations = [], None, {}
     over = next((record for record in reversed(log.records) if record.mark is not Mark.GOODBYE), log.records[-1])
     innermost = failure or (open_phases[-1] if open_phases else over)
     phase, unit, doing = innermost.phase, innermost.unit, Doing.OUTSIDE
@@ -209,39 +221,10 @@ def state_of(log: RankLog) -> State:
     elif log.records[-1].mark is Mark.GOODBYE:
         doing = Doing.ENDED
     elif open_phases:
-        doing = Doing.WAITS if phase in _COMMUNICATES else Doing.COMPUTES
+        doing = Doing.COMPUTES if phase in _COMPUTES else Doing.WAITS
     if doing in (Doing.OUTSIDE, Doing.COMPUTES) and log.beat is not None and log.beat.collective != NO_NUMBER:
         doing, phase, unit = Doing.WAITS, log.beat.phase, log.beat.unit
-    return State(
-        log, doing, phase, unit, innermost.in_backward, _operations(log.records), failure, is_inside=bool(open_phases)
-    )
-
-
-def _unwind(records: Sequence[Record]) -> tuple[list[Record], Record | None]:
-    """Return the open phases, outermost first, and the failure that was not recovered from."""
-    stack: list[Record] = []
-    failure: Record | None = None
-    for record in records:
-        if record.mark is Mark.BEGINS:
-            stack.append(record)
-        elif record.mark in (Mark.ENDS, Mark.FAILED):
-            close_phase(stack, record.phase, record.unit)
-            if record.mark is Mark.FAILED:
-                failure = failure or record
-        elif record.mark is Mark.RESET:
-            stack.clear()
-            failure = None
-    return stack, failure
-
-
-def _operations(records: Sequence[Record]) -> dict[int, Record]:
-    found: dict[int, Record] = {}
-    for record in records:
-        if record.mark is Mark.RESET:
-            found.clear()
-        elif record.mark is Mark.LAUNCHES:
-            found[record.counted] = record
-    return found
+    return State(log, doing, phase, unit, innermost.in_backward, operations, failure, is_inside=bool(open_phases))
 
 
 # ---- what is odd ----------------------------------------------------------------------------------------------------
@@ -327,11 +310,9 @@ def explain(logs: Logs, after_s: float) -> Explanation:
 class _Ranks:
     """The ranks that share one model."""
 
-    def __init__(self, peers: Sequence[int], members: Sequence[State], after_s: float) -> None:
-        self.peers = peers
-        self.states = {state.rank: state for state in members}
-        self.after_s = after_s
-        self.newest_ns = max(state.seen_ns for state in members)
+    def __init__(self, peers: Sequence[int], states: Sequence[State], after_s: float) -> None:
+        self.peers, self.states, self.after_s = peers, states, after_s
+        self.newest_ns = max(state.seen_ns for state in states)
 
     def find(self) -> Finding:
         """Find what is odd; causes come before their consequences."""
@@ -342,11 +323,7 @@ class _Ranks:
 
     def _stuck(self) -> list[State]:
         """Return the ranks that communicate and have been quiet for too long, or whose wait ended in an error."""
-        return [
-            state
-            for state in self.states.values()
-            if state.waited_in_vain or (state.waits and self._stands_still(state))
-        ]
+        return [each for each in self.states if each.waited_in_vain or (each.waits and self._stands_still(each))]
 
     def _stands_still(self, state: State) -> bool:
         """Return whether a rank had been quiet for too long when it was last seen.
@@ -354,18 +331,19 @@ class _Ranks:
         A launcher ends the remaining ranks by SIGTERM when one has failed. If a wait had ended in an error, by whatever
         time limit, a remaining rank stood still if it was quiet for longer than clocks and heartbeats are uncertain.
         """
-        is_rest = state.was_terminated and any(other.waited_in_vain for other in self.states.values())
+        is_rest = state.was_terminated and any(other.waited_in_vain for other in self.states)
         return state.quiet_s >= (min(self.after_s, 2 * _UNSURE_S) if is_rest else self.after_s)
 
     # ---- ranks that are not there -------------------------------------------------------------------------------
 
     def _missing(self) -> Finding | None:
-        missing = tuple(rank for rank in self.peers if rank not in self.states)
-        began_ns = max(state.log.writer.started_ns for state in self.states.values())
+        known = {state.rank for state in self.states}
+        missing = tuple(rank for rank in self.peers if rank not in known)
+        began_ns = max(state.log.writer.started_ns for state in self.states)
         if not missing or (self.newest_ns - began_ns) / 1e9 < self.after_s:
             return None
         told = "left no log here: never started, stopped before its model was wrapped, or writes to another folder"
-        return self._odd(Kind.MISSING, missing, f"{listed(missing)} {told}")
+        return Finding(Kind.MISSING, missing, (f"{listed(missing)} {told}", *self._told(self.states)))
 
     def _over(self) -> Finding | None:
         """Find ranks whose process or pass is over while others go on: the first of them.
@@ -373,92 +351,82 @@ class _Ranks:
         A rank that stood still before its process died, while others waited, is reported as standing still.
         """
         stuck = self._stuck()
-        own = {rank: at for rank, state in self.states.items() if (at := state.own_error_ns) is not None}
-        dead = {rank: self.states[rank] for rank in self._gone()}
-        gone = {rank: state.seen_ns for rank, state in dead.items() if not (stuck and self._stands_still(state))}
-        first_own = min(own.values(), default=None)
-        first_gone = min(gone.values(), default=None)
-        if first_own is not None and (first_gone is None or first_own <= first_gone + _UNSURE_S * 1e9):
-            return self._raised(tuple(rank for rank, at in own.items() if at == first_own))
-        if first_gone is not None:
-            return self._died(tuple(rank for rank, at in gone.items() if at <= first_gone + _UNSURE_S * 1e9))
-        ended = tuple(
-            rank for rank, state in self.states.items() if state.doing is Doing.ENDED and not state.waited_in_vain
-        )
-        if ended and stuck:
-            return self._odd(Kind.ENDED, ended, f"{listed(ended)} ended its program, while others go on")
-        return None
+        raised = [(at, state) for state in self.states if (at := state.own_error_ns) is not None]
+        gone = [state for state in self._gone() if not (stuck and self._stands_still(state))]
+        first_raised = min((at for at, _ in raised), default=math.inf)
+        first_gone = min((state.seen_ns for state in gone), default=math.inf) + _UNSURE_S * 1e9
+        if raised and first_raised <= first_gone:
+            return self._raised([state for at, state in raised if at == first_raised])
+        if gone:
+            return self._died([state for state in gone if state.seen_ns <= first_gone])
+        ended = [state for state in self.states if state.doing is Doing.ENDED and not state.waited_in_vain]
+        return self._odd(Kind.ENDED, ended, "ended its program, while others go on") if ended and stuck else None
 
-    def _gone(self) -> list[int]:
+    def _gone(self) -> list[State]:
         """Return the ranks whose process died before those of others; none where all died together.
 
         A rank whose communication failed first is not the cause, however it ended.
         """
-        silent_s = {rank: (self.newest_ns - state.seen_ns) / 1e9 for rank, state in self.states.items()}
-        if all(state.is_gone for state in self.states.values()):
-            unsuspecting = [rank for rank, state in self.states.items() if state.failure is None]
+        silent_s = {state.rank: (self.newest_ns - state.seen_ns) / 1e9 for state in self.states}
+        if all(state.is_gone for state in self.states):
+            unsuspecting = [state for state in self.states if state.failure is None]
             if 0 < len(unsuspecting) < len(self.states):  # the others still saw communication fail
                 return unsuspecting
-            return [rank for rank in self.states if silent_s[rank] > 2 * _UNSURE_S]
+            return [state for state in self.states if silent_s[state.rank] > 2 * _UNSURE_S]
         return [
-            rank
-            for rank, state in self.states.items()
+            state
+            for state in self.states
             if not state.waited_in_vain
             and state.doing is not Doing.ENDED
-            and (state.is_gone or (state.is_gone is None and silent_s[rank] > _SILENT_S))
+            and (state.is_gone or (state.is_gone is None and silent_s[state.rank] > _SILENT_S))
         ]
 
-    def _raised(self, ranks: tuple[int, ...]) -> Finding:
-        state = self.states[ranks[0]]
+    def _raised(self, odd: Sequence[State]) -> Finding:
+        state = odd[0]
         place = f"outside of the model in step {state.last.step}"
         unit: tuple[str, ...] = ()
         if state.failure is not None or state.is_inside:
             # A hook of autograd fails untold, in the backward of a unit that never ends.
             place, unit = f"while it {state.phase_told} {state.place_told}", state.unit_told
         words = (f"  {line}" for line in state.log.words.splitlines())
-        return self._odd(Kind.RAISED, ranks, f"{listed(ranks)} raised an error {place}:", *words, *unit)
+        return self._odd(Kind.RAISED, odd, f"raised an error {place}:", *words, *unit)
 
-    def _died(self, ranks: tuple[int, ...]) -> Finding:
-        state = self.states[ranks[0]]
-        told = f"{listed(ranks)} {state.death_told}; the last thing known: it {state.doing_told}"
-        return self._odd(Kind.DIED, ranks, told, *state.stack_told, *state.unit_told)
+    def _died(self, odd: Sequence[State]) -> Finding:
+        state = odd[0]
+        told = f"{state.death_told}; the last thing known: it {state.doing_told}"
+        return self._odd(Kind.DIED, odd, told, *state.stack_told, *state.unit_told)
 
     # ---- ranks that do something else ---------------------------------------------------------------------------
 
     def _different(self) -> Finding | None:
-        epochs = {state.last.epoch for state in self.states.values()}
+        waiting = self._told([state for state in self.states if state.waits_or_did])
+        epochs: dict[int, list[int]] = {}
+        for state in self.states:
+            epochs.setdefault(state.last.epoch, []).append(state.rank)
         if len(epochs) > 1:
-            return self._reset_alone() if self._stuck() else None
-        found = first_mismatch({rank: state.operations for rank, state in self.states.items()})
-        if found is None:
+            alone = min(epochs.values(), key=len)
+            told = "called reset() a different number of times than the other ranks; call it on every rank"
+            finding = Finding(Kind.RESET, tuple(alone), (f"{listed(alone)} {told}", *waiting))
+            return finding if self._stuck() else None
+        camps = _first_mismatch(self.states)
+        if not camps:
             return None
-        number, alike = found
-        camps = [(ranks, self.states[ranks[0]].operations[number]) for ranks in alike]
         (others, usual), *odd = sorted(camps, key=lambda camp: -len(camp[0]))
         # Of as many against as many, nobody can say who is right.
         is_tie = len(others) == len(odd[0][0])
         ranks = tuple(sorted(rank for camp, _ in (camps if is_tie else odd) for rank in camp))
         if odd[0][1].kind == usual.kind:
             told = (
-                f"{listed(odd[0][0])} did something else than {listed(others)} before operation {number}, the "
+                f"{listed(odd[0][0])} did something else than {listed(others)} before operation {usual.counted}, the "
                 "first that all logs hold"
             )
             return Finding(Kind.DIFFERENT, ranks, (told, _ADVICE))
-        units = self.states[others[0]].log.writer.units
-        does = [f"{subject(camp)} {operation_told(operation, units)}" for camp, operation in odd]
-        place = f"(operation {number}, {where(usual.step, usual)})"
-        told = f"{', '.join(does)} where {subject(others)} {operation_told(usual, units)} {place}"
+        units = next(state for state in self.states if state.rank == others[0]).log.writer.units
+        does = ", ".join(f"{subject(camp)} {operation_told(operation, units)}" for camp, operation in odd)
+        place = f"(operation {usual.counted}, {where(usual.step, usual.phase, usual.in_backward)})"
+        told = f"{does} where {subject(others)} {operation_told(usual, units)} {place}"
         unit = () if usual.phase in ON_REQUEST else (unit_told(units[usual.unit]),)
-        return Finding(Kind.DIFFERENT, ranks, (told, *unit, *self._stuck_told(), _ADVICE))
-
-    def _reset_alone(self) -> Finding:
-        by_epoch: dict[int, list[int]] = {}
-        for rank, state in self.states.items():
-            by_epoch.setdefault(state.last.epoch, []).append(rank)
-        fewest = min(by_epoch.values(), key=len)
-        odd = tuple(fewest)
-        told = f"{listed(odd)} called reset() a different number of times than the other ranks; call it on every rank"
-        return Finding(Kind.RESET, odd, (told, *self._stuck_told()))
+        return Finding(Kind.DIFFERENT, ranks, (told, *unit, *waiting, _ADVICE))
 
     # ---- ranks that do not come ---------------------------------------------------------------------------------
 
@@ -466,38 +434,37 @@ class _Ranks:
         stuck = self._stuck()
         if not stuck:
             return None
-        elsewhere = [state for state in self.states.values() if not state.waits and not state.waited_in_vain]
+        elsewhere = [state for state in self.states if not state.waits_or_did]
         if elsewhere:
             told = [f"rank {each.rank} {each.doing_told} since {each.quiet_s:.1f} s" for each in elsewhere[:4]]
             more = (f"and {len(elsewhere) - 4} more",) if len(elsewhere) > 4 else ()
-            gone = self._gone()
+            gone = {state.rank for state in self._gone()}
             dead = [each for each in elsewhere if each.rank in gone or each.was_terminated]
             ends = [f"after that rank {each.rank} {each.death_told}" for each in dead[:4]]
+            ends += dead[0].stack_told if dead else ()
             ranks = tuple(each.rank for each in elsewhere)
-            return self._odd(Kind.ELSEWHERE, ranks, *told, *more, *ends, *(dead[0].stack_told if dead else ()))
-        counts = {rank: state.count for rank, state in self.states.items()}
-        least = min(counts.values())
-        if least < max(counts.values()):
-            behind = tuple(rank for rank, count in counts.items() if count == least)
-            told_behind = f"{listed(behind)} is behind: it {self.states[behind[0]].doing_told}"
-            return self._odd(Kind.BEHIND, behind, told_behind)
+            return Finding(Kind.ELSEWHERE, ranks, (*told, *more, *ends, *self._told_but(ranks)))
+        least = min(state.count for state in self.states)
+        behind = [state for state in self.states if state.count == least]
+        if len(behind) < len(self.states):
+            return self._odd(Kind.BEHIND, behind, f"is behind: it {behind[0].doing_told}")
         if len(stuck) < len(self.states):
             return None
         told_equal = (
             "all ranks wait for the same, and all have come: the network is slow or broken, or collectives of another "
             "library are in the way (TORCH_FR_BUFFER_SIZE=2000 has PyTorch record those)"
         )
-        return Finding(Kind.EQUAL, (), (told_equal, *self._stuck_told()))
+        return Finding(Kind.EQUAL, (), (told_equal, *self._told(self.states)))
 
     # ---- sentences ----------------------------------------------------------------------------------------------
 
-    def _odd(self, kind: Kind, ranks: tuple[int, ...], *told: str) -> Finding:
-        """Make a finding of what is told of its ranks, and of what the others do."""
-        others = self._told([state for rank, state in self.states.items() if rank not in ranks])
-        return Finding(kind, ranks, (*told, *others))
+    def _odd(self, kind: Kind, odd: Sequence[State], predicate: str, *more: str) -> Finding:
+        """Make a finding of what is told of some ranks, and of what the others do."""
+        ranks = tuple(state.rank for state in odd)
+        return Finding(kind, ranks, (f"{listed(ranks)} {predicate}", *more, *self._told_but(ranks)))
 
-    def _stuck_told(self) -> tuple[str, ...]:
-        return self._told([state for state in self.states.values() if state.waits or state.waited_in_vain])
+    def _told_but(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        return self._told([state for state in self.states if state.rank not in ranks])
 
     def _told(self, states: Sequence[State]) -> tuple[str, ...]:
         """Say what some ranks do, and what the unit of the first that waits holds."""
@@ -509,31 +476,28 @@ class _Ranks:
             number = f" (operation {alike[0].count})" if alike[0].count and alike[0].waits else ""
             quiet_s = max(state.quiet_s for state in alike)
             lines.append(f"{subject(state.rank for state in alike)} {what}{number} since {quiet_s:.1f} s")
-        first = next((state for state in states if state.waits or state.waited_in_vain), None)
-        return (*lines, *(() if first is None else first.unit_told))
+        return (*lines, *next((state.unit_told for state in states if state.waits_or_did), ()))
 
 
-# ---- the first operation in which ranks differ -----------------------------------------------------------------------
+def _first_mismatch(states: Iterable[State]) -> list[tuple[list[int], Record]]:
+    """Return the ranks that did the same in the first operation in which ranks differ, each set with its operation.
 
-
-def first_mismatch(by_rank: Mapping[int, Mapping[int, Record]]) -> tuple[int, list[tuple[int, ...]]] | None:
-    """Return the number of the first operation in which ranks differ, and the ranks that did the same in it.
-
-    The lowest rank comes first; None where nothing differs as far as all logs reach.
+    The lowest rank comes first; empty where nothing differs as far as all logs reach.
     """
-    logs = {rank: operations for rank, operations in sorted(by_rank.items()) if operations}
+    logs = {state.rank: state.operations for state in sorted(states, key=lambda each: each.rank) if state.operations}
     if len(logs) < 2:
-        return None
+        return []
     first = max(min(operations) for operations in logs.values())
     for number in range(first, max(max(operations) for operations in logs.values()) + 1):
-        there = {rank: operations[number] for rank, operations in logs.items() if number in operations}
         # Hashes differ also where what differs has been overwritten.
-        camps: dict[object, list[int]] = {}
-        for rank, operation in there.items():
-            camps.setdefault((operation.kind, operation.hash), []).append(rank)
+        camps: dict[object, tuple[list[int], Record]] = {}
+        for rank, operations in logs.items():
+            if number in operations:
+                operation = operations[number]
+                camps.setdefault((operation.kind, operation.hash), ([], operation))[0].append(rank)
         if len(camps) > 1:
-            return number, [tuple(ranks) for ranks in camps.values()]
-    return None
+            return list(camps.values())
+    return []
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
@@ -541,17 +505,12 @@ def first_mismatch(by_rank: Mapping[int, Mapping[int, Record]]) -> tuple[int, li
 
 def listed(ranks: Iterable[int]) -> str:
     """Name some ranks: `rank 3`, or `ranks 0, 1, 4-7`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    parts = [
-        str(first) if first == last else f"{first}, {last}" if last == first + 1 else f"{first}-{last}"
-        for first, last in spans
-    ]
-    return f"rank{'s' if len(spans) > 1 or (spans and spans[0][0] != spans[0][1]) else ''} {', '.join(parts)}"
+    every = sorted(ranks)
+    parts = []
+    for _, numbered in groupby(enumerate(every), key=lambda pair: pair[1] - pair[0]):  # equal in a row
+        row = [rank for _, rank in numbered]
+        parts.append(f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)))
+    return f"rank{'s' if len(every) > 1 else ''} {', '.join(parts)}"
 
 
 def subject(ranks: Iterable[int]) -> str:
@@ -560,11 +519,11 @@ def subject(ranks: Iterable[int]) -> str:
     return f"each of {told}" if told.startswith("ranks") else told
 
 
-def where(step: int, at: Record | State) -> str:
+def where(step: int, phase: Phase, in_backward: bool) -> str:
     """Name the place of an event, such as `in the forward of step 3`; steps count from 0, as optimizer steps do."""
-    if not at.in_backward and at.phase in _BETWEEN:
+    if not in_backward and phase in _BETWEEN:
         return f"in step {step}"
-    return f"in the {'backward' if at.in_backward else 'forward'} of step {step}"
+    return f"in the {'backward' if in_backward else 'forward'} of step {step}"
 
 
 def operation_told(operation: Record, units: Sequence[UnitFacts]) -> str:

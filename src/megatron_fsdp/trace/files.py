@@ -12,12 +12,23 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.errors import TraceError
-from megatron_fsdp.trace.timeline import BLOCKED, LANES, OPTIMIZER, TABLES, Collective, MemorySample, Span, Timeline
+from megatron_fsdp.trace.timeline import (
+    BLOCKED,
+    LANES,
+    OPTIMIZER,
+    TABLES,
+    Collective,
+    Interval,
+    MemorySample,
+    Span,
+    Timeline,
+)
 
 STEPS_THREAD, COMPUTE_THREAD = 0, 1
 _FIRST_LANE_THREAD = 100
@@ -90,15 +101,11 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 def _to_json(timeline: Timeline) -> dict[str, Any]:
     """Return tables as rows of their fields, everything else by name."""
-    told = {key: value for key, value in asdict(timeline).items() if key not in TABLES}
-    tables = {
-        name: {
-            "columns": [field.name for field in fields(row)],
-            "rows": [[getattr(item, field.name) for field in fields(row)] for item in getattr(timeline, name)],
-        }
-        for name, row in TABLES.items()
-    }
-    return {"format": FORMAT, **told, **tables}
+    tables = {}
+    for name, row in TABLES.items():
+        columns = [field.name for field in fields(row)]
+        tables[name] = {"columns": columns, "rows": [*map(attrgetter(*columns), getattr(timeline, name))]}
+    return {"format": FORMAT, **vars(timeline), **tables}
 
 
 def _read(path: Path, rank: int) -> Timeline:
@@ -155,67 +162,59 @@ def chrome_events(timelines: Iterable[Timeline]) -> list[Event]:
 
 
 def _events_of(timeline: Timeline) -> Iterator[Event]:
-    yield from _process(timeline)
-    yield _thread(timeline, STEPS_THREAD, "steps")
+    draw = _Events(timeline)
+    yield draw.name("process_name", 0, name=f"rank {timeline.rank} ({timeline.device})")
+    yield draw.name("process_sort_index", 0, sort_index=timeline.rank)
+    yield draw.name("thread_name", STEPS_THREAD, name="steps")
     for window in timeline.steps:
-        name, duration_ns = f"step {window.index}", window.end_ns - window.start_ns
-        yield _complete(timeline, STEPS_THREAD, name, "step", window.start_ns, duration_ns)
-    yield _thread(timeline, COMPUTE_THREAD, "compute")
+        yield draw.span(STEPS_THREAD, f"step {window.index}", "step", (window.start_ns, window.end_ns))
+    yield draw.name("thread_name", COMPUTE_THREAD, name="compute")
     for span in timeline.spans:
-        yield _phase(timeline, span)
+        unit = timeline.units[span.unit]
+        name = span.phase if span.phase == OPTIMIZER else f"{span.phase} {unit}"
+        event = draw.span(COMPUTE_THREAD, name, span.phase, (span.start_ns, span.end_ns))
+        yield event | {"args": {"unit": unit, "step": span.step, "bytes": span.num_bytes}}
     for place, lane in enumerate(LANES):
-        yield from _lane(timeline, place, [one for one in timeline.collectives if one.lane == lane])
+        yield from draw.lane(place, lane)
     for sample in timeline.memory:
-        yield {
-            "ph": "C",
-            "name": f"bytes {timeline.memory_kind}",
-            "pid": timeline.rank,
-            "ts": _us(sample.time_ns),
-            "args": {"bytes": sample.num_bytes},
-        }
+        name = f"bytes {timeline.memory_kind}"
+        yield draw.event("C", name, sample.time_ns, args={"bytes": sample.num_bytes})
 
 
-def _phase(timeline: Timeline, span: Span) -> Event:
-    whole_model = span.phase == OPTIMIZER
-    name = span.phase if whole_model else f"{span.phase} {timeline.units[span.unit]}"
-    event = _complete(timeline, COMPUTE_THREAD, name, span.phase, span.start_ns, span.duration_ns)
-    event["args"] = {"unit": timeline.units[span.unit], "step": span.step, "bytes": span.num_bytes}
-    return event
+class _Events:
+    """Makes the events of one rank."""
 
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
 
-def _lane(timeline: Timeline, place: int, collectives: Sequence[Collective]) -> Iterator[Event]:
-    known = [(one, interval) for one in collectives if (interval := one.in_flight) is not None]
-    rows = stack_rows([interval for _, interval in known])
-    first = _FIRST_LANE_THREAD + _THREADS_PER_LANE * place
-    for (one, (start_ns, end_ns)), row in zip(known, rows, strict=True):
-        thread = first + row
-        name = f"{one.purpose} {timeline.units[one.unit]}"
-        event = _complete(timeline, thread, name, f"collective,{one.purpose}", start_ns, end_ns - start_ns)
-        event["args"] = {
-            "unit": timeline.units[one.unit],
-            "step": one.step,
-            "bytes": one.num_bytes,
-            "axis": one.axis,
-            "number": one.number,
-        }
-        yield event
-        yield from _arrow(timeline, one, thread)
-    for row in range(1 + max(rows, default=-1)):
-        yield _thread(timeline, first + row, f"{LANES[place]} lane" + (f" ({row + 1})" if row else ""))
+    def name(self, what: str, thread: int, **args: Any) -> Event:
+        """Name the process or a thread."""
+        return {"ph": "M", "name": what, "pid": self._timeline.rank, "tid": thread, "args": args}
 
+    def event(self, kind: str, name: str, time_ns: int, **more: Any) -> Event:
+        """Make an event at a time."""
+        return {"ph": kind, "name": name, "pid": self._timeline.rank, "ts": _us(time_ns), **more}
 
-def _arrow(timeline: Timeline, one: Collective, thread: int) -> Iterator[Event]:
-    """Yield the flow from a collective to the wait for it."""
-    if one.wait_ns is None or one.blocked is None:
-        return
-    common = {
-        "name": BLOCKED,
-        "cat": "flow",
-        "pid": timeline.rank,
-        "id": timeline.rank * _FLOWS_PER_RANK + one.number,
-    }
-    yield {"ph": "s", "tid": thread, "ts": _us(one.launch_ns), **common}
-    yield {"ph": "f", "bp": "e", "tid": COMPUTE_THREAD, "ts": _us(one.wait_ns), **common}
+    def span(self, thread: int, name: str, kind: str, interval: Interval) -> Event:
+        """Make a complete event."""
+        return self.event("X", name, interval[0], tid=thread, cat=kind, dur=_us(interval[1] - interval[0]))
+
+    def lane(self, place: int, lane: str) -> Iterator[Event]:
+        """Make the events of a lane: each collective, and the flow from it to the wait for it."""
+        known = [(one, one.in_flight) for one in self._timeline.collectives if one.lane == lane and one.in_flight]
+        rows = stack_rows([interval for _, interval in known])
+        first = _FIRST_LANE_THREAD + _THREADS_PER_LANE * place
+        for (one, interval), row in zip(known, rows, strict=True):
+            unit = self._timeline.units[one.unit]
+            event = self.span(first + row, f"{one.purpose} {unit}", f"collective,{one.purpose}", interval)
+            more = {"bytes": one.num_bytes, "axis": one.axis, "number": one.number}
+            yield event | {"args": {"unit": unit, "step": one.step, **more}}
+            if one.wait_ns is not None and one.blocked is not None:
+                flow = {"cat": "flow", "id": self._timeline.rank * _FLOWS_PER_RANK + one.number}
+                yield self.event("s", BLOCKED, one.launch_ns, tid=first + row, **flow)
+                yield self.event("f", BLOCKED, one.wait_ns, tid=COMPUTE_THREAD, bp="e", **flow)
+        for row in range(1 + max(rows, default=-1)):
+            yield self.name("thread_name", first + row, name=f"{lane} lane" + (f" ({row + 1})" if row else ""))
 
 
 def stack_rows(intervals: Sequence[tuple[int, int]]) -> list[int]:
@@ -227,28 +226,6 @@ def stack_rows(intervals: Sequence[tuple[int, int]]) -> list[int]:
         ends[row:] = [end, *ends[row + 1 :]]
         rows.append(row)
     return rows
-
-
-def _process(timeline: Timeline) -> Iterator[Event]:
-    common = {"ph": "M", "pid": timeline.rank, "tid": 0}
-    yield {**common, "name": "process_name", "args": {"name": f"rank {timeline.rank} ({timeline.device})"}}
-    yield {**common, "name": "process_sort_index", "args": {"sort_index": timeline.rank}}
-
-
-def _thread(timeline: Timeline, thread: int, name: str) -> Event:
-    return {"ph": "M", "name": "thread_name", "pid": timeline.rank, "tid": thread, "args": {"name": name}}
-
-
-def _complete(timeline: Timeline, thread: int, name: str, kind: str, start_ns: int, duration_ns: int) -> Event:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": kind,
-        "pid": timeline.rank,
-        "tid": thread,
-        "ts": _us(start_ns),
-        "dur": _us(duration_ns),
-    }
 
 
 def _us(time_ns: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.lanes import Moment, make_clock
 from megatron_fsdp.describe.model import memory_of
 from megatron_fsdp.engine.observer import Observer, Phase, close_phase
@@ -87,11 +87,10 @@ class Recorder(Observer):
         self._steps: deque[StepLog] = deque(maxlen=steps)
         self._ranges: list[_Range] = []
         self._handles: list[Any] = []
-        self._is_running = False
         self._tells_done = self._clock.is_host
         self._was_used = self._was_installed = False
-        self._times: Times | None = None
-        self._recording, self._peers = "", frozenset[int]()
+        self._times: Times | None = None  # once it has stopped
+        self._recording, self._peers = "", tuple[int, ...]()
 
     # ---- start, stop, result ------------------------------------------------------------------------------------
 
@@ -100,15 +99,16 @@ class Recorder(Observer):
         if self._steps:
             raise TraceError("this recording was started before; make another Recorder")
         if self._align:
-            self._recording, self._peers = _name_together(self._engine.sharding.reaching_all)
+            groups = self._engine.sharding.reaching_all
+            names, peers = zip(*gather_over(groups, (uuid.uuid4().hex, dist.get_rank())), strict=True)
+            self._recording, self._peers = min(names), tuple(sorted(set(peers)))
             self._clock.settle()
-            for group in self._engine.sharding.reaching_all:
+            for group in groups:
                 if group is not None:
                     dist.barrier(group)
         self._clock.settle()
         self._started_unix_ns, self._started_host_ns = time.time_ns(), time.perf_counter_ns()
         self._open_step(0)
-        self._is_running = True
         self._handles = [
             register_optimizer_step_pre_hook(partial(self._note_optimizer, (BEGIN, None))),
             register_optimizer_step_post_hook(partial(self._note_optimizer, (END,))),
@@ -117,9 +117,8 @@ class Recorder(Observer):
 
     def stop(self) -> None:
         """Stop recording and remove all hooks from the model."""
-        if not self._is_running:
+        if not self._steps or self._times is not None:  # it has not begun, or is over
             return
-        self._is_running = False
         self._model.stop_observing(self)
         for handle in self._handles:
             handle.remove()
@@ -148,12 +147,8 @@ class Recorder(Observer):
             is_aligned=self._align,
             is_cut=any(step.is_cut for step in self._steps),
             recording=self._recording,
-            peers=tuple(sorted(self._peers)),
+            peers=self._peers,
             memory_kind="held" if self._clock.is_host else "allocated",
-            steps=(),
-            spans=(),
-            collectives=(),
-            memory=(),
         )
         return build_timeline(list(self._steps), times, tuple(engine.traffic_by_axis), empty)
 
@@ -221,15 +216,10 @@ class Recorder(Observer):
             self._open_step(self._steps[-1].index + 1)
         if phase is _FORWARD:
             self._was_used = True
-            if unit == ROOT_UNIT:
-                self._look_for_room()
+            if unit == ROOT_UNIT and len(self._steps[-1].records) >= MAX_RECORDS:
+                self._steps[-1].is_cut = True
+                self._note = lambda _record: None
         return self._memory() if phase in _SAMPLES_MEMORY else None
-
-    def _look_for_room(self) -> None:
-        step = self._steps[-1]
-        if len(step.records) >= MAX_RECORDS:
-            step.is_cut = True
-            self._note = lambda _record: None
 
     def _ask(self, number: int, work: dist.Work) -> None:
         """Register a callback for the end of a collective; on the host, a wait would notice it late."""
@@ -280,19 +270,3 @@ def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: b
 def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> None:
     """Record that a collective is done. A thread of the back end calls this; appending to a list is safe."""
     note((DONE, time.perf_counter_ns(), number))
-
-
-def _name_together(groups: Sequence[dist.ProcessGroup | None]) -> tuple[str, frozenset[int]]:
-    """Agree on the name of a recording, never used before, and on its global ranks; one small collective per group.
-
-    One after another the groups reach all ranks of the model; None: this rank alone.
-    """
-    name, ranks = uuid.uuid4().hex, frozenset({dist.get_rank()})
-    for group in groups:
-        if group is None:
-            continue
-        found = gather_objects((name, ranks), group)
-        # The least of all names, so that ranks that meet in different groups end with the same.
-        name = min(other for other, _ in found)
-        ranks = frozenset().union(*(those for _, those in found))
-    return name, ranks

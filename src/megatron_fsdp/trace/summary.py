@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
+from operator import itemgetter
 
 from megatron_fsdp.errors import TraceError
 from megatron_fsdp.trace.timeline import (
     BLOCKED,
-    GATHER,
     HOST,
     LOCAL_SUM,
     OPTIMIZER,
-    REDUCE,
     Interval,
     Span,
     Timeline,
 )
 
-COLUMNS: dict[str, str] = {
-    "gather": "gather",
-    "outer gather": "gather",
-    "wait": "wait",
-    "retire": "wait",
-    BLOCKED: "wait",
-    "forward": "compute",
-    "backward": "compute",
-    "copy": "copy",
-    "reduce": "reduce",
-    "outer reduce": "reduce",
-    LOCAL_SUM: "reduce",
-    OPTIMIZER: "update",
-    "install": "update",
-    "release": "other",
-    "finalise": "other",
-    "agree": "wait",
-    "norm": "update",
-    "whole tensors": "other",
+_PHASES_OF = {
+    "gather": ("gather", "outer gather"),
+    "wait": ("wait", "retire", "agree", BLOCKED),
+    "compute": ("forward", "backward"),
+    "copy": ("copy",),
+    "reduce": ("reduce", "outer reduce", LOCAL_SUM),
+    "update": ("install", "norm", OPTIMIZER),
+    "other": ("release", "finalise", "whole tensors"),
 }
+COLUMNS: dict[str, str] = {phase: column for column, phases in _PHASES_OF.items() for phase in phases}
 """Phase -> the column of its time without nested phases, so that no time counts twice."""
 _SUMMED = ("duration_ns", "communication_ns", "exposed_ns", "collectives", "gather_bytes", "reduce_bytes")
 
@@ -143,9 +132,8 @@ def summarise(timeline: Timeline) -> Summary:
     steps = []
     for window in timeline.steps:
         step = _total([unit for unit in units if unit.step == window.index], 1, rank=timeline.rank, step=window.index)
-        start_ns, end_ns = window.start_ns, window.end_ns
-        communication_ns = covered((start_ns, end_ns), flights)
-        steps.append(replace(step, duration_ns=end_ns - start_ns, communication_ns=communication_ns))
+        communication_ns = covered((window.start_ns, window.end_ns), flights)
+        steps.append(replace(step, duration_ns=window.end_ns - window.start_ns, communication_ns=communication_ns))
     return Summary(units, tuple(steps))
 
 
@@ -163,37 +151,27 @@ def own_times(spans: Sequence[Span]) -> list[int]:
 
 
 def _of_units(timeline: Timeline, flights: Sequence[Interval]) -> tuple[Row, ...]:
-    times: dict[tuple[int, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    times: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)  # by step and unit
+    sums: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
+    memory: dict[tuple[int, int], int] = {}
     for span, own_ns in zip(timeline.spans, own_times(timeline.spans), strict=True):
         times[span.step, span.unit][COLUMNS[span.phase]] += own_ns
-    exposed: Counter[tuple[int, int]] = Counter()
-    launched: Counter[tuple[int, int]] = Counter()
-    sent: Counter[tuple[int, int, str]] = Counter()
+        sums[span.step, span.unit]["duration_ns"] += own_ns
     for one in timeline.collectives:
-        launched[one.step, one.unit] += 1
-        sent[one.step, one.unit, one.purpose] += one.num_bytes
+        launched = sums[one.step, one.unit]
+        launched["collectives"] += 1
+        launched[f"{one.purpose}_bytes"] += one.num_bytes
         if timeline.clock == HOST:
-            exposed[one.step, one.unit] += covered(one.launch, flights)
+            launched["exposed_ns"] += covered(one.launch, flights)
         if one.blocked is not None and one.wait_step is not None:
-            exposed[one.wait_step, one.unit] += covered(one.blocked, flights)
-    memory: dict[tuple[int, int], int] = {}
+            sums[one.wait_step, one.unit]["exposed_ns"] += covered(one.blocked, flights)
     for sample in timeline.memory:
         key = sample.step, sample.unit
         memory[key] = max(sample.num_bytes, memory.get(key, 0))
     return tuple(
-        Row(
-            timeline.rank,
-            unit,
-            step,
-            Times(**times[step, unit]),
-            duration_ns=sum(times[step, unit].values()),
-            exposed_ns=exposed[step, unit],
-            collectives=launched[step, unit],
-            gather_bytes=sent[step, unit, GATHER],
-            reduce_bytes=sent[step, unit, REDUCE],
-            memory_bytes=memory.get((step, unit)),
-        )
-        for step, unit in sorted({*times, *exposed, *launched, *memory})
+        Row(timeline.rank, unit, step, Times(**times[key]), **sums[key], memory_bytes=memory.get(key))
+        for key in sorted({*sums, *memory})
+        for step, unit in [key]
     )
 
 
@@ -225,13 +203,9 @@ def covered(interval: Interval, moments: Sequence[Interval]) -> int:
     """Return how much of an interval is covered by what `union` returned."""
     start, end = interval
     # The last that begins before the interval may reach into it.
-    first = max(0, bisect_right(moments, start, key=lambda moment: moment[0]) - 1)
-    total = 0
-    for place in range(first, len(moments)):
-        if moments[place][0] >= end:
-            break
-        total += max(0, min(end, moments[place][1]) - max(start, moments[place][0]))
-    return total
+    first = max(0, bisect_right(moments, start, key=itemgetter(0)) - 1)
+    meeting = moments[first : bisect_left(moments, end, key=itemgetter(0))]
+    return sum(max(0, min(end, stop) - max(start, begin)) for begin, stop in meeting)
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------

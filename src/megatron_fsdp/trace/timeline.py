@@ -60,11 +60,11 @@ class Collective:
     num_bytes: int  # what this rank sends, as `megatron_fsdp.comm.axis` counts
     launch_ns: int  # it was about to be started
     launched_ns: int  # the back end had it
-    done_ns: int | None  # the data had arrived: as the back end reports it to the host, else as the wait found it
-    arrived_ns: int | None  # the wait for what was sent was over
-    wait_step: int | None  # in which the compute side waited for it
-    wait_ns: int | None  # the compute side began to wait
-    waited_ns: int | None  # it went on, after the local work on the result
+    done_ns: int | None = None  # the data had arrived, as the back end reports it to the host, else the wait
+    arrived_ns: int | None = None  # the wait for what was sent was over
+    wait_step: int | None = None  # in which the compute side waited for it
+    wait_ns: int | None = None  # the compute side began to wait
+    waited_ns: int | None = None  # it went on, after the local work on the result
 
     @property
     def in_flight(self) -> Interval | None:
@@ -121,10 +121,10 @@ class Timeline:
     recording: str  # its name, which all its ranks share; empty where ranks were not aligned
     peers: tuple[int, ...]  # the ranks that recorded together; empty where ranks were not aligned
     memory_kind: str  # what the samples count: "allocated" on the device, or "held" by the engine
-    steps: tuple[StepWindow, ...]
-    spans: tuple[Span, ...]  # by start; what contains stands before what it contains
-    collectives: tuple[Collective, ...]  # by launch
-    memory: tuple[MemorySample, ...]  # by time
+    steps: tuple[StepWindow, ...] = ()
+    spans: tuple[Span, ...] = ()  # by start; what contains stands before what it contains
+    collectives: tuple[Collective, ...] = ()  # by launch
+    memory: tuple[MemorySample, ...] = ()  # by time
 
 
 TABLES: dict[str, type] = {"steps": StepWindow, "spans": Span, "collectives": Collective, "memory": MemorySample}
@@ -184,21 +184,6 @@ class _Open:
     num_bytes: int = 0
 
 
-@dataclass
-class _Life:
-    """The moments of a collective that are known."""
-
-    step: int
-    unit: int
-    lane: str
-    depth: int
-    before: tuple[Counts, ...]
-    after: tuple[Counts, ...] = ()
-    done_ns: int | None = None
-    wait_step: int | None = None
-    moments: dict[Moment, int] = field(default_factory=dict)
-
-
 def build_timeline(steps: Sequence[StepLog], times: Times, axes: Sequence[str], empty: Timeline) -> Timeline:
     """Fill an empty timeline with the events of steps that followed each other; axes in the order of their counters.
 
@@ -220,7 +205,7 @@ def build_timeline(steps: Sequence[StepLog], times: Times, axes: Sequence[str], 
         empty,
         steps=windows,
         spans=tuple(sorted(builder.spans, key=lambda span: (span.start_ns, span.depth))),
-        collectives=tuple(builder.collectives()),
+        collectives=tuple(sorted(builder.collectives.values(), key=lambda one: one.launch_ns)),
         memory=tuple(builder.memory),
     )
 
@@ -231,7 +216,8 @@ class _Builder:
     def __init__(self, axes: Sequence[str]) -> None:
         self._axes = axes
         self._open: list[_Open] = []
-        self._lives: dict[int, _Life] = {}
+        self._launches: dict[int, tuple[int, int, int, tuple[Counts, ...]]] = {}  # step, unit, time, what was sent
+        self.collectives: dict[int, Collective] = {}  # those that sent something, by number
         self.spans: list[Span] = []
         self.memory: list[MemorySample] = []
 
@@ -244,11 +230,17 @@ class _Builder:
                     self.memory.append(MemorySample(step, unit, now_ns, memory))
             case (kind, phase, unit) if kind == END:
                 self._end(now_ns, phase, unit)
-            case (kind, number, moment, lane, sent) if kind == TOLD:
-                self._tell((step, now_ns), number, moment, lane, sent)
+            case (kind, number, Moment.LAUNCHES, _, before) if kind == TOLD:
+                self._launches[number] = step, self._open[-1].unit if self._open else 0, now_ns, before
+            case (kind, number, Moment.LAUNCHED, lane, after) if kind == TOLD:
+                if number in self._launches:
+                    self._launched(number, lane, now_ns, after)
+            case (kind, number, moment, _, _) if kind == TOLD:
+                if number in self.collectives:
+                    self._reach(number, moment, step, now_ns)
             case (kind, number) if kind == DONE:
-                if number in self._lives:
-                    self._lives[number].done_ns = now_ns
+                if number in self.collectives:
+                    self.collectives[number] = replace(self.collectives[number], done_ns=now_ns)
             case _:
                 self._open.clear()
 
@@ -259,76 +251,30 @@ class _Builder:
             duration_ns, depth = now_ns - found.start_ns, len(self._open)
             self.spans.append(Span(found.step, unit, name, found.start_ns, duration_ns, depth, found.num_bytes))
 
-    def _tell(
-        self, now: tuple[int, int], number: int, moment: Moment, lane: str, sent: tuple[Counts, ...] | None
-    ) -> None:
-        """Record a moment of a collective, at a step and time."""
-        step, now_ns = now
-        if moment is Moment.LAUNCHES:
-            unit = self._open[-1].unit if self._open else 0
-            assert sent is not None
-            self._lives[number] = _Life(step, unit, lane, 0, sent)
-        life = self._lives.get(number)
-        if life is None:
-            return  # launched before the first step
-        life.moments[moment] = now_ns
-        if moment is Moment.LAUNCHED:
-            assert sent is not None
-            life.after = sent
+    def _launched(self, number: int, lane: str, now_ns: int, after: tuple[Counts, ...]) -> None:
+        """Begin a collective, if it sent something; a single rank has nothing to send."""
+        step, unit, launch_ns, before = self._launches.pop(number)
+        moved = [[now - then for then, now in zip(*each, strict=True)] for each in zip(before, after, strict=True)]
+        gathers, reductions, *num_bytes = map(sum, zip(*moved, strict=True))
+        if gathers or reductions:
+            axis = next(axis for axis, sent in zip(self._axes, moved, strict=True) if any(sent))
+            purpose, sent = GATHER if gathers else REDUCE, sum(num_bytes)
+            self.collectives[number] = Collective(number, step, unit, purpose, axis, lane, sent, launch_ns, now_ns)
             if self._open:
-                self._open[-1].num_bytes += sum(_moved(life.before, life.after)[2:])
+                self._open[-1].num_bytes += sent
+
+    def _reach(self, number: int, moment: Moment, step: int, now_ns: int) -> None:
+        """Record a later moment of a collective."""
+        one = self.collectives[number]
+        if moment is Moment.ARRIVED:
+            one = replace(one, arrived_ns=now_ns, done_ns=now_ns if one.done_ns is None else one.done_ns)
         elif moment is Moment.WAITS:
-            life.wait_step, life.depth = step, len(self._open)
+            one = replace(one, wait_step=step, wait_ns=now_ns)
         elif moment is Moment.WAITED:
-            self._waited(life)
-
-    def _waited(self, life: _Life) -> None:
-        """Record the wait, and the local work after it, as phases."""
-        collective = self._collective(0, life)
-        if collective is None or collective.blocked is None:
-            return
-        assert life.wait_step is not None
-        assert collective.waited_ns is not None
-        (start_ns, end_ns), unit = collective.blocked, life.unit
-        self.spans.append(Span(life.wait_step, unit, BLOCKED, start_ns, end_ns - start_ns, life.depth, 0))
-        if collective.purpose == REDUCE:
-            sum_ns = collective.waited_ns - end_ns
-            self.spans.append(Span(life.wait_step, unit, LOCAL_SUM, end_ns, sum_ns, life.depth, 0))
-
-    def collectives(self) -> list[Collective]:
-        """Return all collectives that sent something."""
-        found = (self._collective(number, life) for number, life in self._lives.items())
-        return [collective for collective in found if collective is not None]
-
-    def _collective(self, number: int, life: _Life) -> Collective | None:
-        gathers, reductions, gather_bytes, reduce_bytes = _moved(life.before, life.after)
-        if not gathers + reductions:
-            return None  # it failed, or a single rank had nothing to send
-        at = life.moments.get
-        arrived_ns = at(Moment.ARRIVED)
-        return Collective(
-            number=number,
-            step=life.step,
-            unit=life.unit,
-            purpose=GATHER if gathers else REDUCE,
-            axis=next(n for n, b, a in zip(self._axes, life.before, life.after, strict=True) if a != b),
-            lane=life.lane,
-            num_bytes=gather_bytes + reduce_bytes,
-            launch_ns=life.moments[Moment.LAUNCHES],
-            launched_ns=life.moments[Moment.LAUNCHED],
-            done_ns=arrived_ns if life.done_ns is None else life.done_ns,
-            arrived_ns=arrived_ns,
-            wait_step=life.wait_step,
-            wait_ns=at(Moment.WAITS),
-            waited_ns=at(Moment.WAITED),
-        )
-
-
-def _moved(before: tuple[Counts, ...], after: tuple[Counts, ...]) -> Counts:
-    """Return how much the sum of all counters grew; zeros where the launch failed."""
-    if not after:
-        return 0, 0, 0, 0
-    gathers, reductions, gather_bytes, reduce_bytes = (
-        sum(late[place] - early[place] for early, late in zip(before, after, strict=True)) for place in range(4)
-    )
-    return gathers, reductions, gather_bytes, reduce_bytes
+            one = replace(one, waited_ns=now_ns)
+        self.collectives[number] = one
+        if one.blocked is not None and moment is Moment.WAITED and one.wait_step is not None:
+            (start_ns, end_ns), depth = one.blocked, len(self._open)
+            self.spans.append(Span(one.wait_step, one.unit, BLOCKED, start_ns, end_ns - start_ns, depth, 0))
+            if one.purpose == REDUCE:
+                self.spans.append(Span(one.wait_step, one.unit, LOCAL_SUM, end_ns, now_ns - end_ns, depth, 0))

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, changes_of, facts_of
+from megatron_fsdp.train.console import Say
 from megatron_fsdp.train.data.preparation import prepare_data, tokens_folder
 from megatron_fsdp.train.data.tokens import TokenData, make_feed
 from megatron_fsdp.train.loop import NanGuard, Run, train_step
@@ -50,8 +51,6 @@ _OF_THE_RUN = {
 
 # Not the norm of the weights, for display, which is merged rank by rank.
 _COMPARED = ("loss", "gradients", "grad_norm", "learning_rate", "loss_scale", "skipped", "num_zeros_in_grad", "weights")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -108,21 +107,30 @@ def replay(
                 f"{'; '.join(changes)}; "
                 "bring the files back, or name their place with --data-path or --checkpoints"
             )
-        feed = make_feed(data, job, 0, pins=rank.device.type != "cpu")
-        try:
+        with closing(make_feed(data, job, 0, pins=rank.device.type != "cpu")) as feed:
             return _compare_steps(Run(job, trained, data, feed, rank, Speed(job.tokens_per_step)), done, step, records)
-        finally:
-            feed.close()
 
 
 @contextmanager
 def _reopened(folder: Path, applied: Mapping[str, Any], **given: Path | None) -> Iterator[tuple[Job, TokenData, Rank]]:
-    """Resolve the options of a run for this process as the only rank, and open its data."""
+    """Resolve the options of a run, and open its data, with this process as the only rank.
+
+    A process group that is there already is kept.
+    """
     job = _job(applied, {name: str(value) for name, value in given.items() if value is not None}, folder)
     device = torch.device(find_device_type(job.options.parallel.device))
-    with alone(device, job.options.training.seed) as rank, tempfile.TemporaryDirectory() as scratch:
-        has_tokens = tokens_folder(job.options, folder.absolute())[0].is_dir()
-        yield job, prepare_data(job, folder.absolute() if has_tokens else Path(scratch), rank), rank
+    seed_everything(job.options.training.seed)
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        rank, has_tokens = Rank(0, 1, device, os.getppid()), tokens_folder(job.options, folder.absolute())[0].is_dir()
+        with tempfile.TemporaryDirectory() as scratch:
+            yield job, prepare_data(job, folder.absolute() if has_tokens else Path(scratch), rank), rank
+    finally:
+        if is_ours:
+            dist.destroy_process_group()
 
 
 def _compare_steps(run: Run, done: Progress, last: int, records: Mapping[int, StepRecord]) -> Replayed:
@@ -141,42 +149,38 @@ def _compare_steps(run: Run, done: Progress, last: int, records: Mapping[int, St
 
 def first_difference(recorded: StepRecord, found: StepRecord) -> str | None:
     """Return the first thing of a step that differs, in the order in which a step computes them; None: nothing does."""
-    return next(_differences(recorded, found), None)
-
-
-def _differences(recorded: StepRecord, found: StepRecord) -> Iterator[str]:
     if recorded.data_checksum != found.data_checksum:
-        yield f"data: recorded checksum {recorded.data_checksum}, replayed {found.data_checksum}"
-    for what in _COMPARED:
-        if what in ("gradients", "weights"):
-            yield from _different_units(what, recorded, found)
-            continue
-        try:
-            left, right = float(getattr(recorded, what)), float(getattr(found, what))
-        except (TypeError, ValueError):
-            raise ConfigurationError(
-                f"the record of step {recorded.step} is damaged: {what} is {getattr(recorded, what)!r}, no number"
-            ) from None
-        if left != right and not (math.isnan(left) and math.isnan(right)):
-            yield f"{what}: recorded {left!r} ({left.hex()}), replayed {right!r} ({right.hex()})"
+        return f"data: recorded checksum {recorded.data_checksum}, replayed {found.data_checksum}"
+    compared = (
+        _different_units(what, recorded.digests.get(what, {}), found.digests.get(what, {}))
+        if what in ("gradients", "weights")
+        else _different_numbers(what, recorded, found)
+        for what in _COMPARED
+    )
+    return next(filter(None, compared), None)
 
 
-def _different_units(what: str, recorded: StepRecord, found: StepRecord) -> Iterator[str]:
-    if what not in recorded.digests or what not in found.digests:
-        return
-    left, right = dict(recorded.digests[what]), dict(found.digests[what])
-    if not left or not right:
-        return
-    if left.keys() != right.keys():  # other units or buckets: digests of the same tensors add up to the same
-        left, right = ({"all units together": _sum_of(each)} for each in (left, right))
-    different = [unit for unit in left if left[unit] != right[unit]]
-    if different:
-        unit, others = different[0], "" if len(different) == 1 else f" (also {', '.join(different[1:])})"
-        yield f"{what} of unit {unit}: recorded digest {left[unit]}, replayed {right[unit]}{others}"
+def _different_numbers(what: str, recorded: StepRecord, found: StepRecord) -> str | None:
+    try:
+        left, right = float(getattr(recorded, what)), float(getattr(found, what))
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"the record of step {recorded.step} is damaged: {what} is {getattr(recorded, what)!r}, no number"
+        ) from None
+    is_same = left == right or (math.isnan(left) and math.isnan(right))
+    return None if is_same else f"{what}: recorded {left!r} ({left.hex()}), replayed {right!r} ({right.hex()})"
 
 
-def _sum_of(digests: Mapping[str, str]) -> str:
-    return f"{sum(int(each, 16) for each in digests.values()) & (1 << 64) - 1:016x}"
+def _different_units(what: str, left: Mapping[str, str], right: Mapping[str, str]) -> str | None:
+    if left and right and left.keys() != right.keys():
+        # Other units or buckets: digests of the same tensors add up to the same.
+        sums = (sum(int(digest, 16) for digest in each.values()) & (1 << 64) - 1 for each in (left, right))
+        left, right = ({"all units together": f"{total:016x}"} for total in sums)
+    different = [unit for unit in left if right and left[unit] != right[unit]]
+    if not different:
+        return None
+    unit, others = different[0], "" if len(different) == 1 else f" (also {', '.join(different[1:])})"
+    return f"{what} of unit {unit}: recorded digest {left[unit]}, replayed {right[unit]}{others}"
 
 
 # ---- why a step differs ----------------------------------------------------------------------------------------------
@@ -216,8 +220,9 @@ def find_causes(
         model_fn, samples, loss_fn=_loss, ranks=ranks, microbatches=2 // ranks, device=kind, timeout_s=timeout_s
     )
     causes += [each.told() for each in variances]
-    others = [(name, applied[name], value) for name, value in software().items() if applied.get(name, value) != value]
-    causes += [f"the run had {name} {was}, here it is {value}" for name, was, value in others]
+    for name, here in software().items():
+        if (was := applied.get(name, here)) != here:
+            causes.append(f"the run had {name} {was}, here it is {here}")
     by_a_rank = (
         "the step has the same bits each time that it is computed here, and so has a microbatch in each of 4 ways: a "
         "rank of the run computed, sent or kept something wrong (training with --audit-share names such a rank), or "
@@ -228,11 +233,8 @@ def find_causes(
 
 def _two_microbatches(job: Job, data: TokenData, first_sample: int) -> dict[str, Tensor]:
     """Return inputs and targets of two logical microbatches, those of a step and, if it has one, of the next."""
-    feed = make_feed(data, job, 0)
-    try:
+    with closing(make_feed(data, job, 0)) as feed:
         two = [*feed.batches(first_sample), *feed.batches(first_sample + job.batch.total)][:2]
-    finally:
-        feed.close()
     return {name: torch.cat([getattr(batch, name) for batch in two]) for name in ("inputs", "targets")}
 
 
@@ -319,18 +321,3 @@ def _job(applied: Mapping[str, Any], given: Mapping[str, str], folder: Path) -> 
     values = parser.read(words)
     chosen = assemble([Layer(f"config {folder / APPLIED_FILE}", values)], parser.problems)
     return resolve(chosen, World(1, find_device_type(chosen.parallel.device)))
-
-
-@contextmanager
-def alone(device: torch.device, seed: int) -> Iterator[Rank]:
-    """Make this process the only rank of a process group, and end that; a group that is there already is kept."""
-    seed_everything(seed)
-    is_ours = not dist.is_initialized()
-    if is_ours:
-        backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        yield Rank(0, 1, device, os.getppid())
-    finally:
-        if is_ours:
-            dist.destroy_process_group()
