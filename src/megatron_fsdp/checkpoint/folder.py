@@ -290,7 +290,7 @@ class CheckpointFolder:
         self.metadata: Metadata = load_metadata(raw, where)
         with reading(where):
             self.tensors, self.objects = _entries_of(self.metadata, where)
-            _check_paths(self.metadata, where, ReadingBudget(len(raw)))
+            _check_paths(self.metadata, where, ReadingBudget(len(raw), where))
         if not check:
             return
         problems = [f"{name} {problem}" for name, problem in self.file_problems().items()]

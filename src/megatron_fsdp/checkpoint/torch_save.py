@@ -140,7 +140,7 @@ def from_torch_save(source: Path, target: Path, *, chunk_bytes: int = CHUNK_BYTE
         raise CheckpointError(f"{source} holds a {type(state).__name__}; only a state dict can become a checkpoint")
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
-    budget = ReadingBudget(source.stat().st_size)
+    budget = ReadingBudget(source.stat().st_size, str(source))
 
     def add(path: KeyPath, value: Any) -> None:
         budget.spend(sum(len(str(step)) for step in path))  # names above it may be long, and are repeated
