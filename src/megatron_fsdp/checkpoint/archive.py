@@ -37,36 +37,6 @@ def write_archive(value: object, stream: IO[bytes]) -> None:
         raise
 
 
-class Window(io.RawIOBase):
-    """Some consecutive bytes of an open file, as a file of their own."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._place = file, start, length, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a place in the window."""
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
-        self._place = max(0, origin + offset)
-        return self._place
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Read up to the end of the window."""
-        target = memoryview(buffer).cast("B")[: max(0, self._length - self._place)]
-        self._file.seek(self._start + self._place)
-        count: int = self._file.readinto(target)  # type: ignore[attr-defined]
-        self._place += count
-        return count
-
-
 def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.Tensor:
     """Read one tensor, all that the stream holds; `check` compares it with its CRC-32, where there is one."""
     with reading(where):

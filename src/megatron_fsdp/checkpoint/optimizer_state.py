@@ -276,10 +276,9 @@ class OptimizerMatch:
         if _GROUPS in self._folder.objects:
             return self._match.read_object(_GROUPS)
         nested: dict[str, Any] = {}
-        paths = self._folder.metadata.planner_data or {}
         for key in self._keys:
             if key.startswith(f"{_GROUPS}.") and key in self._folder.objects:
-                set_element(nested, paths.get(key, tuple(key.split("."))), self._match.read_object(key))
+                set_element(nested, self._folder.paths.get(key, tuple(key.split("."))), self._match.read_object(key))
         return nested.get(OPTIMIZER, {}).get(GROUPS)
 
     def _options_of(self, position: int, names: Sequence[str]) -> dict[str, Any]:

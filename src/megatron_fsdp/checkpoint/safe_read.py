@@ -129,9 +129,10 @@ SECONDS_PER_BYTE = 10e-6
 
 MAX_DEPTH = 100
 """How deep the names in a key of a checkpoint may nest."""
-MAX_DIMS = 64
-"""What torch allows a tensor."""
+TOO_MANY = 1 << 62
+"""More elements than any tensor has."""
 
+_MAX_DIMS = 64  # what torch allows a tensor
 _BETWEEN_LOOKS = 1 << 16  # what is spent between two looks at the clock
 _SHORT = 64  # characters that count as no more than an element
 _MAX_KEY_ITEMS, _MAX_KEY_DEPTH, _MAX_KEY_NUMBER = 64, 2, 1 << 64
@@ -139,7 +140,10 @@ _PLAIN_KEYS = {float, bool, type(None), torch.dtype, torch.device}
 _TEXTS = {str, bytes, bytearray}
 _SEQUENCES = {list, tuple, set, frozenset, torch.Size}
 _DICTS = (collections.OrderedDict, collections.Counter)
-_PART_COSTS = {**dict.fromkeys(_TEXTS, 1), **dict.fromkeys((*_SEQUENCES, dict, *_DICTS), ELEMENT_BYTES)}
+_PART_COSTS: dict[type, int] = {
+    **dict.fromkeys(_TEXTS, 1),
+    **dict.fromkeys((*_SEQUENCES, dict, *_DICTS), ELEMENT_BYTES),
+}
 
 
 class ReadingBudget:
@@ -460,7 +464,7 @@ def _rebuilt(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
     def made(storage: Any, start: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
         _require(isinstance(storage, torch.storage.TypedStorage), "a tensor of no storage")
-        _require(_are_lengths(size) and _are_lengths(stride) and _are_lengths((start,)), "a tensor of other lengths")
+        _require(are_lengths(size) and are_lengths(stride) and are_lengths((start,)), "a tensor of other lengths")
         _require(len(size) == len(stride) and (len(rest) < 2 or not rest[1]), "a tensor with hooks, which are code")
         dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
         last = start + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
@@ -476,9 +480,10 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
     return torch.nn.Parameter(data.detach(), requires_grad is True and data.is_floating_point())
 
 
-def _are_lengths(values: Any) -> bool:
-    is_shape = isinstance(values, tuple | list) and len(values) <= MAX_DIMS
-    return is_shape and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
+def are_lengths(values: Any) -> bool:
+    """Return whether it may be the shape, strides or offsets of a tensor."""
+    is_shape = isinstance(values, tuple | list) and len(values) <= _MAX_DIMS
+    return is_shape and all(type(n) is int and 0 <= n < TOO_MANY for n in values)
 
 
 def _of(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[..., Any]:
@@ -530,7 +535,7 @@ def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
 def _fill_array(array: Any, state: Any) -> None:
     _require(type(state) is tuple and len(state) == 5, "NumPy's array without contents")
     _, shape, dtype, by_columns, raw = state
-    is_right = _are_lengths(shape) and isinstance(dtype, np.dtype) and type(raw) is bytes
+    is_right = are_lengths(shape) and isinstance(dtype, np.dtype) and type(raw) is bytes
     _require(is_right, "NumPy's array of objects")
     _require(math.prod(shape) * dtype.itemsize == len(raw), "NumPy's array of another length than its contents")
     array.__setstate__((1, shape, dtype, bool(by_columns), raw))

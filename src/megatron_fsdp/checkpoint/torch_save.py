@@ -93,9 +93,7 @@ def _assembled(folder: CheckpointFolder, key: str, file: Path) -> Any:
 
 def _nested(leaves: Mapping[str, Any], folder: CheckpointFolder) -> dict[str, Any]:
     """Return the nested state dict again, in the order of the metadata; keys that are not nested are their own path."""
-    found = folder.metadata.planner_data  # its paths were checked when the folder was opened
-    told = found if isinstance(found, dict) else {}
-    paths: dict[str, KeyPath] = {key: told.get(key, (key,)) for key in folder.metadata.state_dict_metadata}
+    paths: dict[str, KeyPath] = {key: folder.paths.get(key, (key,)) for key in folder.metadata.state_dict_metadata}
     conflict = _path_conflict(paths)
     try:
         if conflict is None:
