@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 import sys
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Any, cast
 
 import torch
 
 from megatron_fsdp.checkpoint.safe_read import (
-    Operations,
     ReadingBudget,
     RestrictedUnpickler,
-    StorageKind,
     open_file,
     printable,
     reading,
@@ -38,36 +35,6 @@ def write_archive(value: object, stream: IO[bytes]) -> None:
         if isinstance(hidden, OSError):
             raise hidden from None
         raise
-
-
-class Window(io.RawIOBase):
-    """Some consecutive bytes of an open file, as a file of their own."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._place = file, start, length, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a place in the window."""
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
-        self._place = max(0, origin + offset)
-        return self._place
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Read up to the end of the window."""
-        target = memoryview(buffer).cast("B")[: max(0, self._length - self._place)]
-        self._file.seek(self._start + self._place)
-        count: int = self._file.readinto(target)  # type: ignore[attr-defined]
-        self._place += count
-        return count
 
 
 def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.Tensor:
@@ -180,23 +147,22 @@ class _ArchiveUnpickler(RestrictedUnpickler):
             raise CheckpointError(f"{self.where} is damaged: byte order {order!r:.50}")
         self._swapped = order.decode() != sys.byteorder
         self._storages: dict[tuple[str, torch.dtype], torch.storage.TypedStorage] = {}
-        self._views = ReadingBudget(archive.nbytes + _BLOCK_BYTES)
+        self._views = ReadingBudget(archive.nbytes + _BLOCK_BYTES, self.where)
 
     def persistent_load(self, pid: Any, /) -> torch.storage.TypedStorage:
         """Return a storage by what the pickle says of it."""
-        if not (type(pid) is tuple and [type(part) for part in pid] == [str, StorageKind, str, str, int]):
+        if not (type(pid) is tuple and [type(part) for part in pid] == [str, torch.dtype, str, str, int]):
             raise CheckpointError(f"{self.where} refers to something outside of itself that is no storage; refused")
-        _, kind, key, _, numel = pid
+        _, dtype, key, _, numel = pid
         start, length = self._archive.place_of(f"data/{key}")
-        if numel * kind.dtype.itemsize != length:
+        if numel * dtype.itemsize != length:
             raise CheckpointError(
-                f"{self.where} is damaged: {key!a:.100} has {length} bytes, not {numel!s:.30} elements of {kind.dtype}"
+                f"{self.where} is damaged: {key!a:.100} has {length} bytes, not {numel!s:.30} elements of {dtype}"
             )
-        if (key, kind.dtype) not in self._storages:
-            storage = self._storage(key, kind.dtype, start, length)
-            typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=kind.dtype, _internal=True)
-            self._storages[key, kind.dtype] = typed
-        return self._storages[key, kind.dtype]
+        if (key, dtype) not in self._storages:
+            storage = self._storage(key, dtype, start, length)
+            self._storages[key, dtype] = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        return self._storages[key, dtype]
 
     def _storage(self, key: str, dtype: torch.dtype, start: int, length: int) -> torch.UntypedStorage:
         if self._on_meta:
@@ -215,5 +181,3 @@ class _ArchiveUnpickler(RestrictedUnpickler):
         super()._call()
         if isinstance(self.stack[-1], torch.Tensor):
             self._views.spend(self.stack[-1].nbytes)
-
-    dispatch: ClassVar[dict[int, Any]] = Operations({**RestrictedUnpickler.dispatch, pickle.REDUCE[0]: _call})

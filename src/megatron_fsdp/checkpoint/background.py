@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.checkpoint.report import decided_by_first, together
-from megatron_fsdp.comm.agreement import raise_together, world_size_of
+from megatron_fsdp.comm.agreement import world_size_of
 from megatron_fsdp.comm.groups import duplicate_group
 from megatron_fsdp.dtensor.frame import carry_description
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
@@ -200,13 +200,13 @@ class BackgroundSaver:
         if self._is_closed:
             raise ConfigurationError("this BackgroundSaver is closed; make another one")
         self.wait()
-        copied, problem = None, None
+        copied = Future[Any]()
         try:
-            copied = self.buffers.copy(state)
+            copied.set_result(self.buffers.copy(state))
         except Exception as error:  # noqa: BLE001  the thread reports it to the other ranks, which are about to wait for this one
-            problem = error
+            copied.set_exception(error)
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-        self._saves.append(self._pool.submit(self._run, copied, problem, save, device))
+        self._saves.append(self._pool.submit(self._run, copied, save, device))
 
     def wait(self) -> None:
         """Wait until nothing is being saved."""
@@ -227,35 +227,26 @@ class BackgroundSaver:
             if self.group is not None and dist.is_initialized():
                 dist.destroy_process_group(self.group)
 
-    def _run(self, copied: Any, problem: Exception | None, save: Save, device: int | None) -> None:
+    def _run(self, copied: Future[Any], save: Save, device: int | None) -> None:
         """Save the copy in the thread."""
         if device is not None:
             torch.accelerator.set_device_index(device)  # of each thread; a writer would use the first device
 
-        def save_copy() -> None:
-            with torch.no_grad():
-                save(copied, self.group)
-
-        try:
+        def arrived() -> Any:
             self.buffers.wait_until_copied()
-        except Exception as error:  # noqa: BLE001 - the other ranks must raise, too
-            problem = problem or error
+            return copied.result()
+
         try:
-            raise_together(problem, "copying the state for a background save", [self.group], raises=CheckpointError)
-            together("saving in the background", save_copy, self.group)
-        except RankError as error:  # torch.distributed was taken down
-            raise _out_of_reach(error) from error
-        except MegatronFSDPError:
-            raise
-        except RuntimeError as error:  # of the back end
-            raise _out_of_reach(error) from error
-
-
-def _out_of_reach(error: RuntimeError) -> CheckpointError:
-    return CheckpointError(
-        f"ranks of a save in the background cannot reach each other any more ({error}); if none has failed, close the "
-        "Checkpointer (or wait() for it) before destroy_process_group()"
-    )
+            state = together("copying the state for a background save", arrived, self.group)
+            with torch.no_grad():
+                together("saving in the background", lambda: save(state, self.group), self.group)
+        except RuntimeError as error:  # torch.distributed was taken down, or its back end failed
+            if isinstance(error, MegatronFSDPError) and not isinstance(error, RankError):
+                raise
+            raise CheckpointError(
+                f"ranks of a save in the background cannot reach each other any more ({error}); if none has failed, "
+                "close the Checkpointer (or wait() for it) before destroy_process_group()"
+            ) from error
 
 
 def _gloo_twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -215,6 +215,6 @@ def collect(
     if optimizer is not None:
         state[OPTIMIZER] = optimizer_state.collect(optimizer, model)
     if with_rng:
-        state |= rng.collect(rng.logical_rank_of(model, group), naming.device_of(model))
+        state |= rng.collect(model, group)
     state |= {name: as_extra(value).state_dict() for name, value in (extra or {}).items()}
     return state

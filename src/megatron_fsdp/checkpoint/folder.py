@@ -12,21 +12,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_fsdp.checkpoint.archive import Window, load_object, load_tensor, place_of_elements
+from megatron_fsdp.checkpoint.archive import load_object, load_tensor, place_of_elements
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.naming import is_key
 from megatron_fsdp.checkpoint.safe_read import (
     ELEMENT_BYTES,
     MAX_DEPTH,
-    MAX_DIMS,
     MAX_OBJECT_BYTES,
+    TOO_MANY,
     ReadingBudget,
+    are_lengths,
     load_metadata,
     open_file,
     printable,
@@ -36,7 +37,6 @@ from megatron_fsdp.checkpoint.safe_read import (
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
-_TOO_MANY = 1 << 62
 _MAX_NAME_BYTES = 255
 _MAX_KEY_LENGTH = 4096
 _MAX_LIST_ITEMS = 1 << 20  # torch makes a list as long as the largest index in a path
@@ -47,6 +47,9 @@ _MAX_ARCHIVE_OVERHEAD = 1 << 20
 _MAX_SHARING = 16  # how often the bytes of a file may be named, on average; writers name them once
 _AT_ONCE_BYTES = 1 << 18
 _MOST_OPEN = 64  # files at a time
+
+_Opened = tuple[io.BufferedReader | io.BytesIO, str]
+"""Some bytes as a file, and what names them in messages."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,9 @@ def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], d
     if not (isinstance(described, dict) and isinstance(storage, dict)):
         raise CheckpointError(f"{where} is not the metadata of torch.distributed.checkpoint; give a folder it wrote")
     tensors, objects = {}, {}
-    odd = next((type(key).__name__ for key in described if not isinstance(key, str)), None)
-    if odd is not None:
-        raise CheckpointError(f"{where} has a key that is not text but {odd}")
-    for key in sorted(described):
-        found = described[key]
+    for key, found in sorted(described.items(), key=lambda item: str(item[0])):
+        if not isinstance(key, str):
+            raise CheckpointError(f"{where} has a key that is not text but {type(key).__name__}")
         if not is_key(key):
             raise CheckpointError(f"{where} has a key with control characters: {key!a:.200}")
         if len(key) > _MAX_KEY_LENGTH or key.count(".") > MAX_DEPTH:
@@ -135,7 +136,7 @@ def _tensor_entry(
         if box.numel * dtype.itemsize > entry.span.length:
             raise CheckpointError(f"{where}: {key} has a chunk of {box.lengths} in {entry.span.length} bytes")
         chunks.append(entry)
-    if math.prod(shape) >= _TOO_MANY:
+    if math.prod(shape) >= TOO_MANY:
         raise CheckpointError(f"{where}: {key} has {len(shape)} dimensions and more elements than any tensor has")
     problem = cover_problem(shape, [chunk.box for chunk in chunks])
     if problem is not None:
@@ -144,8 +145,7 @@ def _tensor_entry(
 
 
 def _sizes(value: Any, key: str, where: str) -> tuple[int, ...]:
-    is_shape = isinstance(value, tuple | list) and len(value) <= MAX_DIMS
-    if is_shape and all(type(n) is int and 0 <= n < _TOO_MANY for n in value):
+    if are_lengths(value):
         return tuple(value)
     raise CheckpointError(f"{where}: {printable(key)} has something else where lengths should stand")
 
@@ -172,11 +172,12 @@ def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str
     return Span(str(name), offset, length)
 
 
-def _check_paths(metadata: object, where: str, budget: ReadingBudget) -> None:
-    """Check how keys nest: in paths of names and small numbers, which stand for lists, whose lengths are counted."""
-    found = getattr(metadata, "planner_data", None)
+def _paths_of(metadata: object, where: str, budget: ReadingBudget) -> dict[str, tuple[str | int, ...]]:
+    """Return how keys nest: in paths of names and small numbers, which stand for lists, whose lengths are counted."""
+    told = getattr(metadata, "planner_data", None)
+    found = told if isinstance(told, dict) else {}
     lengths: dict[tuple[Any, ...], int] = {}
-    for key, path in found.items() if isinstance(found, dict) else ():
+    for key, path in found.items():
         is_path = isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH
         if not (is_path and all(type(n) is str or (type(n) is int and 0 <= n < _MAX_LIST_ITEMS) for n in path)):
             raise CheckpointError(f"{where} says of {key!a:.200} that it nests in something that is no path")
@@ -184,6 +185,7 @@ def _check_paths(metadata: object, where: str, budget: ReadingBudget) -> None:
             if type(step) is int and step >= (known := lengths.get(path[:place], 0)):
                 lengths[path[:place]] = step + 1
                 budget.spend(ELEMENT_BYTES * (step + 1 - known))
+    return found
 
 
 def is_plain_name(name: object) -> bool:
@@ -253,6 +255,32 @@ class BoxIndex:
                 yield number, shared
 
 
+class _Window(io.RawIOBase):
+    """Some consecutive bytes of an open file, as a file of their own."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length, self._place = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
+        self._place = max(0, origin + offset)
+        return self._place
+
+    def readinto(self, buffer: Any, /) -> int:
+        target = memoryview(buffer).cast("B")[: max(0, self._length - self._place)]
+        self._file.seek(self._start + self._place)
+        count: int = self._file.readinto(target)  # type: ignore[attr-defined]
+        self._place += count
+        return count
+
+
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +318,7 @@ class CheckpointFolder:
         self.metadata: Metadata = load_metadata(raw, where)
         with reading(where):
             self.tensors, self.objects = _entries_of(self.metadata, where)
-            _check_paths(self.metadata, where, ReadingBudget(len(raw)))
+            self.paths = _paths_of(self.metadata, where, ReadingBudget(len(raw), where))
         if not check:
             return
         problems = [f"{name} {problem}" for name, problem in self.file_problems().items()]
@@ -323,9 +351,9 @@ class CheckpointFolder:
     @cached_property
     def files(self) -> dict[str, int]:
         """Bytes that each file has to have at least, by name."""
-        needed: dict[str, int] = {}
+        needed = Counter[str]()
         for _, span in self.spans():
-            needed[span.file] = max(needed.get(span.file, 0), span.offset + span.length)
+            needed[span.file] = max(needed[span.file], span.offset + span.length)
         return needed
 
     def file_problems(self) -> dict[str, str]:
@@ -434,14 +462,9 @@ class CheckpointFolder:
             )
         return values
 
-    @contextlib.contextmanager
-    def _opened_chunk(
-        self, entry: TensorEntry, chunk: ChunkEntry
-    ) -> Iterator[tuple[io.BufferedReader | io.BytesIO, str]]:
-        """Open the bytes of a chunk; also return what names it in messages."""
-        where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
-        with self.opened(chunk.span, where, chunk.box.numel * entry.dtype.itemsize + _MAX_ARCHIVE_OVERHEAD) as stream:
-            yield stream, where
+    def _opened_chunk(self, entry: TensorEntry, chunk: ChunkEntry) -> contextlib.AbstractContextManager[_Opened]:
+        most = chunk.box.numel * entry.dtype.itemsize + _MAX_ARCHIVE_OVERHEAD
+        return self.opened(chunk.span, f"{entry.key} at {chunk.box.offsets}", most)
 
     # ---- objects ----------------------------------------------------------------------------------------------------
 
@@ -450,8 +473,7 @@ class CheckpointFolder:
         entry = self.objects.get(key)
         if entry is None:
             raise CheckpointError(f"{self.path} has no object {key}; it has {len(self.objects)} others")
-        where = f"{key} in {self.path / entry.span.file}"
-        with self.opened(entry.span, where) as stream, reading(where):
+        with self.opened(entry.span, key) as (stream, where), reading(where):
             return stream.read()
 
     def read_object(self, key: str) -> object:
@@ -471,10 +493,9 @@ class CheckpointFolder:
                 file.close()
 
     @contextlib.contextmanager
-    def opened(
-        self, span: Span, where: str, at_most: int = MAX_OBJECT_BYTES
-    ) -> Iterator[io.BufferedReader | io.BytesIO]:
-        """Open some bytes of one file, `at_most` so many, as a file; `where` names them in messages."""
+    def opened(self, span: Span, what: str, at_most: int = MAX_OBJECT_BYTES) -> Iterator[_Opened]:
+        """Open some bytes of one file, `at_most` so many, as a file; also return what names them in messages."""
+        where = f"{what} in {self.path / span.file}"
         if span.length > at_most:
             raise CheckpointError(f"{where} has {span.length} bytes, and needs no more than {at_most}; refused")
         try:
@@ -483,12 +504,10 @@ class CheckpointFolder:
                 if has < span.offset + span.length:
                     raise CheckpointError(f"{where} is cut off: its file has {has} bytes")
                 file.seek(span.offset)
-                window: io.BufferedReader | io.BytesIO
                 if span.length <= _AT_ONCE_BYTES:  # torch reads many small pieces, which take long from a window
-                    window = io.BytesIO(file.read(span.length))
+                    yield io.BytesIO(file.read(span.length)), where
                 else:
-                    window = io.BufferedReader(Window(file, span.offset, span.length))
-                yield window
+                    yield io.BufferedReader(_Window(file, span.offset, span.length)), where
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
 

@@ -88,7 +88,7 @@ def load_checkpoint(
         objects = {key: match.folder.read_object(key) for key in match.objects}
         if not with_rng:
             return match, report, objects, lambda: None
-        restore_rng, told = _random_states(match.folder, model, group)
+        restore_rng, told = rng.prepare(match.folder, model, group)
         notes.append(f"random states: {told}")
         return match, report, objects, restore_rng
 
@@ -175,16 +175,3 @@ def _read(match: Match) -> None:
                 for shared, values in folder.parts(key, held):
                     view[shared.inside(held).indices].copy_(values)
                     del values  # before the next one is read
-
-
-def _random_states(
-    folder: CheckpointFolder, model: nn.Module, group: dist.ProcessGroup | None
-) -> tuple[Callable[[], None], str]:
-    """Read and test the random states to restore last, so that damage changes nothing."""
-    keys = [key for key in folder.objects if key.startswith(f"{RNG}.")]
-    if f"{RNG}.topology" not in keys or not any(key.endswith(".states") for key in keys):
-        return lambda: None, "none that this library has saved, so the streams go on as they are"
-    place = rng.logical_rank_of(model, group)
-    same = folder.read_object(f"{RNG}.topology") == place.topology
-    wanted = [key for key in keys if not same or key.endswith((".topology", f".{place.key}.states"))]
-    return rng.prepare({key: folder.read_object(key) for key in wanted}, place, naming.device_of(model))

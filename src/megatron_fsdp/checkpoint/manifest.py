@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_fsdp.checkpoint.safe_read import read_json
@@ -64,28 +65,19 @@ class Manifest:
             )
         try:
             tensors = {
-                key: TensorSeal(_lengths(seal["shape"]), _text(seal["dtype"]), _text(seal["checksum"]))
+                key: TensorSeal(tuple(seal["shape"]), seal["dtype"], seal["checksum"])
                 for key, seal in found["tensors"].items()
             }
-            objects = {key: _text(value) for key, value in found["objects"].items()}
-            facts, name = dict(found["facts"]), _text(found["checksum_name"])
+            made = cls(tensors, dict(found["objects"]), dict(found["facts"]), version, found["checksum_name"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
-        if type(version) is not int or version < 1:
-            raise CheckpointError(f"{path} is damaged: version {version!r}")
-        return cls(tensors, objects, facts, version, name)
-
-
-def _lengths(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(length) is int and length >= 0 for length in value):
-        raise ValueError(f"shape {str(value)[:100]}")
-    return tuple(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:100]} where text should stand")
-    return value
+        texts = [made.checksum_name, *made.objects.values()]
+        texts += [text for seal in tensors.values() for text in (seal.dtype, seal.checksum)]
+        numbers = [number for seal in tensors.values() for number in seal.shape]
+        is_sound = all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in numbers)
+        if not is_sound or type(version) is not int or version < 1:
+            raise CheckpointError(f"{path} is damaged: it has other things where text or numbers should stand")
+        return made
 
 
 # ---- checksums -------------------------------------------------------------------------------------------------------
@@ -151,53 +143,36 @@ def _words(values: torch.Tensor) -> torch.Tensor:
 
 def _run_sum(words: torch.Tensor, start: int) -> torch.Tensor:
     """Sum over consecutive words; block by block, where all but the lowest digit of the place are constant."""
-    done, numel = 0, words.shape[0]
-    low = _table(0, words.device)
-    sums = []
-    while done < numel:
-        block, inside = divmod(start + done, BLOCK)
-        count = min(BLOCK - inside, numel - done)
-        here, weights = words[done : done + count].to(torch.int64), low[inside : inside + count]
+    low, sums = _table(0, words.device), []
+    blocks = range(start - start % BLOCK, start + words.shape[0], BLOCK)
+    for block in blocks:
+        here = words[max(0, block - start) : block - start + BLOCK].to(torch.int64)
+        weights = low[max(0, start - block) :][: here.shape[0]]
         # Accelerators have no dot of integers.
-        part = torch.dot(here, weights) if here.device.type == "cpu" else (here * weights).sum()
-        sums.append(part * _high_part(block) if block else part)
-        done += count
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+        sums.append(torch.dot(here, weights) if here.device.type == "cpu" else (here * weights).sum())
+    return (torch.stack(sums) * _high_parts(torch.arange(blocks.start, blocks.stop, BLOCK, device=words.device))).sum()
 
 
 def _weights(places: torch.Tensor) -> torch.Tensor:
-    found = _table(0, places.device)[places & 0xFFFF]
+    return _table(0, places.device)[places & 0xFFFF] * _high_parts(places)
+
+
+def _high_parts(places: torch.Tensor) -> torch.Tensor:
+    """Return the products of the tables' entries for all but the lowest digit of places."""
+    found = torch.ones_like(places)
     for level in range(1, 4):
-        found = found * _table(level, places.device)[(places >> (16 * level)) & 0xFFFF]
+        found *= _table(level, places.device)[(places >> (16 * level)) & 0xFFFF]
     return found
-
-
-def _high_part(block: int) -> int:
-    """Return the product of the tables' entries for all but the lowest digit of a place, as a signed number."""
-    found, level = 1, 1
-    while block:
-        found *= int(_table(level, torch.device("cpu"))[block & 0xFFFF])
-        block, level = block >> 16, level + 1
-    return _signed(found & _MASK)
 
 
 @functools.lru_cache(maxsize=16)
 def _table(level: int, device: torch.device) -> torch.Tensor:
     """Make 2^16 pseudo-random odd numbers by splitmix64 (Steele et al. 2014); above level 0 the first is 1."""
-    x = torch.arange(1, BLOCK + 1, dtype=torch.int64) + level * BLOCK
-    x = x * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    x = (x ^ _shifted(x, 31)) | 1
+    x = np.arange(1 + level * BLOCK, 1 + (level + 1) * BLOCK, dtype=np.uint64)
+    x = x * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = (x ^ (x >> 31)) | 1
     if level:
         x[0] = 1  # so that places below 2^16, 2^32 ... need no further tables
-    return x.to(device)
-
-
-def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift right logically; torch's shift keeps the sign."""
-    return (x >> count) & ((1 << (64 - count)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+    return torch.from_numpy(x.view(np.int64)).to(device)

@@ -129,7 +129,7 @@ def match_extra(
     leaves, paths = naming.flatten(naming.unflatten({head: state}))
     live = {paths[key]: value for key, value in leaves.items()}
     keys = [key for key in match.keys_below(name) if key == name or key.startswith(f"{name}.")]
-    order = {key: place for place, key in enumerate(folder.metadata.planner_data or ())}  # as dicts had their keys
+    order = {key: place for place, key in enumerate(folder.paths)}  # as dicts had their keys
     keys.sort(key=lambda key: order.get(key, len(order)))
     found = {path_of(folder, key): key for key in keys}
     if found:
@@ -163,8 +163,7 @@ def match_extra(
 
 def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
     """Return the path of a key in the nested state; where the checkpoint does not say, dots separate it."""
-    found = folder.metadata.planner_data
-    path = found.get(key) if isinstance(found, dict) else None
-    if isinstance(path, tuple) and all(isinstance(part, str) for part in path):
-        return path
+    path = folder.paths.get(key, ())
+    if path and all(isinstance(part, str) for part in path):
+        return cast(tuple[str, ...], path)
     return tuple(key.split("."))

@@ -121,42 +121,37 @@ class OptimizerMatch:
         self._names = named_parameters_of(optimizer, model)
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         self._params: dict[str, torch.Tensor] = dict(zip(chain.from_iterable(self._names), params, strict=True))
+        own_names = {id(param): naming.own_name(model, name) for name, param in model.named_parameters()}
+        self._own_names = {name: own_names[id(param)] for name, param in self._params.items()}
         self._keys = match.keys_below(f"{OPTIMIZER}.")
+        # With other experts, too.
+        self._listed = list(chain.from_iterable(naming.listed_names(optimizer, model, self._names)))
+        self._of_all = naming.place_of(model).names
+        self._known = {*self._listed, *self._of_all}
+        self._kind = self._folder.read_object(_KIND) if _KIND in self._folder.objects else None
         if self._keys:
-            self._match_all()
+            slots = {name: by_slot for name, by_slot in self._slots().items() if name in self._params}
+            for name, by_slot in slots.items():
+                self._match_state(name, by_slot)
+            self._read_options()
+            self._note_without_state(slots.keys())
+            self._match_rest(has_state=bool(slots))
         else:
             match.missing.append(OPTIMIZER)
             self.kept = set(self._params)
         self._group_options = [self._options_of(*group) for group in enumerate(self._names)]
 
-    def _match_all(self) -> None:
-        model = self._model
-        # With other experts, too.
-        self._listed = list(chain.from_iterable(naming.listed_names(self._optimizer, model, self._names)))
-        self._of_all = naming.place_of(model).names
-        self._known = {*self._listed, *self._of_all}
-        slots = {name: by_slot for name, by_slot in self._slots().items() if name in self._params}
-        own_names = {id(param): naming.own_name(model, name) for name, param in model.named_parameters()}
-        for name, by_slot in slots.items():
-            self._match_state(name, own_names[id(self._params[name])], by_slot)
-        self._read_options()
-        self._note_without_state(slots.keys())
-        self._match_rest(has_state=bool(slots))
-
     def install(self, objects: Mapping[str, Any]) -> None:
         """Load state and options by the optimizer's own `load_state_dict`, with its hooks."""
         optimizer, state = self._optimizer, dict[int, Any]()
         positions = {name: position for position, name in enumerate(self._params)}
-        counts = {
-            name
-            for names, found in zip(self._names, self._group_options, strict=True)
-            for name in names
-            if "step" in found
+        wanted_by = {
+            name: wanted for names, wanted in zip(self._names, self._group_options, strict=True) for name in names
         }
         for name, leaves in self.leaves.items():
             slots = filled(leaves, objects)
             step = self.options.get(name, {}).get("step")  # where Megatron keeps the step counter
-            if ("step",) not in slots and name not in counts and isinstance(step, int | float):
+            if ("step",) not in slots and "step" not in wanted_by[name] and isinstance(step, int | float):
                 slots["step",] = torch.tensor(float(step))
             state[positions[name]] = naming.unflatten(slots)
         for name in self.kept:
@@ -199,39 +194,31 @@ class OptimizerMatch:
         """Return names by position; those of a Sequential are numbers too, and a stage knows only its own."""
         return {} if self._of_all or has_names else {str(at): name for at, name in enumerate(self._listed)}
 
-    def _match_state(self, name: str, own: str, by_slot: Mapping[KeyPath, str]) -> None:
-        """Match the state of one parameter, `own` its name in the model; live tensors are loaded in place."""
-        model, param = self._model, self._params[name]
-        view = naming.saved_view(model, own, param.detach())
-        if self._is_reshaped(name, view, by_slot):
+    def _match_state(self, name: str, by_slot: Mapping[KeyPath, str]) -> None:
+        """Match the state of one parameter; live tensors are loaded in place."""
+        match, tensors, param = self._match, self._folder.tensors, self._params[name]
+        own = self._own_names[name]
+        view = naming.saved_view(self._model, own, param.detach())
+        saved = tensors.get(match.model_keys.get(name, ""))
+        if saved is not None and saved.shape != tuple(view.shape):  # of another shape, its state is of no use
+            keys = [key for key in by_slot.values() if key in tensors and tensors[key].shape == saved.shape]
+            match.reshaped.update(dict.fromkeys(keys, (saved.shape, tuple(view.shape))))
             self.kept.add(name)
             return
         leaves, paths = naming.flatten(self._optimizer.state.get(param, {}))
-        live = {
-            paths[key]: naming.saved_view(model, own, value) if isinstance(value, torch.Tensor) else value
-            for key, value in leaves.items()
-        }
+        live = {paths[key]: value for key, value in leaves.items()}
         for slot, key in by_slot.items():
             if key in self._folder.objects:
-                self.leaves.setdefault(name, {})[slot] = self._match.want_object(key)
+                self.leaves.setdefault(name, {})[slot] = match.want_object(key)
                 continue
-            entry, target = self._folder.tensors[key], live.get(slot)
-            if not isinstance(target, torch.Tensor):
-                target = blank_slot(view, slot[-1], entry.shape, entry.dtype)
-            if self._match.want_tensor(key, target):
+            target = live.get(slot)
+            if isinstance(target, torch.Tensor):
+                target = naming.saved_view(self._model, own, target)
+            else:
+                target = blank_slot(view, slot[-1], tensors[key].shape, tensors[key].dtype)
+            if match.want_tensor(key, target):
                 self.leaves.setdefault(name, {})[slot] = target
-        self._match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
-
-    def _is_reshaped(self, name: str, param: torch.Tensor, by_slot: Mapping[KeyPath, str]) -> bool:
-        """Return whether the parameter had another shape when it was saved; then its state is of no use."""
-        tensors = self._folder.tensors
-        entry = tensors.get(self._match.model_keys.get(name, ""))
-        if entry is None or entry.shape == tuple(param.shape):
-            return False
-        for key in by_slot.values():
-            if key in tensors and tensors[key].shape == entry.shape:
-                self._match.reshaped[key] = (entry.shape, tuple(param.shape))
-        return True
+        match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
 
     def _note_without_state(self, with_state: Collection[str]) -> None:
         """Record missing state, unless the parameter had no state when it was saved."""
@@ -276,10 +263,9 @@ class OptimizerMatch:
         if _GROUPS in self._folder.objects:
             return self._match.read_object(_GROUPS)
         nested: dict[str, Any] = {}
-        paths = self._folder.metadata.planner_data or {}
         for key in self._keys:
             if key.startswith(f"{_GROUPS}.") and key in self._folder.objects:
-                set_element(nested, paths.get(key, tuple(key.split("."))), self._match.read_object(key))
+                set_element(nested, self._folder.paths.get(key, tuple(key.split("."))), self._match.read_object(key))
         return nested.get(OPTIMIZER, {}).get(GROUPS)
 
     def _options_of(self, position: int, names: Sequence[str]) -> dict[str, Any]:
@@ -289,7 +275,7 @@ class OptimizerMatch:
         """
         wanted: dict[str, Any] = {}
         group = self._optimizer.param_groups[position]
-        is_own = bool(self.options) and self._stored_kind() == kind_of(self._optimizer)
+        is_own = bool(self.options) and self._kind == kind_of(self._optimizer)
         stored = chain.from_iterable(self.options.get(name, ()) for name in names) if is_own else ()
         for key in {*group, *stored} - {"params"}:
             found = {name: self.options[name][key] for name in names if key in self.options.get(name, ())}
@@ -305,15 +291,12 @@ class OptimizerMatch:
             wanted[key] = tuple(value) if isinstance(group.get(key), tuple) and isinstance(value, list) else value
         return wanted
 
-    def _stored_kind(self) -> Any:
-        return self._folder.read_object(_KIND) if _KIND in self._folder.objects else None
-
     def _match_rest(self, *, has_state: bool) -> None:
         if has_state and not self.options:
             self._match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
-        kind, own = self._stored_kind(), kind_of(self._optimizer)
-        if kind not in (None, own):
-            self._match.unexpected.append(f"{_KIND} (state of {kind!s:.100}, and the optimizer is {own})")
+        own = kind_of(self._optimizer)
+        if self._kind not in (None, own):
+            self._match.unexpected.append(f"{_KIND} (state of {self._kind!s:.100}, and the optimizer is {own})")
         prefixes = (_STATE, _META, f"{_GROUPS}.", _KIND)
         for key in self._keys:
             if key != _GROUPS and not key.startswith(prefixes) and key in self._folder.objects:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, ChunkEntry, ObjectEntry, Span, TensorEntry, whole_box
 from megatron_fsdp.sharding.shards import Box
@@ -56,10 +55,9 @@ class RearrangedFolder(CheckpointFolder):
     ) -> None:
         """Show tensors and objects; nothing is read (so the base class, which opens a folder, is not initialised)."""
         self.stored, self.path, self._parts, self._values = stored, stored.path, tensors, dict(objects)
-        self._indices = {}
+        self._indices, self.paths = {}, {}
         self.tensors = {key: self._entry(key, parts) for key, parts in tensors.items()}
         self.objects = {key: ObjectEntry(key, _NOWHERE) for key in self._values}
-        self.metadata = Metadata({})
 
     def _entry(self, key: str, parts: Sequence[Part]) -> TensorEntry:
         """Describe a tensor as one chunk for each part."""

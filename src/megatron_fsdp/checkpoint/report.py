@@ -108,31 +108,23 @@ class Findings:
 
     def reported(self, loaded: Iterable[str], iteration: int | None = None) -> LoadReport:
         """Return the report of what is loaded and of what was found so far, in the order of keys."""
+        loaded, missing, unexpected = (tuple(sorted(keys)) for keys in (loaded, self.missing, self.unexpected))
         return LoadReport(
-            tuple(sorted(loaded)),
-            tuple(sorted(self.missing)),
-            tuple(sorted(self.unexpected)),
-            dict(sorted(self.reshaped.items())),
-            tuple(self.notes),
-            iteration,
+            loaded, missing, unexpected, dict(sorted(self.reshaped.items())), tuple(self.notes), iteration
         )
 
 
 def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> LoadReport:
     """Merge the reports of all pipeline stages; collective."""
     everyone: list[LoadReport] = gather_objects(own, group)
-    return replace(
-        own,
-        loaded=_union([report.loaded for report in everyone]),
-        missing=_union([report.missing for report in everyone]),
-        unexpected=_union([report.unexpected for report in everyone]),
-        reshaped=dict(sorted(item for report in everyone for item in report.reshaped.items())),
-        notes=tuple(dict.fromkeys(note for report in everyone for note in report.notes)),
-    )
 
-
-def _union(keys: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    return tuple(sorted({key for of_rank in keys for key in of_rank}))
+    found = {
+        name: tuple(sorted({key for report in everyone for key in getattr(report, name)}))
+        for name in ("loaded", "missing", "unexpected")
+    }
+    reshaped = dict(sorted(item for report in everyone for item in report.reshaped.items()))
+    notes = tuple(dict.fromkeys(note for report in everyone for note in report.notes))
+    return replace(own, **found, reshaped=reshaped, notes=notes)
 
 
 def some_of(keys: Sequence[str], shown: int = 8) -> str:

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.naming import RNG, place_of
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.naming import RNG, device_of, place_of
 from megatron_fsdp.comm.agreement import rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError
 
@@ -73,8 +74,9 @@ def place_in(names: Sequence[str], shape: Sequence[int], coordinate: Sequence[in
     return LogicalRank(coordinate[dim], shape[dim], data, data_size)
 
 
-def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
+def collect(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Return this rank's random states, as the section of a checkpoint."""
+    place, device = logical_rank_of(model, group), device_of(model)
     states: dict[str, Any] = {
         "random_rng_state": random.getstate(),
         "torch_rng_state": torch.get_rng_state(),
@@ -86,11 +88,20 @@ def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
     return {RNG: {outer: {inner: {"states": [states]}}, "topology": place.topology}}
 
 
-def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> tuple[Callable[[], None], str]:
-    """Test states on separate generators; return what sets this rank's, and what that does, for the report."""
-    topology = found.get(f"{RNG}.topology")
+def prepare(
+    folder: CheckpointFolder, model: nn.Module, group: dist.ProcessGroup | None = None
+) -> tuple[Callable[[], None], str]:
+    """Test the states of a checkpoint on separate generators, so that damage changes nothing.
+
+    Return what sets this rank's generators, and what that does, for the report.
+    """
+    keys = [key for key in folder.objects if key.startswith(f"{RNG}.") and key.endswith(".states")]
+    if f"{RNG}.topology" not in folder.objects or not keys:
+        return lambda: None, "none that this library has saved, so the streams go on as they are"
+    place, device = logical_rank_of(model, group), device_of(model)
+    topology, own = folder.read_object(f"{RNG}.topology"), f"{RNG}.{place.key}.states"
     if topology == place.topology:
-        states = _states_of(found.get(f"{RNG}.{place.key}.states"), place.key)
+        states = _states_of(folder.read_object(own) if own in keys else None, place.key)
         _set(states, device, on_trial=True)
         lacks = device.type != "cpu" and "accelerator_rng_state" not in states
         added = f", but for those of {device.type}, which were not saved and go on as they are" if lacks else ""
@@ -100,7 +111,12 @@ def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) 
         f"saved with (tensor, data{', pipeline' if has_stages else ''}) ranks {topology}, now "
         f"{tuple(place.topology)}, so every rank was seeded anew from the saved states and its logical rank"
     )
-    seed = _seed(found, place)
+    # Of all saved torch states and this rank's place, 63 bits.
+    stage = "" if place.stages == 1 else f" {place.stage}/{place.stages}"
+    digest = hashlib.sha256(f"{place.tensor}/{place.tensor_size} {place.data}/{place.data_size}{stage}".encode())
+    for key in sorted(keys):
+        digest.update(_states_of(folder.read_object(key), key)["torch_rng_state"].numpy().tobytes())
+    seed = int.from_bytes(digest.digest()[:8], "big") >> 1
 
     def seed_all() -> None:
         random.seed(seed)
@@ -135,13 +151,3 @@ def _set(states: Mapping[str, Any], device: torch.device, *, on_trial: bool) -> 
             set_state(states[name])
     except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointError(f"the saved random states cannot be set ({error}); load with with_rng=False") from error
-
-
-def _seed(found: Mapping[str, Any], place: LogicalRank) -> int:
-    """Derive a 63-bit seed from all saved torch states and this rank's place."""
-    stage = "" if place.stages == 1 else f" {place.stage}/{place.stages}"
-    digest = hashlib.sha256(f"{place.tensor}/{place.tensor_size} {place.data}/{place.data_size}{stage}".encode())
-    for key in sorted(found):
-        if key.endswith(".states"):
-            digest.update(_states_of(found[key], key)["torch_rng_state"].numpy().tobytes())
-    return int.from_bytes(digest.digest()[:8], "big") >> 1

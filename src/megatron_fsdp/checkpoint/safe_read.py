@@ -14,7 +14,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import enum
 import errno
 import functools
 import io
@@ -56,19 +55,12 @@ def open_file(path: Path) -> io.BufferedReader:
 
 def only_regular(path: str, flags: int) -> int:
     """Open no pipe or socket, which would be waited for, and no device, which may never end; an `opener` of `open`."""
-    _require_regular(path, Path(path).stat())
-    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    try:
-        _require_regular(path, os.fstat(descriptor))  # it may be another one by now
-    except OSError:
+    if stat.S_ISREG(Path(path).stat().st_mode):
+        descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # it may be another one by now
+            return descriptor
         os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _require_regular(path: str, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is a folder, pipe, socket or device where a file should be", path)
+    raise OSError(errno.EINVAL, "it is a folder, pipe, socket or device where a file should be", path)
 
 
 def read_file(path: Path, at_most: int = MAX_OBJECT_BYTES) -> bytes:
@@ -108,32 +100,16 @@ def reading(where: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except OverBudgetError as error:
-        raise CheckpointError(f"{where} is refused: {error}") from error
     except MemoryError as error:
         raise CheckpointError(
             f"there is not enough memory to read {where}; free some, or use another machine"
         ) from error
     except Exception as error:  # damaged bytes raise anything
+        told = printable(str(error)[:2000].partition("\n")[0]) or "no words for it"
         raise CheckpointError(
-            f"{where} is damaged and cannot be read ({type(error).__name__}: {_in_a_line(error)}); restore it from a "
-            "copy, or use an older checkpoint"
+            f"{where} is damaged and cannot be read ({type(error).__name__}: {told}); restore it from a copy, or use "
+            "an older checkpoint"
         ) from error
-
-
-def _in_a_line(error: BaseException) -> str:
-    try:
-        text = str(error)[:2000]
-    except ValueError:  # of a number with more digits than Python prints
-        return "no words for it"
-    return printable(text.partition("\n")[0]) or "no words for it"
-
-
-def _refusal(where: str, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} asks to import {printable(name)}, which no checkpoint needs; it was not imported, and the file is "
-        "refused: do not use it unless you know who wrote it"
-    )
 
 
 # ---- what reading may cost -------------------------------------------------------------------------------------------
@@ -153,26 +129,28 @@ SECONDS_PER_BYTE = 10e-6
 
 MAX_DEPTH = 100
 """How deep the names in a key of a checkpoint may nest."""
-MAX_DIMS = 64
-"""What torch allows a tensor."""
+TOO_MANY = 1 << 62
+"""More elements than any tensor has."""
 
+_MAX_DIMS = 64  # what torch allows a tensor
 _BETWEEN_LOOKS = 1 << 16  # what is spent between two looks at the clock
 _SHORT = 64  # characters that count as no more than an element
 _MAX_KEY_ITEMS, _MAX_KEY_DEPTH, _MAX_KEY_NUMBER = 64, 2, 1 << 64
-_PLAIN_KEYS = frozenset({float, bool, type(None), torch.dtype, torch.device})
+_PLAIN_KEYS = {float, bool, type(None), torch.dtype, torch.device}
 _TEXTS = {str, bytes, bytearray}
-_CONTAINERS = (list, tuple, set, frozenset, dict, torch.Size, collections.OrderedDict, collections.Counter)
-_PART_COSTS: dict[type, int] = {**dict.fromkeys(_TEXTS, 1), **dict.fromkeys(_CONTAINERS, ELEMENT_BYTES)}
-
-
-class OverBudgetError(Exception):
-    """A file asks for more memory or time than files of its size need."""
+_SEQUENCES = {list, tuple, set, frozenset, torch.Size}
+_DICTS = (collections.OrderedDict, collections.Counter)
+_PART_COSTS: dict[type, int] = {
+    **dict.fromkeys(_TEXTS, 1),
+    **dict.fromkeys((*_SEQUENCES, dict, *_DICTS), ELEMENT_BYTES),
+}
 
 
 class ReadingBudget:
-    """Counts what reading some bytes makes, and its time."""
+    """Counts what reading some bytes makes, and its time; `where` names them when it is more than they may."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, where: str) -> None:
+        self._where = where
         self._left = SPARE_BYTES + BYTES_PER_BYTE * nbytes
         self._until_look = _BETWEEN_LOOKS
         self._seconds = SPARE_SECONDS + SECONDS_PER_BYTE * nbytes
@@ -182,9 +160,9 @@ class ReadingBudget:
         """Count something that is about to be made, copied, hashed or written out."""
         self._left -= nbytes
         if self._left < 0:
-            raise OverBudgetError(
-                "reading it would take far more memory than its size calls for, as where parts are copied, or contain "
-                "each other, again and again; no checkpoint needs that"
+            raise CheckpointError(
+                f"{self._where} is refused: reading it would take far more memory than its size calls for, as where "
+                "parts are copied, or contain each other, again and again; no checkpoint needs that"
             )
         self._until_look -= nbytes
         if self._until_look < 0:
@@ -192,7 +170,10 @@ class ReadingBudget:
             now = time.thread_time()
             self._begun = now if self._begun is None else self._begun
             if now - self._begun > self._seconds:
-                raise OverBudgetError("reading it takes far longer than its size calls for; no checkpoint needs that")
+                raise CheckpointError(
+                    f"{self._where} is refused: reading it takes far longer than its size calls for; no checkpoint "
+                    "needs that"
+                )
 
     def spend_on(self, given: Collection[Any]) -> None:
         """Count what is handed to a function that may copy it: elements of containers, characters of text."""
@@ -203,28 +184,26 @@ class ReadingBudget:
         """Yield keys one by one, each counted before it is hashed and compared with others of its hash."""
         for key in keys:
             if type(key) is not str or len(key) > _SHORT:  # nobody can choose texts of one hash
-                self.spend(key_cost(key))
+                self.spend(_key_cost(key))
             yield key
 
 
-def key_cost(key: Any, depth: int = 0) -> int:
+def _key_cost(key: Any, depth: int = 0) -> int:
     """Return what hashing and comparing something counts, which may be asked for again and again.
 
     Tuples of tuples that name each other take time exponential in the length of their pickle to hash, deep ones end the
     process, and of large numbers and complex ones endless many have one hash.
     """
+    if isinstance(key, metadata.MetadataIndex):
+        key = (key.fqn, key.offset)
+    elif isinstance(key, pathlib.PurePath):
+        key = str(key)
     kind = type(key)
-    if kind is int and -_MAX_KEY_NUMBER < key < _MAX_KEY_NUMBER:
-        return ELEMENT_BYTES
-    if kind is str or kind is bytes:
+    if kind in (tuple, torch.Size) and depth < _MAX_KEY_DEPTH and len(key) <= _MAX_KEY_ITEMS:
+        return ELEMENT_BYTES + sum(_key_cost(item, depth + 1) for item in key)
+    if kind in (str, bytes):
         return ELEMENT_BYTES + len(key)
-    if kind is metadata.MetadataIndex:
-        return key_cost((key.fqn, key.offset), depth)
-    if isinstance(key, pathlib.PurePath):
-        return ELEMENT_BYTES + len(str(key))
-    if (kind is tuple or kind is torch.Size) and depth < _MAX_KEY_DEPTH and len(key) <= _MAX_KEY_ITEMS:
-        return ELEMENT_BYTES + sum(key_cost(item, depth + 1) for item in key)
-    if kind in _PLAIN_KEYS or isinstance(key, enum.Enum):
+    if kind in _PLAIN_KEYS or (kind is int and abs(key) < _MAX_KEY_NUMBER):
         return ELEMENT_BYTES
     raise pickle.UnpicklingError(f"a key of type {kind.__name__}, or one that is too large or nests too deep")
 
@@ -268,10 +247,7 @@ class Operations(dict[int, Callable[[Any], None]]):
     """Of each operation of pickles what it does; operations that data do not need are refused."""
 
     def __missing__(self, code: int) -> Callable[[Any], None]:
-        def refuse(_machine: Any) -> None:
-            raise pickle.UnpicklingError(f"operation {code:#04x} of pickles is not one that data need")
-
-        return refuse
+        raise pickle.UnpicklingError(f"operation {code:#04x} of pickles is not one that data need")
 
 
 class RestrictedUnpickler(pickle._Unpickler):
@@ -291,28 +267,21 @@ class RestrictedUnpickler(pickle._Unpickler):
     def __init__(self, raw: bytes, where: str) -> None:
         super().__init__(io.BytesIO(raw))
         self.where = where
-        self._budget = ReadingBudget(len(raw))
+        self._budget = ReadingBudget(len(raw), where)
         self._foreign: dict[tuple[str, str], type[Opaque]] = {}
 
     def load(self) -> Any:
         """Run the pickle."""
         made = super().load()
-        self._spend_on_tree(made)
+        left = [made]
+        while left:  # what contains itself has no end
+            here = left.pop()
+            parts = _parts(here)
+            contents = here.nbytes if isinstance(here, np.ndarray | np.generic) else 0
+            texts = sum(len(part) for part in parts if type(part) in _TEXTS)
+            self._budget.spend(ELEMENT_BYTES * (1 + len(parts)) + contents + texts)
+            left += [part for part in parts if type(part) not in _ATOMS]
         return made
-
-    def _spend_on_tree(self, value: Any) -> None:
-        """Count all that is met on a walk through a value, shared parts each time; what contains itself has no end."""
-        level: list[Any] = [value]
-        while level:
-            below: list[Any] = []
-            for here in level:
-                parts = _parts(here)
-                cost = ELEMENT_BYTES * (1 + len(parts)) + (
-                    here.nbytes if isinstance(here, np.ndarray | np.generic) else 0
-                )
-                self._budget.spend(cost + sum(len(part) for part in parts if type(part) in _TEXTS))
-                below += [part for part in parts if type(part) not in _ATOMS and type(part) not in _TEXTS]
-            level = below
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return the entry of the table."""
@@ -322,7 +291,10 @@ class RestrictedUnpickler(pickle._Unpickler):
         if found is None and is_foreign:
             found = self._foreign[name] = type(global_name, (Opaque,), {"qualified_name": ".".join(name)})
         if found is None:
-            raise _refusal(self.where, ".".join(name))
+            raise CheckpointError(
+                f"{self.where} asks to import {printable('.'.join(name))}, which no checkpoint needs; it was not "
+                "imported, and the file is refused: do not use it unless you know who wrote it"
+            )
         return found
 
     def _call(self) -> None:
@@ -343,14 +315,6 @@ class RestrictedUnpickler(pickle._Unpickler):
         keys = self._budget.spend_on_keys([key for key, _ in items])
         return kind(zip(keys, [value for _, value in items], strict=True))
 
-    def _new(self) -> None:
-        arguments = self.stack.pop()
-        self._make(self.stack.pop(), arguments, {})
-
-    def _new_with_names(self) -> None:
-        keywords, arguments = self.stack.pop(), self.stack.pop()
-        self._make(self.stack.pop(), arguments, keywords)
-
     def _make(self, kind: Any, arguments: Any, keywords: Any) -> None:
         known = isinstance(kind, type) and (kind in _CLASSES_OF_DATA or issubclass(kind, Opaque))
         _require(known, "an object of something else than a class of data")
@@ -363,30 +327,23 @@ class RestrictedUnpickler(pickle._Unpickler):
         state, made = self.stack.pop(), self.stack[-1]
         kind = type(made)
         self._budget.spend_on(state if type(state) is tuple else (state,))
-        if kind in _FILLED_BY_THEMSELVES or isinstance(made, Opaque):
+        if kind is metadata.TensorProperties or isinstance(made, Opaque):
             made.__setstate__(state)
-        elif kind in _STATES_OF_NUMPY:
-            _STATES_OF_NUMPY[kind](made, state)
+        elif isinstance(made, np.ndarray):
+            _fill_array(made, state)
+        elif isinstance(made, np.dtype):
+            _fill_dtype(made, state)
         elif kind in _FILLED_BY_DICT and type(state) is dict:
             made.__dict__.update(state)
         else:
             raise pickle.UnpicklingError(f"attributes to set on {kind.__name__}, which takes none")
 
-    def _append(self) -> None:
-        self._extend([self.stack.pop()])
-
-    def _extend(self, items: list[Any] | None = None) -> None:
-        items = self.pop_mark() if items is None else items
+    def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         _require(type(target) is list or isinstance(target, Opaque), f"elements for a {type(target).__name__}")
         (target if type(target) is list else target.items).extend(items)
 
-    def _set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._update([key, value])
-
-    def _update(self, flat: list[Any] | None = None) -> None:
-        flat = self.pop_mark() if flat is None else flat
+    def _update(self, flat: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, Opaque):
             target.items.extend(zip(flat[::2], flat[1::2], strict=True))
@@ -400,31 +357,26 @@ class RestrictedUnpickler(pickle._Unpickler):
         _require(type(target) is set, f"elements for a {type(target).__name__}")
         target.update(self._budget.spend_on_keys(items))
 
-    def _frozenset(self) -> None:
-        self.append(frozenset(self._budget.spend_on_keys(self.pop_mark())))
-
-    def _frame(self) -> None:
-        self.read(8)  # frames need no care: all is in memory
-
     def _long_number(self) -> None:
         raise pickle.UnpicklingError("a whole number of more than 255 bytes, which no checkpoint needs")
 
+    _ACTIONS: ClassVar[dict[bytes, Callable[[Any], Any]]] = {
+        pickle.FRAME: lambda self: self.read(8),  # frames need no care: all is in memory
+        pickle.LONG4: _long_number,
+        pickle.REDUCE: lambda self: self._call(),  # which others override
+        pickle.NEWOBJ: lambda self: self._make(self.stack.pop(-2), self.stack.pop(), {}),
+        pickle.NEWOBJ_EX: lambda self: self._make(self.stack.pop(-3), self.stack.pop(-2), self.stack.pop()),
+        pickle.BUILD: _build,
+        pickle.APPEND: lambda self: self._extend([self.stack.pop()]),
+        pickle.APPENDS: lambda self: self._extend(self.pop_mark()),
+        pickle.SETITEM: lambda self: self._update([self.stack.pop(-2), self.stack.pop()]),
+        pickle.SETITEMS: lambda self: self._update(self.pop_mark()),
+        pickle.ADDITEMS: _add_items,
+        pickle.FROZENSET: lambda self: self.append(frozenset(self._budget.spend_on_keys(self.pop_mark()))),
+    }
     dispatch: ClassVar[dict[int, Any]] = Operations(
         {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _AS_USUAL}
-        | {
-            pickle.FRAME[0]: _frame,
-            pickle.LONG4[0]: _long_number,
-            pickle.REDUCE[0]: _call,
-            pickle.NEWOBJ[0]: _new,
-            pickle.NEWOBJ_EX[0]: _new_with_names,
-            pickle.BUILD[0]: _build,
-            pickle.APPEND[0]: _append,
-            pickle.APPENDS[0]: _extend,
-            pickle.SETITEM[0]: _set_item,
-            pickle.SETITEMS[0]: _update,
-            pickle.ADDITEMS[0]: _add_items,
-            pickle.FROZENSET[0]: _frozenset,
-        }
+        | {code[0]: action for code, action in _ACTIONS.items()}
     )
 
 
@@ -433,25 +385,16 @@ def _parts(value: Any) -> Collection[Any]:
     kind = type(value)
     if kind in _SEQUENCES:
         return cast(Collection[Any], value)
-    if isinstance(value, dict):
-        return [*value, *value.values(), *(vars(value).values() if kind is not dict else ())]
-    if isinstance(value, Opaque):
-        return value.arguments, value.state, value.items
     if kind is slice:
         return value.start, value.stop, value.step
-    return vars(value).values() if kind in _CLASSES_OF_DATA else ()
+    parts = list(vars(value).values()) if kind in _CLASSES_OF_DATA or isinstance(value, Opaque) else []
+    return [*parts, *value, *value.values()] if isinstance(value, dict) else parts
 
 
 def load_metadata(raw: bytes, where: str) -> Any:
     """Read the pickle in the `.metadata` of torch.distributed.checkpoint; Megatron's additions are kept as `Opaque`."""
     with reading(where):
         return RestrictedUnpickler(raw, where).load()
-
-
-class MCoreMetadata(metadata.Metadata):
-    """Stands for Megatron's class of this name; `mcore_data` holds the true shapes of reformulated tensors."""
-
-    mcore_data: dict[str, Any] | None = None
 
 
 _DATACLASSES: tuple[Any, ...] = (
@@ -462,14 +405,11 @@ _DATACLASSES: tuple[Any, ...] = (
     metadata.MetadataIndex,
     filesystem._StorageInfo,
 )
-_DICTS = (collections.OrderedDict, collections.Counter)
 _KEYED = {set, frozenset, collections.OrderedDict}
-_SEQUENCES = {list, tuple, set, frozenset, torch.Size}
-_ATOMS = {int, float, complex, bool, type(None), torch.dtype, torch.device, torch.layout}
+_ATOMS = {int, float, complex, bool, type(None), torch.dtype, torch.device, torch.layout, *_TEXTS}
 _ATOMS |= {torch.Tensor, torch.nn.Parameter}
-_FILLED_BY_THEMSELVES = {metadata.TensorProperties}
-_FILLED_BY_DICT = {*_DATACLASSES, MCoreMetadata, argparse.Namespace, *_DICTS}
-_CLASSES_OF_DATA = _FILLED_BY_THEMSELVES | _FILLED_BY_DICT
+_FILLED_BY_DICT = {*_DATACLASSES, argparse.Namespace, *_DICTS}
+_CLASSES_OF_DATA = {metadata.TensorProperties, *_FILLED_BY_DICT}
 
 
 @functools.cache
@@ -483,29 +423,29 @@ def _names() -> dict[tuple[str, str], Any]:
     names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in dtypes}
     names |= {("torch._utils", name): _rebuilt(getattr(torch._utils, name)) for name in _TENSOR_FUNCTIONS}
     kinds = torch.storage._dtype_to_storage_type_map().items()
-    names |= {("torch", name): StorageKind(dtype) for dtype, name in kinds if name[0] != "Q"}
-    names["megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"] = MCoreMetadata
+    names |= {("torch", name): dtype for dtype, name in kinds if name[0] != "Q"}  # a storage has but a dtype
     names |= {
         ("torch", "Size"): _of(torch.Size, (list, tuple)),
         ("torch", "device"): _of(torch.device, (str,), (int,)),
-        ("torch", "UntypedStorage"): StorageKind(torch.uint8),
-        ("torch.storage", "UntypedStorage"): StorageKind(torch.uint8),
-        ("torch.serialization", "_get_layout"): _layout_by_name,
+        ("torch", "UntypedStorage"): torch.uint8,
+        ("torch.storage", "UntypedStorage"): torch.uint8,
+        ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("collections", "Counter"): _of(collections.Counter, (dict, type(None))),
-        ("_codecs", "encode"): _latin1_bytes,
+        ("_codecs", "encode"): _bytes,
         ("argparse", "Namespace"): argparse.Namespace,
         ("numpy", "ndarray"): _ARRAY,
         ("numpy", "dtype"): _dtype,
+        # Holds the true shapes of reformulated tensors besides, as `mcore_data`.
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,
     }
     builtins = {"slice": slice, "complex": complex, "set": set, "frozenset": frozenset, "range": range, "xrange": range}
-    plain = {**builtins, "bytearray": _bytearray, "bytes": _of(bytes)}  # protocol 2 stores b"" so
-    for name, stands_for in plain.items():
+    for name, stands_for in {**builtins, "bytearray": _bytearray, "bytes": _bytes}.items():
         names["builtins", name] = names["__builtin__", name] = stands_for
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"):
-            names[module, name] = _path
+            names[module, name] = _of(pathlib.PurePosixPath, *[(str,)] * 256)
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
         names[module, "_reconstruct"], names[module, "scalar"] = _empty_array, _scalar
     return names
@@ -519,19 +459,12 @@ def _require(holds: bool, what: str) -> None:
         raise pickle.UnpicklingError(what)
 
 
-@dataclasses.dataclass(frozen=True)
-class StorageKind:
-    """Stands for a class of storages, such as `torch.FloatStorage`."""
-
-    dtype: torch.dtype
-
-
 def _rebuilt(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap a function of torch that makes a tensor of a storage, for arguments that it can make one of."""
 
     def made(storage: Any, start: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
         _require(isinstance(storage, torch.storage.TypedStorage), "a tensor of no storage")
-        _require(_are_lengths(size) and _are_lengths(stride) and _are_lengths((start,)), "a tensor of other lengths")
+        _require(are_lengths(size) and are_lengths(stride) and are_lengths((start,)), "a tensor of other lengths")
         _require(len(size) == len(stride) and (len(rest) < 2 or not rest[1]), "a tensor with hooks, which are code")
         dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
         last = start + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
@@ -547,9 +480,10 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
     return torch.nn.Parameter(data.detach(), requires_grad is True and data.is_floating_point())
 
 
-def _are_lengths(values: Any) -> bool:
-    is_shape = isinstance(values, tuple | list) and len(values) <= MAX_DIMS
-    return is_shape and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
+def are_lengths(values: Any) -> bool:
+    """Return whether it may be the shape, strides or offsets of a tensor."""
+    is_shape = isinstance(values, tuple | list) and len(values) <= _MAX_DIMS
+    return is_shape and all(type(n) is int and 0 <= n < TOO_MANY for n in values)
 
 
 def _of(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[..., Any]:
@@ -563,26 +497,15 @@ def _of(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[..., Any
     return made
 
 
-def _layout_by_name(name: Any) -> torch.layout:
-    _require(name == "torch.strided", "a tensor of another layout than torch.strided (dense)")
-    return torch.strided
+def _bytes(data: Any = "", encoding: str = "latin1") -> bytes:
+    """How older pickle protocols store bytes, as text; codecs other than that are refused: some import modules."""
+    is_right = type(data) in (bytes, str) and encoding in ("latin1", "latin-1")
+    _require(is_right, "bytes made of something else than bytes, or text in another encoding than latin1")
+    return data.encode("latin1") if type(data) is str else data
 
 
-def _path(*parts: Any) -> pathlib.PurePosixPath:
-    _require(all(type(part) is str for part in parts), "a path of something else than text")
-    return pathlib.PurePosixPath(*parts)
-
-
-def _bytearray(data: Any = b"", encoding: str = "latin-1") -> bytearray:
-    _require(type(data) in (bytes, str), "a bytearray of something else than bytes")
-    return bytearray(data if type(data) is bytes else _latin1_bytes(data, encoding.replace("-", "")))
-
-
-def _latin1_bytes(text: str, encoding: str = "latin1") -> bytes:
-    """How older pickle protocols store bytes; other codecs are refused, since some import modules."""
-    if encoding != "latin1":
-        raise CheckpointError(f"text in encoding {encoding!a:.50} is not what a pickle of bytes uses; refused")
-    return text.encode("latin1")
+def _bytearray(*given: Any) -> bytearray:
+    return bytearray(_bytes(*given))
 
 
 # NumPy trusts the states of its pickled dtypes and arrays: wrong ones end the process. So each is compared with what
@@ -599,10 +522,8 @@ def _dtype(spec: Any, *_align_and_copy: Any) -> Any:
 
 
 def _fill_dtype(dtype: Any, state: Any) -> None:
-    sizes = (dtype.itemsize, dtype.alignment) if dtype.kind in "SU" else (-1, -1)
-    flags = 8 if dtype.kind == "U" else 0
-    holds = type(state) is tuple and len(state) == 8 and state[0] == 3 and state[1] in ("<", ">", "=", "|")
-    _require(holds and state[2:7] == (None, None, None, *sizes) and state[7] in (0, flags), "NumPy's dtype with fields")
+    is_right = type(state) is tuple and len(state) == 8 and state == dtype.newbyteorder(state[1]).__reduce__()[2]
+    _require(is_right, "NumPy's dtype with fields")
     dtype.__setstate__(state)
 
 
@@ -614,8 +535,8 @@ def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
 def _fill_array(array: Any, state: Any) -> None:
     _require(type(state) is tuple and len(state) == 5, "NumPy's array without contents")
     _, shape, dtype, by_columns, raw = state
-    shaped = type(shape) is tuple and all(type(n) is int and 0 <= n < 1 << 62 for n in shape) and len(shape) <= 32
-    _require(shaped and isinstance(dtype, np.dtype) and type(raw) is bytes, "NumPy's array of objects")
+    is_right = are_lengths(shape) and isinstance(dtype, np.dtype) and type(raw) is bytes
+    _require(is_right, "NumPy's array of objects")
     _require(math.prod(shape) * dtype.itemsize == len(raw), "NumPy's array of another length than its contents")
     array.__setstate__((1, shape, dtype, bool(by_columns), raw))
 
@@ -624,9 +545,3 @@ def _scalar(dtype: Any, raw: Any) -> Any:
     whole = isinstance(dtype, np.dtype) and type(raw) is bytes and len(raw) == dtype.itemsize
     _require(whole, "NumPy's number of another length than its contents")
     return np.frombuffer(raw, dtype)[0]
-
-
-_STATES_OF_NUMPY: dict[type, Callable[[Any, Any], None]] = {
-    np.ndarray: _fill_array,
-    **{type(np.dtype(code)): _fill_dtype for code in "?bBhHiIlLqQefdgFDGSU"},
-}

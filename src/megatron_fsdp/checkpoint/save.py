@@ -10,10 +10,11 @@ import hashlib
 import io
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from megatron_fsdp.checkpoint.archive import load_object, write_archive
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal, checksum_box, combine
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.report import in_short
+from megatron_fsdp.checkpoint.store import FileOps
 from megatron_fsdp.comm.agreement import by_value, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
@@ -57,14 +59,6 @@ def save_alone(state: Mapping[str, Any], **options: Any) -> None:
         save(dict(state), no_dist=True, **options)
 
 
-@dataclass
-class Seal:
-    """What one rank has written: the sum over the chunks of each tensor, and SHA-256 of each object."""
-
-    tensors: dict[str, int] = field(default_factory=dict)
-    objects: dict[str, str] = field(default_factory=dict)
-
-
 class SealingPlanner(DefaultSavePlanner):
     """torch's save planner over a flat state, which checksums what it hands to the writer.
 
@@ -73,7 +67,8 @@ class SealingPlanner(DefaultSavePlanner):
 
     def __init__(self, paths: Mapping[str, KeyPath] | None = None) -> None:
         super().__init__(dedup_save_to_lowest_rank=paths is not None)
-        self.seal = Seal()
+        self.sums: dict[str, int] = {}  # over the chunks of each tensor that this rank writes
+        self.digests: dict[str, str] = {}  # SHA-256 of each object
         self._paths = paths
         self._readable: set[str] = set()
 
@@ -97,32 +92,31 @@ class SealingPlanner(DefaultSavePlanner):
         """Return the data of one item; that of a source is read now."""
         key, described = write_item.index.fqn, write_item.tensor_data
         source = self.state_dict[key]
-        data: torch.Tensor | io.BytesIO
         if isinstance(source, TensorSource) and described is not None:
             data = source.read(Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes)))
         else:
             data = super().resolve_data(write_item)
-        if isinstance(data, io.BytesIO):
-            raw = data.getvalue()
-            digest = self.seal.objects[key] = hashlib.sha256(raw).hexdigest()
-            if digest not in self._readable:
-                try:
-                    load_object(raw, key)
-                except CheckpointError as error:
-                    raise ConfigurationError(
-                        f"{key} holds an object that could not be read back ({error}); store numbers, text, lists, "
-                        "dicts, tensors or NumPy arrays instead"
-                    ) from error
-                self._readable.add(digest)
-        else:
+        if isinstance(data, torch.Tensor):
             assert described is not None, "torch describes every tensor that it writes"
             part = checksum_box(data, described.chunk.offsets, described.size)
-            self.seal.tensors[key] = combine((self.seal.tensors.get(key, 0), part))
+            self.sums[key] = combine((self.sums.get(key, 0), part))
+            return data
+        raw = data.getvalue()
+        digest = self.digests[key] = hashlib.sha256(raw).hexdigest()
+        if digest not in self._readable:
+            try:
+                load_object(raw, key)
+            except CheckpointError as error:
+                raise ConfigurationError(
+                    f"{key} holds an object that could not be read back ({error}); store numbers, text, lists, dicts, "
+                    "tensors or NumPy arrays instead"
+                ) from error
+            self._readable.add(digest)
         return data
 
 
 class SealingWriter(FileSystemWriter):
-    """torch's writer, which also writes the manifest (from its planner's `seal`), just before the metadata.
+    """torch's writer, which also writes the manifest (from what its planner has summed), just before the metadata.
 
     One tensor is held at a time: torch's keeps every one that it had to copy, each view of a flat buffer, to the end.
     `progress` is told the bytes of tensors that this rank has written, after each item.
@@ -135,48 +129,41 @@ class SealingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if it has data, force it to the disk, and add its checksums."""
         results: list[WriteResult] = []
+        written = 0
         if plan.items:
             name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
             with (Path(self.path) / name).open("wb") as stream:
-                results = self._write_items(stream, name, plan, planner)
+                for item in sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO):
+                    offset, data = stream.tell(), planner.resolve_data(item)
+                    if isinstance(data, torch.Tensor):
+                        write_archive(_with_own_storage(data), stream)
+                        written += data.nbytes
+                    else:
+                        stream.write(data.getbuffer())
+                    del data
+                    length = stream.tell() - offset
+                    results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+                    if self._progress is not None:
+                        self._progress(written)
                 stream.flush()
                 os.fsync(stream.fileno())
+        seal = (planner.sums, planner.digests)  # type: ignore[attr-defined]
         done: Future[list[WriteResult]] = Future()
-        done.set_result([*results, WriteResult(_SEAL, 0, planner.seal)])  # type: ignore[attr-defined]
+        done.set_result([*results, WriteResult(_SEAL, 0, seal)])  # type: ignore[arg-type]
         return done
-
-    def _write_items(self, stream: IO[bytes], name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        results, done = [], 0
-        for item in sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO):
-            offset, data = stream.tell(), planner.resolve_data(item)
-            if isinstance(data, torch.Tensor):
-                write_archive(_with_own_storage(data), stream)
-                done += data.nbytes
-            else:
-                stream.write(data.getbuffer())
-            del data
-            length = stream.tell() - offset
-            results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
-            if self._progress is not None:
-                self._progress(done)
-        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest on one rank, then the metadata, whose presence marks a whole checkpoint."""
-        seals = [found.storage_data for of_rank in results for found in of_rank if found.index == _SEAL]
+        seals: Any = [found.storage_data for of_rank in results for found in of_rank if found.index == _SEAL]
         written = [[found for found in of_rank if found.index != _SEAL] for of_rank in results]
         tensors = {}
         for key, found in metadata.state_dict_metadata.items():
             if isinstance(found, TensorStorageMetadata):
-                total = combine(seal.tensors.get(key, 0) for seal in seals)
+                total = combine(sums.get(key, 0) for sums, _ in seals)
                 tensors[key] = TensorSeal(tuple(found.size), str(found.properties.dtype), f"{total:016x}")
-        objects = {key: digest for seal in seals for key, digest in seal.objects.items()}
+        objects = {key: digest for _, digests in seals for key, digest in digests.items()}
         facts = {"megatron_fsdp": __version__, "torch": str(torch.__version__), "ranks": len(seals)}
-        text = Manifest(tensors, objects, facts).to_json()
-        with (Path(self.path) / manifest.FILE_NAME).open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        FileOps().write_file(Path(self.path) / manifest.FILE_NAME, Manifest(tensors, objects, facts).to_json())
         super().finish(metadata, written)
 
 
@@ -191,19 +178,17 @@ def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def _require_alike(plans: Sequence[SavePlan]) -> None:
     """Refuse keys whose global tensor or kind differs between ranks."""
-    first: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
-    differing: dict[str, None] = {}
+    kinds: dict[str, set[tuple[torch.Size, torch.dtype] | None]] = defaultdict(set)
     for plan in plans:
         for item in plan.items:
-            kind = _kind(item)
-            if first.setdefault(item.index.fqn, kind) != kind:
-                differing[item.index.fqn] = None
+            kinds[item.index.fqn].add(_kind(item))
+    differing = [key for key, found in kinds.items() if len(found) > 1]
     if not differing:
         return
-    key = next(iter(differing))
-    found = [{_kind(item) for item in plan.items if item.index.fqn == key} for plan in plans]
+    key = differing[0]
     words = [
-        sorted(f"{kind[1]} of shape {tuple(kind[0])}" if kind else "an object" for kind in kinds) for kinds in found
+        sorted({f"{kind[1]} of shape {tuple(kind[0])}" if kind else "an object" for kind in map(_kind, items)})
+        for items in ([item for item in plan.items if item.index.fqn == key] for plan in plans)
     ]
     told = by_value((rank, " and ".join(kinds) or "nothing") for rank, kinds in enumerate(words))
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""

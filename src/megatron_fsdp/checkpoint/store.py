@@ -342,13 +342,12 @@ class CheckpointStore:
         return self._found(lambda: self._folder.resolve(iteration)) or self.root
 
     def _found(self, find: Callable[[], Path | None]) -> Path | None:
-        def name() -> str | None:
+        def below_root() -> Path | None:  # ranks may see the root under different names
             path = find()
-            return None if path is None else str(path.relative_to(self.root))
+            return path and path.relative_to(self.root)
 
-        # Below the root, and not a whole path: ranks may see the root under different ones.
-        found = decided_by_first(name, f"looking into {self.root}", self.group)
-        return None if found is None else self.root / found
+        found = decided_by_first(below_root, f"looking into {self.root}", self.group)
+        return found and self.root / found
 
     def write(
         self, iteration: int, writer: Writer, *, overwrite: bool = False, group: dist.ProcessGroup | None = None
@@ -373,13 +372,10 @@ class CheckpointStore:
         """
         group = self.group if group is None else group
         with ExitStack() as claims:  # what is written is locked until the end
-
-            def begin() -> tuple[str, bool, str]:
-                staging, may_replace = self._begin(iteration, overwrite, claims)
-                return staging.name, may_replace, f"saving {self.path_of(iteration)}"
-
-            begun, may_replace, doing = decided_by_first(begin, f"saving iteration {iteration} in {self.root}", group)
-            staging, same = self.root / begun, {"iteration": repr(iteration)}
+            name, may_replace, doing = decided_by_first(
+                lambda: self._begin(iteration, overwrite, claims), f"saving iteration {iteration} in {self.root}", group
+            )
+            staging, same = self.root / name, {"iteration": repr(iteration)}
             is_first = rank_of(group) == 0  # read now: torch.distributed may be shut down after an error
             try:
                 together(doing, lambda: require_seen(staging, self._patience_s), group, same)
@@ -393,10 +389,10 @@ class CheckpointStore:
 
     # ---- what rank 0 does ----
 
-    def _begin(self, iteration: int, overwrite: bool, claims: ExitStack) -> tuple[Path, bool]:
+    def _begin(self, iteration: int, overwrite: bool, claims: ExitStack) -> tuple[str, bool, str]:
         """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into.
 
-        Return it, and whether a checkpoint of this iteration may be replaced.
+        Return its name, whether a checkpoint of this iteration may be replaced, and what is done from now on, in words.
         """
         target = self.path_of(iteration)
         if is_whole(self.root):
@@ -413,7 +409,7 @@ class CheckpointStore:
             staging = self.root / hidden_name(target.name, "partial")
             self._ops.make_folder(staging)
             if claim(staging, claims) and staging.exists():
-                return staging, may_replace
+                return staging.name, may_replace, f"saving {target}"
             # Another process took it for left over before it was claimed.
 
     def _publish(self, staging: Path, iteration: int, may_replace: bool, claims: ExitStack) -> None:

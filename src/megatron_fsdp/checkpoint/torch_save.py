@@ -93,9 +93,7 @@ def _assembled(folder: CheckpointFolder, key: str, file: Path) -> Any:
 
 def _nested(leaves: Mapping[str, Any], folder: CheckpointFolder) -> dict[str, Any]:
     """Return the nested state dict again, in the order of the metadata; keys that are not nested are their own path."""
-    found = folder.metadata.planner_data  # its paths were checked when the folder was opened
-    told = found if isinstance(found, dict) else {}
-    paths: dict[str, KeyPath] = {key: told.get(key, (key,)) for key in folder.metadata.state_dict_metadata}
+    paths: dict[str, KeyPath] = {key: folder.paths.get(key, (key,)) for key in folder.metadata.state_dict_metadata}
     conflict = _path_conflict(paths)
     try:
         if conflict is None:
@@ -140,7 +138,7 @@ def from_torch_save(source: Path, target: Path, *, chunk_bytes: int = CHUNK_BYTE
         raise CheckpointError(f"{source} holds a {type(state).__name__}; only a state dict can become a checkpoint")
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
-    budget = ReadingBudget(source.stat().st_size)
+    budget = ReadingBudget(source.stat().st_size, str(source))
 
     def add(path: KeyPath, value: Any) -> None:
         budget.spend(sum(len(str(step)) for step in path))  # names above it may be long, and are repeated
