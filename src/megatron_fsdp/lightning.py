@@ -51,7 +51,11 @@ class MegatronFSDPStrategy(TrainerStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         if self._sharded is None or self._sharded.module is not self.lightning_module:
-            _refuse_sharded(self.lightning_module)
+            if any(hasattr(param, "_megatron_fsdp_model") for param in self.lightning_module.parameters()):
+                raise ConfigurationError(
+                    f"another trainer has sharded this {type(self.lightning_module).__name__}; use that trainer, or "
+                    "give this one a new module and the other's checkpoint (ckpt_path=)"
+                )
             module = self.precision_plugin.convert_module(self.lightning_module)
             self._sharded = fully_shard_model(module, **_with_mesh(self._sharding, self.root_device))
         self.model = self._sharded
@@ -213,16 +217,10 @@ class FabricMegatronFSDPStrategy(FabricStrategy):
         _refuse_option("storage_options", storage_options)
         _refuse_option("filter", filter)
         model, optimizer, names = _parts(state)
-        rest = {name: _state_of(state[name]) for name in names}
-        save_checkpoint(
-            model,
-            optimizer,
-            self.broadcast(path),
-            iteration=0,
-            extra={"fabric": _Rest(rest)},
-            with_rng=False,
-            overwrite=True,
-        )
+        values = {name: state[name] for name in names}
+        rest = _Rest({name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in values.items()})
+        extra, path = {"fabric": rest}, self.broadcast(path)
+        save_checkpoint(model, optimizer, path, iteration=0, extra=extra, with_rng=False, overwrite=True)
 
     def load_checkpoint(
         self,
@@ -288,14 +286,6 @@ class _Rest:
         (self.content,) = state
 
 
-def _refuse_sharded(module: nn.Module) -> None:
-    if any(hasattr(param, "_megatron_fsdp_model") for param in module.parameters()):
-        raise ConfigurationError(
-            f"another trainer has sharded this {type(module).__name__}; use that trainer, or give this one a new "
-            "module and the other's checkpoint (ckpt_path=)"
-        )
-
-
 def _with_mesh(sharding: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Add a mesh of all ranks, of the devices that Lightning has chosen."""
     if sharding.get("device_mesh") is not None:
@@ -315,10 +305,6 @@ def _parts(state: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer | None, list
         )
     names = [name for name, value in items if not isinstance(value, nn.Module | torch.optim.Optimizer)]
     return models[0], next(iter(optimizers), None), names
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def _refuse_option(name: str, value: object) -> None:

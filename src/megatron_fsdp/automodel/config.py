@@ -7,7 +7,7 @@ NeMo AutoModel's `components.distributed.config`.
 
 from __future__ import annotations
 
-from dataclasses import Field, InitVar, dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import Any, List, Optional, TypeAlias, Union  # noqa: UP035 (the published annotations)
 
 import torch
@@ -30,17 +30,13 @@ class _Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name; values are the same objects, not copies."""
-        return {name: getattr(self, name) for name in self._fields()}
-
-    @classmethod
-    def _fields(cls) -> dict[str, Field[Any]]:
-        return {field.name: field for field in fields(cls)}  # type: ignore[arg-type]  # its subclasses are dataclasses
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     def _check(self, **kinds: type) -> None:
         """Check flags (a string such as "false" would count as true), the backend, and fields of other types."""
         kind = type(self).__name__
-        for name, field in self._fields().items():
-            value = getattr(self, name)
+        for field in fields(self):  # type: ignore[arg-type]  # its subclasses are dataclasses
+            name, value = field.name, getattr(self, field.name)
             if field.type == "bool" and not isinstance(value, bool):
                 raise ConfigurationError(f"{kind}.{name}={value!r}; give True or False")
             if name in kinds and value is not None and not isinstance(value, kinds[name]):

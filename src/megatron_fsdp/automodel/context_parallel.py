@@ -356,7 +356,8 @@ def context_parallel_attention(
     _refuse(module, shared, attention_mask, {**kwargs, "sliding_window": sliding_window})
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     math = _Math(scale, dropout, sliding_window, softcap)
-    keys, values = _gathered(shared, key, value)
+    gathered = _gather(torch.cat([key, value], -1), 0, shared.group).chunk(shared.layout.ranks, 0)
+    keys, values = shared.layout.join(gathered, 2).split([key.shape[-1], value.shape[-1]], -1)
     ranges = shared.layout.ranges_of(shared.rank, query.shape[2])
     pieces = query.chunk(len(ranges), 2)
     out = [_attend(piece, keys, values, start, math) for piece, (start, _) in zip(pieces, ranges, strict=True)]
@@ -381,15 +382,6 @@ def _refuse(module: nn.Module, shared: ContextParallel, attention_mask: Tensor |
             raise ConfigurationError(
                 f"the config of {name} has sliding windows, but its attention is not given them; use cp_size=1"
             )
-
-
-def _gathered(shared: ContextParallel, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Gather keys and values of the whole sequence, in order."""
-    sizes = [key.shape[-1], value.shape[-1]]
-    together = torch.cat([key, value], -1)
-    gathered = _gather(together, 0, shared.group)
-    keys, values = shared.layout.join(gathered.chunk(shared.layout.ranks, 0), 2).split(sizes, -1)
-    return keys, values
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) -> Tensor:

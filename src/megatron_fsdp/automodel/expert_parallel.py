@@ -60,18 +60,14 @@ def parallelize_experts(model: nn.Module, ep_mesh: DeviceMesh) -> list[str]:
                 f"{ep_mesh.size()} does not divide; give an ep_size that divides the number of experts"
             )
     for part in experts.values():
-        _divide(part, ep_mesh)
+        num_local = len(next(part.parameters())) // ep_mesh.size()
+        for name, param in list(part.named_parameters()):
+            part.register_parameter(name, _share_of(param, ep_mesh, num_local))
+        former: Any = type(part)
+        part.__class__ = _divided_class(former)
+        assert isinstance(part, DividedExperts)
+        part.expert_mesh, part.num_local = ep_mesh, num_local
     return list(experts)
-
-
-def _divide(part: nn.Module, mesh: DeviceMesh) -> None:
-    num_local = len(next(part.parameters())) // mesh.size()
-    for name, param in list(part.named_parameters()):
-        part.register_parameter(name, _share_of(param, mesh, num_local))
-    former: Any = type(part)
-    part.__class__ = _divided_class(former)
-    assert isinstance(part, DividedExperts)
-    part.expert_share = ExpertShare(mesh, num_local)
 
 
 @functools.cache
@@ -149,14 +145,6 @@ def _config_field(model: nn.Module, num_experts: int) -> str:
     return f"config.{fields[0]}={num_experts}" if fields else f"num_experts={num_experts}"
 
 
-@dataclass(frozen=True)
-class ExpertShare:
-    """What a rank has of the experts of a layer."""
-
-    mesh: DeviceMesh  # one-dimensional, of the expert-parallel ranks
-    num_local: int  # experts of each rank; rank r of the mesh has those from r * num_local on
-
-
 class DividedExperts(nn.Module):
     """What the class of an experts module is put under when its experts are divided over ranks.
 
@@ -164,7 +152,8 @@ class DividedExperts(nn.Module):
     former one; so names of parameters, and `isinstance`, stay as they were.
     """
 
-    expert_share: ExpertShare
+    expert_mesh: DeviceMesh  # one-dimensional, of the expert-parallel ranks
+    num_local: int  # experts of each rank; rank r of the mesh has those from r * num_local on
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute what the undivided module does; collective over the expert-parallel ranks.
@@ -173,7 +162,7 @@ class DividedExperts(nn.Module):
         """
         num_chosen = top_k_index.shape[-1]
         order = torch.argsort(top_k_index.flatten(), stable=True)
-        plan = _plan_exchange(top_k_index, self.expert_share)
+        plan = _plan_exchange(top_k_index, self.expert_mesh, self.num_local)
         rows = hidden_states.repeat_interleave(num_chosen, dim=0)[order]
         computed = self._compute(plan.forth(rows), plan.local_index)
         returned = plan.back(computed)[torch.argsort(order)]
@@ -182,20 +171,19 @@ class DividedExperts(nn.Module):
 
     def _compute(self, rows: Tensor, local_index: Tensor) -> Tensor:
         """Compute each row by the expert of its index; (rows, hidden) in the same order and dtype."""
-        share = self.expert_share
         stand_in = object.__new__(type(self))  # all of this module but with this rank's weights: not one attribute of
         stand_in.__dict__.update(self.__dict__)  # it changes, so recomputation may run while something else reads it
-        weights = {name: _local(param) for name, param in self._parameters.items() if param is not None}
-        stand_in.__dict__.update(weights, num_experts=share.num_local)
+        weights = {
+            name: param.to_local() if isinstance(param, DTensor) else param
+            for name, param in self._parameters.items()
+            if param is not None
+        }
+        stand_in.__dict__.update(weights, num_experts=self.num_local)
         if rows.shape[0] == 0:  # FSDP2 reduces what has a gradient, and must find the same on all ranks: zeros here
             return rows + torch.stack([weight.flatten()[:0].sum() for weight in weights.values()]).sum().to(rows.dtype)
         ones = rows.new_ones(rows.shape[0], 1)
         computed: Tensor = super(DividedExperts, stand_in).forward(rows, local_index.unsqueeze(-1), ones)
         return computed.to(rows.dtype)
-
-
-def _local(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 @dataclass(frozen=True)
@@ -217,17 +205,17 @@ class _Exchange:
 
 
 @torch.no_grad()
-def _plan_exchange(top_k_index: Tensor, share: ExpertShare) -> _Exchange:
+def _plan_exchange(top_k_index: Tensor, mesh: DeviceMesh, num_local: int) -> _Exchange:
     """Count rows and tell the other ranks; one all-to-all, and one wait of the host for the device."""
-    group, num_ranks = share.mesh.get_group(), share.mesh.size()
-    counts = torch.zeros(num_ranks * share.num_local, dtype=torch.int64, device=top_k_index.device)
+    group, num_ranks = mesh.get_group(), mesh.size()
+    counts = torch.zeros(num_ranks * num_local, dtype=torch.int64, device=top_k_index.device)
     chosen = top_k_index.flatten().long()
     counts.scatter_add_(0, chosen, torch.ones_like(chosen))
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
-    per_rank = torch.stack([counts, arriving]).view(2, num_ranks, share.num_local)
+    per_rank = torch.stack([counts, arriving]).view(2, num_ranks, num_local)
     sent, received = per_rank.sum(dim=-1).tolist()
-    experts = torch.arange(share.num_local, device=counts.device).repeat(num_ranks)
+    experts = torch.arange(num_local, device=counts.device).repeat(num_ranks)
     return _Exchange(group, sent, received, experts.repeat_interleave(arriving, output_size=sum(received)))
 
 

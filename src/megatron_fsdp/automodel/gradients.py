@@ -140,9 +140,7 @@ def count_label_tokens(
         groups, device = over.get_all_groups(), torch.device(over.device_type)
     else:
         groups, device = ([] if over is None else [over]), counts[0].device if counts else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for count in counts:
-        total += count.to(device)
+    total = torch.zeros((), dtype=torch.int64, device=device) + sum(count.to(device) for count in counts)
     for group in groups:
         dist.all_reduce(total, group=group)
     return int(total)
@@ -222,7 +220,6 @@ def clip_grad_norm_(
             model of the engine is given.
         NonFiniteNormError: The norm is not finite; on every rank, gradients are as they were.
     """
-    pp_mesh = parameters.pp_mesh if pp_mesh is None and isinstance(parameters, Pipeline) else pp_mesh
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity")
     if not max_norm >= 0:
@@ -233,11 +230,10 @@ def clip_grad_norm_(
         raise ConfigurationError(
             f'pp_mesh has the dimensions {pp_mesh.mesh_dim_names}; give the one of the pipeline, such as mesh["pp"]'
         )
-    found = gather_gradients(parameters)
+    found = gather_gradients(parameters, pp_mesh)
     norm = _total_norm(
         found,
         float(norm_type),
-        pp_mesh,
         lambda param: None if param.grad is None else _reduced(param.grad),
         lambda model: model.clip_grad_norm_(math.inf, float(norm_type)),
     )
@@ -257,9 +253,7 @@ def norm_of_parameters(parts: nn.Module | Pipeline) -> float:
     def of_model(model: MegatronFSDP) -> Tensor:
         return torch.tensor(model.parameter_statistics().total.norm)
 
-    pp_mesh = parts.pp_mesh if isinstance(parts, Pipeline) else None
-    local = _total_norm(gather_gradients(parts), 2.0, pp_mesh, lambda param: local_part(param.detach()), of_model)
-    return float(local)
+    return float(_total_norm(gather_gradients(parts), 2.0, lambda param: local_part(param.detach()), of_model))
 
 
 def count_zero_gradients(parts: nn.Module | Pipeline) -> int:
@@ -272,8 +266,7 @@ def count_zero_gradients(parts: nn.Module | Pipeline) -> int:
         total = model.gradient_statistics().total
         return torch.tensor(total.zero_fraction * total.numel if total.numel else 0.0, dtype=torch.float64)
 
-    pp_mesh = parts.pp_mesh if isinstance(parts, Pipeline) else None
-    return round(float(_total_norm(gather_gradients(parts), 1.0, pp_mesh, of_param, of_model)))
+    return round(float(_total_norm(gather_gradients(parts), 1.0, of_param, of_model)))
 
 
 @dataclass(frozen=True)
@@ -282,7 +275,8 @@ class FoundGradients:
 
     models: tuple[MegatronFSDP, ...]  # of the engine, all of whose parameters are among them
     parameters: tuple[Tensor, ...]  # the others, each once
-    copies: tuple[Tensor, ...] = ()  # of parameters that another rank has: scaled, and not counted again
+    copies: tuple[Tensor, ...]  # of parameters that another rank has: scaled, and not counted again
+    pp_mesh: DeviceMesh | None  # the ranks that have other parameters; None: no pipeline
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply all gradients, in place, by a factor that is the same on every rank."""
@@ -297,11 +291,12 @@ class FoundGradients:
             torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
-def gather_gradients(parts: Parts) -> FoundGradients:
+def gather_gradients(parts: Parts, pp_mesh: DeviceMesh | None = None) -> FoundGradients:
     """Find the parameters that may have gradients, and the models of the engine that some belong to."""
     copies: dict[int, Tensor] = {}
     if isinstance(parts, Pipeline):
         copies = {id(param): param for name, param in parts.named_parameters() if name in parts.tied_copies}
+        pp_mesh = parts.pp_mesh if pp_mesh is None else pp_mesh
         parts = [param for param in parts.parameters() if id(param) not in copies]
     params = {id(param): param for param in _parameters(parts) if param.requires_grad or param.grad is not None}
     models: dict[int, MegatronFSDP] = {}
@@ -310,7 +305,12 @@ def gather_gradients(parts: Parts) -> FoundGradients:
         # A model of the engine would count copies, too; its gradients are DTensors like others.
         owner = None if copies else getattr(param, "_megatron_fsdp_model", None)
         if owner is not None:
-            model = _alive(owner)
+            try:
+                model = owner.self_reference()
+            except ReferenceError:
+                raise ConfigurationError(
+                    "the model that some parameters belong to has been deleted; keep what fully_shard_model returned"
+                ) from None
             models[id(model)] = model
         elif param.grad is not None and param.grad.layout != torch.strided:
             raise ConfigurationError(
@@ -325,7 +325,7 @@ def gather_gradients(parts: Parts) -> FoundGradients:
                 "only some parameters of a model of fully_shard_model are given, but it measures and scales all of its "
                 "gradients together; give the model or all of model.parameters()"
             )
-    return FoundGradients(tuple(models.values()), tuple(others), tuple(copies.values()))
+    return FoundGradients(tuple(models.values()), tuple(others), tuple(copies.values()), pp_mesh)
 
 
 def _parameters(parts: Parts) -> Iterator[Tensor]:
@@ -338,25 +338,15 @@ def _parameters(parts: Parts) -> Iterator[Tensor]:
             yield from _parameters(part)
 
 
-def _alive(owner: MegatronFSDP) -> MegatronFSDP:
-    try:
-        return owner.self_reference()
-    except ReferenceError:
-        raise ConfigurationError(
-            "the model that some parameters belong to has been deleted; keep what fully_shard_model returned"
-        ) from None
-
-
 def _total_norm(
     found: FoundGradients,
     norm_type: float,
-    pp_mesh: DeviceMesh | None,
     of_param: Callable[[Tensor], Tensor | None],
     of_model: Callable[[MegatronFSDP], Tensor],
 ) -> Tensor:
     """Return the norm of what `of_param` gives of a parameter here, and `of_model` of a model of the engine."""
     # Gradients may be offloaded, so numbers are reduced on the device of a mesh, with the index of the current one.
-    meshes = [pp_mesh, *(param.device_mesh for param in found.parameters if isinstance(param, DTensor))]
+    meshes = [found.pp_mesh, *(param.device_mesh for param in found.parameters if isinstance(param, DTensor))]
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     kind = mesh.device_type if mesh is not None else found.parameters[0].device if found.parameters else "cpu"
     device = torch.empty(0, device=kind).device
@@ -369,7 +359,7 @@ def _total_norm(
     norms = [combine_powers(powers, norm_type)] if powers else []
     norms += [of_model(model).to(device) for model in found.models]
     # Pipeline ranks have other parameters, and perhaps other meshes, so they meet only once each has its own norm.
-    over = () if pp_mesh is None else (pp_mesh.get_group(),)
+    over = () if found.pp_mesh is None else (found.pp_mesh.get_group(),)
     return combine_powers({over: sum_of_powers(norms, norm_type, device)}, norm_type)
 
 

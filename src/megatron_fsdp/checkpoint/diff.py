@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -105,46 +106,54 @@ def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference |
     """Compare the `common.pt` files; at least one side has one."""
     left, right = a.path / COMMON_FILE, b.path / COMMON_FILE
     if not (left.exists() and right.exists()):
-        side = "A" if left.exists() else "B"
-        told = f"file with iteration, arguments and parameter groups that only {side} has"
-        return Difference(COMMON_FILE, f"only in {side}", told)
+        what = "file with iteration, arguments and parameter groups"
+        return _one_sided(COMMON_FILE, what, "A" if left.exists() else "B")
     try:
-        found = _sizes_in_words(read_file(left), read_file(right))
+        stored = read_file(left), read_file(right)
     except OSError as error:
         raise CheckpointError(f"{COMMON_FILE} cannot be read: {error.strerror}") from error
-    if found is None or alike(read_common_file(a), read_common_file(b)):
-        return None
-    return Difference(COMMON_FILE, "object", found)
+    return _object_difference(COMMON_FILE, stored, lambda: (read_common_file(a), read_common_file(b)))
 
 
 def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance) -> Difference | None:
     left, right = (side.tensors.get(key) or side.objects.get(key) for side in (a, b))
     if left is None or right is None:
-        side = "A" if right is None else "B"
-        return Difference(key, f"only in {side}", f"{_in_words(left or right)} that only {side} has")
+        return _one_sided(key, _in_words(left or right), "A" if right is None else "B")
     both = f"{_in_words(left)} in A, {_in_words(right)} in B"
-    if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
-        if left.shape != right.shape or left.dtype != right.dtype:
-            return Difference(key, "shape" if left.shape != right.shape else "dtype", both)
-        values = tensor_difference(a, b, key, tolerance)
-        return None if values is None else Difference(key, "values", _values_in_words(values, left.numel), values)
     if type(left) is not type(right):
         return Difference(key, "type", both)
-    told = _sizes_in_words(a.read_bytes(key), b.read_bytes(key))
-    if told is None or alike(a.read_object(key), b.read_object(key)):
+    if not (isinstance(left, TensorEntry) and isinstance(right, TensorEntry)):
+        stored = a.read_bytes(key), b.read_bytes(key)
+        return _object_difference(key, stored, lambda: (a.read_object(key), b.read_object(key)))
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return Difference(key, "shape" if left.shape != right.shape else "dtype", both)
+    found = tensor_difference(a, b, key, tolerance)
+    if found is None:
         return None
-    return Difference(key, "object", told)
+    place = f"[{', '.join(map(str, found.index))}]" if found.index else "the only element"
+    told = (
+        f"{found.count} of {left.numel} elements differ, first at {place}: {found.values[0]!r} in A, "
+        f"{found.values[1]!r} in B; by {found.largest:.3g} at most"
+    )
+    return Difference(key, "values", told, found)
 
 
-def _sizes_in_words(left: bytes, right: bytes) -> str | None:
-    """Describe the bytes of two objects; None if they are equal. Equal objects may have different bytes."""
-    return None if left == right else f"object of {len(left)} bytes in A, and other {len(right)} bytes in B"
+def _one_sided(key: str, what: str, side: str) -> Difference:
+    return Difference(key, f"only in {side}", f"{what} that only {side} has")
+
+
+def _object_difference(
+    key: str, stored: tuple[bytes, bytes], read: Callable[[], tuple[object, object]]
+) -> Difference | None:
+    """Compare two objects, whose bytes may differ where their values do not."""
+    left, right = stored
+    if left == right or alike(*read()):
+        return None
+    return Difference(key, "object", f"object of {len(left)} bytes in A, and other {len(right)} bytes in B")
 
 
 def _in_words(entry: TensorEntry | ObjectEntry | None) -> str:
-    if isinstance(entry, TensorEntry):
-        return f"tensor {tuple(entry.shape)} {dtype_name(entry.dtype)}"
-    return "object"
+    return f"tensor {entry.shape} {dtype_name(entry.dtype)}" if isinstance(entry, TensorEntry) else "object"
 
 
 def tensor_difference(
@@ -158,15 +167,6 @@ def tensor_difference(
     return found
 
 
-def _values_in_words(found: ValueDifference, numel: int) -> str:
-    place = f"[{', '.join(map(str, found.index))}]" if found.index else "the only element"
-    left, right = found.values
-    return (
-        f"{found.count} of {numel} elements differ, first at {place}: {left!r} in A, {right!r} in B; "
-        f"by {found.largest:.3g} at most"
-    )
-
-
 # ---- values of tensors -----------------------------------------------------------------------------------------------
 
 
@@ -176,17 +176,14 @@ def compare_piece(a: torch.Tensor, b: torch.Tensor, box: Box, tolerance: Toleran
     if torch.equal(_bytes(a), _bytes(b)):  # equal in every sense, NaN included
         return None
     count, first, largest = 0, None, 0.0
-    for start in range(0, a.numel(), BLOCK):
-        left, right = a[start : start + BLOCK], b[start : start + BLOCK]
-        differs = _differing(left, right, tolerance)
-        found = int(differs.sum())
-        if not found:
+    for number, (left, right) in enumerate(zip(a.split(BLOCK), b.split(BLOCK), strict=True)):
+        places = _differing(left, right, tolerance).nonzero().view(-1)
+        if not places.numel():
             continue
-        count += found
-        first = start + int(differs.to(torch.uint8).argmax()) if first is None else first
-        gaps = (_wide(left[differs]) - _wide(right[differs])).abs()
-        gaps = gaps[gaps.isfinite()]
-        largest = max(largest, float(gaps.max()) if gaps.numel() else 0.0)
+        count += places.numel()
+        first = number * BLOCK + int(places[0]) if first is None else first
+        gaps = (_wide(left[places]) - _wide(right[places])).abs()
+        largest = max(largest, float(gaps.nan_to_num(nan=0.0, posinf=0.0).max()))
     if first is None:
         return None
     index = tuple(int(n) + at for n, at in zip(np.unravel_index(first, box.lengths), box.offsets, strict=True))

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -65,10 +65,8 @@ class Kind:
     @property
     def title(self) -> str:
         """The kind in words."""
-        parts = [_TITLES[self.format]]
-        parts += [f"generation {self.generation}"] if self.generation else []
-        parts += ["with manifest"] if self.has_manifest else []
-        return ", ".join(parts)
+        generation = f", generation {self.generation}" if self.generation else ""
+        return f"{_TITLES[self.format]}{generation}{', with manifest' if self.has_manifest else ''}"
 
 
 def recognise(folder: CheckpointFolder) -> Kind:
@@ -78,10 +76,8 @@ def recognise(folder: CheckpointFolder) -> Kind:
     name, generation = "dcp", None
     if has_file or has_object or read_marker(folder.path).get("sharded_backend") == _BACKEND:
         name = _BACKEND
-        if getattr(folder.metadata, "mcore_data", None):
-            generation = "G1"
-        elif has_object or has_file:
-            generation = "G3" if has_object else "G2"
+        has_ranges = getattr(folder.metadata, "mcore_data", None)
+        generation = "G1" if has_ranges else "G3" if has_object else "G2" if has_file else None
     elif any(key.startswith("model.module.") for key in tensors) or any(key.startswith(GROUP_META) for key in objects):
         name = "fsdp_dtensor"
     if any(".bucket_idx_" in key or "optimizer.distributed." in key for key in tensors):
@@ -90,13 +86,8 @@ def recognise(folder: CheckpointFolder) -> Kind:
         optimizer = "model_space" if any("optimizer.state." in key for key in tensors) else "none"
     else:
         optimizer = "per_parameter" if any(key.endswith(_SLOTS) for key in tensors) else "none"
-    return Kind(
-        format=name,
-        generation=generation,
-        optimizer=optimizer,
-        is_chained=any(key.startswith("chained_") for key in tensors),
-        has_manifest=(folder.path / FILE_NAME).is_file(),
-    )
+    is_chained = any(key.startswith("chained_") for key in tensors)
+    return Kind(name, generation, optimizer, is_chained, (folder.path / FILE_NAME).is_file())
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
@@ -176,29 +167,27 @@ class SideFileProblem(NamedTuple):
     reason: str
 
 
-def side_file_problems(folder: CheckpointFolder) -> list[SideFileProblem]:
-    """List what is missing or damaged of the files that Megatron writes with every `torch_dist` checkpoint."""
-    found = []
-    has_marker, backend = (folder.path / MARKER).is_file(), None
+def side_file_problems(folder: CheckpointFolder) -> Iterator[SideFileProblem]:
+    """Yield what is missing or damaged of the files that Megatron writes with every `torch_dist` checkpoint."""
+    marker: Mapping[str, Any] | None = None
     try:
-        backend = read_marker(folder.path).get("sharded_backend")
+        marker = read_marker(folder.path)
     except CheckpointError as error:
-        found.append(SideFileProblem("damaged", MARKER, str(error)))
+        yield SideFileProblem("damaged", MARKER, str(error))
+    backend = (marker or {}).get("sharded_backend")
     has_common = COMMON_KEY in folder.objects or (folder.path / COMMON_FILE).is_file()
-    has_flattened = bool(getattr(folder.metadata, "mcore_data", None))
-    names_objects = any(_SHARDED_OBJECT.search(key) for key in folder.objects)
-    if not (backend == _BACKEND or has_common or has_flattened or names_objects):
-        return found
-    if not has_marker:
+    has_ranges = getattr(folder.metadata, "mcore_data", None)
+    if not (backend == _BACKEND or has_common or has_ranges or any(map(_SHARDED_OBJECT.search, folder.objects))):
+        return
+    if not (folder.path / MARKER).is_file():
         reason = "a torch_dist checkpoint has it, and it is written last: the save did not finish, or it was lost"
-        found.append(SideFileProblem("missing", MARKER, reason))
-    elif not found and backend != _BACKEND:
-        said = ascii(backend)[:100]
-        found.append(SideFileProblem("damaged", MARKER, f"says that the format is {said}, and this is {_BACKEND}"))
+        yield SideFileProblem("missing", MARKER, reason)
+    elif marker is not None and backend != _BACKEND:
+        reason = f"says that the format is {ascii(backend)[:100]}, and this is {_BACKEND}"
+        yield SideFileProblem("damaged", MARKER, reason)
     if not has_common:
         reason = f"iteration, arguments and parameter groups are neither there nor in {COMMON_KEY}"
-        found.append(SideFileProblem("missing", COMMON_FILE, reason))
-    return found
+        yield SideFileProblem("missing", COMMON_FILE, reason)
 
 
 # ---- what it holds ---------------------------------------------------------------------------------------------------
@@ -235,19 +224,17 @@ def inspect_folder(
 def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> dict[str, Any]:
     """Describe one key; the bytes are those of the elements, or of the stored object, which has no shape and dtype."""
     entry = folder.tensors.get(key)
-    if entry is None:
-        span, nothing = folder.objects[key].span, dict.fromkeys(("shape", "dtype"))
-        return {"type": "object", "key": key, "nbytes": span.length, **nothing, "chunks": 1, "files": [span.file]}
-    told = {
-        "type": "tensor",
+    spans = [folder.objects[key].span] if entry is None else [chunk.span for chunk in entry.chunks]
+    told: dict[str, Any] = {
+        "type": "object" if entry is None else "tensor",
         "key": key,
-        "nbytes": entry.nbytes,
-        "shape": list(entry.shape),
-        "dtype": dtype_name(entry.dtype),
-        "chunks": len(entry.chunks),
-        "files": sorted({chunk.span.file for chunk in entry.chunks}),
+        "nbytes": spans[0].length if entry is None else entry.nbytes,
+        "shape": None if entry is None else list(entry.shape),
+        "dtype": None if entry is None else dtype_name(entry.dtype),
+        "chunks": len(spans),
+        "files": sorted({span.file for span in spans}),
     }
-    if with_statistics:
+    if with_statistics and entry is not None:
         told["statistics"] = statistics_of(values for _, values in folder.parts(key))
     return told
 
@@ -280,10 +267,8 @@ def statistics_of(chunks: Iterable[torch.Tensor]) -> dict[str, float | None]:
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
     finite_count = non_finite = zeros = 0
     for chunk in chunks:
-        flat = chunk.reshape(-1)
-        for start in range(0, flat.numel(), BLOCK):
-            values = flat[start : start + BLOCK]
-            values = values.abs().to(torch.float64) if values.dtype.is_complex else values.to(torch.float64)
+        for values in chunk.reshape(-1).split(BLOCK):
+            values = (values.abs() if values.dtype.is_complex else values).to(torch.float64)
             finite = values[torch.isfinite(values)]
             non_finite += values.numel() - finite.numel()
             zeros += int((values == 0).sum())
@@ -314,11 +299,8 @@ def show(folder: CheckpointFolder, key: str, part: str | None = None) -> tuple[A
     if key not in folder.tensors:
         raise CheckpointError(f"{folder.path} has no {key}{_nearest(folder, key)}")
     entry = folder.tensors[key]
-    shape, gone = entry.shape, tuple[int, ...]()
-    if part is None:
-        box = whole_box(shape if entry.numel <= SMALL else [min(length, CORNER) for length in shape])
-    else:
-        box, gone = parse_part(part, shape)
+    shown = entry.shape if entry.numel <= SMALL else [min(length, CORNER) for length in entry.shape]
+    box, gone = (whole_box(shown), ()) if part is None else parse_part(part, entry.shape)
     values = folder.read_box(key, box.offsets, box.lengths)
     for dim in reversed(gone):
         values = values.select(dim, 0)
@@ -333,30 +315,29 @@ def _nearest(folder: CheckpointFolder, key: str) -> str:
 
 def parse_part(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
     """Read a part as Python writes indices: `0:2,:8`, `3`, `-1`; also return the dimensions given as one index."""
-    words = text.strip().strip("[]").split(",")
+    words = [word.strip() for word in text.strip().strip("[]").split(",")]
     if len(words) > len(shape):
         raise ConfigurationError(
             f"--slice {text} has {len(words)} dimensions, and the tensor has {len(shape)}: {tuple(shape)}; "
             "give at most as many"
         )
-    offsets, lengths, gone = [], [], []
-    for dim, length in enumerate(shape):
-        word = words[dim].strip() if dim < len(words) else ":"
+    kept: list[range] = []
+    gone: list[int] = []
+    words += [":"] * (len(shape) - len(words))
+    for dim, (word, length) in enumerate(zip(words, shape, strict=True)):
         where = f"--slice {text}: dimension {dim} of length {length}"
         try:
-            edges = [int(edge) if edge.strip() else None for edge in word.split(":")]
-            if len(edges) == 1:
+            if ":" in word:
+                start, stop = (int(edge) if edge.strip() else None for edge in word.split(":"))
+                kept.append(range(length)[start:stop])
+            else:
                 first = range(length)[int(word)]
-                edges = [first, first + 1]
+                kept.append(range(first, first + 1))
                 gone.append(dim)
-            start, stop = edges
         except IndexError as error:
             raise ConfigurationError(f"{where} has no index {word}") from error
         except ValueError as error:
             raise ConfigurationError(
                 f"{where} cannot take {word!r}; write 2:5, :8, 3: or 7 (steps are not supported)"
             ) from error
-        kept = range(length)[start:stop]
-        offsets.append(kept.start)
-        lengths.append(len(kept))
-    return Box(tuple(offsets), tuple(lengths)), tuple(gone)
+    return Box(tuple(part.start for part in kept), tuple(map(len, kept))), tuple(gone)

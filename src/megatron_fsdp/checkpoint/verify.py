@@ -6,6 +6,7 @@ One chunk is in memory at a time.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -148,9 +149,8 @@ class VerifyReport:
         lines = [head]
         for title in ("damaged", "missing", "unexpected"):
             lines += listed(title, getattr(self, title), _SHOWN)
-        reasons = sorted({found.reason for found in self.unverified})
-        for reason in reasons[:_SHOWN]:
-            count = sum(found.reason == reason for found in self.unverified)
+        reasons = Counter(found.reason for found in self.unverified)
+        for reason, count in sorted(reasons.items())[:_SHOWN]:
             lines.append(f"unverified, {count} of {self.tensors + self.objects} tensors and objects: {reason}")
         return "\n".join(lines)
 
@@ -171,8 +171,7 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
     path = Path(folder)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give the folder of one checkpoint")
-    report = VerifyReport(str(path))
-    sealed = None
+    report, sealed = VerifyReport(str(path)), None
     try:
         sealed = Manifest.read(path)
     except CheckpointError as error:
@@ -188,35 +187,29 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
     report.tensors, report.objects = len(opened.tensors), len(opened.objects)
     files = opened.file_problems()
     _check_files(opened, files, report)
-    keys = dict.fromkeys([*opened.tensors, *opened.objects])
     known = sealed or Manifest({}, {})
-    for key, problem in opened.differences(known).items() if sealed is not None else ():
+    differing = {} if sealed is None else opened.differences(known)
+    for key, problem in differing.items():
         is_tensor = key in opened.tensors or (key not in opened and key in known.tensors)
         found = Finding("tensor" if is_tensor else "object", printable(key, 4096), problem)
-        if key not in opened:
-            report.missing.append(found)
-        elif key not in known:
-            report.unexpected.append(found)
-        else:
-            report.damaged.append(found)
-            del keys[key]
+        both = report.damaged if key in known else report.unexpected
+        (both if key in opened else report.missing).append(found)
+    keys = [key for key in (*opened.tensors, *opened.objects) if key not in differing or key not in known]
     same_kind = known if known.checksum_name == CHECKSUM_NAME else Manifest({}, {})
-    problems = {k: f"{s.file} {files[s.file]}" for k, s in opened.spans() if k in keys and s.file in files}
+    problems = {key: f"{span.file} {files[span.file]}" for key, span in opened.spans() if span.file in files}
     if deep:
-        rest = [key for key in keys if key not in problems]
-        problems |= _content_problems(opened, same_kind, rest, thorough=True)
+        problems |= _content_problems(opened, same_kind, [key for key in keys if key not in problems], thorough=True)
         report.nbytes = sum(entry.nbytes for entry in opened.tensors.values())
         report.nbytes += sum(entry.span.length for entry in opened.objects.values())
     without = NO_MANIFEST if sealed is None else "the manifest does not know it"
     if known is not same_kind:
         without = f"the manifest has checksums of another kind, {printable(known.checksum_name):.50}"
     for key in keys:
-        unsure = NOT_READ if not deep else None if key in same_kind else without
         kind: Literal["tensor", "object"] = "tensor" if key in opened.tensors else "object"
         if key in problems:
             report.damaged.append(Finding(kind, key, problems[key]))
-        elif unsure is not None:
-            report.unverified.append(Finding(kind, key, unsure))
+        elif not deep or key not in same_kind:
+            report.unverified.append(Finding(kind, key, without if deep else NOT_READ))
     return report
 
 

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from megatron_fsdp.checkpoint.torch_save import RepackReport, from_torch_save, t
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import run_guarded
 from megatron_fsdp.cli.output import in_bytes, write_error, write_facts, write_json, write_line, write_table
-from megatron_fsdp.comm.agreement import rank_of
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME, Parser
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 from megatron_fsdp.package_info import __version__
@@ -385,12 +385,11 @@ def _map(args: argparse.Namespace) -> int:
 )
 def _convert(args: argparse.Namespace) -> int:
     """Convert, in one process or on every rank that torchrun has started; the first one prints."""
-    is_first, started_here = os.environ.get("RANK", "0") == "0", False
+    starts = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    is_first = dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
     try:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        if starts:
             dist.init_process_group("gloo")
-            started_here = True
-        is_first = rank_of() == 0 if dist.is_initialized() else is_first
         options = together("reading the arguments", lambda: _options(args))
         steps = Steps(args.dry_run, args.verify, args.write_tracker)
         report = convert(args.source, args.target, options, steps, _progress() if is_first and not args.json else None)
@@ -399,7 +398,7 @@ def _convert(args: argparse.Namespace) -> int:
             write_error(str(error))
         return EXIT_DIFFERENT if isinstance(error, ConversionMismatchError) else EXIT_ERROR
     finally:
-        if started_here:
+        if starts and dist.is_initialized():
             dist.destroy_process_group()
     if is_first and args.json:
         write_json(report.as_json())
@@ -453,15 +452,11 @@ class _CommandParser(Parser):
     """A parser whose option `--swiglu` may stand alone before folders, which argparse would take for its value."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        words: list[str] = []
-        for word in args:
-            if words and words[-1] == "--swiglu":
-                is_value = word in (AUTO, ALL, NONE) or (_SCOPE.fullmatch(word) and not Path(word).exists())
-                words[-1:] = [f"--swiglu={word}"] if is_value else [f"--swiglu={ALL}", word]
-            else:
-                words.append(word)
-        if words and words[-1] == "--swiglu":
-            words[-1] = f"--swiglu={ALL}"
+        words = list(args)
+        for place, (word, following) in enumerate(pairwise([*args, ""])):
+            is_scope = following in (AUTO, ALL, NONE) or (_SCOPE.fullmatch(following) and not Path(following).exists())
+            if word == "--swiglu" and not is_scope:
+                words[place] = f"--swiglu={ALL}"
         return super().parse_known_args(words, namespace)
 
 

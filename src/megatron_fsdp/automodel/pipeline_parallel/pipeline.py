@@ -128,8 +128,7 @@ class Pipeline:
             )
         if self._tied_end is not None:
             self._tied_end.before_step()
-        losses: list[Tensor] = []
-        self._run("step", inputs, losses, return_outputs=False)
+        _, losses = self._run("step", inputs)
         if self.finish_gradients is not None:
             self.finish_gradients()
         if self._tied_end is not None:
@@ -147,9 +146,8 @@ class Pipeline:
     ) -> Tensor:
         """Return the loss of `step` without gradients; arguments, result and errors are those of `step`."""
         inputs = self._take_labelled(input_ids, labels, per_token, ("eval_step", num_label_tokens, dp_size))
-        losses: list[Tensor] = []
         with torch.no_grad():
-            self._run("eval", inputs, losses, return_outputs=False)
+            _, losses = self._run("eval", inputs)
         return self._total(losses)
 
     def forward(self, input_ids: Tensor, **per_token: Any) -> Tensor | None:
@@ -171,7 +169,7 @@ class Pipeline:
         self._factor = None
         ignored = replace(inputs, labels=torch.full_like(input_ids, IGNORED_LABEL))
         with torch.no_grad():
-            logits: Tensor | None = self._run("eval", ignored, [], return_outputs=True)
+            logits: Tensor | None = self._run("eval", ignored, return_outputs=True)[0]
         return logits if self.has_last_stage else None
 
     @property
@@ -322,12 +320,13 @@ class Pipeline:
     def _last_rank(self) -> int:
         return (self.num_stages - 1) % self.pp_mesh.size()
 
-    def _run(self, call: str, inputs: StepInputs, losses: list[Tensor], *, return_outputs: bool) -> Any:
-        """Run `step` or `eval` of the schedule."""
+    def _run(self, call: str, inputs: StepInputs, *, return_outputs: bool = False) -> tuple[Any, list[Tensor]]:
+        """Run `step` or `eval` of the schedule; return outputs and losses, of the last stage."""
         self._prepare(inputs)
         root = (inputs.input_ids,) if self.has_first_stage else ()
-        run = getattr(self.schedule, call)
-        return run(*root, target=inputs.labels, losses=losses, return_outputs=return_outputs, **inputs.per_token)
+        losses: list[Tensor] = []
+        options = {"target": inputs.labels, "losses": losses, "return_outputs": return_outputs}
+        return getattr(self.schedule, call)(*root, **options, **inputs.per_token), losses
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         """Send the loss of the step to all ranks: only that of the last stage has it before."""

@@ -218,37 +218,31 @@ class StageLayers(nn.ModuleDict):
 
     def __init__(self, layers: Sequence[nn.Module], start: int, stop: int) -> None:
         super().__init__({str(index): layers[index] for index in range(start, stop)})
-        self._start, self._stop = start, stop
-        self._absent = {index: AbsentLayer(layer) for index, layer in enumerate(layers) if not start <= index < stop}
-        self._run: StageRun | None = None
+        self._before = [AbsentLayer(layer) for layer in layers[:start]]
+        self._after = [AbsentLayer(layer) for layer in layers[stop:]]
+        self._shown: list[Any] | None = None
 
     @contextmanager
     def standing_in(self, received: Tensor | None) -> Iterator[StageRun]:
         """Stand in for the whole list in the block, which runs on what the stage before has sent."""
-        self._run = StageRun(received)
+        run, here = StageRun(received), list[Any](self.values())
+        last = len(here) - 1
+        for end in {0, last}:
+            here[end] = _EndLayer(here[end], run, end == 0, end == last)
+        self._shown = [*self._before, *here, *self._after]
         try:
-            yield self._run
+            yield run
         finally:
-            self._run = None
+            self._shown = None
 
     def __iter__(self) -> Iterator[Any]:
-        return super().__iter__() if self._run is None else iter(self._whole(self._run))
+        return super().__iter__() if self._shown is None else iter(self._shown)
 
     def __len__(self) -> int:
-        return super().__len__() if self._run is None else super().__len__() + len(self._absent)
+        return super().__len__() if self._shown is None else len(self._shown)
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str) or self._run is None:
-            return super().__getitem__(key)
-        return self._whole(self._run)[key]
-
-    def _whole(self, run: StageRun) -> list[Any]:
-        slots: dict[int, Any] = {**self._absent}
-        for index in range(self._start, self._stop):
-            layer = super().__getitem__(str(index))
-            is_first, is_last = index == self._start, index == self._stop - 1
-            slots[index] = _EndLayer(layer, run, is_first, is_last) if is_first or is_last else layer
-        return [slots[index] for index in sorted(slots)]
+        return super().__getitem__(key) if self._shown is None or isinstance(key, str) else self._shown[key]
 
 
 class _EndLayer:

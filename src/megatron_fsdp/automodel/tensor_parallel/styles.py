@@ -93,33 +93,20 @@ def undivided_units(model: nn.Module, planned: set[nn.Module]) -> Iterator[tuple
     data-parallel unit of its own. Parameters that a partly divided module owns directly, or through convolutions,
     which modules like to call by function, are shown by it.
     """
-    touched = {
-        name
-        for name, part in model.named_modules()
-        if part in planned or any(isinstance(param, DTensor) for param in part._parameters.values())
-    }
-    yield from _units(model, "", touched, planned)
-
-
-def _units(
-    module: nn.Module, name: str, touched: set[str], planned: set[nn.Module]
-) -> Iterator[tuple[nn.Module, tuple[LocalUse, ...]]]:
-    below = f"{name}." if name else ""
-    is_clear = not any(other == name or other.startswith(below) for other in touched)
-    lists = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in module.modules())
-    if is_clear and not lists:
-        uses = tuple(_plain_uses(module, ""))
-        if uses:
-            yield module, uses
-        return
-    uses = tuple(_plain_uses(module, "", recurse=False))
-    for child, part in module.named_children():
+    is_whole = not any(
+        part in planned
+        or isinstance(part, nn.ModuleList | nn.ModuleDict)
+        or any(isinstance(param, DTensor) for param in part._parameters.values())
+        for part in model.modules()
+    )
+    uses = tuple(_plain_uses(model, "", recurse=is_whole))
+    for child, part in () if is_whole else model.named_children():
         if type(part).__name__.startswith("Conv") and part not in planned:
             uses += tuple(_plain_uses(part, child))
         else:
-            yield from _units(part, f"{below}{child}", touched, planned)
+            yield from undivided_units(part, planned)
     if uses:
-        yield module, uses
+        yield model, uses
 
 
 def _plain_uses(module: nn.Module, path: str, recurse: bool = True) -> Iterator[LocalUse]:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -39,6 +40,7 @@ from megatron_fsdp.checkpoint.store import (
 from megatron_fsdp.checkpoint.verify import require_sound, share_out
 from megatron_fsdp.comm.agreement import rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
 
 Progress = Callable[[int, int], None]
 """(bytes written by this rank, bytes that it will have written)"""
@@ -146,8 +148,8 @@ def _write(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Write this rank's share of the moves into the checkpoint of all ranks, and on rank 0 the values; collective."""
-    rank = rank_of(group)
-    mine = [plan.moves[at] for at in share_out([move.nbytes for move in plan.moves], rank, world_size_of(group))]
+    rank, ranks = rank_of(group), world_size_of(group)
+    mine = [plan.moves[at] for at in share_out([move.nbytes for move in plan.moves], rank, ranks)]
     total = sum(move.nbytes for move in mine)
     told = None if progress is None else lambda done: progress(min(done, total), total)
     values = plan.values if rank == 0 else ()
@@ -157,18 +159,15 @@ def _write(
 
     state: dict[str, Any] = {move.target: source_of(move) for move in mine}
     state |= {value.target: value.value for value in values}
-    paths = {move.target: move.path for move in mine} | {value.target: value.path for value in values}
+    paths = {written.target: written.path for written in (*mine, *values)}
     write_state(state, folder, group, paths=paths, progress=told)
 
 
 def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:
     """Compare what was written with the checksums that were taken of the source as it was read; collective."""
+    rank, ranks = rank_of(group), world_size_of(group)
     try:
-        together(
-            f"verifying {folder}",
-            lambda: require_sound(CheckpointFolder(folder), rank_of(group), world_size_of(group)),
-            group,
-        )
+        together(f"verifying {folder}", lambda: require_sound(CheckpointFolder(folder), rank, ranks), group)
     except CheckpointError as error:
         raise ConversionMismatchError(
             f"the output is not what the source holds, so it is not published: {error}"
@@ -212,33 +211,26 @@ class Cells:
     @classmethod
     def of(cls, key: str, stored: Sequence[int], true_shape: Sequence[int]) -> Cells:
         """Derive the cells from the stored and the true shape."""
-        grid, flat = tuple(stored[:-1]), tuple(stored[-1:])
-        fits = len(grid) == len(true_shape) and all(
-            count > 0 and size % count == 0 for size, count in zip(true_shape, grid, strict=True)
+        grid = tuple(stored[:-1])
+        if len(grid) == len(true_shape) and 0 not in grid:
+            cells = cls(grid, tuple(size // count for size, count in zip(true_shape, grid, strict=True)))
+            if cells.shape == tuple(true_shape) and tuple(stored[-1:]) == (math.prod(cells.block),):
+                return cells
+        raise CheckpointError(
+            f"{key} is stored as flattened cells of shape {tuple(stored)}, which does not fit its true shape "
+            f"{tuple(true_shape)}; the metadata is damaged"
         )
-        block = tuple(size // count for size, count in zip(true_shape, grid, strict=True)) if fits else ()
-        if not fits or (math.prod(block),) != flat:
-            raise CheckpointError(
-                f"{key} is stored as flattened cells of shape {tuple(stored)}, which does not fit its true shape "
-                f"{tuple(true_shape)}; the metadata is damaged"
-            )
-        return cls(grid, block)
 
     def read(self, read_stored: ReadBox, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Read a box of the true tensor, out of the cells that it meets."""
-        first = [start // size for start, size in zip(offsets, self.block, strict=True)]
-        counts = [
-            -(-(start + length) // size) - cell
-            for start, length, size, cell in zip(offsets, lengths, self.block, first, strict=True)
-        ]
-        stored = read_stored((*first, 0), (*counts, math.prod(self.block)))
-        dims = range(len(counts))
-        ordered = stored.reshape(*counts, *self.block).permute(
-            [at + len(counts) * half for at in dims for half in (0, 1)]
-        )
-        whole = ordered.reshape([count * size for count, size in zip(counts, self.block, strict=True)])
-        starts = [start - cell * size for start, cell, size in zip(offsets, first, self.block, strict=True)]
-        return whole[tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))]
+        starts, block, ndim = np.array(offsets, np.int64), np.array(self.block, np.int64), len(offsets)
+        first = starts // block
+        counts = -(-(starts + lengths) // block) - first
+        stored = read_stored((*first.tolist(), 0), (*counts.tolist(), math.prod(self.block)))
+        by_axis = [axis for pair in zip(range(ndim), range(ndim, 2 * ndim), strict=True) for axis in pair]
+        ordered = stored.reshape(*counts.tolist(), *self.block).permute(by_axis)
+        inside = Box(tuple((starts - first * block).tolist()), tuple(lengths))
+        return ordered.reshape((counts * block).tolist())[inside.indices]
 
 
 @dataclass(frozen=True)
@@ -258,23 +250,20 @@ class TorchDistSource:
             raise CheckpointError(f"{path} is a checkpoint of {kind.title}; only torch_dist can be converted")
         for problem in side_file_problems(folder):
             raise CheckpointError(f"{path}: {problem.name} is {problem.state}: {problem.reason}")
-        told = getattr(folder.metadata, "mcore_data", None) or {}
-        about = {key: told[key] for key in folder.tensors if key in told} if isinstance(told, Mapping) else {}
-        shapes = {key: found.get(_TRUE_SHAPE) for key, found in about.items() if isinstance(found, Mapping)}
-        cells = {
-            key: Cells.of(key, folder.tensors[key].shape, tuple(map(int, shape)))
-            for key, shape in shapes.items()
-            if shape is not None
-        }
-        entries = [
-            replace(entry, shape=cells[key].shape) if key in cells else entry for key, entry in folder.tensors.items()
-        ]
-        objects = {key: without_opaque(folder.read_object(key)) for key in needed_objects(folder.objects)}
-        objects = {  # Megatron stores an object as a list of one
-            key: found[0] if isinstance(found, list) and len(found) == 1 else found for key, found in objects.items()
-        }
+        entries, cells = dict(folder.tensors), {}
+        told: Any = getattr(folder.metadata, "mcore_data", None)
+        for key, entry in folder.tensors.items() if isinstance(told, Mapping) else ():
+            about = told.get(key)
+            true_shape = about.get(_TRUE_SHAPE) if isinstance(about, Mapping) else None
+            if true_shape is not None:
+                cells[key] = Cells.of(key, entry.shape, tuple(map(int, true_shape)))
+                entries[key] = replace(entry, shape=cells[key].shape)
+        objects = {}
+        for key in needed_objects(folder.objects):
+            found = without_opaque(folder.read_object(key))
+            objects[key] = found[0] if isinstance(found, list) and len(found) == 1 else found  # as Megatron stores it
         common = CommonState.of(without_opaque(read_common(folder)))
-        return cls(folder, Content(entries, list(folder.objects), common, objects), cells)
+        return cls(folder, Content(list(entries.values()), list(folder.objects), common, objects), cells)
 
     def read(self, move: Move) -> Tensor:
         """Read the elements of a move, in its shape, contiguous."""

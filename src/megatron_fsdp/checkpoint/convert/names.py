@@ -16,16 +16,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 
 from megatron_fsdp.errors import CheckpointError
 
-_CHAINED = re.compile(r"chained_\d+\.")
+_CHAINED = re.compile(r"^chained_\d+\.")
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_([\d.]+)")
+_STACKED_LAYERS = re.compile(r"(?<![^.])layers\.(?!\d+(?:\.|$))")
 _STACKED_EXPERTS = re.compile(r"(.*\.experts)\.experts\.(?!\d+\.)(.+\.(?:weight|bias))((?:_[wv])?)")
 _NUMBERED_EXPERT = re.compile(r"(.*\.experts)\.(?:experts\.)?(\d+)\.(.+\.(?:weight|bias))((?:_[wv])?)")
-_FC1 = re.compile(r".*\blinear_fc1\.(?:weight|bias)\d*")
+_FC1 = re.compile(r".*\blinear_fc1\.(?:weight|bias)\d*")  # may hold two halves; one that is stored alone has _w or _v
 _HALF = re.compile(r"(\blinear_fc1\.(?:weight|bias)\d*)_[wv]$")
 _MAX_PARTS = 1_000_000
 _NOT_A_MODEL = ("optimizer.", "rng_state", "rerun_state_machine", "common_state", "opt_param_scheduler", "args")
@@ -50,7 +51,7 @@ class Piece:
 
 def parse_tensor_key(key: str) -> tuple[str, str | None] | None:
     """Split the key of a tensor into parameter and slot ("exp_avg"; None: it is the parameter); None if neither."""
-    bare = _CHAINED.sub("", key, count=1) if _CHAINED.match(key) else key
+    bare = _CHAINED.sub("", key)
     state = _STATE.fullmatch(bare)
     if state:
         return state[2], state[1]
@@ -70,17 +71,12 @@ def parse_object_key(key: str) -> tuple[str, bool]:
 
 def is_bucket_space(key: str) -> bool:
     """Return whether a key belongs to the optimizer layout that follows communication buckets, not parameters."""
-    return (_CHAINED.sub("", key, count=1) if _CHAINED.match(key) else key).startswith("optimizer.distributed.")
-
-
-def is_fc1(model_key: str) -> bool:
-    """Return whether a parameter may hold two halves; a half stored alone (`_w`) does not."""
-    return _FC1.fullmatch(model_key) is not None
+    return _CHAINED.sub("", key).startswith("optimizer.distributed.")
 
 
 def leading_axes(model_key: str) -> int:
     """Count the leading axes of a stored tensor that are layers and experts."""
-    return len(_stacked_layers(model_key.split("."))) + (_STACKED_EXPERTS.fullmatch(model_key) is not None)
+    return len(_STACKED_LAYERS.findall(model_key)) + (_STACKED_EXPERTS.fullmatch(model_key) is not None)
 
 
 def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool = False) -> Iterator[Piece]:
@@ -96,19 +92,13 @@ def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool =
     inner = tuple(shape[leading:])
     if gated and inner[0] % 2:
         raise CheckpointError(f"{model_key} has {inner[0]} rows, which do not divide into a gate and an up projection")
-    for index in product(*(range(size) for size in shape[:leading])):
+    size = (inner[0] // 2, *inner[1:]) if gated else inner
+    lengths = (1,) * leading + size
+    for index in product(*map(range, shape[:leading])):
         name = _spell(model_key, index, rename_mtp)
         for half, suffix in enumerate(("_w", "_v") if gated else ("",)):
-            size = (inner[0] // 2, *inner[1:]) if gated else inner
-            start = (half * size[0], *(0 for _ in size[1:])) if gated else (0,) * len(inner)
-            yield Piece(
-                _HALF.sub(r"\1", name),
-                name + suffix,
-                offsets=(*index, *start),
-                lengths=(*(1 for _ in index), *size),
-                shape=size,
-                parameter_ndim=len(inner),
-            )
+            start = [half * length if dim == 0 else 0 for dim, length in enumerate(size)]
+            yield Piece(_HALF.sub(r"\1", name), name + suffix, (*index, *start), lengths, size, len(inner))
 
 
 def canonical_name(name: str) -> str:
@@ -124,28 +114,16 @@ def canonical_name(name: str) -> str:
 
 
 def _spell(model_key: str, index: tuple[int, ...], rename_mtp: bool) -> str:
-    components = model_key.split(".")
-    places = _stacked_layers(components)
-    for place, layer in reversed(list(zip(places, index, strict=False))):
-        components.insert(place + 1, str(layer))
-    name = ".".join(components)
+    numbers = iter(index)  # of layers, and then of experts
+    name = _STACKED_LAYERS.sub(lambda found: f"{found[0]}{next(numbers)}.", model_key)
     stacked, numbered = _STACKED_EXPERTS.fullmatch(name), _NUMBERED_EXPERT.fullmatch(name)
     if stacked:
-        name = f"{stacked[1]}.{stacked[2]}{index[len(places)]}{stacked[3]}"
+        name = f"{stacked[1]}.{stacked[2]}{next(numbers)}{stacked[3]}"
     elif numbered:
         name = f"{numbered[1]}.{numbered[3]}{numbered[2]}{numbered[4]}"
     if rename_mtp:
         name = re.sub(r"(^|\.)(mtp\.layers\.\d+)\.transformer_layer\.", r"\1\2.mtp_model_layer.", name)
     return name
-
-
-def _stacked_layers(components: Sequence[str]) -> list[int]:
-    """Return the places where `layers` is not followed by an index."""
-    return [
-        place
-        for place, (this, following) in enumerate(pairwise(components))
-        if this == "layers" and not following.isdigit()
-    ]
 
 
 @dataclass(frozen=True)
@@ -158,55 +136,49 @@ class Gating:
 
 def decide_gating(shapes: Mapping[str, Sequence[int]], scope: str, said: bool | None) -> Gating:
     """Decide for every fc1 whether it is gated: by `--swiglu`, `args.swiglu` where the checkpoint says, and shapes."""
-    modules = {key.rpartition(".")[0] for key in shapes if is_fc1(key)}
-    answers = {module: _decide(module, shapes, scope, said) for module in sorted(modules)}
-    named = [] if scope in (AUTO, ALL, NONE) else [part for part in scope.split(",") if part]
-    for part in named:
+    module_of = {key: key.rpartition(".")[0] for key in shapes if _FC1.fullmatch(key)}
+    modules = sorted(set(module_of.values()))
+    answers = {module: _decide(module, shapes, scope, said) for module in modules}
+    for part in [] if scope in (AUTO, ALL, NONE) else scope.split(","):
         if not any(_holds(module, part) for module in modules):
-            raise CheckpointError(
-                f"--swiglu names {part!r}, which is part of no MLP's name; there are {sorted(modules)}"
-            )
-    gated = frozenset(key for key in shapes if is_fc1(key) and answers[key.rpartition(".")[0]][0])
+            raise CheckpointError(f"--swiglu names {part!r}, which is part of no MLP's name; there are {modules}")
+    gated = frozenset(key for key, module in module_of.items() if answers[module][0])
     return Gating(gated, {m: f"{'gated' if yes else 'not gated'} ({why})" for m, (yes, why) in answers.items()})
 
 
 def _decide(module: str, shapes: Mapping[str, Sequence[int]], scope: str, said: bool | None) -> tuple[bool, str]:
-    by_shape = _shape_test(module, shapes)
+    by_shape, rows = _shape_test(module, shapes), "fc1 has the rows of fc2's columns"
     if scope == NONE:
         return False, "--swiglu none"
-    if scope not in (AUTO, ALL):
-        if not any(_holds(module, part) for part in scope.split(",") if part):
-            return False, f"not in --swiglu {scope}"
-    elif scope == AUTO and said is False:
-        return False, "args.swiglu is False"
-    elif scope == AUTO and said is None:
+    if scope == AUTO and said is None:
         if by_shape is None:
             raise CheckpointError(
                 f"neither the checkpoint's arguments nor shapes say whether {module} is gated; "
                 "say it with --swiglu all or --swiglu none"
             )
-        return by_shape, "fc1 has twice the rows of fc2's columns" if by_shape else "fc1 has the rows of fc2's columns"
-    elif scope == AUTO and by_shape is False:
-        return False, "args.swiglu is True, but fc1 has the rows of fc2's columns"
+        return by_shape, "fc1 has twice the rows of fc2's columns" if by_shape else rows
+    if scope == AUTO and said is False:
+        return False, "args.swiglu is False"
+    if scope == AUTO:
+        return by_shape is not False, f"args.swiglu is True{f', but {rows}' if by_shape is False else ''}"
+    if scope != ALL and not any(_holds(module, part) for part in scope.split(",")):
+        return False, f"not in --swiglu {scope}"
     if by_shape is False:
         raise CheckpointError(
             f"--swiglu {scope} asks to halve {module}, whose fc1 has as many rows as fc2 has columns: it is not gated; "
             "use --swiglu auto, or name the gated modules"
         )
-    return True, "args.swiglu is True" if scope == AUTO else f"--swiglu {scope}"
+    return True, f"--swiglu {scope}"
 
 
 def _shape_test(module: str, shapes: Mapping[str, Sequence[int]]) -> bool | None:
     """Return whether fc1 has twice as many rows as fc2 has columns; None if shapes do not tell."""
     fc1_key = f"{module}.weight"
-    fc2_key = f"{module.removesuffix('linear_fc1')}linear_fc2.weight"
-    fc1, fc2 = shapes.get(fc1_key), shapes.get(fc2_key)
+    fc1, fc2 = shapes.get(fc1_key), shapes.get(f"{module.removesuffix('linear_fc1')}linear_fc2.weight")
     if fc1 is None or fc2 is None or len(fc1) != len(fc2) or len(fc1) != leading_axes(fc1_key) + 2:
         return None
     rows, columns = fc1[-2], fc2[-1]
-    if rows not in (columns, 2 * columns):
-        return None
-    return rows == 2 * columns
+    return rows == 2 * columns if rows in (columns, 2 * columns) else None
 
 
 def _holds(module: str, part: str) -> bool:

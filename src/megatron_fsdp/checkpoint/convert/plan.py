@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 
-from megatron_fsdp.checkpoint.convert.groups import INFER, MAP, NO_GROUPS, Assignment, Parameter, assign
+from megatron_fsdp.checkpoint.convert.groups import INFER, MAP, NO_GROUPS, Parameter, assign
 from megatron_fsdp.checkpoint.convert.names import (
     AUTO,
     Piece,
@@ -46,8 +46,20 @@ BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
 """Names in checkpoints of the optimizer layouts that follow communication buckets."""
 
 
+class _Written:
+    """What is written under the key of its path."""
+
+    __slots__ = ()
+    path: KeyPath
+
+    @property
+    def target(self) -> str:
+        """The key in the output: the steps of the path, joined as by DCP."""
+        return ".".join(map(str, self.path))
+
+
 @dataclass(frozen=True, slots=True)
-class Move:
+class Move(_Written):
     """A box of a source tensor, in its true shape, that becomes a whole tensor of the output without its leading 1s."""
 
     source: str
@@ -58,27 +70,17 @@ class Move:
     dtype: torch.dtype
 
     @property
-    def target(self) -> str:
-        """The key in the output."""
-        return _key_of(self.path)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """An object, or a tensor without a source box, that is written as it is; `path` is its key as nested steps."""
+class Value(_Written):
+    """An object, or a tensor without a source box, that is written as it is."""
 
     path: KeyPath
     value: Any
-
-    @property
-    def target(self) -> str:
-        """The key in the output."""
-        return _key_of(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,6 @@ class Dropped:
 
     key: str
     why: str
-
-
-def _key_of(path: KeyPath) -> str:
-    """Join nested steps to a flat key, as DCP does."""
-    return ".".join(map(str, path))
 
 
 def flatten(tree: Mapping[str, Any]) -> list[Value]:
@@ -113,18 +110,17 @@ class CommonState:
     def of(cls, tree: Mapping[str, Any]) -> CommonState:
         """Read the groups and the step from a common dict."""
         groups: list[Mapping[str, Any]] = []
-        steps: list[float] = []
+        common_step = None
         for part in _optimizer_parts(tree.get("optimizer")):
-            found = part.get("param_groups", ())
+            found, state = part.get("param_groups", ()), part.get("state")
             if not isinstance(found, Sequence) or not all(isinstance(group, Mapping) for group in found):
                 raise CheckpointError(
                     "the optimizer's param_groups are not a list of dicts; the common state is damaged"
                 )
             groups += [{key: value for key, value in group.items() if key != "params"} for group in found]
-            state = part.get("state")
             step = state.get("common_step") if isinstance(state, Mapping) else None
-            steps += [float(step)] if step is not None else []
-        return cls(tree, tuple(groups), steps[0] if steps else None)
+            common_step = float(step) if common_step is None and step is not None else common_step
+        return cls(tree, tuple(groups), common_step)
 
     def argument(self, name: str) -> Any:
         """Return `args.<name>`; None if the checkpoint does not have it."""
@@ -135,8 +131,7 @@ class CommonState:
     def is_bucket_space(self) -> bool:
         """Whether the optimizer state is laid out by communication buckets, as the common state says."""
         said = self.tree.get("content_metadata")
-        kinds = [said.get("distrib_optim_sharding_type")] if isinstance(said, Mapping) else []
-        return any(kind in BUCKET_KINDS for kind in kinds)
+        return isinstance(said, Mapping) and said.get("distrib_optim_sharding_type") in BUCKET_KINDS
 
     @property
     def is_fp32(self) -> bool:
@@ -232,22 +227,22 @@ class Prefixes:
     """The prefixes of an output: the adapter, MegatronFSDP and, in half precision, one wrapper more add `module.`."""
 
     def __init__(self, options: ConvertOptions, is_fp32: bool) -> None:
-        self.model = options.model_prefix
-        self.state = options.optimizer_prefix or ".".join([_STATE, *["module"] * (2 if is_fp32 else 3)])
-        follows = _META + self.state.removeprefix(_STATE) if self.state.startswith(_STATE) else _META
-        self.meta = options.group_prefix or follows
+        self._model = options.model_prefix
+        self._state = options.optimizer_prefix or _STATE + ".module" * (2 if is_fp32 else 3)
+        wrappers = self._state.removeprefix(_STATE) if self._state.startswith(_STATE) else ""
+        self._meta = options.group_prefix or _META + wrappers
 
     def of_weight(self, name: str) -> KeyPath:
         """Return the steps to a weight: the top-level key, then the name in the model's own state dict."""
-        return _steps(self.model, 1, name)
+        return _steps(self._model, 1, name)
 
     def of_state(self, name: str, slot: str) -> KeyPath:
         """Return the steps to one tensor of a parameter's optimizer state."""
-        return (*_steps(self.state, 2, name), slot)
+        return (*_steps(self._state, 2, name), slot)
 
     def of_group(self, name: str) -> KeyPath:
         """Return the steps to the fields of a parameter's group."""
-        return _steps(self.meta, 2, name)
+        return _steps(self._meta, 2, name)
 
 
 def _steps(prefix: str, nested: int, name: str) -> KeyPath:
@@ -288,44 +283,31 @@ def needed_objects(object_keys: Iterable[str]) -> list[str]:
 
 def make_plan(source: Content, options: ConvertOptions) -> ConversionPlan:
     """Plan a conversion to `fsdp_dtensor`."""
-    sorted_in = _sort(source, options)
-    weights = sorted_in.weights
-    gating = decide_gating(
-        {key: entry.shape for key, entry in weights.items()}, options.swiglu, source.common.argument("swiglu")
-    )
-    prefixes = Prefixes(options, source.common.is_fp32)
-    masters = sorted_in.states.get(_MASTER, {}) if options.masters == FP32 else {}
-    cut = {
-        key: list(pieces(key, entry.shape, key in gating.gated, options.rename_mtp)) for key, entry in weights.items()
-    }
+    found, common = _sort(source, options), source.common
+    shapes = {key: entry.shape for key, entry in found.weights.items()}
+    gating = decide_gating(shapes, options.swiglu, common.argument("swiglu"))
+    cut = {key: list(pieces(key, shape, key in gating.gated, options.rename_mtp)) for key, shape in shapes.items()}
+    prefixes = Prefixes(options, common.is_fp32)
+    masters = found.states.get(_MASTER, {}) if options.masters == FP32 else {}
     moves = [
-        _move(masters.get(key, weights[key]), piece, prefixes.of_weight(piece.name))
-        for key, found in cut.items()
-        for piece in found
+        _move(masters.get(key, found.weights[key]), piece, prefixes.of_weight(piece.name))
+        for key, own in cut.items()
+        for piece in own
     ]
-    parameters: dict[str, list[Piece]] = {}
-    for piece in chain.from_iterable(cut.values()):
-        parameters.setdefault(piece.parameter, []).append(piece)
-    assignment, values = Assignment({}), list[Value]()
+    notes = list(_notes(found, common, options))
+    values: list[Value] = []
+    members: dict[int, list[str]] = {}
     if not options.weights_only:
-        moves += _state_moves(sorted_in, cut, prefixes)
-        optimised = {piece.parameter for key in sorted_in.with_state() for piece in cut[key]}
-        how = options.groups or (INFER if options.param_to_group is None else MAP)
-        about = [Parameter(name, own[0].parameter_ndim, name in optimised) for name, own in parameters.items()]
-        assignment = assign(about, source.common.groups, how, options.param_to_group)
-        stepless = optimised if "step" not in sorted_in.states else set()
-        values = _group_values(parameters, assignment, stepless, source.common, prefixes)
-    members = _members(parameters, assignment)
-    values += flatten(source.common.output_tree(options.weights_only, members))
-    object_values, object_dropped, object_notes = _objects(source, options)
-    values += object_values
-    targets = Counter([move.target for move in moves] + [value.target for value in values])
+        moves += _state_moves(found, cut, prefixes)
+        values, members, more = _of_parameters(found, cut, common, options)
+        notes += more
+    values += flatten(common.output_tree(options.weights_only, members))
+    values += _objects(source, options, found.dropped, notes)
+    targets = Counter(written.target for written in (*moves, *values))
     twice = [target for target, count in targets.items() if count > 1]
     if twice:
         raise CheckpointError(f"several tensors of the checkpoint would become {some_of(twice)}; it contradicts itself")
-    notes = [*_notes(sorted_in, source.common, options), *assignment.notes, *object_notes]
-    dropped = (*sorted_in.dropped, *object_dropped)
-    return ConversionPlan(tuple(moves), tuple(values), dropped, tuple(notes), gating.decisions)
+    return ConversionPlan(tuple(moves), tuple(values), tuple(found.dropped), tuple(notes), gating.decisions)
 
 
 @dataclass
@@ -335,54 +317,47 @@ class _Sorted:
     weights: dict[str, TensorEntry] = field(default_factory=dict)
     states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
     dropped: list[Dropped] = field(default_factory=list)
-    buckets: bool = False
-
-    def with_state(self) -> set[str]:
-        """Return the model keys of parameters that were optimised."""
-        return {key for states in self.states.values() for key in states}
 
 
 def _sort(source: Content, options: ConvertOptions) -> _Sorted:
-    result, unknown = _Sorted(), []
-    states: list[tuple[str, str, TensorEntry]] = []
+    found, unknown, states, has_buckets = _Sorted(), [], list[tuple[str, str, TensorEntry]](), False
     for entry in source.entries:
         name = parse_tensor_key(entry.key)
         if "._extra_state" in entry.key:
-            result.dropped.append(Dropped(entry.key, "state of Transformer Engine, which fsdp_dtensor never stores"))
+            found.dropped.append(Dropped(entry.key, "state of Transformer Engine, which fsdp_dtensor never stores"))
         elif is_bucket_space(entry.key):
-            result.buckets = True
-            result.dropped.append(Dropped(entry.key, "optimizer state by buckets"))
+            has_buckets = True
+            found.dropped.append(Dropped(entry.key, "optimizer state by buckets"))
         elif name is None and options.weights_only and entry.key.startswith(("optimizer.", "chained_")):
-            result.dropped.append(Dropped(entry.key, "--weights-only"))
+            found.dropped.append(Dropped(entry.key, "--weights-only"))
         elif name is None:
             unknown.append(entry.key)
         elif name[1] is None:
-            result.weights[name[0]] = entry
+            found.weights[name[0]] = entry
         else:
             states.append((name[1], name[0], entry))
-    known = (COMMON, RNG, RERUN)
-    objects = [key for key in source.object_keys if parse_object_key(key)[0] not in known]
+    objects = [key for key in source.object_keys if parse_object_key(key)[0] not in (COMMON, RNG, RERUN)]
     unknown += [key for key in objects if "._extra_state" not in key and not is_bucket_space(key)]
-    unknown += [entry.key for _, key, entry in states if key not in result.weights]
+    unknown += [entry.key for _, key, entry in states if key not in found.weights]
     if unknown:
         raise CheckpointError(
             f"the checkpoint holds keys that this converter does not know: {some_of(sorted(unknown), 30)}; they are "
             "neither parameters nor optimizer state of any, and guessing would lose them"
         )
-    if (result.buckets or source.common.is_bucket_space) and not options.weights_only:
+    if (has_buckets or source.common.is_bucket_space) and not options.weights_only:
         raise CheckpointError(
             "the optimizer state is laid out by communication buckets (dp_reshardable), which do not say whose state "
             "it is; save again with --dist-ckpt-optim-fully-reshardable, or convert with --weights-only"
         )
     for slot, key, entry in states:
-        weight = result.weights[key]
+        weight = found.weights[key]
         is_scalar = slot != _MASTER and entry.shape == weight.shape[: leading_axes(weight.key)]
         if entry.shape != weight.shape and not is_scalar:
             raise CheckpointError(
                 f"{entry.key} has shape {entry.shape}, but {weight.key} has {weight.shape}; they belong together"
             )
-        result.states.setdefault(slot, {})[key] = entry
-    return result
+        found.states.setdefault(slot, {})[key] = entry
+    return found
 
 
 def _move(entry: TensorEntry, piece: Piece, path: KeyPath) -> Move:
@@ -401,64 +376,57 @@ def _state_moves(found: _Sorted, cut: Mapping[str, Sequence[Piece]], prefixes: P
                     yield Move(entry.key, index, (1,) * len(index), path, (), entry.dtype)
 
 
-def _group_values(
-    parameters: Mapping[str, Sequence[Piece]],
-    assignment: Assignment,
-    stepless: Collection[str],
-    common: CommonState,
-    prefixes: Prefixes,
-) -> list[Value]:
-    """List the fields of each parameter's group, and its step, which torch's optimizers keep per parameter."""
+def _of_parameters(
+    found: _Sorted, cut: Mapping[str, Sequence[Piece]], common: CommonState, options: ConvertOptions
+) -> tuple[list[Value], dict[int, list[str]], Sequence[str]]:
+    """Return the fields of each parameter's group and its step, the members of each group, and notes."""
+    parameters: dict[str, list[Piece]] = {}
+    for piece in chain.from_iterable(cut.values()):
+        parameters.setdefault(piece.parameter, []).append(piece)
+    optimised = {piece.parameter for states in found.states.values() for key in states for piece in cut[key]}
+    about = [Parameter(name, own[0].parameter_ndim, name in optimised) for name, own in parameters.items()]
+    how = options.groups or (INFER if options.param_to_group is None else MAP)
+    assignment, prefixes = assign(about, common.groups, how, options.param_to_group), Prefixes(options, common.is_fp32)
     values: list[Value] = []
-    for name, cut in parameters.items():
+    members: dict[int, list[str]] = {}
+    for name, own in parameters.items():
         group = assignment.group_of.get(name)
         if group is not None:
-            for spelling in _spellings(name, cut):
-                path = prefixes.of_group(spelling)
-                values += [Value((*path, *v.path), v.value) for v in flatten(common.groups[group])]
-        step = common.step_of(group) if name in stepless else None
-        if step is not None:
-            values += [Value(prefixes.of_state(piece.name, "step"), torch.tensor(step)) for piece in cut]
-    return values
+            spellings = dict.fromkeys([name, *(piece.name for piece in own)])  # a map may have it whole, or as halves
+            members.setdefault(group, []).extend(f"module.{spelling}" for spelling in spellings)
+            fields = flatten(common.groups[group])
+            values += [Value((*prefixes.of_group(each), *v.path), v.value) for each in spellings for v in fields]
+        step = common.step_of(group) if name in optimised and "step" not in found.states else None
+        if step is not None:  # torch's optimizers keep one for each parameter
+            values += [Value(prefixes.of_state(piece.name, "step"), torch.tensor(step)) for piece in own]
+    return values, members, assignment.notes
 
 
-def _members(parameters: Mapping[str, Sequence[Piece]], assignment: Assignment) -> dict[int, list[str]]:
-    members: dict[int, list[str]] = {}
-    for name, group in assignment.group_of.items():
-        members.setdefault(group, []).extend(f"module.{spelling}" for spelling in _spellings(name, parameters[name]))
-    return members
-
-
-def _spellings(name: str, cut: Sequence[Piece]) -> list[str]:
-    """List the names under which a map may have a parameter: whole, or as two halves."""
-    return list(dict.fromkeys([name, *(piece.name for piece in cut)]))
-
-
-def _objects(source: Content, options: ConvertOptions) -> tuple[list[Value], list[Dropped], list[str]]:
-    values: list[Value] = []
-    dropped: list[Dropped] = []
-    kept: set[str] = set()
+def _objects(source: Content, options: ConvertOptions, dropped: list[Dropped], notes: list[str]) -> Iterator[Value]:
+    """Yield what becomes of objects, and note the others in `dropped`."""
+    has_rng = loses_rng = False
     for key in source.object_keys:
         kind, content = parse_object_key(key)[0], source.objects.get(key)
         if kind == COMMON:
             continue
         if kind not in (RNG, RERUN):
             why = "optimizer state by buckets" if is_bucket_space(key) else "state of Transformer Engine"
-            dropped.append(Dropped(key, why))
         elif options.weights_only:
-            dropped.append(Dropped(key, "--weights-only"))
+            why = "--weights-only"
         elif content is None:
-            dropped.append(Dropped(key, "one of several ranks' states; the ranks of the new run are others"))
+            why = "one of several ranks' states; the ranks of the new run are others"
         elif kind == RNG and (not isinstance(content, list) or len(content) != 1):
-            dropped.append(Dropped(key, "states of several data-parallel ranks; the ranks of the new run are others"))
-        elif kind == RNG:
-            values += flatten({"rng_state": {"(0, 0)": content}})
-            kept.add(RNG)
+            why = "states of several data-parallel ranks; the ranks of the new run are others"
         else:
-            values += flatten({"rerun_state_machine": {"sharded": content}})
-    has_rng = any(d.key.startswith(RNG) for d in dropped)
-    without = has_rng and RNG not in kept and not options.weights_only
-    return values, dropped, ["random generators are left behind: load with --no-load-rng"] if without else []
+            yield from flatten(
+                {"rng_state": {"(0, 0)": content}} if kind == RNG else {"rerun_state_machine": {"sharded": content}}
+            )
+            has_rng |= kind == RNG
+            continue
+        dropped.append(Dropped(key, why))
+        loses_rng |= key.startswith(RNG)
+    if loses_rng and not has_rng and not options.weights_only:
+        notes.append("random generators are left behind: load with --no-load-rng")
 
 
 def _notes(found: _Sorted, common: CommonState, options: ConvertOptions) -> Iterator[str]:
@@ -471,8 +439,9 @@ def _notes(found: _Sorted, common: CommonState, options: ConvertOptions) -> Iter
         yield "weights are the model's, rounded; the fp32 master weights are left behind (--masters model)"
     elif _MASTER not in found.states and not common.is_fp32:
         yield "the checkpoint holds no fp32 master weights; weights are the model's"
-    lacking = sorted(found.with_state() - found.states.get(_MASTER, {}).keys()) if _MASTER in found.states else []
-    if lacking and options.masters == FP32:
+    masters = found.states.get(_MASTER, {})
+    lacking = sorted({key for states in found.states.values() for key in states} - masters.keys())
+    if masters and lacking and options.masters == FP32:
         yield f"no fp32 master weights of {some_of(lacking)}; these are the model's"
     has_step = "step" in found.states or any(common.step_of(index) is not None for index in range(len(common.groups)))
     if found.states and not has_step:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,12 @@ def save_adapter(
 
     def choose() -> tuple[list[LiveTensor], dict[str, FileTensor]]:
         live = _all_live(module)
-        described = _adapter_tensors(module, _shapes(live), adapter_name, save_embedding_layers)
+        described = _adapter_tensors(module, live, adapter_name, save_embedding_layers)
         wanted = {name for tensor in described.values() for name in tensor.names}
         return [tensor for tensor in live if tensor.name in wanted], described
 
     live, described = together(f"preparing to save {folder}", choose, group)
-
-    def write_config(temporary: Path) -> None:
-        _write_config(module, adapter_name, temporary)
-
+    write_config = partial(_write_config, module, adapter_name)
     save_files(live, lambda _: described, Cut(_ONE_FILE, ADAPTER_FILE), folder, write_config, group)
 
 
@@ -113,10 +111,10 @@ def load_adapter(
 
     def match() -> Match:
         live = _all_live(module)
-        described = _adapter_tensors(module, _shapes(live), adapter_name, False)
+        described = _adapter_tensors(module, live, adapter_name, False)
         unknown = files.tensors.keys() - described.keys()
         if unknown and hasattr(module.get_base_model(), "get_input_embeddings"):  # they may be stored with the adapter
-            more = _adapter_tensors(module, _shapes(live), adapter_name, True)
+            more = _adapter_tensors(module, live, adapter_name, True)
             if unknown & more.keys():
                 described = more
         names = {key: tensor.parts[0].key for key, tensor in described.items()}
@@ -128,12 +126,12 @@ def load_adapter(
 
 
 def _adapter_tensors(
-    module: Any, shapes: Mapping[str, tuple[int, ...]], adapter_name: str, save_embedding_layers: bool
+    module: Any, live: Sequence[LiveTensor], adapter_name: str, save_embedding_layers: bool
 ) -> dict[str, FileTensor]:
     """Return the file tensors that peft stores for an adapter, by key in the file."""
     from peft.utils import get_peft_model_state_dict
 
-    with Followed(shapes) as followed:
+    with Followed({tensor.name: tensor.shape for tensor in live}) as followed:
         found = get_peft_model_state_dict(
             module,
             state_dict=dict(followed.tensors),
@@ -143,10 +141,6 @@ def _adapter_tensors(
     if not found:
         raise CheckpointError(f"adapter {adapter_name!r} stores nothing that could be taken from the model's weights")
     return {key: followed.file_tensor(tensor) for key, tensor in found.items()}
-
-
-def _shapes(live: list[LiveTensor]) -> dict[str, tuple[int, ...]]:
-    return {tensor.name: tensor.shape for tensor in live}
 
 
 def _all_live(module: nn.Module) -> list[LiveTensor]:

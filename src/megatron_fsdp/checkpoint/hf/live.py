@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -259,7 +260,7 @@ class Followed(TorchFunctionMode):
     def _parts(self, tensor: torch.Tensor, at: tuple[int, ...]) -> Iterator[Part]:
         storage = _storage(tensor)
         whole, dim, pieces = self._joined.get(storage, (None, 0, []))
-        if whole is not None and _has_layout_of(tensor, whole):
+        if whole is not None and _layout(tensor) == _layout(whole):
             for piece in pieces:
                 yield from self._parts(piece, at)
                 at = (*at[:dim], at[dim] + piece.shape[dim], *at[dim + 1 :])
@@ -277,27 +278,21 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.shape == other.shape and tensor.stride() == other.stride() and not tensor.storage_offset()
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _slice_of(name: str, whole: torch.Tensor, view: torch.Tensor, at: tuple[int, ...]) -> Part:
-    """Return which box of a contiguous tensor a view of it is."""
-    target = Box(at, tuple(view.shape))
-    if _has_layout_of(view, whole):
-        return Part(name, whole_box(whole.shape), target)
-    dim_of_step = {step: dim for dim, step in enumerate(whole.stride()) if whole.shape[dim] > 1}
-    long = [(dim_of_step.get(step, -1), n) for n, step in zip(view.shape, view.stride(), strict=True) if n != 1]
-    length_of, dims = dict(long), [dim for dim, _ in long]
-    lengths = tuple(length_of.get(dim, 1) for dim in range(whole.ndim))
-    offsets, rest = [], int(view.storage_offset())
-    for n, step in zip(whole.shape, whole.stride(), strict=True):
-        first, rest = divmod(rest, step) if n > 1 else (0, rest)
-        offsets.append(first)
-    inside = all(a + n <= m for a, n, m in zip(offsets, lengths, whole.shape, strict=True))
-    if rest or -1 in dims or dims != sorted(set(dims)) or not inside:
+    """Return which box of a contiguous tensor a view of it is: the one from its first to its last element."""
+    box = whole_box(whole.shape)
+    if view.numel() and _layout(view) != _layout(whole):
+        first = int(view.storage_offset())
+        last = first + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+        start, end = (tuple(map(int, np.unravel_index(place, whole.shape))) for place in (first, last))
+        box = Box(start, tuple(to - of + 1 for of, to in zip(start, end, strict=True)))
+    if min(box.lengths, default=1) < 0 or _layout(view.squeeze()) != _layout(whole[box.indices].squeeze()):
         raise CannotFollowError(f"transformers stores of {name} what is no slice of it, such as its transpose")
-    return Part(name, Box(tuple(offsets), lengths), target)
+    return Part(name, box, Box(at, tuple(view.shape)))
 
 
 # ---- keys in files ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -122,6 +122,7 @@ class Match(Findings):
         self._shapes = {name: tensor.shape for tensor in live for name in tensor.aliases}
         self._used: set[str] = set()
         self._by_name: dict[str, _Described] = {}
+        self._renamed: dict[str, str] = {}  # name -> key of an older file
         try:
             described = file_tensors(module, self._shapes)
         except CannotFollowError as error:
@@ -130,15 +131,12 @@ class Match(Findings):
         for key, tensor in described.items():
             for name in tensor.names:
                 self._by_name.setdefault(name, []).append((key, tensor))
-        lost = [tensor for tensor in live if not self._place(tensor, self._stored_for)]
-        others = other_file_keys(module, sorted(stored.keys() - self._used)) if lost else {}
-        renamed = {
-            name: [(key, FileTensor.of(name, self._shapes[name]))]
-            for key, name in others.items()
-            if name in self._shapes
-        }
+        lost = [tensor for tensor in live if not self._place(tensor)]
+        if lost:
+            others = other_file_keys(module, sorted(stored.keys() - self._used))
+            self._renamed = {name: key for key, name in others.items() if name in self._shapes}
         for absent in lost:
-            if not self._place(absent, lambda name: renamed.get(name, [])):
+            if not self._place(absent):
                 self._note_missing(absent)
         for key in sorted(stored.keys() - self._used):
             if is_ignored(module, "_keys_to_ignore_on_load_unexpected", [key]):
@@ -148,7 +146,8 @@ class Match(Findings):
 
     def _stored_for(self, name: str) -> _Described:
         """Return the stored keys of a tensor with their parts; empty if it is not stored."""
-        for described in (self._by_name.get(name, []), [(name, FileTensor.of(name, self._shapes[name]))]):
+        whole = FileTensor.of(name, self._shapes[name])
+        for described in (self._by_name.get(name, []), [(name, whole)], [(self._renamed.get(name, name), whole)]):
             found = [(stored, tensor) for key, tensor in described if (stored := self._stored_key(key)) is not None]
             if found and len(found) == len(described):
                 return found
@@ -157,19 +156,16 @@ class Match(Findings):
     def _stored_key(self, key: str) -> str | None:
         return next((variant for variant in key_variants(self._module, key) if variant in self._stored), None)
 
-    def _place(self, live: LiveTensor, stored_for: Callable[[str], _Described]) -> bool:
+    def _place(self, live: LiveTensor) -> bool:
         """Record where a tensor is stored; return False if it is not."""
-        stored = {name: found for name in (live.name, *live.aliases) if (found := stored_for(name))}
+        stored = {name: found for name in (live.name, *live.aliases) if (found := self._stored_for(name))}
         if not stored:
             return False
-        fits = True
-        for described in stored.values():
-            for key, tensor in described:
-                self._used.add(key)
-                if self._stored[key].shape != tensor.shape:
-                    self.reshaped[key] = (self._stored[key].shape, tensor.shape)
-                    fits = False
-        if fits:
+        shapes = [(key, self._stored[key].shape, tensor.shape) for found in stored.values() for key, tensor in found]
+        self._used.update(key for key, _, _ in shapes)
+        reshaped = {key: (has, wanted) for key, has, wanted in shapes if has != wanted}
+        self.reshaped |= reshaped
+        if not reshaped:
             sources = {
                 name: tuple((p, self._stored[key]) for key, tensor in places for p in tensor.parts if p.key == name)
                 for name, places in stored.items()
@@ -200,36 +196,28 @@ def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
     """Return the memory to load into, by name; nothing is written yet."""
     held = {wanted.live.name: wanted.live.pieces() for wanted in match.wanted}
     for wanted in match.wanted:
-        _check_memory(wanted.live, held[wanted.live.name])
+        live = wanted.live
+        for _, view in held[live.name]:
+            if torch._debug_has_internal_overlap(view) == 1:  # torch would refuse to write, when others are written
+                raise CheckpointError(
+                    f"several elements of {live.name} share one place of memory (strides {view.stride()}), so it "
+                    "cannot be loaded into; make it contiguous in the model, or leave it out of its state "
+                    "(persistent=False)"
+                )
         for _, stored in wanted.sources:
-            _check_dtype(wanted.live, stored)
+            are_cast = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (stored.dtype, live.dtype))
+            if stored.dtype != live.dtype and not are_cast:
+                raise CheckpointError(
+                    f"tensor {stored.key!r} is stored as {stored.dtype}, and {live.name} is {live.dtype}; only "
+                    "floating-point weights of 16 bits and more are cast, convert the others (quantised ones with "
+                    "their scales) beforehand"
+                )
     files.check_here()
     reader = FolderReader(files.folder)
     for wanted in match.wanted:
         for name, double in wanted.doubles.items():
             _check_tied(wanted, name, double, held[wanted.live.name], reader)
     return held
-
-
-def _check_memory(live: LiveTensor, pieces: Sequence[Piece]) -> None:
-    """Refuse tensors whose elements overlap in memory, which torch refuses to write to, when others are written."""
-    for _, view in pieces:
-        if torch._debug_has_internal_overlap(view) == 1:
-            raise CheckpointError(
-                f"several elements of {live.name} share one place of memory (strides {view.stride()}), so it cannot "
-                "be loaded into; make it contiguous in the model, or leave it out of its state (persistent=False)"
-            )
-
-
-def _check_dtype(live: LiveTensor, stored: StoredTensor) -> None:
-    wanted = live.dtype
-    if stored.dtype == wanted:
-        return
-    if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (stored.dtype, wanted)):
-        raise CheckpointError(
-            f"tensor {stored.key!r} is stored as {stored.dtype}, and {live.name} is {wanted}; only floating-point "
-            "weights of 16 bits and more are cast, convert the others (quantised ones with their scales) beforehand"
-        )
 
 
 def _check_tied(
