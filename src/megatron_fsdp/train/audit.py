@@ -38,8 +38,8 @@ class Audit:
     """
 
     def __init__(self, job: Job, trained: Trained, data: TokenData) -> None:
-        assert trained.inside is not None
-        self._job, self._trained, self._inside, self._data = job, trained, trained.inside, data
+        """Audit the share of steps that `--audit-share` says."""
+        self._job, self._trained, self._data = job, trained, data
         self._share, self._seed = job.options.recovery.audit_share or 0.0, job.options.training.seed
         self._updated: Digests | None = None  # this rank's weights after the last update, where the next step is due
 
@@ -49,7 +49,7 @@ class Audit:
 
     def note_update(self, step: int) -> None:
         """Remember the weights after the update of a step, where the next one is audited."""
-        self._updated = self._inside.parameter_digests(is_whole=False) if self.is_due(step + 1) else None
+        self._updated = self._weights() if self.is_due(step + 1) else None
 
     def accumulate(self, step: int, first_sample: int, batches: Sequence[Batch], factors_of: FactorsOf) -> Tensor:
         """Run all microbatches of a step, as `Trained.accumulate`, and again on other ranks.
@@ -58,21 +58,19 @@ class Audit:
         as `Trained.accumulate` takes it. What differs is an error, the same on every rank, that names rank, unit and
         microbatch.
         """
-        before = self._inside.parameter_digests(is_whole=False)
+        before = self._weights()
         if self._updated is not None:
             self._compare_parts(step, "weights", self._updated, before, "between the update before this step and it")
         shares, first = self._run(0, batches, factors_of)
         passes, size = list[Pass]([(0, first)]), self._trained.data_size
-        sums = self._inside.gradient_digests(is_whole=False)
+        sums = self._sums()
         self._pass(1 % size, first_sample, factors_of, passes)
         if _disputed(passes, size):
             for shift in {1: (0,), 2: (0, 1)}.get(size, (2,)):
                 self._pass(shift, first_sample, factors_of, passes)
             raise AuditError(_verdict(step, passes, size))
-        again = self._inside.gradient_digests(is_whole=False)
-        self._compare_parts(step, "sums of gradients", sums, again, "when they were added up again")
-        after = self._inside.parameter_digests(is_whole=False)
-        self._compare_parts(step, "weights", before, after, "while the step was computed")
+        self._compare_parts(step, "sums of gradients", sums, self._sums(), "when they were added up again")
+        self._compare_parts(step, "weights", before, self._weights(), "while the step was computed")
         return shares
 
     def _pass(self, shift: int, first_sample: int, factors_of: FactorsOf, passes: list[Pass]) -> None:
@@ -86,9 +84,18 @@ class Audit:
     def _run(
         self, shift: int, batches: Sequence[Batch], factors_of: FactorsOf
     ) -> tuple[Tensor, list[list[dict[str, str]]]]:
-        with self._inside.digesting_backwards(shift) as found:
+        assert self._trained.inside is not None
+        with self._trained.inside.digesting_backwards(shift) as found:
             shares = self._trained.accumulate(batches, factors_of(batches))
         return shares, gather_objects(found())
+
+    def _weights(self) -> Digests:
+        assert self._trained.inside is not None
+        return self._trained.inside.parameter_digests(is_whole=False)
+
+    def _sums(self) -> Digests:
+        assert self._trained.inside is not None
+        return self._trained.inside.gradient_digests(is_whole=False)
 
     def _compare_parts(self, step: int, what: str, left: Digests, right: Digests, when: str) -> None:
         """Compare two digests of this rank's parts; every rank hears of every difference."""

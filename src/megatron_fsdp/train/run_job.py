@@ -88,7 +88,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
         audit = Audit(job, trained, data) if job.options.recovery.audit_share else None
         run = Run(job, trained, data, feed, rank, speed, audit)
         keeper = RunCheckpoints(job, trained, data, origin, say)
-        with logging_for_hangs(trained, folder / HANG_FOLDER, rank), keeper:
+        with logging_for_hangs(trained, folder / HANG_FOLDER, rank), keeper.until_saved():
             writers = {}
             if rank.is_first:
                 found = {**applied(job), "facts": facts_of(job, data)}

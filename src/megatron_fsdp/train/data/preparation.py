@@ -189,11 +189,7 @@ class Texts:
             return
         for file in self.source.files:
             if _is_json_lines(file):
-                with file.open("rb") as lines:
-                    for number, line in enumerate(lines, 1):
-                        text = _text_of(line, self.json_key, f"line {number} of {file}") if line.strip() else ""
-                        if text:
-                            yield text, True
+                yield from ((text, True) for text in _json_texts(file, self.json_key) if text)
             elif _is_text(file):
                 yield from _pieces(file)
             elif file == self.source.root:
@@ -245,6 +241,13 @@ def _is_json_lines(file: Path) -> bool:
             return isinstance(json.loads(opened.readline()), dict)
     except (OSError, ValueError, RecursionError):
         return False
+
+
+def _json_texts(file: Path, key: str) -> Iterator[str]:
+    with file.open("rb") as opened:
+        for number, line in enumerate(opened, 1):
+            if line.strip():
+                yield _text_of(line, key, f"line {number} of {file}")
 
 
 def _text_of(line: bytes, key: str, place: str) -> str:

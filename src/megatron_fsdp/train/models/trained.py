@@ -94,7 +94,10 @@ class Place:
         return 0 if self.context is None else int(self.context.get_local_rank())
 
     def take(self, whole: Tensor) -> Tensor:
-        """Copy a tensor of a batch, [samples, length] on the CPU, to the device, and return this rank's part."""
+        """Copy a tensor of a batch, [samples, length] on the CPU, to the device, and return this rank's part.
+
+        All ranks that share it are given the same tensor; from pinned memory the copy is asynchronous.
+        """
         moved = whole.to(self.device, non_blocking=True)
         if self.context is None:
             return moved
