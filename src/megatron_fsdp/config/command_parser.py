@@ -48,16 +48,11 @@ class Parser(argparse.ArgumentParser):
         if given is None:
             return ""
         command, option = given.groups()
-        known = self._known_commands() if command is not None else list(self._option_string_actions)
+        known = list(self._option_string_actions)
+        if command is not None:
+            known = [str(choice) for action in self._actions for choice in action.choices or ()]
         near = difflib.get_close_matches(command or option.partition("=")[0], known, 1, 0.5)
         return f"; did you mean {near[0]}?" if near else ""
-
-    def _known_commands(self) -> list[str]:
-        found = []
-        for action in self._actions:
-            if action.choices is not None:
-                found += [str(choice) for choice in action.choices]
-        return found
 
 
 def end_quietly() -> None:

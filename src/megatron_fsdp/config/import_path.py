@@ -4,7 +4,6 @@ import difflib
 import importlib
 import pkgutil
 import sys
-from types import ModuleType
 
 from megatron_fsdp.errors import ConfigurationError
 
@@ -23,42 +22,25 @@ def import_by_path(path: str, argument: str, suggestions: tuple[str, ...] = ()) 
     """
     module_path, colon, name = path.partition(":")
     parts = [*module_path.split("."), *(name.split(".") if colon else [])]
+    same_name = next((f"did you mean {known!r}?" for known in suggestions if known.split(".")[-1] == parts[-1]), "")
     if len(parts) < 2 or not all(parts):
-        hint = _same_name(path, suggestions) or "write 'package.module.Class'."
+        hint = same_name or "write 'package.module.Class'."
         raise ConfigurationError(f"{argument} has {path!r}, which is not a complete import path; {hint}")
-    return _walk(path, parts, argument, _same_name(parts[-1], suggestions))
-
-
-def _same_name(name: str, suggestions: tuple[str, ...]) -> str:
-    """Suggest the known path that ends with a name; empty where none does."""
-    return next((f"did you mean {known!r}?" for known in suggestions if known.rsplit(".", 1)[-1] == name), "")
-
-
-def _walk(path: str, parts: list[str], argument: str, same_name: str) -> object:
-    """Follow the path part by part: an attribute where there is one, else a submodule."""
     current: object = None
-    for depth, part in enumerate(parts):
-        reached = ".".join(parts[:depth])
+    for depth, part in enumerate(parts):  # an attribute where there is one, else a submodule
         if depth and hasattr(current, part):
             current = getattr(current, part)
             continue
-        module = None
-        if not depth or hasattr(current, "__path__"):
-            module = _import_module(".".join(parts[: depth + 1]))
-        if module is None:
+        reached, module = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
+        try:
+            current = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):  # it exists, but something that it imports does not
+                raise
             problem = f"{reached!r} has no {part!r}" if depth else f"there is no module {part!r}"
-            raise ConfigurationError(f"{argument} has {path!r}, but {problem}; {_hint(part, current, same_name)}")
-        current = module
+            hint = _hint(part, current, same_name)
+            raise ConfigurationError(f"{argument} has {path!r}, but {problem}; {hint}") from None
     return current
-
-
-def _import_module(module_name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name:  # the module exists, but something that it imports does not
-            raise
-    return None
 
 
 def _hint(part: str, parent: object, same_name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,13 +37,10 @@ class HangSettings:
 
 def checked_timeout(given: float | str, name: str = "timeout_s") -> float:
     """Return a time in seconds."""
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = math.nan
-    if not (seconds > 0.0 and math.isfinite(seconds)):
-        raise ConfigurationError(f"{name}={given!r} is not a time to wait; give seconds, more than 0")
-    return seconds
+    with suppress(ValueError):
+        if 0.0 < (seconds := float(given)) < math.inf:
+            return seconds
+    raise ConfigurationError(f"{name}={given!r} is not a time to wait; give seconds, more than 0")
 
 
 def resolve_hang_log(environment: Mapping[str, str] = os.environ) -> HangSettings | None:
@@ -90,17 +88,13 @@ def checked_delay(up_to_s: float) -> float:
 
 def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:
     """Return how long to wait for a rank, in seconds; 0.0: ranks are not compared."""
-    value: object = verify_ranks
+    where, value = "verify_ranks", verify_ranks
     if value is None:
-        given = environment.get(VERIFY_VARIABLE, "0")
-        value = {"0": False, "": False, "1": True}.get(given, given)
+        where, given = VERIFY_VARIABLE, environment.get(VERIFY_VARIABLE, "")
+        value = _SWITCH.get(given, given)
     if isinstance(value, bool):
         return VERIFY_TIMEOUT_S if value else 0.0
-    try:
-        seconds = float(str(value))
-    except ValueError:
-        seconds = -1.0
-    if not 0.0 < seconds < float("inf"):
-        where = VERIFY_VARIABLE if verify_ranks is None else "verify_ranks"
-        raise ConfigurationError(f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait")
-    return seconds
+    with suppress(ValueError):
+        if 0.0 < (seconds := float(str(value))) < math.inf:
+            return seconds
+    raise ConfigurationError(f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait")

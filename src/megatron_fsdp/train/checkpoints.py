@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -104,11 +103,10 @@ def newest_sound(root: Path, say: Say) -> Path | None:
 
 
 def _pointed(root: Path) -> int | None:
-    try:
+    with suppress(CheckpointError):
         pointed = RunFolder(root).pointed()
-    except CheckpointError:
-        return None
-    return pointed if isinstance(pointed, int) else None
+        return pointed if isinstance(pointed, int) else None
+    return None
 
 
 def _require_sound(path: Path) -> None:
@@ -204,40 +202,41 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
 class RunCheckpoints:
     """The checkpoints of one run of the trainer; without folders it does nothing. Every method is collective.
 
-    While it is entered and there is a folder to save to, SIGINT, SIGTERM and SIGHUP no longer end the process:
-    `is_interrupted` becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT ends
-    it at once.
-
     A save that fails, as on a full disk, is reported and counted, and training goes on: earlier saves stay intact.
     """
 
     def __init__(self, job: Job, trained: Trained, data: TokenData, origin: Origin, say: Say) -> None:
-        """Prepare the checkpoints of a run that begins at `origin`."""
         self.is_interrupted = False
         self._job, self._trained, self._origin, self._say = job, trained, origin, say
         self._options = options = job.options.checkpoint
         self._state = TrainingState(facts_of(job, data) if options.save or options.load else {})
         self._saved = -1
-        self._failed_saves = 0
         self._is_saving = False  # in the background, with an end that is not known yet
-        self._problem: CheckpointError | None = None  # of the newest save, where it failed
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._problems: list[CheckpointError] = []  # of the newest saves in a row that failed
         self._checkpointer: Checkpointer | None = None
         if (folder := options.save) is not None:
             self._checkpointer = Checkpointer(folder, keep_last=options.keep_last, in_background=options.async_save)
 
-    def __enter__(self) -> Self:
-        if self._checkpointer is not None:
-            self._handlers = {number: signal.signal(number, self._interrupt) for number in _SIGNALS}
-        return self
+    @contextmanager
+    def until_saved(self) -> Iterator[None]:
+        """Save inside the block; wait for the last save, which must succeed, where the block ends well.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
-    ) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        if raised is None:  # after an error peers may be gone: nothing to agree on
-            self._finish()
+        Where there is a folder, SIGINT, SIGTERM and SIGHUP do not end the process inside the block: `is_interrupted`
+        becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT ends it at once.
+        """
+        if self._checkpointer is None:
+            yield
+            return
+        handlers = {number: signal.signal(number, self._interrupt) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        self._await()  # not after an error, when peers may be gone
+        self._checkpointer.close()
+        if self._problems:
+            raise self._not_saved(f"the last save failed: {self._problems[-1]}") from self._problems[-1]
 
     def start(self) -> Progress:
         """Load the requested checkpoint, write the map of parameter groups if requested, and return the progress."""
@@ -310,29 +309,20 @@ class RunCheckpoints:
         except CheckpointError as error:
             self._note_failed(error)
         else:
-            self._failed_saves, self._problem = 0, None
+            self._problems.clear()
 
     def _note_failed(self, error: CheckpointError) -> None:
         """Count a save that failed; one too many is a `NotSavedError`."""
-        self._failed_saves, self._problem, self._saved = self._failed_saves + 1, error, -1
-        limit = self._job.options.recovery.max_failed_saves
-        if self._failed_saves > limit:
-            raise self._not_saved(
-                f"{error}: {self._failed_saves} saves in a row failed, and --max-failed-saves is {limit}"
-            ) from error
+        self._problems.append(error)
+        self._saved = -1
+        count, limit = len(self._problems), self._job.options.recovery.max_failed_saves
+        if count > limit:
+            what = f"{error}: {count} saves in a row failed, and --max-failed-saves is {limit}"
+            raise self._not_saved(what) from error
         self._say(
-            f"WARNING: {error}: {self._failed_saves} of at most {limit} saves in a row failed; training goes on, and "
-            "what was saved before is as it was"
+            f"WARNING: {error}: {count} of at most {limit} saves in a row failed; training goes on, and what was saved "
+            "before is as it was"
         )
-
-    def _finish(self) -> None:
-        """Wait for the save in the background; the last one must succeed."""
-        if self._checkpointer is None:
-            return
-        self._await()
-        self._checkpointer.close()
-        if self._problem is not None:
-            raise self._not_saved(f"the last save failed: {self._problem}") from self._problem
 
     def _not_saved(self, what: str) -> NotSavedError:
         folder = self._options.save

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel
+from megatron_fsdp.describe.description import table_lines
 from megatron_fsdp.plan.compute_profile import idle_profile
 from megatron_fsdp.plan.machine import MACHINES
 from megatron_fsdp.plan.muon import muon_matrices
@@ -74,7 +75,6 @@ def as_planned(model: DistributedDataParallel, job: Job, *, defers: bool) -> Pla
 
 def rows_told(rows: tuple[Row, ...]) -> str:
     """Return the rows as lines of text; empty for none."""
-    shown = [("on this rank", "measured", "planned"), *((row[0], *(f"{value:,}" for value in row[1:])) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = [f"{what:<{widths[0]}}  {own:>{widths[1]}}  {said:>{widths[2]}}" for what, own, said in shown]
-    return "\n".join(lines) if rows else ""
+    shown = [(row.what, f"{row.measured:,}", f"{row.planned:,}") for row in rows]
+    titles = ("on this rank", "measured", "planned")
+    return "\n".join(table_lines(titles, shown, titles[1:])) if rows else ""

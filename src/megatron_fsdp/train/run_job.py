@@ -28,7 +28,7 @@ from megatron_fsdp.train.data.preparation import prepare_data
 from megatron_fsdp.train.data.tokens import TokenData, make_feed
 from megatron_fsdp.train.failures import memory_told, telling_of_memory
 from megatron_fsdp.train.loop import Run, evaluate, train
-from megatron_fsdp.train.measure import Evaluation, Progress, Speed, StepRecord, describe_peak, peak_bytes, peak_tflops
+from megatron_fsdp.train.measure import Evaluation, Speed, StepRecord, describe_peak, peak_bytes, peak_tflops
 from megatron_fsdp.train.models.build import model_flops
 from megatron_fsdp.train.models.trained import Trained, build
 from megatron_fsdp.train.options import flag_for
@@ -88,8 +88,13 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
         audit = Audit(job, trained, data) if job.options.recovery.audit_share else None
         run = Run(job, trained, data, feed, rank, speed, audit)
         keeper = RunCheckpoints(job, trained, data, origin, say)
-        with logging_for_hangs(trained, folder / HANG_FOLDER, rank), keeper:
-            recorder = make_recorder(run, say, folder)
+        with logging_for_hangs(trained, folder / HANG_FOLDER, rank), keeper.until_saved():
+            writers = {}
+            if rank.is_first:
+                found = {**applied(job), "facts": facts_of(job, data)}
+                write_json(folder / APPLIED_FILE, found, say)
+                writers = find_writers(job, folder, found["options"], say)
+            recorder = Recorder(say, writers)
             try:
                 done, is_interrupted, traffic = train(run, recorder, keeper)
             finally:
@@ -117,7 +122,10 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
             "measured_and_planned": [row._asdict() for row in rows],
         }
         write_json(folder / SUMMARY_FILE, summary, say)
-    say(f"{loss_told(done, final)}\npeak memory per rank ({meaning}): {', '.join(map(in_bytes, peaks))}")
+    say(
+        f"held-out loss {final.loss:.3f} nats per token, perplexity {final.perplexity:.2f}, after {done.steps} steps "
+        f"in {done.elapsed_s:.0f} s\npeak memory per rank ({meaning}): {', '.join(map(in_bytes, peaks))}"
+    )
     if rows:
         say(rows_told(rows))
     say(f"metrics and summary: {folder}")
@@ -136,15 +144,6 @@ def logging_for_hangs(trained: Trained, folder: Path, rank: Rank) -> Iterator[No
             for path in folder.glob(f"rank-{rank.index:05d}*"):
                 path.unlink()
             folder.rmdir()  # where it is empty
-
-
-def make_recorder(run: Run, say: Say, folder: Path) -> Recorder:
-    """Make the recorder of a run; on the first rank it writes, also what was applied."""
-    if not run.rank.is_first:
-        return Recorder(say)
-    found = {**applied(run.job), "facts": facts_of(run.job, run.data)}
-    write_json(folder / APPLIED_FILE, found, say)
-    return Recorder(say, find_writers(run.job, folder, found["options"], say))
 
 
 def write_json(path: Path, values: object, say: Say) -> None:
@@ -205,9 +204,3 @@ def claim_folder(folder: Path, name: str, flag: str, job: Job, held: ExitStack) 
             f"{flag} {folder}: another run writes into it now; give another folder, or start again when that one has "
             "ended"
         )
-
-
-def loss_told(done: Progress, final: Evaluation) -> str:
-    """Describe the loss of a finished run."""
-    words = f"held-out loss {final.loss:.3f} nats per token, perplexity {final.perplexity:.2f}"
-    return f"{words}, after {done.steps} steps in {done.elapsed_s:.0f} s"

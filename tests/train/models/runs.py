@@ -176,7 +176,8 @@ def train_with_checkpoints(values: dict[str, Any]) -> Results:
     """Train on ranks, with the folders that the options name."""
     run, watcher = prepare(values), Silent()
     origin = Origin(run.job.options.checkpoint.load)
-    with RunCheckpoints(run.job, run.trained, run.data, origin, watcher.say) as keeper:
+    keeper = RunCheckpoints(run.job, run.trained, run.data, origin, watcher.say)
+    with keeper.until_saved():
         train(run, watcher, keeper)
     return results_of(run, watcher)
 

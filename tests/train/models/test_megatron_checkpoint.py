@@ -161,7 +161,8 @@ def load_and_train(values: dict[str, Any]) -> tuple[Tensor | None, Results, str]
     """Logits right after loading, and the steps that follow."""
     run, watcher = prepare(values), Silent()
     origin = Origin(run.job.options.checkpoint.load)
-    with RunCheckpoints(run.job, run.trained, run.data, origin, watcher.say) as keeper:
+    keeper = RunCheckpoints(run.job, run.trained, run.data, origin, watcher.say)
+    with keeper.until_saved():
         done = keeper.start()
         with torch.no_grad():
             logits = run.trained.model(torch.arange(8)[None])

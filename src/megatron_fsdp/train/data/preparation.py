@@ -15,7 +15,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,8 +118,7 @@ class Source:
 
     def listing(self) -> list[tuple[str, int, int]]:
         """Return path, size in bytes and time of the last change (ns) of every file."""
-        states = [(file.absolute(), file.stat()) for file in self.files]
-        return [(str(path), state.st_size, state.st_mtime_ns) for path, state in states]
+        return [(str(file.absolute()), (now := file.stat()).st_size, now.st_mtime_ns) for file in self.files]
 
 
 def find_source(path: Path | None) -> Source:
@@ -245,7 +244,6 @@ def _is_json_lines(file: Path) -> bool:
 
 
 def _json_texts(file: Path, key: str) -> Iterator[str]:
-    """Yield the texts of a file with a JSON object on each line; refuse any other line by its number."""
     with file.open("rb") as opened:
         for number, line in enumerate(opened, 1):
             if line.strip():
@@ -257,12 +255,11 @@ def _text_of(line: bytes, key: str, place: str) -> str:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{place} is not JSON ({error}): give one object a line") from None
-    text = found.get(key) if isinstance(found, dict) else None
-    if not isinstance(text, str):
-        fields = [name for name, value in found.items() if isinstance(value, str)] if isinstance(found, dict) else []
-        raise ConfigurationError(f"{place} has no text in the field {key!r}: give --json-key {_one_of(fields)}")
+    texts = {name: text for name, text in found.items() if isinstance(text, str)} if isinstance(found, dict) else {}
+    if key not in texts:
+        raise ConfigurationError(f"{place} has no text in the field {key!r}: give --json-key {_one_of(texts)}")
     # JSON can say what text cannot have: half of a pair of surrogates, and NUL, which would end it.
-    return text.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return texts[key].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def _one_of(names: Iterable[str]) -> str:
@@ -479,16 +476,14 @@ def encode_texts(texts: Iterable[Piece], tokenizer: ByteTokenizer | PieceTokeniz
 
 
 def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield consecutive pieces of about `_BATCH` characters together."""
-    size = 0
-
-    def number(piece: Piece) -> int:
-        nonlocal size
+    batch, size = list[Piece](), 0
+    for piece in texts:
+        batch.append(piece)
         size += len(piece[0])
-        return size // _BATCH
-
-    for _, batch in groupby(texts, number):
-        yield list(batch)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 # ---- reading tokens --------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def write_index(prefix: Path, dtype: np.dtype[np.integer], lengths: Sequence[int
     """Write the index of a pair whose sequences lie one after another."""
     code = next(code for code, name in _DTYPES.items() if np.dtype(name) == dtype)
     sizes = np.array(lengths, "<i4")
-    pointers = np.cumsum(sizes, dtype="<i8") * dtype.itemsize - sizes.astype("<i8") * dtype.itemsize
+    pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * dtype.itemsize
     header = _HEADER.pack(MAGIC, VERSION, code, len(lengths), len(ends))
     idx_of(prefix).write_bytes(header + sizes.tobytes() + pointers.tobytes() + np.array(ends, "<i8").tobytes())
 
@@ -148,7 +148,16 @@ def open_indexed(prefix: Path) -> Indexed:
     for path in (index, ids):
         if not path.is_file():
             raise ConfigurationError(f"{path} does not exist: {prefix}.bin and {prefix}.idx belong together")
-    dtype, sequences, ends = _read_header(index)
+    with index.open("rb") as file:
+        head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size or not head.startswith(MAGIC):
+        raise ConfigurationError(f"{index} does not begin as Megatron's index files do: give the prefix of such a pair")
+    _, version, code, sequences, ends = _HEADER.unpack(head)
+    if version != VERSION:
+        raise ConfigurationError(f"{index} has version {version} and only {VERSION} is known: write it with that one")
+    if code not in _DTYPES:
+        raise ConfigurationError(f"{index} says that ids have the type {code}: give whole numbers, {sorted(_DTYPES)}")
+    dtype = np.dtype(_DTYPES[code])
     offsets = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * ends])
     if index.stat().st_size not in (offsets[3], offsets[3] + sequences):
         raise ConfigurationError(f"{index} has not the {offsets[3]:,} bytes that its header says: make it again")
@@ -162,20 +171,6 @@ def open_indexed(prefix: Path) -> Indexed:
     )
     _check(found, index)
     return found
-
-
-def _read_header(index: Path) -> tuple[np.dtype[np.integer], int, int]:
-    """Read dtype of the ids, number of sequences and number of document ends."""
-    with index.open("rb") as file:
-        head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size or not head.startswith(MAGIC):
-        raise ConfigurationError(f"{index} does not begin as Megatron's index files do: give the prefix of such a pair")
-    _, version, code, sequences, ends = _HEADER.unpack(head)
-    if version != VERSION:
-        raise ConfigurationError(f"{index} has version {version} and only {VERSION} is known: write it with that one")
-    if code not in _DTYPES:
-        raise ConfigurationError(f"{index} says that ids have the type {code}: give whole numbers, {sorted(_DTYPES)}")
-    return np.dtype(_DTYPES[code]), sequences, ends
 
 
 def _check(found: Indexed, index: Path) -> None:
@@ -234,19 +229,16 @@ class Permutation:
     def __call__(self, index: int) -> int:
         """Return where `index` goes, both from 0 to count - 1."""
         half = max(1, ((self.count - 1).bit_length() + 1) // 2)
-        found = self._walk(index, half)
-        while found >= self.count:
-            found = self._walk(found, half)
-        return found
-
-    def _walk(self, value: int, half: int) -> int:
         mask = (1 << half) - 1
-        left, right = value >> half, value & mask
-        for number in range(_ROUNDS):
-            message = number.to_bytes(1, "little") + right.to_bytes(8, "little")
-            mixed = hashlib.blake2b(message, digest_size=8, key=self.key).digest()
-            left, right = right, left ^ (int.from_bytes(mixed, "little") & mask)
-        return left << half | right
+        while True:
+            left, right = index >> half, index & mask
+            for number in range(_ROUNDS):
+                message = number.to_bytes(1, "little") + right.to_bytes(8, "little")
+                mixed = hashlib.blake2b(message, digest_size=8, key=self.key).digest()
+                left, right = right, left ^ (int.from_bytes(mixed, "little") & mask)
+            index = left << half | right
+            if index < self.count:
+                return index
 
 
 @dataclass(frozen=True)
@@ -325,22 +317,24 @@ def cut_samples(tokens: TokenArray, starts: Sequence[int | None], length: int, u
     return Batch(inputs, targets, weights, checksum)
 
 
+@dataclass(frozen=True)
 class Microbatches(Dataset[Batch]):
     """The microbatches of one data-parallel rank, by their places; independent of who reads them, and when."""
 
-    def __init__(
-        self, tokens: TokenFile, order: SampleOrder, plan: BatchPlan, data_index: int, unlearned: int | None = None
-    ) -> None:
-        """Cut the samples of a data-parallel rank out of a file; the target `unlearned` does not count."""
-        self.plan = plan
-        self._file, self._order, self._index, self._unlearned = tokens, order, data_index, unlearned
+    tokens: TokenFile
+    order: SampleOrder
+    plan: BatchPlan
+    data_index: int
+    unlearned: int | None = None  # the target that does not count
 
     def __getitem__(self, place: Place) -> Batch:
         first, microbatch = place
-        numbers = self.plan.positions(self._index, microbatch)
-        starts = [None if number is None else self._order.start(first + number) for number in numbers]
-        batch = cut_samples(self._file.open(), starts, self._order.length, self._unlearned)
-        return replace(batch, dropout_seed=self._order.dropout_seed(first + self.plan.place(self._index, microbatch)))
+        numbers = self.plan.positions(self.data_index, microbatch)
+        starts = [None if number is None else self.order.start(first + number) for number in numbers]
+        batch = cut_samples(self.tokens.open(), starts, self.order.length, self.unlearned)
+        return replace(
+            batch, dropout_seed=self.order.dropout_seed(first + self.plan.place(self.data_index, microbatch))
+        )
 
 
 class Feed:
@@ -354,10 +348,10 @@ class Feed:
 
     def batches(self, first_sample: int) -> list[Batch]:
         """Return this rank's microbatches of the step whose first sample over all ranks and steps is `first_sample`."""
+        plan = self._microbatches.plan
         if self._iterator is None or first_sample != self._next:
             self.close()
             self._iterator = self._start(first_sample)
-        plan = self._microbatches.plan
         self._next = first_sample + plan.total
         return list(itertools.islice(self._iterator, plan.microbatches))
 

@@ -143,9 +143,8 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
     sizes, options = job.sizes, job.options
     config = transformers_config(options.model, vocab_size)
     check_fits(config, vocab_size, job.seq_length)
-    context = build_mesh_context(
-        FSDP2Config(backend=backend_of(rank)), tp_size=sizes.tensor, pp_size=sizes.pipeline, cp_size=sizes.context
-    )
+    meshes = FSDP2Config(backend=backend_of(rank))
+    context = build_mesh_context(meshes, tp_size=sizes.tensor, pp_size=sizes.pipeline, cp_size=sizes.context)
     twin = build_from_config(config, job.dtype)
     refuse_quantised(twin)
     if options.model.hf_model is not None:
@@ -160,7 +159,6 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
 
 
 def _pipeline(job: Job, place: Place, twin: nn.Module, context: MeshContext) -> PipelineModel:
-    """Cut the model into stages, and shard and fill the stage of this rank."""
     if tied_embeddings(twin) is not None and context.sizes.dp_cp > 1:
         raise ConfigurationError(
             f"the embeddings and the head of {type(twin).__name__} are tied, and lie in two stages that this package's "
@@ -204,7 +202,7 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
     if sizes.context > 1:
         enable_context_parallel(model, context.axis("cp"))
     recompute_layers(model, job.options.training)
-    wrapped = wrap(job, model, mesh, dim, init_meta=ALLOCATE_ONLY, **cuts)
+    wrapped = wrap(job, model, mesh, dim, init_model_with_meta_device=ALLOCATE_ONLY, **cuts)
     allocate(wrapped, context.device)
     return wrapped
 
@@ -289,10 +287,8 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Traine
         "pipeline_config": pipeline_config(job, loss) if sizes.pipeline > 1 else None,
         "dtype": torch.float32,
     }
-    if folder is not None:
-        model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
-    else:
-        model = AutoModelForCausalLM.from_config(config, **arguments)
+    make = AutoModelForCausalLM.from_config if folder is None else AutoModelForCausalLM.from_pretrained
+    model = make(folder or config, **arguments)
     for part in model.parts if sizes.pipeline > 1 else [model]:
         recompute_layers(part, job.options.training)
         _reshard_as_told(part, job)
@@ -303,9 +299,6 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Traine
 
 
 def _reshard_as_told(model: nn.Module, job: Job) -> None:
-    """With `--torch-fsdp2-no-reshard-after-forward`, keep every unit unsharded from forward to backward."""
-    if not job.options.parallel.torch_fsdp2_no_reshard_after_forward:
-        return
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_reshard_after_forward(False, recurse=False)
+    if job.options.parallel.torch_fsdp2_no_reshard_after_forward:
+        assert isinstance(model, FSDPModule)
+        model.set_reshard_after_forward(False)  # of every unit in it

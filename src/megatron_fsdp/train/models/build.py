@@ -20,13 +20,13 @@ from megatron_fsdp.train.options.job import Job
 
 def model_shape(options: ModelOptions, vocab_size: int) -> ModelShape:
     """Return the shape of the decoder; the vocabulary of the data is rounded up."""
-    num_layers, dim, num_heads = _required_sizes(options)
+    num_layers, dim, num_heads, padded = _required_sizes(options, vocab_size)
     positions = options.max_position_embeddings or options.seq_length or 0
     is_learned = options.position_embedding_type == "learned_absolute"
     if is_learned and positions == 0:
         raise ConfigurationError("--seq-length or --max-position-embeddings is missing: learned positions need one")
     return ModelShape(
-        vocab_size=_padded(vocab_size, options),
+        vocab_size=padded,
         num_layers=num_layers,
         dim=dim,
         num_heads=num_heads,
@@ -114,26 +114,20 @@ def model_flops(job: Job, vocab_size: int) -> float:
     return float(found.forward_flops + found.backward_flops)
 
 
-def _padded(vocab_size: int, options: ModelOptions) -> int:
-    """Return the vocabulary size rounded up as `--make-vocab-size-divisible-by` says."""
-    multiple = options.make_vocab_size_divisible_by
-    return -(-vocab_size // multiple) * multiple
-
-
-def _required_sizes(options: ModelOptions) -> tuple[int, int, int]:
-    """Return layers, width and heads."""
+def _required_sizes(options: ModelOptions, vocab_size: int) -> list[int]:
+    """Return layers, width and heads, and the vocabulary as `--make-vocab-size-divisible-by` rounds it up."""
     found = {name: getattr(options, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
     if missing := ", ".join(flag_for(name) for name, size in found.items() if size is None):
         raise ConfigurationError(
             f"{missing} missing: give the shape of the model, a --preset, --hf-config or --hf-model"
         )
-    num_layers, dim, num_heads = found.values()
-    return num_layers, dim, num_heads
+    multiple = options.make_vocab_size_divisible_by
+    return [*found.values(), -(-vocab_size // multiple) * multiple]
 
 
 def _config_of_shape(options: ModelOptions, vocab_size: int) -> Any:
     transformers: Any = require("transformers", "--transformer-impl transformers")
-    num_layers, dim, num_heads = _required_sizes(options)
+    num_layers, dim, num_heads, padded = _required_sizes(options, vocab_size)
     if options.kv_channels is None and dim % num_heads:
         raise ConfigurationError(
             f"--hidden-size {dim} with --num-attention-heads {num_heads} is not possible: give a multiple, or "
@@ -141,7 +135,7 @@ def _config_of_shape(options: ModelOptions, vocab_size: int) -> Any:
         )
     inner = options.ffn_hidden_size or 4 * dim
     shape: dict[str, Any] = {
-        "vocab_size": _padded(vocab_size, options),
+        "vocab_size": padded,
         "num_hidden_layers": num_layers,
         "hidden_size": dim,
         "intermediate_size": inner,

@@ -86,10 +86,12 @@ def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over [batch, length, dim]. With `recomputes` its core is recomputed in backward."""
+    """Causal self-attention over [batch, length, dim]. With `recomputes` its core is recomputed in backward.
+
+    The projections of queries, keys and values are one matrix, in this order.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
-        """Make the projections for `shape`; those of queries, keys and values are one matrix, in this order."""
         super().__init__()
         self.head_dim, self.num_heads, self.groups = shape.head_dim, shape.num_heads, shape.groups
         self.rotary_base = None if shape.learned_positions else shape.rotary_base
@@ -124,7 +126,6 @@ class FeedForward(nn.Module):
     """Feed-forward layer: SwiGLU, whose gate and value are one matrix, or GELU."""
 
     def __init__(self, shape: ModelShape) -> None:
-        """Make the matrices for `shape`."""
         super().__init__()
         self.is_gated = shape.is_gated
         if self.is_gated:
@@ -145,7 +146,6 @@ class Block(nn.Module):
     """One transformer block. With `recomputes` it saves only its input, and is recomputed in backward."""
 
     def __init__(self, shape: ModelShape) -> None:
-        """Make the block for `shape`."""
         super().__init__()
         self.recomputes = False
         self.attention_norm = shape.norm(shape.dim)
@@ -156,8 +156,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream [batch, length, dim] after this block."""
         if self.recomputes and self.training and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(self._run, x, use_reentrant=False)  # inside of the hooks that gather
-            return recomputed
+            return checkpoint(self._run, x, use_reentrant=False)  # inside of the hooks that gather
         return self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
@@ -212,13 +211,12 @@ def recompute(decoder: Decoder, granularity: Literal["full", "selective"], num_l
 
     The core is everything between the projections: norms, rotary positions, products and softmax.
     """
-    blocks = [block for block in decoder.blocks if isinstance(block, Block)]
-    if granularity == "selective":
-        for block in blocks:
+    for number, block in enumerate(decoder.blocks):
+        assert isinstance(block, Block)
+        if granularity == "selective":
             block.attention.recomputes = True
-        return
-    for block in blocks[: len(blocks) if num_layers is None else num_layers]:
-        block.recomputes = True
+        else:
+            block.recomputes = num_layers is None or number < num_layers
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -231,9 +229,7 @@ def split_for_decay(model: nn.Module, undecayed: Collection[str] = ()) -> tuple[
 
     Norms and biases (fewer than two dimensions) and embeddings are not decayed, nor what `undecayed` names.
     """
-    embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    decay: list[str] = []
-    keep: list[str] = []
-    for name, parameter in model.named_parameters():
-        (keep if parameter.ndim < 2 or name in embeddings or name in undecayed else decay).append(name)
-    return decay, keep
+    kept = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    kept |= {name for name, parameter in model.named_parameters() if parameter.ndim < 2 or name in undecayed}
+    names = [name for name, _ in model.named_parameters()]
+    return [name for name in names if name not in kept], [name for name in names if name in kept]

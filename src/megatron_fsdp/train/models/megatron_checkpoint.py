@@ -8,7 +8,7 @@ stored as its halves `_w` (gate) and `_v`. Both are rows in another order, so no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -77,7 +77,8 @@ def view_for(
                 f"{stored.path} is a torch_dist checkpoint of Megatron's: convert it (mfsdp checkpoint convert "
                 f"{stored.path} FOLDER) and load that folder"
             )
-        if decoder is None or not is_of_megatron(stored):
+        parsed = [_PARAMETER.fullmatch(key) for key in stored.tensors]
+        if decoder is None or all(name is None or own_name(name[2], is_gated=False) is None for name in parsed):
             return stored
         if strict:
             _require_vocabulary(stored, decoder.shape.vocab_size)
@@ -92,12 +93,6 @@ def view_for(
         return RearrangedFolder(stored, rearranged(stored, decoder.shape), {ITERATION: steps, **objects})
 
     return view
-
-
-def is_of_megatron(folder: CheckpointFolder) -> bool:
-    """Return whether parameters have Megatron's names."""
-    found = (_PARAMETER.fullmatch(key) for key in folder.tensors)
-    return any(parsed is not None and own_name(parsed[2], is_gated=False) is not None for parsed in found)
 
 
 def _require_vocabulary(stored: CheckpointFolder, size: int) -> None:
@@ -135,8 +130,12 @@ def _parts(folder: CheckpointFolder, ours: str, keys: Sequence[str], shape: Mode
     lengths = folder.tensors[keys[0]].shape
     if not lengths:  # the step counter, the same for both halves
         return [Part.whole(keys[0], ())]
-    if ".query_key_value." in ours and lengths[0] == (shape.num_heads + 2 * shape.groups) * shape.head_dim:
-        rows = list(_by_kind(keys[0], shape))
+    queries, width = shape.num_heads // shape.groups, shape.head_dim
+    if ".query_key_value." in ours and lengths[0] == (queries + 2) * shape.groups * width:
+        # The queries of all groups, then their keys, then their values.
+        kinds = ((0, queries), (queries, 1), (queries + 1, 1))
+        starts = [((queries + 2) * group + first, heads) for first, heads in kinds for group in range(shape.groups)]
+        rows = [(keys[0], first * width, heads * width) for first, heads in starts]
     else:
         halves = sorted(keys, key=lambda key: re.search(r"_v(\.|$)", key) is not None)
         rows = [(key, 0, folder.tensors[key].shape[0]) for key in halves]
@@ -146,11 +145,3 @@ def _parts(folder: CheckpointFolder, ours: str, keys: Sequence[str], shape: Mode
         parts.append(Part(key, source, target))
         at += count
     return parts
-
-
-def _by_kind(key: str, shape: ModelShape) -> Iterator[tuple[str, int, int]]:
-    """Yield key, first row and number of rows: the queries of all groups, then their keys, then their values."""
-    queries = shape.num_heads // shape.groups
-    for first, heads in ((0, queries), (queries, 1), (queries + 1, 1)):
-        for group in range(shape.groups):
-            yield key, (group * (queries + 2) + first) * shape.head_dim, heads * shape.head_dim

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any, Literal
 
@@ -66,7 +66,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"value": self.value, "good_steps": self.good_steps}
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint."""
@@ -136,7 +136,6 @@ class Trained:
     """
 
     def __init__(self, job: Job, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take a sharded model with its weights, and its optimizer."""
         training = job.options.training
         self.model, self.optimizer = model, optimizer
         self.inside = model if isinstance(model, DistributedDataParallel) else None
@@ -182,8 +181,7 @@ class Trained:
             return self._own.clip_grad_norm_(limit)
         if factor != 1.0:
             self._gradients.gather_gradients(self._measured).scale(factor)
-        found: Tensor = self._gradients.clip_grad_norm_(self._measured, limit)
-        return found
+        return self._gradients.clip_grad_norm_(self._measured, limit)
 
     def update(self) -> None:
         """Step the optimizer and clear the gradients; the loss scale may grow."""
@@ -225,19 +223,13 @@ class Trained:
     @property
     def _loss_weight(self) -> float:
         """The factor of the loss before backward that makes gradients those of the sum over ranks, scaled."""
-        divisor = (
-            1.0 if self._sums else float(self.data_size * self._place.context_size)
-        )  # the engine averages, or sums
-        return divisor * (1.0 if self.scale is None else self.scale.value)
+        averaged_over = 1.0 if self._sums else float(self.data_size * self._place.context_size)
+        return averaged_over * (1.0 if self.scale is None else self.scale.value)
 
     def _microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context for forward and backward of a microbatch."""
         if self.inside is not None:
             return self.inside.no_sync() if self.defers and not is_last else nullcontext()
-        found: AbstractContextManager[None] = self._gradients.accumulation_context(
-            self.model, is_last, defer_grad_sync=True
-        )
-        return found
+        return self._gradients.accumulation_context(self.model, is_last, defer_grad_sync=True)
 
     def _losses(self, batch: Batch) -> Tensor:
         """Return the loss of each token of this rank, [samples, length / context-parallel ranks]."""
@@ -278,7 +270,7 @@ def trained_by_microbatches(job: Job, place: Place, model: nn.Module) -> Trained
     optimizer = build_optimizer(model, job.options.optimizer, fused=fused)
     if isinstance(model, DistributedDataParallel):
         return Trained(job, place, model, DistributedOptimizer(optimizer, model))
-    from megatron_fsdp.automodel.gradients import connect_optimizer
+    from megatron_fsdp.automodel import connect_optimizer
 
     return Trained(job, place, model, connect_optimizer(model, optimizer))
 
@@ -341,23 +333,8 @@ def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
     return automodel.shard_transformers_by_fsdp2(job, rank, vocab_size)
 
 
-def wrap(
-    job: Job,
-    model: nn.Module,
-    mesh: DeviceMesh,
-    dim: str,
-    *,
-    units: Sequence[type[nn.Module]] | None = None,
-    init_meta: bool | str = False,
-    **cuts: Any,
-) -> DistributedDataParallel:
-    """Shard a model as the configuration of a job says.
-
-    It is the same on every rank, on its device, or on the meta device, as `init_meta` says. `units` are the classes of
-    the modules to gather together; None: what the model declares.
-    """
-    if job.engine == "megatron_fsdp" and units is not None:
-        cuts["fsdp_unit_modules"] = list(units)
+def wrap(job: Job, model: nn.Module, mesh: DeviceMesh, dim: str, **more: Any) -> DistributedDataParallel:
+    """Shard a model, the same on every rank, as the configuration of a job says; `more` is for the engine."""
     wrapped = DistributedDataParallel(
         job.ddp,
         model,
@@ -366,8 +343,7 @@ def wrap(
         calculate_per_token_loss=sums_over_ranks(job),
         deterministic=job.options.training.deterministic,
         homes=job.options.homes,
-        init_model_with_meta_device=init_meta,
-        **cuts,
+        **more,
     )
     if job.ddp.fsdp_manual_registration:
         wrapped.manual_buffer_registration()
@@ -379,6 +355,7 @@ def shard_decoder(job: Job, rank: Rank, vocab_size: int) -> Trained:
     decoder = build_decoder(job, vocab_size, rank.device)
     torch.manual_seed(job.options.training.seed)  # from here, what is on the meta device is drawn
     mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(_MESH_DIM,))
+    units = {"fsdp_unit_modules": [Block]} if job.engine == "megatron_fsdp" else {}
     init_meta = job.options.parallel.init_model_with_meta_device
-    model = wrap(job, decoder, mesh, _MESH_DIM, units=[Block], init_meta=init_meta)
+    model = wrap(job, decoder, mesh, _MESH_DIM, init_model_with_meta_device=init_meta, **units)
     return trained_by_microbatches(job, Place(rank.device, rank.index, rank.count), model)

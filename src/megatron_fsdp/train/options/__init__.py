@@ -79,8 +79,7 @@ class Option:
 
     def read(self, value: Any) -> Any:
         """Parse a text, or a value of a configuration file, into a value of the field."""
-        read, words = _READERS[self.kind]
-        found = read(value)
+        found, words = _parsed(self.kind, value), _WORDS[self.kind]
         if found is not None or self.choices:
             words = next((bound.words for bound in self.bounds if not bound.allows(found)), "")
         if words:
@@ -110,34 +109,26 @@ def _kind_of(hint: Any) -> tuple[type, tuple[Bound, ...], tuple[Any, ...]]:
     return hint, (), ()
 
 
-def _whole(value: Any) -> int | None:
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,3}(_?\d){0,30}", value.strip()):
-        return int(value)
-    return value if type(value) is int else None
-
-
-def _real(value: Any) -> float | None:
-    with suppress(TypeError, ValueError, OverflowError):
-        found = float(value)
-        return None if isinstance(value, bool) or math.isnan(found) else found
-    return None
-
-
-def _path(value: Any) -> Path | None:
-    is_possible = isinstance(value, str | Path) and str(value) and "\0" not in str(value)
-    with suppress(RuntimeError):  # there is no user of this name
-        return Path(value).expanduser() if is_possible else None
-    return None
-
-
-_READERS: Mapping[type, tuple[Callable[[Any], Any], str]] = {
-    int: (_whole, "a whole number"),
-    float: (_real, "a finite number"),
-    str: (lambda value: value if isinstance(value, str) else None, "a text, in a file with quotes around it"),
-    Path: (_path, "a path"),
-    bool: (lambda value: value if isinstance(value, bool) else None, "true or false"),
+_WORDS: Mapping[type, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text, in a file with quotes around it",
+    Path: "a path",
+    bool: "true or false",
 }
-"""How values of a type are read (None: it is none), and what to give."""
+
+
+def _parsed(kind: type, value: Any) -> Any:
+    """Return a text, or a value of a configuration file, as a value of this type; None: it is none."""
+    if kind is float and not isinstance(value, bool):
+        with suppress(TypeError, ValueError, OverflowError):
+            return None if math.isnan(found := float(value)) else found
+    if kind is int and isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,3}(_?\d){0,30}", value.strip()):
+        return int(value)
+    if kind is Path and isinstance(value, str | Path) and str(value) and "\0" not in str(value):
+        with suppress(RuntimeError):  # there is no user of this name
+            return Path(value).expanduser()
+    return value if type(value) is kind else None
 
 
 # ---- the options -----------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Sizes:
 
 def check_options(options: Options) -> None:
     """Check that options fit together, and that none is given that has no effect; raise the first problem."""
-    for check in (_wrong_source, _idle, _contradictory, _wrong_data, _wrong_checkpoints, _wrong_model):
+    for check in (_wrong_source, _idle, _contradictory, _wrong_files, _wrong_model):
         for problem in check(options):
             raise ConfigurationError(problem)
 
@@ -146,18 +146,8 @@ def _contradictory(options: Options) -> Iterator[str]:
             )
 
 
-def _wrong_checkpoints(options: Options) -> Iterator[str]:
-    checkpoint = options.checkpoint
-    if checkpoint.finetune and checkpoint.is_same_folder:
-        yield (
-            f"--finetune with one folder for --load and --save ({checkpoint.save}) would tune again from what it has "
-            "saved itself, every time it is started: give another folder to --save"
-        )
-
-
-def _wrong_data(options: Options) -> Iterator[str]:
-    """Check split, tokenizer and number of tokens; files are checked later."""
-    data = options.data
+def _wrong_files(options: Options) -> Iterator[str]:
+    data, checkpoint = options.data, options.checkpoint
     parse_split(data.split)
     if data.tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is None:
         yield (
@@ -167,6 +157,11 @@ def _wrong_data(options: Options) -> Iterator[str]:
         yield "--tokenizer-type NullTokenizer needs --vocab-size: give how many token ids there are"
     if data.tokenizer_type == "bpe" and data.vocab_size is not None and data.vocab_size <= 256:
         yield f"--vocab-size {data.vocab_size} is less than the 256 bytes and the end of a text: give 257 or more"
+    if checkpoint.finetune and checkpoint.is_same_folder:
+        yield (
+            f"--finetune with one folder for --load and --save ({checkpoint.save}) would tune again from what it has "
+            "saved itself, every time it is started: give another folder to --save"
+        )
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -273,16 +268,11 @@ def _wrong_family(model: ModelOptions) -> Iterator[str]:
         yield f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}: give fewer"
 
 
-def check_sizes(options: Options, sizes: Sizes) -> None:
-    """Refuse sizes that the model or other options rule out, as far as options tell.
+def wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
+    """Yield what the model or other options rule out in sizes, as far as options tell.
 
     What only the configuration of a model of transformers tells, such as its heads, is checked when the model is cut.
     """
-    for problem in _wrong_sizes(options, sizes):
-        raise ConfigurationError(problem)
-
-
-def _wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
     model, length, cuts_sequence = options.model, options.model.seq_length or 0, options.parallel.sequence_parallel
     if cuts_sequence and sizes.tensor == 1:
         yield "--sequence-parallel does nothing with --tensor-model-parallel-size 1: give both or neither"

@@ -19,7 +19,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 from megatron_fsdp.train.options import DDP_FIELDS, Options, flag_for
-from megatron_fsdp.train.options.checks import Sizes, check_options, check_sizes, idle_notices
+from megatron_fsdp.train.options.checks import Sizes, check_options, idle_notices, wrong_sizes
 
 Given = TypeVar("Given")
 EngineName = Literal["megatron_fsdp", "ddp", "torch_fsdp2"]
@@ -243,7 +243,8 @@ def _sizes(options: Options, world: World) -> Sizes:
             f"{others}: give sizes whose product divides the ranks"
         )
     sizes = Sizes(world.ranks // others, tensor, pipeline, context, expert)
-    check_sizes(options, sizes)
+    for problem in wrong_sizes(options, sizes):
+        raise ConfigurationError(problem)
     return sizes
 
 
