@@ -370,11 +370,11 @@ class _Replay:
         passes = self._setup.optimizer.passes_per_param + 1
         moved = sum(
             piece.numel * (passes * piece.precision.main_params.itemsize + piece.precision.compute.itemsize)
-            for piece in self._model.pieces(self._profile.used)
+            for piece in self._model.pieces()
             if not piece.is_away
         )
         muon = self._model.muon
-        elsewhere = home_step_s(self._model, self._machine, self._profile.used)
+        elsewhere = home_step_s(self._model, self._machine)
         return self._machine.compute_s(0, moved) + elsewhere + (0.0 if muon is None else muon.seconds(self._machine))
 
     def _note(self, label: str, activation_bytes: int) -> None:
@@ -404,7 +404,7 @@ class _Replay:
             self._mode = self._setup.mode(is_last=microbatch == self._setup.microbatches - 1)
             for segment in self._profile.segments:
                 self._segment(segment)
-        borrowed = step_bytes(self._model, self._profile.used)
+        borrowed = step_bytes(self._model)
         self._passing.add(borrowed)
         self._note("step", 0)
         self._wires.now_s += self._optimizer_s()
