@@ -40,8 +40,7 @@ from megatron_fsdp.plan.planning import (
 )
 from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Recompute, Setup, find_optimizer, make_setup
 from megatron_fsdp.train.models.build import model_shape
-from megatron_fsdp.train.models.decoder import Block, Decoder, next_token_loss
-from megatron_fsdp.train.options import ModelOptions
+from megatron_fsdp.train.models.decoder import Block, Decoder, ModelShape, next_token_loss
 from megatron_fsdp.train.options.command_line import PRESETS as TRAINER_PRESETS
 from megatron_fsdp.train.options.command_line import Layer, assemble, parse_options
 from megatron_fsdp.train.options.job import Job, World, resolve
@@ -66,7 +65,7 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "virtual-stages": (1, "pieces of the model on a pipeline rank"),
         "overlap-exchanges": (False, "tensor, context, expert and pipeline collectives run behind compute"),
         "machine": ("h100", ", ".join(MACHINES)),
-        "machine-set": (list, "another figure of it, such as network_bytes_per_s=100e9; may be repeated"),
+        "machine-set": ([], "another figure of it, such as network_bytes_per_s=100e9; may be repeated"),
     },
     "batch": {
         "sequence-length": (int, "tokens of a sequence (4096; of a trainer's preset its own)"),
@@ -119,22 +118,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", type=Path, help=config)
     parser.add_argument("--list", action="store_true", help="list presets of models and machines")
     for title, options in _OPTIONS.items():
-        add = parser.add_argument_group(title).add_argument
+        group = parser.add_argument_group(title)
         for name, (default, words) in options.items():
-            if isinstance(default, bool):
-                add(
-                    f"--{name}",
-                    action=argparse.BooleanOptionalAction if default else "store_true",
-                    default=default,
-                    help=words,
-                )
-            elif default is list:
-                add(f"--{name}", action="append", default=[], metavar="FIGURE=VALUE", help=words)
-            elif isinstance(default, type):
-                add(f"--{name}", type=default, metavar=_METAVARS[default], help=words)
-            else:
-                kind = type(default)
-                add(f"--{name}", type=kind, default=default, metavar=_METAVARS[kind], help=f"{words} ({default})")
+            kind = default if isinstance(default, type) else type(default)
+            has_default = kind is not default
+            how: dict[str, Any] = {"type": kind, "metavar": _METAVARS.get(kind), "help": words}
+            if kind is bool:
+                how = {"action": argparse.BooleanOptionalAction if default else "store_true", "help": words}
+            elif kind is list:
+                how = {"action": "append", "metavar": "FIGURE=VALUE", "help": words}
+            elif has_default:
+                how["help"] = f"{words} ({default})"
+            group.add_argument(f"--{name}", default=default if has_default else None, **how)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -148,77 +143,40 @@ def run(args: argparse.Namespace) -> int:
         )
     if not 1 <= args.ranks <= _MOST_RANKS:
         raise ConfigurationError(f"invalid --ranks {args.ranks}: give 1 to {_MOST_RANKS:,}")
-    plan = _plan_model(args) if args.config is None else _plan_config(args)
-    return EXIT_SAME if plan.fits else EXIT_DIFFERENT
-
-
-def _plan_config(args: argparse.Namespace) -> Plan:
-    """Plan a run of the trainer from its configuration file, and show it."""
-    for name, default in vars(args.parser.parse_args([])).items():
-        if name not in _BESIDE_CONFIG and getattr(args, name) != default:
-            given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-            raise ConfigurationError(f"{given} contradicts --config, which says it: leave one of them out")
-    workload, setup, notices = planned_run(args.config, args.ranks)
-    plan = plan_workload(workload, setup, _machine(args))
-    _show(args, plan, None)
-    if not args.json:
+    tried: Recommendation | None = None
+    notices: tuple[str, ...] = ()
+    if args.config is not None:
+        for name, default in vars(args.parser.parse_args([])).items():
+            if name not in _BESIDE_CONFIG and getattr(args, name) != default:
+                given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+                raise ConfigurationError(f"{given} contradicts --config, which says it: leave one of them out")
+        workload, setup, notices = planned_run(args.config, args.ranks)
+        plan = plan_workload(workload, setup, _machine(args))
+    else:
+        is_auto = args.strategy == _AUTO
+        if is_auto and (args.outer is not None or args.outer_strategy is not None):
+            raise ConfigurationError(
+                "--outer and --outer-strategy are tried by themselves with --strategy auto; name a strategy, or leave "
+                "them out"
+            )
+        setup, machine = _setup(args), _machine(args)
+        workload = _preset_workload(args, setup) if args.model in TRAINER_PRESETS else _workload(args, setup)
+        if is_auto:
+            tried = recommend(workload, setup, machine, (args.recompute,) if args.recompute else ("none", "full"))
+        plan = plan_workload(workload, setup, machine) if tried is None else tried.best or tried.smallest
+    if args.json:
+        write_json(report.plan_dict(plan, tried))
+    else:
+        _show(plan, tried, with_units=args.units)
         for notice in notices:
             write_line(f"the trainer tells: {notice}")
-    return plan
-
-
-def _plan_model(args: argparse.Namespace) -> Plan:
-    """Plan a model with the options of the command line, and show it."""
-    is_auto = args.strategy == _AUTO
-    if is_auto and (args.outer is not None or args.outer_strategy is not None):
-        raise ConfigurationError(
-            "--outer and --outer-strategy are tried by themselves with --strategy auto; name a strategy, or leave them "
-            "out"
-        )
-    setup, machine = _setup(args), _machine(args)
-    is_preset = args.model in TRAINER_PRESETS
-    workload = preset_workload(args, setup.ranks) if is_preset else _workload(args, setup.ranks)
-    tried = None
-    if is_auto:
-        tried = recommend(workload, setup, machine, (args.recompute,) if args.recompute else ("none", "full"))
-        plan = tried.best or tried.smallest
-    else:
-        plan = plan_workload(workload, setup, machine)
-    _show(args, plan, tried)
-    return plan
+    return EXIT_SAME if plan.fits else EXIT_DIFFERENT
 
 
 # ---- from flags to what is planned ----------------------------------------------------------------------------------
 
 
 def _setup(args: argparse.Namespace) -> Setup:
-    names = (args.main_params_dtype, args.main_grads_dtype, args.grad_comm_dtype)
-    main_params, main_grads, grad_comm = (None if name == _AUTO else dtype_from_name(name) for name in names)
-    strategy = "optim_grads_params" if args.strategy == _AUTO else args.strategy
-    same = ["microbatches", "accumulation", "optimizer", "recompute", "backend", "sequence_parallel"]
-    same += ["virtual_stages", "fp8", "overlap_exchanges", "keep_fp8_transpose_cache"]
-    if args.optimizer_offload_fraction != 1.0 and not args.optimizer_cpu_offload:
-        raise ConfigurationError(
-            "--optimizer-offload-fraction has no effect without --optimizer-cpu-offload; give both"
-        )
-    offload = {"home": "host", "fraction": args.optimizer_offload_fraction}
-    return make_setup(
-        _ranks(args),
-        homes={"main_weights": offload} if args.optimizer_cpu_offload else None,
-        strategy=resolve_strategy(_number(strategy), "--strategy"),
-        outer_strategy=resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
-        policy=MixedPrecisionPolicy(
-            main_params,
-            main_grads,
-            grad_comm,
-            weight_formats_of(args.weight_format.split(",") if args.weight_format else ()),
-            args.outer_grad_comm_format,
-        ),
-        **{name: getattr(args, name) for name in same},
-    )
-
-
-def _ranks(args: argparse.Namespace) -> ParallelRanks:
     outer = 1 if args.outer is None else args.outer
     divided = args.tp * args.cp * args.pp * outer
     if divided < 1 or args.ranks % divided:
@@ -226,28 +184,42 @@ def _ranks(args: argparse.Namespace) -> ParallelRanks:
             f"--ranks {args.ranks} is not a multiple of tp x cp x pp x outer = {args.tp} x {args.cp} x {args.pp} x "
             f"{outer} = {divided}; give sizes whose product divides it"
         )
-    return ParallelRanks(args.ranks // divided, outer, args.tp, args.cp, args.pp, args.ep)
+    names = (args.main_params_dtype, args.main_grads_dtype, args.grad_comm_dtype)
+    main_params, main_grads, grad_comm = (None if name == _AUTO else dtype_from_name(name) for name in names)
+    formats = weight_formats_of(args.weight_format.split(",") if args.weight_format else ())
+    if args.optimizer_offload_fraction != 1.0 and not args.optimizer_cpu_offload:
+        raise ConfigurationError(
+            "--optimizer-offload-fraction has no effect without --optimizer-cpu-offload; give both"
+        )
+    offload = {"home": "host", "fraction": args.optimizer_offload_fraction}
+    strategy, outer_strategy = args.strategy, args.outer_strategy or "no_shard"
+    chosen = {
+        "strategy": resolve_strategy("optim_grads_params" if strategy == _AUTO else _number(strategy), "--strategy"),
+        "outer_strategy": resolve_strategy(_number(outer_strategy), "--outer-strategy"),
+        "policy": MixedPrecisionPolicy(main_params, main_grads, grad_comm, formats, args.outer_grad_comm_format),
+        "homes": {"main_weights": offload} if args.optimizer_cpu_offload else None,
+    }
+    same = {name: value for name, value in vars(args).items() if name in Setup.__dataclass_fields__.keys() - {"ranks"}}
+    return make_setup(ParallelRanks(args.ranks // divided, outer, args.tp, args.cp, args.pp, args.ep), **same | chosen)
 
 
-def _workload(args: argparse.Namespace, ranks: ParallelRanks) -> Workload:
+def _workload(args: argparse.Namespace, setup: Setup) -> Workload:
     loss_fn: Any = None if args.loss is None else import_by_path(args.loss, "--loss")
+    inputs: Any = None
+    if args.inputs is not None:  # a function, or a value
+        found = import_by_path(args.inputs, "--inputs")
+        with torch.device("meta"):
+            made = found() if callable(found) else found
+        inputs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, made)
     return make_workload(
         args.model,
-        ranks,
-        inputs=None if args.inputs is None else _inputs(args.inputs),
+        setup.ranks,
+        inputs=inputs,
         loss_fn=loss_fn,
         sequence_length=args.sequence_length,
         micro_batch=args.micro_batch_size,
         dtype=None if args.dtype is None else dtype_from_name(args.dtype, "--dtype"),
     )
-
-
-def _inputs(path: str) -> Any:
-    """Load inputs on the meta device from an import path of a function or of a value."""
-    found = import_by_path(path, "--inputs")
-    with torch.device("meta"):
-        made = found() if callable(found) else found
-    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, made)
 
 
 def _number(text: str) -> int | str:
@@ -276,25 +248,20 @@ def _list() -> int:
     return EXIT_SAME
 
 
-def _show(args: argparse.Namespace, plan: Plan, tried: Recommendation | None) -> None:
-    if args.json:
-        write_json(report.plan_dict(plan, tried))
-        return
+def _show(plan: Plan, tried: Recommendation | None, *, with_units: bool) -> None:
     if tried is not None:
         columns, rows = report.tried_table(tried)
         write_table(columns, rows, right=("peak", "step", "exposed"))
         write_line()
         if tried.best is None:
-            write_line(report.advice(tried.smallest))
-            write_line()
+            write_line(f"{report.advice(tried.smallest)}\n")
     write_facts(report.facts(plan))
     write_line()
-    for columns, rows in report.tables(plan, with_units=args.units):
+    for columns, rows in report.tables(plan, with_units=with_units):
         write_table(columns, rows, right=[column for column in columns[1:] if column != "class"])
         write_line()
     write_facts(report.time_rows(plan))
-    write_line(f"assumed: {report.machine_words(plan.machine)}")
-    write_line()
+    write_line(f"assumed: {report.machine_words(plan.machine)}\n")
     write_line(report.verdict(plan))
     write_line("flags: " + " ".join(report.flags(plan.setup)))
 
@@ -309,45 +276,38 @@ def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str,
     """
     job = resolve(parse_options(["--config", str(path)]), World(num_ranks, "cuda"))
     _check_job(job, path)
-    setup, options = _setup_of_job(job), job.options
+    setup, options, shape = _setup_of_job(job), job.options, (job.batch.micro, job.seq_length)
     model = options.model.hf_config or options.model.hf_model
     if model is not None:
-        workload = make_workload(
-            model,
-            setup.ranks,
-            sequence_length=job.seq_length,
-            micro_batch=job.batch.micro,
-            dtype=job.dtype,
-            name=str(model),
-        )
-        return workload, setup, job.notices
+        rows, length = shape
+        given: dict[str, Any] = {"sequence_length": length, "micro_batch": rows, "dtype": job.dtype}
+        return make_workload(model, setup.ranks, **given, name=str(model)), setup, job.notices
     vocab_size = _BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
     if vocab_size is None:
         raise ConfigurationError(
             f"--config {path} does not say how many tokens there are: set vocab_size, or tokenizer_type: byte"
         )
-    shape = job.batch.micro, job.seq_length
-    return _decoder_workload(options.model, vocab_size, job.dtype, setup.ranks, shape, str(path)), setup, job.notices
+    decoder = model_shape(options.model, vocab_size)
+    return _decoder_workload(decoder, job.dtype, setup.ranks, shape, str(path)), setup, job.notices
 
 
-def preset_workload(args: argparse.Namespace, ranks: ParallelRanks) -> Workload:
+def _preset_workload(args: argparse.Namespace, setup: Setup) -> Workload:
     """Build the workload of one rank of the trainer with a preset, which has a batch of its own."""
     preset = assemble((Layer(f"preset {args.model}", TRAINER_PRESETS[args.model]),))
     rows = args.micro_batch_size or preset.training.micro_batch_size or 1
     shape = rows, args.sequence_length or preset.model.seq_length or 1
     dtype = dtype_from_name(args.dtype or "bf16", "--dtype")
-    return _decoder_workload(preset.model, _BYTES, dtype, ranks, shape, args.model)
+    return _decoder_workload(model_shape(preset.model, _BYTES), dtype, setup.ranks, shape, args.model)
 
 
 def _decoder_workload(
-    options: ModelOptions, vocab_size: int, dtype: torch.dtype, ranks: ParallelRanks, shape: tuple[int, int], name: str
+    decoder: ModelShape, dtype: torch.dtype, ranks: ParallelRanks, shape: tuple[int, int], name: str
 ) -> Workload:
     """Build the workload of one rank with the trainer's own decoder, on (sequences, tokens)."""
     with torch.device("meta"):
-        decoder = Decoder(model_shape(options, vocab_size)).to(dtype)
-        tokens = torch.empty(shape, dtype=torch.long)
+        model, tokens = Decoder(decoder).to(dtype), torch.empty(shape, dtype=torch.long)
     return make_workload(
-        decoder,
+        model,
         ranks,
         inputs=tokens,
         loss_fn=lambda logits: next_token_loss(logits, tokens),
@@ -385,10 +345,9 @@ def _setup_of_job(job: Job) -> Setup:
             f"{instances} instances of the optimizer do not divide the {sizes.data} data-parallel ranks "
             "that are left: give a divisor"
         )
-    # As the trainer's engine.
+    # As the trainer's engine, and with the defaults of arguments that the trainer leaves alone.
     defers = resolved.strategy <= ShardingStrategy.optim and job.options.training.deterministic is None
-    arguments = inspect.signature(MegatronFSDP.__init__).parameters  # whose defaults the trainer leaves alone
-    unsaid = {name: each.default for name, each in arguments.items()}
+    unsaid = {name: each.default for name, each in inspect.signature(MegatronFSDP.__init__).parameters.items()}
     return Setup(
         ParallelRanks(sizes.data // instances, instances, sizes.tensor, sizes.context, sizes.pipeline, sizes.expert),
         resolved.strategy,

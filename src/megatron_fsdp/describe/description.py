@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
@@ -158,8 +159,7 @@ class Description:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""
-        plain = _plain(dataclasses.asdict(self))
-        assert isinstance(plain, dict)
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
     def __str__(self) -> str:
@@ -223,9 +223,3 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _pattern(unit: UnitDescription) -> tuple[object, ...]:
     """Return what consecutive units that are described together have in common."""
     return (unit.index == 0, re.sub(r"\d+", "#", unit.label), unit.class_name, unit.numel, unit.groups)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.comm.axis import Axis, backend_of
+from megatron_fsdp.comm.axis import backend_of
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.describe.description import (
@@ -27,7 +27,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.wrap import Assembly
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.optimizer import count_kinds, step_of
-from megatron_fsdp.sharding.mesh import Domain, FSDPDistributedIndex
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 
@@ -80,37 +80,36 @@ def memory_of(engine: Engine) -> MemoryUse:
 
 def axes_of(engine: Engine) -> tuple[AxisDescription, ...]:
     """Describe the mesh axes of dense parameters, of experts, and the tensor-parallel one."""
-    found = list(_axes_of_domain(engine.sharding.dense, ""))
-    if engine.sharding.experts is not None:
-        found += _axes_of_domain(engine.sharding.experts, "expert ")
-    mesh = engine.sharding.dense.tensor_parallel
+    dense, experts = engine.sharding.dense, engine.sharding.experts
+    found = [
+        _axis(name, kind + role, axis.group, axis.rank, axis.num_ranks, axis.gather_group)
+        for kind, domain in (("", dense), ("expert ", experts))
+        if domain is not None
+        for name, role, axis in zip(domain.names, ("outer", "shard")[-len(domain.axes) :], domain.axes, strict=True)
+    ]
+    mesh = dense.tensor_parallel
     if mesh is not None:
-        name = (mesh.mesh_dim_names or ("",))[0]
-        group = engine.sharding.dense.tensor_parallel_group
-        place = mesh.get_coordinate()
-        found.append(_axis(name, "tensor parallel", group, place[0] if place else 0, mesh.size()))
+        name, place = (mesh.mesh_dim_names or ("",))[0], mesh.get_coordinate()
+        found.append(_axis(name, "tensor parallel", dense.tensor_parallel_group, place[0] if place else 0, mesh.size()))
     return tuple(found)
 
 
-def _axes_of_domain(domain: Domain, kind: str) -> list[AxisDescription]:
-    roles = ("outer", "shard")[-len(domain.axes) :]
-    return [
-        _axis(name, kind + role, axis.group, axis.rank, axis.num_ranks, axis)
-        for name, role, axis in zip(domain.names, roles, domain.axes, strict=True)
-    ]
-
-
 def _axis(
-    name: str, role: str, group: dist.ProcessGroup | None, rank: int, size: int, axis: Axis | None = None
+    name: str,
+    role: str,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    size: int,
+    gather_group: dist.ProcessGroup | None = None,
 ) -> AxisDescription:
-    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (_rank(),)
+    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (_place()[0],)
     backend = None if group is None else backend_of(group)
-    has_second = axis is not None and axis.gather_group is not None and axis.gather_group is not axis.group
-    return AxisDescription(name, role, size, rank, ranks, backend, has_second)
+    return AxisDescription(name, role, size, rank, ranks, backend, gather_group not in (None, group))
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _place() -> tuple[int, int]:
+    """Return this process's rank, and the number of all."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def units_of(engine: Engine, plan: UnitPlan) -> tuple[UnitDescription, ...]:
@@ -131,13 +130,10 @@ def units_of(engine: Engine, plan: UnitPlan) -> tuple[UnitDescription, ...]:
 def _state_dtypes(engine: Engine) -> dict[int, tuple[str, ...]]:
     """Map the id of each parameter to the dtypes of the optimizer state of its shape."""
     found: dict[int, tuple[str, ...]] = {}
-    for optimizer in engine.connected:
-        for param, state in optimizer.state.items():
-            shaped = [
-                value for value in state.values() if isinstance(value, torch.Tensor) and value.shape == param.shape
-            ]
-            if shaped:
-                found[id(param)] = tuple(dict.fromkeys(_name(value.dtype) for value in shaped))
+    for param, state in (item for optimizer in engine.connected for item in optimizer.state.items()):
+        tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        if dtypes := [_name(value.dtype) for value in tensors if value.shape == param.shape]:
+            found[id(param)] = tuple(dict.fromkeys(dtypes))
     return found
 
 
@@ -185,12 +181,12 @@ def _name(dtype: torch.dtype) -> str:
 
 def memory_description(engine: Engine) -> MemoryDescription:
     """Describe the bytes held now, and how memory is borrowed."""
-    held, schedule, weights = memory_of(engine), engine.scheduler.config, engine.memory_plan.weights
-    others = engine.units[ROOT_UNIT + 1 :]
+    held, schedule, plan = memory_of(engine), engine.scheduler.config, engine.memory_plan
+    others, homes = engine.units[ROOT_UNIT + 1 :], engine.sharding.options.homes
     return MemoryDescription(
-        allocator=engine.memory_plan.allocator.value,
+        allocator=plan.allocator.value,
         slots=schedule.slots if schedule.shares_slots else 0,
-        slot_bytes=weights.slot_bytes or max((unit.gathered_bytes for unit in others), default=0),
+        slot_bytes=plan.weights.slot_bytes or max((unit.gathered_bytes for unit in others), default=0),
         buckets=engine.executor.bucket_count,
         bucket_bytes=max((unit.bucket_bytes for unit in others), default=0),
         forward_prefetch=schedule.forward_prefetch_units,
@@ -199,12 +195,9 @@ def memory_description(engine: Engine) -> MemoryDescription:
         optimizer_bytes=_state_bytes(engine, is_away=False),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
-        homes=tuple(
-            f"{kind} {getattr(engine.sharding.options.homes, kind)} {in_bytes(count)}"
-            for kind, count in held.away.items()
-        ),
-        pool_bytes=None if engine.memory_plan.pool is None else engine.memory_plan.pool.num_bytes,
-        pool=() if engine.memory_plan.pool is None else tuple(map(str, engine.memory_plan.pool.blocks)),
+        homes=tuple(f"{kind} {getattr(homes, kind)} {in_bytes(count)}" for kind, count in held.away.items()),
+        pool_bytes=None if plan.pool is None else plan.pool.num_bytes,
+        pool=() if plan.pool is None else tuple(map(str, plan.pool.blocks)),
         outer_error_bytes=held.outer_error_bytes or None,
     )
 
@@ -238,9 +231,8 @@ def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescripti
 def without_optimizer(engine: Engine, module: nn.Module) -> tuple[str, ...]:
     """Say which trained parameters no connected optimizer updates, where any is connected."""
     held = {id(param) for each in engine.connected for group in each.param_groups for param in group["params"]}
-    left = [
-        param for group in engine.groups() if group.is_trainable for param in group.sharded if id(param) not in held
-    ]
+    trained = [param for group in engine.groups() if group.is_trainable for param in group.sharded]
+    left = [param for param in trained if id(param) not in held]
     if not held or not left:
         return ()
     return (
@@ -276,13 +268,12 @@ class Subject:
 def describe_model(subject: Subject) -> Description:
     """Describe a wrapped model as this rank holds it now."""
     engine, plan, options = subject.assembly.engine, subject.assembly.plan, subject.options
-    units = units_of(engine, plan)
-    ready = dist.is_initialized()
+    units, (rank, world_size) = units_of(engine, plan), _place()
     return Description(
         wrapper=subject.wrapper,
         model=type(subject.module).__name__,
-        rank=dist.get_rank() if ready else 0,
-        world_size=dist.get_world_size() if ready else 1,
+        rank=rank,
+        world_size=world_size,
         device=str(engine.device),
         strategy=options.strategy.name,
         outer_strategy=options.outer_strategy.name if subject.index.dp_outer_dim is not None else None,
@@ -296,11 +287,7 @@ def describe_model(subject: Subject) -> Description:
         memory=memory_description(engine),
         optimizers=optimizers_of(engine, subject.module),
         options=_options(options, subject.config, subject.auto_sync),
-        notices=(
-            *subject.notices,
-            *engine.notices,
-            *without_optimizer(engine, subject.module),
-        ),
+        notices=(*subject.notices, *engine.notices, *without_optimizer(engine, subject.module)),
     )
 
 

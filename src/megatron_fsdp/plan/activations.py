@@ -11,9 +11,8 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,6 @@ from torch.library import _scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.engine.hooks import tensors_in
 from megatron_fsdp.errors import ConfigurationError
@@ -60,14 +58,8 @@ def profile_compute(
     `loss`, or the output itself.
     """
     recorder = _Recorder({param.untyped_storage()._cdata: name for name, param in model.named_parameters()})
-    with balanced_experts(model), recomputing(model, unit_names, recompute):
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            _hooked(recorder, model, unit_names),
-            kernels_of(kernels),
-            recorder,
-        ):
+    with balanced_experts(model), recomputing(model, unit_names, recompute), torch.inference_mode(False):
+        with torch.enable_grad(), recorder.hooked(model, unit_names), kernels_of(kernels), recorder:
             loss = scalar_loss(call_model(model, inputs), loss_fn)
             loss.backward()
         recorder.mark(Event.BACKWARD_ENDS, ROOT_UNIT)
@@ -133,47 +125,42 @@ class _Recorder(TorchDispatchMode):
         self._open = Segment(event, unit, self._live.now_bytes, self._live.now_bytes)
         self._segments.append(self._open)
 
-    def gradient(self, name: str, param: Tensor) -> None:
-        """Record that the gradient of a parameter is complete, and drop it."""
-        self._open.gradients.append(name)
-        param.grad = None
-
     def finish(self) -> tuple[Segment, ...]:
         """Return all segments; the first only if something was computed in it."""
         return tuple(self._segments if self._segments[0].operators else self._segments[1:])
 
+    @contextmanager
+    def hooked(self, model: nn.Module, unit_names: Sequence[str]) -> Iterator[None]:
+        """Install hooks at the places where the engine has its own."""
+        with ExitStack() as hooks:
+            for unit, name in enumerate(unit_names):
+                module = model.get_submodule(name)
+                begins, ends = partial(self._forward_begins, unit), partial(self._forward_ends, unit)
+                hooks.enter_context(module.register_forward_pre_hook(begins, prepend=True))
+                hooks.enter_context(module.register_forward_hook(ends, always_call=True))
+            for name, param in model.named_parameters():
+                if param.grad is not None:
+                    raise ConfigurationError(
+                        f"{name} has a gradient already; profile a model before its first backward"
+                    )
+                if param.requires_grad:
+                    hooks.enter_context(param.register_post_accumulate_grad_hook(partial(self._gradient, name)))
+            yield
 
-@contextmanager
-def _hooked(recorder: _Recorder, model: nn.Module, unit_names: Sequence[str]) -> Iterator[None]:
-    """Install hooks at the places where the engine has its own."""
-    handles: list[RemovableHandle] = []
-    for unit, name in enumerate(unit_names):
-        module = model.get_submodule(name)
-        begins = partial(recorder.mark, Event.FORWARD_BEGINS, unit)
-        handles.append(module.register_forward_pre_hook(lambda *_, begins=begins: begins(), prepend=True))
-        handles.append(module.register_forward_hook(partial(_after_forward, recorder, unit), always_call=True))
-    for name, param in model.named_parameters():
-        if param.grad is not None:
-            raise ConfigurationError(f"{name} has a gradient already; profile a model before its first backward")
-        if param.requires_grad:
-            handles.append(param.register_post_accumulate_grad_hook(partial(recorder.gradient, name)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def _forward_begins(self, unit: int, *_: object) -> None:
+        self.mark(Event.FORWARD_BEGINS, unit)
 
+    def _forward_ends(self, unit: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        self.mark(Event.FORWARD_ENDS, unit)
+        begins = functools.cache(partial(self.mark, Event.BACKWARD_BEGINS, unit))  # the first gradient counts
+        for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _grad: begins())
 
-def _after_forward(recorder: _Recorder, unit: int, _module: nn.Module, _args: Any, output: Any) -> None:
-    recorder.mark(Event.FORWARD_ENDS, unit)
-
-    @functools.cache  # hooked to all outputs, and the first gradient counts
-    def backward_begins() -> None:
-        recorder.mark(Event.BACKWARD_BEGINS, unit)
-
-    for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
-        if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(lambda _grad: backward_begins())
+    def _gradient(self, name: str, param: Tensor) -> None:
+        """Record that the gradient of a parameter is complete, and drop it."""
+        self._open.gradients.append(name)
+        param.grad = None
 
 
 # ---- what is alive --------------------------------------------------------------------------------------------------
@@ -189,7 +176,6 @@ class LiveStorages:
 
     def __init__(self) -> None:
         self.now_bytes = 0  # alive now
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
 
     def note(self, operands: Iterable[Tensor], results: Iterable[Tensor]) -> None:
@@ -200,13 +186,12 @@ class LiveStorages:
             key = storage._cdata
             if key in known and key not in self._sizes:
                 continue
-            if key not in self._references:
-                self._references[key] = weakref.ref(storage, functools.partial(self._dies, key))
+            if key not in self._sizes:
+                weakref.finalize(storage, self._dies, key)
             self.now_bytes += storage.nbytes() - self._sizes.get(key, 0)
             self._sizes[key] = storage.nbytes()
 
-    def _dies(self, key: int, _: object) -> None:
-        del self._references[key]
+    def _dies(self, key: int) -> None:
         self.now_bytes -= self._sizes.pop(key)
 
 
@@ -283,18 +268,11 @@ def operator_bytes(func: Any, operands: Iterable[Tensor], results: Iterable[Tens
     A lookup in a table counts the rows it reads, not the table.
     """
     packet = func.overloadpacket
-    if packet in _WRITES_NOTHING or _is_view(func):
+    if packet in _WRITES_NOTHING or func.is_view:
         return 0
     if packet in _LOOKS_UP:
         return 2 * sum(map(_size, results))
     return sum(map(_size, (*operands, *results)))
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    """Return whether results share memory with operands without being written."""
-    infos = [returned.alias_info for returned in func._schema.returns]
-    return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
 def _size(tensor: Tensor) -> int:
@@ -355,71 +333,52 @@ def kernels_of(kernels: Kernels) -> Iterator[None]:
     values, results and one fp32 number per query and head. Else, and for "math", products, which keep all scores.
     """
     with _scoped_library("aten", "IMPL") as library:
-        for name, function in _KERNELS[kernels].items():
-            library.impl(name, function, "AutogradMeta")
+        library.impl("scaled_dot_product_attention", partial(_attend, kernels), "AutogradMeta")
+        if kernels == "cuda":
+            library.impl("dropout", _fused_dropout, "AutogradMeta")
+            library.impl("rms_norm", _fused_rms_norm, "AutogradMeta")
         yield
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """The arguments of `scaled_dot_product_attention`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    @cached_property
-    def mask(self) -> Tensor | None:
-        """A mask to add to scores for one of booleans, as torch makes it; other masks as they are."""
-        if self.attn_mask is None or self.attn_mask.dtype != torch.bool:
-            return self.attn_mask
-        kept, masked = (torch.scalar_tensor(x, dtype=self.query.dtype, device="meta") for x in (0.0, float("-inf")))
-        return torch.where(self.attn_mask, kept, masked)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether queries, keys and values have four dimensions and are not empty."""
-        return all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in (self.query, self.key, self.value))
-
-    @property
-    def has_one_head_size(self) -> bool:
-        """Whether queries, keys and values have as many features."""
-        return len({tensor.shape[-1] for tensor in (self.query, self.key, self.value)}) == 1
-
-
-def _attention_by_products(call: _Attention) -> tuple[Tensor, ...]:
-    options = {"scale": call.scale, "enable_gqa": call.enable_gqa}
-    products = _ATEN._scaled_dot_product_attention_math
-    return products(call.query, call.key, call.value, call.mask, call.dropout_p, call.is_causal, None, **options)
-
-
-def _attention_on_cpu(call: _Attention) -> tuple[Tensor, ...]:
-    mask = call.mask
-    learned_mask = mask is not None and mask.requires_grad
-    if call.dropout_p or learned_mask or not (call.is_plain and call.has_one_head_size):
-        return _attention_by_products(call)
-    options = {"attn_mask": mask, "scale": call.scale}
-    flash = _ATEN._scaled_dot_product_flash_attention_for_cpu
-    return flash(call.query, call.key, call.value, call.dropout_p, call.is_causal, **options)
-
-
-def _attention_on_cuda(call: _Attention) -> tuple[Tensor, ...]:
-    query, key, value, mask = call.query, call.key, call.value, call.mask
-    is_small = call.has_one_head_size and query.shape[-1] <= _FLASH_HEAD_DIM
-    if call.is_plain and is_small and mask is None and query.dtype in _HALF:
-        flash = _ATEN._scaled_dot_product_flash_attention
-        return flash(query, key, value, call.dropout_p, call.is_causal, False, scale=call.scale)
-    if call.is_plain and query.shape[1] == key.shape[1] and query.dtype != torch.float64:
+def _attend(
+    kernels: Kernels,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Run `scaled_dot_product_attention`, whose arguments these are, by the operator that a device would choose."""
+    if mask is not None and mask.dtype == torch.bool:  # torch adds a mask to scores, too
+        kept, masked = (torch.scalar_tensor(x, dtype=query.dtype, device="meta") for x in (0.0, float("-inf")))
+        mask = torch.where(mask, kept, masked)
+    given, scale = (query, key, value), options.get("scale")
+    is_plain = all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in given)
+    has_one_head_size = len({tensor.shape[-1] for tensor in given}) == 1
+    results: tuple[Tensor, ...]
+    if kernels == "cpu" and is_plain and has_one_head_size and not dropout_p and not _takes_gradient(mask):
+        flash = _ATEN._scaled_dot_product_flash_attention_for_cpu
+        results = flash(*given, dropout_p, is_causal, attn_mask=mask, scale=scale)
+    elif kernels == "cuda" and is_plain and has_one_head_size and mask is None and _fits_flash(query):
+        results = _ATEN._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, False, scale=scale)
+    elif kernels == "cuda" and is_plain and query.shape[1] == key.shape[1] and query.dtype != torch.float64:
         mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        needs_grad = torch.is_grad_enabled() and any(map(_takes_gradient, given))
         efficient = _ATEN._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, mask, needs_grad, call.dropout_p, call.is_causal, scale=call.scale)
-    return _attention_by_products(call)
+        results = efficient(*given, mask, needs_grad, dropout_p, is_causal, scale=scale)
+    else:
+        results = _ATEN._scaled_dot_product_attention_math(*given, mask, dropout_p, is_causal, None, **options)
+    return results[0]
+
+
+def _takes_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def _fits_flash(query: Tensor) -> bool:
+    return query.dtype in _HALF and query.shape[-1] <= _FLASH_HEAD_DIM
 
 
 def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
@@ -451,14 +410,3 @@ class _RmsNorm(torch.autograd.Function):
         given, weight, _ = ctx.saved_tensors
         wanted = weight is not None and ctx.needs_input_grad[1]
         return grads[0] * given, torch.empty_like(weight) if wanted else None, None
-
-
-def _calling(kernel: Callable[[_Attention], tuple[Tensor, ...]]) -> dict[str, Callable[..., Tensor]]:
-    return {"scaled_dot_product_attention": lambda *args, **kwargs: kernel(_Attention(*args, **kwargs))[0]}
-
-
-_KERNELS: dict[Kernels, dict[str, Callable[..., Tensor]]] = {
-    "cuda": {**_calling(_attention_on_cuda), "dropout": _fused_dropout, "rms_norm": _fused_rms_norm},
-    "cpu": _calling(_attention_on_cpu),
-    "math": _calling(_attention_by_products),
-}

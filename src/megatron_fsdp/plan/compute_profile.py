@@ -6,7 +6,7 @@ the backward is over (`E`). What happens between two of them is a segment. The s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -131,8 +131,3 @@ class Exchange:
     sent_bytes: int  # by this rank, in one of them
     in_backward: bool  # whether in backward, else in forward
     count: int = 1
-
-
-def unit_around(name: str, unit_names: Iterable[str]) -> str:
-    """Return the name of the unit that holds a module; "", the root, where no other does."""
-    return next((unit for unit in unit_names if unit and f"{name}.".startswith(f"{unit}.")), "")

@@ -16,11 +16,11 @@ every key (kernels skip half and reach about half the speed of products), balanc
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -122,8 +122,7 @@ def local_shape(name: str, shape: Sequence[int], tp: int, key_heads: int) -> tup
     return tuple(-(-size // parts) if place == dim else size for place, size in enumerate(shape))
 
 
-@dataclass(frozen=True)
-class _Product:
+class _Product(NamedTuple):
     """The product of one token with the weight `name` on one rank: its FLOPs, and how many values it gives."""
 
     name: str
@@ -204,18 +203,14 @@ class DecoderShare:
         return next((f"{axis}={size}" for axis, size in self.ranks.divided.items()), "this")
 
     @property
-    def _is_gpt2(self) -> bool:
-        return hasattr(self.model, "transformer")
-
-    @property
     def layer_path(self) -> str:
         """The name of the list of layers."""
-        return "transformer.h" if self._is_gpt2 else "model.layers"
+        return "transformer.h" if hasattr(self.model, "transformer") else "model.layers"
 
     @property
     def embedding_path(self) -> str:
         """The name of the table of tokens."""
-        return "transformer.wte" if self._is_gpt2 else "model.embed_tokens"
+        return "transformer.wte" if hasattr(self.model, "transformer") else "model.embed_tokens"
 
     @cached_property
     def _all_layers(self) -> nn.ModuleList:
@@ -308,13 +303,12 @@ class DecoderShare:
 
     def slowdown(self, setup: Setup) -> float:
         """Return how many times longer the busiest stage computes than this one."""
-        ends = {self.stage, 1 % self.ranks.pp, self.ranks.pp - 1}
-        times = {stage: replace(self, stage=stage)._forward_flops(setup) for stage in ends}
-        return max(times.values()) / times[self.stage]
-
-    def _forward_flops(self, setup: Setup) -> float:
-        layers = sum(_layer_piece(self, setup, layer).flops for layer in self.layers)
-        return layers + (_head_piece(self, setup).flops if self.is_last else 0.0)
+        flops: dict[int, float] = {}
+        for stage in {self.stage, 1 % self.ranks.pp, self.ranks.pp - 1}:
+            share = replace(self, stage=stage)
+            layers = sum(_layer_piece(share, setup, layer).flops for layer in share.layers)
+            flops[stage] = layers + (_head_piece(share, setup).flops if share.is_last else 0.0)
+        return max(flops.values()) / flops[self.stage]
 
     def notes(self, setup: Setup) -> tuple[str, ...]:
         """List the assumptions, in words."""
@@ -417,76 +411,63 @@ def _head_piece(share: DecoderShare, setup: Setup) -> _Piece:
     return _Piece(kept, kept, passing, flops, product_flops=flops, moved=moved)
 
 
-class _Pass:
-    """Collects the segments of a microbatch: an event ends the open segment and begins another."""
+def share_profile(share: DecoderShare, setup: Setup, module: nn.Module, unit_names: Sequence[str]) -> ComputeProfile:
+    """Compute the profile of a microbatch (events, bytes, FLOPs) of the share's module and its units."""
+    own: dict[str, _Piece] = {}
+    if share.is_first:
+        table = _outside(share, setup) * share.tokens
+        own[share.embedding_path] = _Piece(passing=table, moved=2 * table)
+    for place, layer in enumerate(share.layers):
+        own[f"{share.layer_path}.{place}"] = _layer_piece(share, setup, layer)
+    if share.is_last:
+        own["lm_head"] = _head_piece(share, setup)
+    others = [name for name in unit_names[1:] if name not in own]  # such as a table of positions
+    pieces = {**dict.fromkeys(others, _Piece()), **own}
+    units = {name: unit for unit, name in enumerate(unit_names)}
+    segments: list[Segment] = []
+    alive = 0.0
 
-    def __init__(self, unit_names: Sequence[str]) -> None:
-        self._units = {name: index for index, name in enumerate(unit_names)}
-        self._alive = 0.0
-        self.segments: list[Segment] = []
+    def begin(event: Event, name: str) -> None:
+        """End the open segment, and begin another; a name that is no unit is ignored."""
+        if name in units:
+            segments.append(Segment(event, units[name], int(alive), int(alive)))
 
-    def event(self, event: Event, name: str) -> None:
-        """Begin a segment; a name that is no unit is ignored."""
-        if name in self._units:
-            self.segments.append(Segment(event, self._units[name], int(self._alive), int(self._alive)))
-
-    def forward(self, piece: _Piece) -> None:
-        """Compute forward in the open segment."""
-        self._work(piece.flops, piece.product_flops, 0.0, piece.moved, piece.kept + piece.passing)
-        self._alive += piece.kept
-
-    def backward(self, piece: _Piece, gradients: Iterable[str]) -> None:
-        """Compute backward in the open segment, after recomputing the activations that were not kept."""
-        flops = 2 * piece.flops + piece.score_flops / 2 + piece.repeated
-        moved = 2 * piece.moved + (piece.moved if piece.repeated else 0.0)
-        products = 2 * piece.product_flops + piece.repeated_products
-        self._work(flops, products, piece.repeated, moved, piece.all_kept - piece.kept + 2 * piece.passing)
-        self.segments[-1].gradients.extend(gradients)
-        self.segments[-1].multiplied.update(self.segments[-1].gradients)
-        self._alive -= piece.kept
-
-    def _work(self, flops: float, products: float, again: float, moved: float, more: float) -> None:
-        segment = self.segments[-1]
+    def work(flops: float, products: float, moved: float, more: float, again: float = 0.0) -> None:
+        """Add to the open segment."""
+        segment = segments[-1]
         segment.flops += int(flops)
         segment.product_flops += int(products)
         segment.recomputed_flops += int(again)
         segment.moved_bytes += int(moved)
-        segment.peak_bytes = max(segment.peak_bytes, int(self._alive + more))
+        segment.peak_bytes = max(segment.peak_bytes, int(alive + more))
 
-
-def share_profile(share: DecoderShare, setup: Setup, module: nn.Module, unit_names: Sequence[str]) -> ComputeProfile:
-    """Compute the profile of a microbatch (events, bytes, FLOPs) of the share's module and its units."""
-    pieces: dict[str, _Piece] = {}
-    if share.is_first:
-        table = _outside(share, setup) * share.tokens
-        pieces[share.embedding_path] = _Piece(passing=table, moved=2 * table)
-    for place, layer in enumerate(share.layers):
-        pieces[f"{share.layer_path}.{place}"] = _layer_piece(share, setup, layer)
-    if share.is_last:
-        pieces["lm_head"] = _head_piece(share, setup)
-    others = [name for name in unit_names[1:] if name not in pieces]  # such as a table of positions
-    pieces = {**dict.fromkeys(others, _Piece()), **pieces}
-    found = _Pass(unit_names)
-    found.event(Event.FORWARD_BEGINS, "")
+    begin(Event.FORWARD_BEGINS, "")
     for name, piece in pieces.items():
-        found.event(Event.FORWARD_BEGINS, name)
-        found.forward(piece)
-        found.event(Event.FORWARD_ENDS, name)
-    found.event(Event.FORWARD_ENDS, "")
-    found.event(Event.BACKWARD_BEGINS, "")
+        begin(Event.FORWARD_BEGINS, name)
+        work(piece.flops, piece.product_flops, piece.moved, piece.kept + piece.passing)
+        alive += piece.kept
+        begin(Event.FORWARD_ENDS, name)
+    begin(Event.FORWARD_ENDS, "")
+    begin(Event.BACKWARD_BEGINS, "")
     rest = dict(module.named_parameters())
     for name, piece in reversed(pieces.items()):
-        found.event(Event.BACKWARD_BEGINS, name)
-        own = [each for each in rest if each.startswith(f"{name}.")]
-        found.backward(piece, own)
-        for each in own:
-            del rest[each]
-    found.backward(_Piece(), rest)
-    found.event(Event.BACKWARD_ENDS, "")
+        begin(Event.BACKWARD_BEGINS, name)
+        flops = 2 * piece.flops + piece.score_flops / 2 + piece.repeated
+        products = 2 * piece.product_flops + piece.repeated_products
+        moved = 2 * piece.moved + (piece.moved if piece.repeated else 0.0)
+        work(flops, products, moved, piece.all_kept - piece.kept + 2 * piece.passing, piece.repeated)
+        alive -= piece.kept
+        for parameter in [each for each in rest if each.startswith(f"{name}.")]:
+            del rest[parameter]
+            segments[-1].gradients.append(parameter)
+    segments[-1].gradients.extend(rest)
+    for segment in segments:
+        segment.multiplied.update(segment.gradients)
+    begin(Event.BACKWARD_ENDS, "")
     received = share.hidden_bytes // (share.ranks.tp if setup.sequence_parallel else 1)
     buffers = received * ((not share.is_first) + (not share.is_last))
     token_bytes = torch.int64.itemsize * share.tokens * (share.is_first + share.is_last)
-    return ComputeProfile(tuple(unit_names), tuple(found.segments), token_bytes + buffers)
+    return ComputeProfile(tuple(unit_names), tuple(segments), token_bytes + buffers)
 
 
 # ---- what is sent --------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def make_workload(
             raise not_modelled(divided[0], "it has inputs of its own")
         return Workload(label, module, inputs, tokens or _samples(inputs), loss_fn, fsdp_unit_modules, total)
     rows, length = micro_batch or 1, sequence_length or _SEQUENCE_LENGTH
-    notes = _notes(module, length)
+    notes = tuple(_notes(module, length))
     if divided:
         return share_workload(label, DecoderShare(module, ranks, rows, length, stage), notes)
     batch = _token_inputs(module, rows, length)
@@ -152,14 +152,12 @@ def share_workload(name: str, share: DecoderShare, notes: tuple[str, ...] = ()) 
     return Workload(name, share.module(), None, share.tokens, total_numel=total, share=share, notes=notes)
 
 
-def _notes(module: nn.Module, sequence_length: int) -> tuple[str, ...]:
-    notes: tuple[str, ...] = ()
+def _notes(module: nn.Module, sequence_length: int) -> Iterator[str]:
     if not module.training:
-        notes += ("The model is in evaluation mode, so nothing is dropped out; call train().",)
+        yield "The model is in evaluation mode, so nothing is dropped out; call train()."
     longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     if isinstance(longest, int) and sequence_length > longest:
-        notes += (f"The model was made for {longest:,} tokens, and the sequences have {sequence_length:,}.",)
-    return notes
+        yield f"The model was made for {longest:,} tokens, and the sequences have {sequence_length:,}."
 
 
 def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> Mapping[str, Any]:
@@ -273,7 +271,7 @@ class Plan:
     @property
     def home_step_s(self) -> float:
         """Seconds of a step for state that rests elsewhere than on the device; 0 where none does."""
-        return home_step_s(self.model, self.machine, self.profile.used)
+        return home_step_s(self.model, self.machine)
 
     @property
     def hides_homes_from_tokens(self) -> float | None:
@@ -311,17 +309,18 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """The assumptions, in words."""
-        share, muon = self.workload.share, self.model.muon
-        notes = self.workload.notes if share is None else (*self.workload.notes, *share.notes(self.setup))
+        found, share, muon = list(self.workload.notes), self.workload.share, self.model.muon
+        if share is not None:
+            found += share.notes(self.setup)
         if any(group.compute_home.is_away for group in self.model.groups):
-            notes = (*notes, "Copies of compute weights from their home, before they are gathered, are not timed.")
+            found.append("Copies of compute weights from their home, before they are gathered, are not timed.")
         if self.setup.keep_fp8_transpose_cache and self.setup.policy.weight_formats != {"*": "fp8_compute"}:
             told = "The trainer keeps transposed codes of all weights or of none, so the flags leave them out; "
-            notes = (*notes, f"{told}fully_shard(keep_fp8_transpose_cache=True) keeps these.")
-        if muon is None:
-            return notes
-        tokens = self.workload.tokens * self.setup.microbatches
-        return (*notes, f"Muon: {muon.told(self.machine, tokens, self.step.compute_s)}.")
+            found.append(f"{told}fully_shard(keep_fp8_transpose_cache=True) keeps these.")
+        if muon is not None:
+            tokens = self.workload.tokens * self.setup.microbatches
+            found.append(f"Muon: {muon.told(self.machine, tokens, self.step.compute_s)}.")
+        return tuple(found)
 
     @property
     def utilisation(self) -> float:
@@ -351,27 +350,26 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
     model, share = plan_model(workload.module, setup, workload.unit_modules), workload.share
     if profile is None:
         profile = _profile(workload, model)
-    if share is not None and len(share.layers) + share.is_first + share.is_last < setup.virtual_stages:
-        raise ConfigurationError(f"virtual_stages={setup.virtual_stages} need as many layers on a rank; give fewer")
-    exchanges = () if share is None else share_exchanges(share, setup)
-    saved = 0.0 if share is None else microbatches_in_flight(setup, share.stage) - 1
-    step = replay_step(model, profile, machine, exchanges, saved)
-    memory = _rank_memory(workload, model, profile, step)
-    return Plan(workload, model, machine, profile, step, memory, _traffic(step, exchanges, setup, machine))
-
-
-def _rank_memory(workload: Workload, model: PlannedModel, profile: ComputeProfile, step: ReplayedStep) -> RankMemory:
-    """Count the bytes of a rank: by the engine's layouts, and by the moment of the step that holds most."""
+    model = replace(model, used=profile.used)
+    exchanges: tuple[Exchange, ...] = ()
+    saved_microbatches = 0.0
+    if share is not None:
+        if len(share.layers) + share.is_first + share.is_last < setup.virtual_stages:
+            raise ConfigurationError(f"virtual_stages={setup.virtual_stages} need as many layers on a rank; give fewer")
+        exchanges = share_exchanges(share, setup)
+        saved_microbatches = microbatches_in_flight(setup, share.stage) - 1
+    step = replay_step(model, profile, machine, exchanges, saved_microbatches)
     buffers, saved = dict(workload.module.named_buffers()), workload.module.state_dict()
-    return RankMemory(
+    memory = RankMemory(
         *held_bytes(model.groups),
-        optimizer_bytes(model, profile.used),
+        optimizer_bytes(model),
         sum(buffer.nbytes for buffer in buffers.values()),
         profile.input_bytes,
-        away_bytes(model, profile.used),
-        saving_bytes(model, profile.used) + sum(saved[name].nbytes for name in buffers.keys() & saved.keys()),
+        away_bytes(model),
+        saving_bytes(model) + sum(saved[name].nbytes for name in buffers.keys() & saved.keys()),
         step.peak,
     )
+    return Plan(workload, model, machine, profile, step, memory, _traffic(step, exchanges, setup, machine))
 
 
 def _profile(workload: Workload, model: PlannedModel) -> ComputeProfile:
@@ -438,18 +436,16 @@ def recommend(
     strategies, the division into inner and outer ranks and recomputation are varied. No possible arrangement is an
     error.
     """
-    profiles: dict[Recompute, ComputeProfile] = {}
-    plans = []
+    plans: list[Plan] = []
     problems: list[str] = []
     for recompute in recomputes:
-        for candidate in _candidates(setup, machine, recompute):
+        profile: ComputeProfile | None = None
+        for candidate in _candidates(replace(setup, recompute=recompute), machine):
             try:
-                plan = plan_workload(workload, candidate, machine, profiles.get(recompute))
+                plans.append(plan_workload(workload, candidate, machine, profile))
+                profile = plans[-1].profile
             except ConfigurationError as error:
                 problems.append(str(error))
-                continue
-            profiles[recompute] = plan.profile
-            plans.append(plan)
     if not any(plan.fits for plan in plans):
         plans += _plans_with_homes(workload, plans, machine)
     if not plans:
@@ -475,37 +471,25 @@ def _plans_with_homes(workload: Workload, plans: Sequence[Plan], machine: Machin
     return found
 
 
-def _candidates(setup: Setup, machine: Machine, recompute: Recompute) -> Iterator[Setup]:
+def _candidates(setup: Setup, machine: Machine) -> Iterator[Setup]:
     """Yield flat strategies first, then hybrid ones with a sharding axis of one node, two nodes, four, and so on."""
-    data_ranks = setup.ranks.dp_shard * setup.ranks.dp_outer
-    for strategy in ShardingStrategy:
-        if setup.ranks.ep > 1 and strategy is not ShardingStrategy.optim_grads_params:
-            continue  # experts that are divided over ranks are sharded with everything else
-        yield replace(
-            setup,
-            ranks=replace(setup.ranks, dp_shard=data_ranks, dp_outer=1),
-            policy=replace(setup.policy, outer_grad_comm_format=None),
-            strategy=strategy,
-            outer_strategy=ShardingStrategy.no_shard,
-            recompute=recompute,
-        )
-    for inner in _inner_sizes(setup.ranks, machine, data_ranks):
-        for outer in (ShardingStrategy.no_shard, ShardingStrategy.optim):
-            yield replace(
-                setup,
-                ranks=replace(setup.ranks, dp_shard=inner, dp_outer=data_ranks // inner),
-                strategy=ShardingStrategy.optim_grads_params,
-                outer_strategy=outer,
-                recompute=recompute,
-            )
-
-
-def _inner_sizes(ranks: ParallelRanks, machine: Machine, data_ranks: int) -> Iterator[int]:
-    """Yield the divisors of the data-parallel ranks that are one node, two nodes, four, and so on."""
+    ranks, sharded = setup.ranks, ShardingStrategy.optim_grads_params
+    data_ranks = ranks.dp_shard * ranks.dp_outer
+    flat = replace(
+        setup,
+        ranks=replace(ranks, dp_shard=data_ranks, dp_outer=1),
+        policy=replace(setup.policy, outer_grad_comm_format=None),
+        outer_strategy=ShardingStrategy.no_shard,
+    )
+    # Experts that are divided over ranks are sharded with everything else.
+    for strategy in ShardingStrategy if ranks.ep == 1 else (sharded,):
+        yield replace(flat, strategy=strategy)
     inner = max(1, machine.devices_per_node // (ranks.tp * ranks.cp))
     while inner < data_ranks:
         if data_ranks % inner == 0 and (inner * ranks.cp) % ranks.ep == 0 and inner > 1:
-            yield inner
+            hybrid = replace(ranks, dp_shard=inner, dp_outer=data_ranks // inner)
+            for outer in (ShardingStrategy.no_shard, ShardingStrategy.optim):
+                yield replace(setup, ranks=hybrid, strategy=sharded, outer_strategy=outer)
         inner *= 2
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import pack_bytes
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
-from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
+from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, held_bytes, home_step_s, step_bytes
@@ -51,6 +51,10 @@ class Wires:
 
     def __init__(self, cost: Callable[[str, bool, int], float]) -> None:
         self._cost = cost
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin at time 0, with nothing on its way."""
         self.now_s = self.exposed_s = 0.0
         self.transfers: list[Transfer] = []
         self._free_s = {INNER: 0.0, OUTER: 0.0}
@@ -60,8 +64,7 @@ class Wires:
         if not sent_bytes:
             return self.now_s
         start = max(self.now_s, self._free_s[axis])
-        end = start + self._cost(axis, is_expert, sent_bytes)
-        self._free_s[axis] = end
+        self._free_s[axis] = end = start + self._cost(axis, is_expert, sent_bytes)
         self.transfers.append(Transfer(axis, is_gather, unit, sent_bytes, start, end))
         return end
 
@@ -126,19 +129,19 @@ def replay_step(
 # ---- a unit, as the executor sees it: what its collectives send and allocate, by the engine's plans of its groups ----
 
 
-def _sent_bytes(group: GroupPlan, axis: str) -> tuple[list[int], list[int]]:
-    """List what one rank sends over an axis in a gather of a group's weights, and in reductions of its gradients."""
+def _sent_bytes(group: GroupPlan, axis: str, *, is_gather: bool) -> list[int]:
+    """List what one rank sends over an axis in a gather of a group's weights, or in reductions of its gradients."""
     if axis == INNER:
         ranks, is_cut = group.axis.num_ranks, group.needs_all_gather
-        whole, reduced = group.sent_bytes, group.bucket_bytes
+        weights, gradients = group.sent_bytes, group.bucket_bytes
     else:  # an inner rank's part
         ranks, is_cut = group.axes[0].num_ranks, group.gathers_outer and group.requires_grad
-        whole, reduced = group.sent_bytes // group.axis.num_ranks, group.crossing_bytes
-    gathered = whole if is_cut else 0
+        weights, gradients = group.sent_bytes // group.axis.num_ranks, group.crossing_bytes
+    if is_gather:
+        return [weights - weights // ranks] if is_cut else []
     passes = 1 if is_cut else 2  # an all-reduce is a reduce-scatter and an all-gather
-    reductions = [reduced - reduced // ranks] * passes
-    is_in_turn = axis == OUTER and group.outer_format is not None
-    return [gathered - gathered // ranks], reductions if is_in_turn else [sum(reductions)]
+    sent = gradients - gradients // ranks
+    return [sent] * passes if axis == OUTER and group.outer_format is not None else [sent * passes]
 
 
 def _allocated_across(group: GroupPlan) -> int:
@@ -180,17 +183,13 @@ class _Passing:
         return most
 
 
-@dataclass(frozen=True)
-class _Ticket:
-    """A reduction on its way; what is done when it has arrived."""
+class _Ticket(NamedTuple):
+    """A reduction on its way."""
 
-    wires: Wires
-    end_s: float
-    finish: Callable[[], None]
+    wait: Callable[[], None]
 
-    def wait(self) -> None:
-        self.wires.wait(self.end_s)
-        self.finish()
+
+_Started = tuple[_Ticket, tuple[()]]
 
 
 class _Unit:
@@ -200,51 +199,52 @@ class _Unit:
     on wires, and in place of tensors they count bytes.
     """
 
-    def __init__(self, index: int, unit: PlannedUnit, passing: _Passing) -> None:
-        self.index, self.label, self._passing = index, unit.name, passing
-        self.group_plans: Sequence[GroupPlan] = unit.groups
-        trained = [group for group in unit.groups if group.requires_grad]
+    def __init__(self, index: int, unit: PlannedUnit, wires: Wires, passing: _Passing) -> None:
+        self.index, self.label, self._wires, self._passing = index, unit.name, wires, passing
+        self.group_plans = groups = unit.groups
+        trained = [group for group in groups if group.requires_grad]
         exchanged = [group for group in trained if group.exchanges_inner]
         crossing = [group for group in trained if group.crossing_bytes]
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
-        self._sent_bytes = {axis: [_sent_bytes(group, axis) for group in unit.groups] for axis in (INNER, OUTER)}
-        self._are_experts = [group.is_expert for group in unit.groups]
-        self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in unit.groups])[1]
-        is_looked_up = all(plan.is_looked_up for plan in unit.groups)
-        self.reads_weights = not self.gathered_bytes or not is_looked_up  # in backward
-        self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
+        self.exchanges_inner, self.reduces_outer = bool(exchanged), bool(crossing)
+        self._messages = {
+            (axis, is_gather): [
+                (sent, group.is_expert) for group in groups for sent in _sent_bytes(group, axis, is_gather=is_gather)
+            ]
+            for axis in (INNER, OUTER)
+            for is_gather in (False, True)
+        }
+        self.gathered_bytes = pack_bytes([group.gathered_bytes for group in groups])[1]
+        self.bucket_bytes = pack_bytes([group.bucket_bytes for group in groups])[1]
+        self.reads_weights = not (self.gathered_bytes and all(group.is_looked_up for group in groups))  # in backward
         _, _, self.main_bytes, _ = held_bytes(trained)
         cast = [group for group in trained if group.precision.main_grads != group.precision.main_params]
         self.cast_bytes = sum(group.main_region.numel * group.precision.main_params.itemsize for group in cast)
         self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
         self._pending_bytes = sum(group.inner_region.numel * group.precision.main_grads.itemsize for group in crossing)
-        self._across_bytes = sum(_allocated_across(group) for group in trained)
+        self._across_bytes = sum(map(_allocated_across, trained))
         self._rounding_bytes = max(map(_borrowed_to_round, crossing), default=0)
         narrow = [group for group in exchanged if group.precision.grad_comm.itemsize < _SUM_ITEMSIZE]
         self._local_sum_bytes = max((group.inner_region.numel * _SUM_ITEMSIZE for group in narrow), default=0)
-        self.exchanges_inner = bool(exchanged)
-        self.reduces_outer = bool(crossing)
-        self._transposable = {
-            info.name: prod(info.shape)
-            for group in unit.groups
-            if group.keeps_transposed
-            for info in group.spec.parameters
-        }
+        kept = [info for group in groups if group.keeps_transposed for info in group.spec.parameters]
+        self.transposable = {info.name: prod(info.shape) for info in kept}
         self.transposed: dict[str, int] = {}  # bytes of codes that are kept transposed, by name
         self.is_filling = self.has_deferred_sum = self.has_inner_sum = self.has_main = False
         self.needs_outer_all_gather = False
-        self.begin_step(Wires(lambda *_: 0.0))
+        self.begin_step()
 
-    def begin_step(self, wires: Wires) -> None:
-        """Begin a step, without gradients, on the wires of that step."""
-        self._wires, self.has_main, self._gathered_s, self._gathered_outer_s = wires, False, 0.0, 0.0
+    def begin_step(self) -> None:
+        """Begin a step, without gradients."""
+        self.has_main, self._gathered_s = False, {INNER: 0.0, OUTER: 0.0}
 
     def _send(self, axis: str, *, is_gather: bool) -> float:
         """Start the collectives of all groups; return the time when the last one is done."""
         send = partial(self._wires.send, axis, self.index, is_gather=is_gather)
-        groups = zip(self._sent_bytes[axis], self._are_experts, strict=True)
-        sent = [(num_bytes, expert) for messages, expert in groups for num_bytes in messages[not is_gather]]
-        return max((send(num_bytes, is_expert=is_expert) for num_bytes, is_expert in sent), default=0.0)
+        messages = self._messages[axis, is_gather]
+        return max((send(sent, is_expert=is_expert) for sent, is_expert in messages), default=0.0)
+
+    def _gather(self, axis: str) -> None:
+        self._gathered_s[axis] = max(self._gathered_s[axis], self._send(axis, is_gather=True))
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -252,33 +252,27 @@ class _Unit:
         """All-gather over the outer axis what the last optimizer step changed."""
         if self.needs_outer_all_gather:
             self.needs_outer_all_gather = False
-            self._gathered_outer_s = max(self._gathered_outer_s, self._send(OUTER, is_gather=True))
+            self._gather(OUTER)
 
     def wait_for_outer(self) -> None:
-        self._wires.wait(self._gathered_outer_s)
+        self._wires.wait(self._gathered_s[OUTER])
 
     def unshard(self, _lane: object, _block: object, _home_lane: object) -> None:
         self.wait_for_outer()
-        self._gathered_s = max(self._gathered_s, self._send(INNER, is_gather=True))
+        self._gather(INNER)
 
     def wait_for_unshard(self) -> None:
-        self._wires.wait(max(self._gathered_outer_s, self._gathered_s))
+        self._wires.wait(max(self._gathered_s.values()))
 
     def reshard(self, loses_memory: bool) -> None:  # noqa: ARG002
         self.transposed.clear()
-
-    def multiply(self, name: str) -> None:
-        """Compute gradients of activations by one of its weights."""
-        if name in self._transposable:
-            self.transposed[name] = self._transposable[name]
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def bucket_of(self, _position: int, block: object) -> object:
         return block
 
-    def crossing_of(self, _position: int, block: object) -> object:
-        return block
+    crossing_of = bucket_of
 
     def needs_bucket(self, defer: bool) -> bool:
         return not defer and not self.has_deferred_sum
@@ -293,7 +287,7 @@ class _Unit:
     def stop_filling(self) -> None:
         self.is_filling = False
 
-    def reduce(self, *_memory: object) -> tuple[_Ticket, tuple[()]]:
+    def reduce(self, *_memory: object) -> _Started:
         """Reduce over the inner ranks."""
         if self.has_deferred_sum:
             self._passing.add(-self._whole_bytes)
@@ -303,14 +297,15 @@ class _Unit:
         elif not self.has_inner_sum:
             self.has_inner_sum = True
             self._passing.add(self._pending_bytes)
-        return _Ticket(self._wires, self._send(INNER, is_gather=False), self._sum_up), ()
+        end_s = self._send(INNER, is_gather=False)
 
-    def _sum_up(self) -> None:
-        self._passing.borrow(self._local_sum_bytes)
+        def wait() -> None:
+            self._wires.wait(end_s)
+            self._passing.borrow(self._local_sum_bytes)
 
-    def reduce_outer(
-        self, _lane: object, _sharded: object, _home_lane: object, block: object
-    ) -> tuple[_Ticket, tuple[()]]:
+        return _Ticket(wait), ()
+
+    def reduce_outer(self, _lane: object, _sharded: object, _home_lane: object, block: object) -> _Started:
         """Reduce over the outer ranks; a block of the pool stands for what is allocated else."""
         self.has_inner_sum, self.has_main = False, True
         allocated = self._across_bytes if block is None else 0
@@ -318,11 +313,12 @@ class _Unit:
         self._passing.borrow(self._rounding_bytes)
         end_s = self._send(OUTER, is_gather=False)
 
-        def finish() -> None:
+        def wait() -> None:
+            self._wires.wait(end_s)
             self._passing.borrow(self._rounding_bytes)
             self._passing.add(-allocated - self._pending_bytes)
 
-        return _Ticket(self._wires, end_s, finish), ()
+        return _Ticket(wait), ()
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
@@ -344,23 +340,19 @@ class _Replay:
         self._ranks_of = groups_of(setup.ranks)
         self._exchange_s = _waits(profile, () if setup.overlap_exchanges else exchanges, setup, machine)
         self._saved_bytes = int(profile.kept_bytes * saved_microbatches)
-        self._passing = _Passing()
-        self._units = tuple(_Unit(index, unit, self._passing) for index, unit in enumerate(model.units))
-        self._index = {path: index for index, unit in enumerate(model.units) for path in unit.modules}
+        self._passing, self._wires = _Passing(), Wires(self._collective_s)
+        self._units = [_Unit(index, unit, self._wires, self._passing) for index, unit in enumerate(model.units)]
+        self._at = {
+            path: unit for unit, planned in zip(self._units, model.units, strict=True) for path in planned.modules
+        }
         self._owners = {
-            info.name: self._units[index]
-            for index, unit in enumerate(model.units)
-            for group in unit.groups
-            for info in group.spec.parameters
+            info.name: unit for unit in self._units for group in unit.group_plans for info in group.spec.parameters
         }
         self._scheduler = Scheduler(model.memory.schedule)
         pool = CommunicationPool(_META, model.memory.pool)
         self._executor = Executor(cast(Any, self._units), _META, self._finalise, model.memory, pool)
         self._mode = SyncMode()
         self._epochs: dict[int, int] = {}
-        self._moments: list[Moment] = []
-        self._cast_bytes = 0
-        self._wires = Wires(self._collective_s)
 
     # ---- durations and memory -----------------------------------------------------------------------------------
 
@@ -378,11 +370,11 @@ class _Replay:
         passes = self._setup.optimizer.passes_per_param + 1
         moved = sum(
             piece.numel * (passes * piece.precision.main_params.itemsize + piece.precision.compute.itemsize)
-            for piece in self._model.pieces(self._profile.used)
+            for piece in self._model.pieces()
             if not piece.is_away
         )
         muon = self._model.muon
-        elsewhere = home_step_s(self._model, self._machine, self._profile.used)
+        elsewhere = home_step_s(self._model, self._machine)
         return self._machine.compute_s(0, moved) + elsewhere + (0.0 if muon is None else muon.seconds(self._machine))
 
     def _note(self, label: str, activation_bytes: int) -> None:
@@ -403,13 +395,16 @@ class _Replay:
 
     def step(self) -> ReplayedStep:
         """Replay a step and describe it; nothing is on its way between two steps."""
-        self._wires, self._moments, self._cast_bytes = Wires(self._collective_s), [], 0
+        self._wires.restart()
+        self._moments: list[Moment] = []
+        self._cast_bytes = 0
         for unit in self._units:
-            unit.begin_step(self._wires)
+            unit.begin_step()
         for microbatch in range(self._setup.microbatches):
             self._mode = self._setup.mode(is_last=microbatch == self._setup.microbatches - 1)
-            self._microbatch()
-        borrowed = step_bytes(self._model, self._profile.used)
+            for segment in self._profile.segments:
+                self._segment(segment)
+        borrowed = step_bytes(self._model)
         self._passing.add(borrowed)
         self._note("step", 0)
         self._wires.now_s += self._optimizer_s()
@@ -431,39 +426,37 @@ class _Replay:
             self._executor.transient_bytes,
         )
 
-    def _microbatch(self) -> None:
-        for segment in self._profile.segments:
-            self._passing.look()
-            self._event(segment.event, self._index[self._profile.unit_names[segment.unit]])
-            self._note(str(segment), segment.begin_bytes + self._saved_bytes)
-            self._wires.now_s += self._compute_s(segment)
-            for name in segment.gradients:
-                self._arrive(self._owners[name])
-            for name in segment.multiplied:
-                self._owners[name].multiply(name)
-            if segment.peak_bytes > segment.begin_bytes:
-                self._note(f"{segment}+", segment.peak_bytes + self._saved_bytes)
+    def _segment(self, segment: Segment) -> None:
+        self._passing.look()
+        self._event(segment.event, self._at[self._profile.unit_names[segment.unit]])
+        self._note(str(segment), segment.begin_bytes + self._saved_bytes)
+        self._wires.now_s += self._compute_s(segment)
+        for owner in (self._owners[name] for name in segment.gradients):
+            if not owner.is_filling:
+                self._scheduler.gradient_arrives(owner.index)
+                self._executor.begin_filling(cast(Any, owner), 0, self._reach)
+        for name in segment.multiplied:
+            owner = self._owners[name]
+            if name in owner.transposable:
+                owner.transposed[name] = owner.transposable[name]
+        if segment.peak_bytes > segment.begin_bytes:
+            self._note(f"{segment}+", segment.peak_bytes + self._saved_bytes)
 
-    def _event(self, event: Event, unit: int) -> None:
+    def _event(self, event: Event, unit: _Unit) -> None:
         """Tell the scheduler an event, as the engine's hooks do."""
         scheduler = self._scheduler
         if event is Event.FORWARD_BEGINS:
             if not scheduler.in_forward and not scheduler.in_backward:
                 self._executor.all_gather_outer()
-            self._run(scheduler.forward_begins(unit))
+            self._run(scheduler.forward_begins(unit.index))
         elif event is Event.FORWARD_ENDS:
-            self._epochs[unit] = scheduler.forward_ends(unit, needs_backward=True)
+            self._epochs[unit.index] = scheduler.forward_ends(unit.index, needs_backward=True)
             if not scheduler.in_forward and not scheduler.in_backward:
                 self._executor.wait_for_outer()
         elif event is Event.BACKWARD_BEGINS:
-            self._run(scheduler.backward_begins(unit, self._epochs[unit], self._units[unit].reads_weights))
+            self._run(scheduler.backward_begins(unit.index, self._epochs[unit.index], unit.reads_weights))
         elif event is Event.BACKWARD_ENDS:
             self._run(scheduler.backward_ends())
-
-    def _arrive(self, unit: _Unit) -> None:
-        if not unit.is_filling:
-            self._scheduler.gradient_arrives(unit.index)
-            self._executor.begin_filling(cast(Any, unit), 0, self._reach)
 
     @property
     def _reach(self) -> Reach:
@@ -515,11 +508,11 @@ def exchange_s(exchange: Exchange, setup: Setup, machine: Machine) -> float:
 
 def _waits(
     profile: ComputeProfile, exchanges: Iterable[Exchange], setup: Setup, machine: Machine
-) -> dict[tuple[Event, str], float]:
-    """Add up the seconds of exchanges by the event of the unit that waits for them."""
+) -> Mapping[tuple[Event, str], float]:
+    """Add up the seconds of exchanges by the event of the unit that waits for them; the root where no other does."""
     found: dict[tuple[Event, str], float] = {}
     for exchange in exchanges:
-        event = Event.BACKWARD_BEGINS if exchange.in_backward else Event.FORWARD_BEGINS
-        key = event, unit_around(exchange.unit, profile.unit_names)
+        around = (unit for unit in profile.unit_names if unit and f"{exchange.unit}.".startswith(f"{unit}."))
+        key = Event.BACKWARD_BEGINS if exchange.in_backward else Event.FORWARD_BEGINS, next(around, "")
         found[key] = found.get(key, 0.0) + exchange.count * exchange_s(exchange, setup, machine)
     return found

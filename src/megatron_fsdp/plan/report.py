@@ -13,11 +13,9 @@ import torch
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.description import in_bytes
-from megatron_fsdp.engine.memory_plan import PoolPlan
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.planning import Plan, Recommendation, ranks_that_fit
 from megatron_fsdp.plan.setup import Setup
-from megatron_fsdp.plan.sharded import PlannedUnit
 
 Row = tuple[str, ...]
 Table = tuple[Row, list[Row]]
@@ -116,44 +114,47 @@ def tried_table(tried: Recommendation) -> Table:
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """List what is planned, as names and values."""
-    setup, ranks, work = plan.setup, plan.setup.ranks, plan.workload
+    setup, ranks, work, pool = plan.setup, plan.setup.ranks, plan.workload, plan.model.memory.pool
     sizes = " x ".join(f"{name} {size}" for name, size in vars(ranks).items() if size > 1 and name != "ep") or "1 rank"
     experts = f", experts over {ranks.ep}" if ranks.ep > 1 else ""
     outer = f", outer {setup.outer.name}" if setup.outer is not None else ""
-    formats = ", ".join(f"{form} ({pattern})" for pattern, form in setup.policy.weight_formats.items())
     crossing = setup.policy.outer_grad_comm_format
     outer += f" with gradients in {crossing}" if crossing is not None else ""
     own = "" if plan.model.numel == work.total_numel else f", {plan.model.numel:,} of them on the place of a rank"
     batches = "1 microbatch" if setup.microbatches == 1 else f"{setup.microbatches} microbatches"
-    return [
+    found = [
         ("model", f"{work.name}: {work.total_numel:,} parameters{own}"),
         ("units", f"{len(plan.model.units) - 1} besides the root ({plan.model.source})"),
         ("ranks", f"{ranks.world:,}: {sizes}{experts}"),
         ("strategy", f"{setup.strategy.name}{outer}; recompute {setup.recompute}; {setup.optimizer.name}"),
         ("batch", f"{work.tokens:,} tokens per rank and microbatch, {batches} per step"),
-        *([("weights", f"gathered as {formats}")] if formats else []),
-        *([("homes", str(setup.homes))] if setup.homes.are_away else []),
-        *_pool_row(plan.model.memory.pool),
-        ("padding", f"{100 * plan.model.padding_fraction:.4f} % of what is sharded"),
-        *(("note", note) for note in plan.notes),
     ]
-
-
-def _pool_row(pool: PoolPlan | None) -> list[tuple[str, str]]:
-    """Tell what the pool of communication memory takes when wrapping, by use; nothing where there is none."""
-    if pool is None:
-        return []
-    sizes = Counter[str]()
-    for block in pool.blocks:
-        sizes[block.use.value] += block.num_bytes
-    uses = ", ".join(f"{use} {in_bytes(size)}" for use, size in sizes.items())
-    return [("pool", f"{in_bytes(pool.num_bytes)} are taken when wrapping, and keep their addresses: {uses}")]
+    if setup.policy.weight_formats:
+        formats = ", ".join(f"{form} ({pattern})" for pattern, form in setup.policy.weight_formats.items())
+        found.append(("weights", f"gathered as {formats}"))
+    if setup.homes.are_away:
+        found.append(("homes", str(setup.homes)))
+    if pool is not None:
+        sizes_of = Counter[str]()
+        for block in pool.blocks:
+            sizes_of[block.use.value] += block.num_bytes
+        uses = ", ".join(f"{use} {in_bytes(size)}" for use, size in sizes_of.items())
+        told = f"{in_bytes(pool.num_bytes)} are taken when wrapping, and keep their addresses: {uses}"
+        found.append(("pool", told))
+    found.append(("padding", f"{100 * plan.model.padding_fraction:.4f} % of what is sharded"))
+    return [*found, *(("note", note) for note in plan.notes)]
 
 
 def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
     """List units if they are wanted, memory at the peak, and traffic where there is some; numbers but for "class"."""
     if with_units:
-        yield ("units", "class", "count", "parameters each", "padding each"), _unit_rows(plan.model.units)
+        rows: list[Row] = []
+        same = groupby(plan.model.units, key=lambda unit: (unit.class_name, unit.numel, unit.padding_numel))
+        for (class_name, numel, padding), run in same:
+            names = [unit.name or "(root)" for unit in run]
+            told = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+            rows.append((told, class_name, str(len(names)), f"{numel:,}", f"{padding:,}"))
+        yield ("units", "class", "count", "parameters each", "padding each"), rows
     memory, peak = plan.memory, plan.memory.peak
     held = {**memory.held, "main_gradients": peak.gradient_bytes}
     at_peak = {
@@ -170,46 +171,42 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
     yield ("memory of a rank at the peak", "bytes"), [(name, in_bytes(count)) for name, count in at_peak.items()]
     if plan.traffic:
         columns = ("traffic of a step", "gathers", "reductions", "sent by a rank", "on the wire")
-        rows: list[Row] = []
-        for axis in plan.traffic:
-            sent, wire = in_bytes(axis.sent_bytes), f"{1e3 * axis.seconds:,.1f} ms"
-            rows.append((axis.axis, f"{axis.gathers:,}", f"{axis.reductions:,}", sent, wire))
-        yield columns, rows
-
-
-def _unit_rows(units: Sequence[PlannedUnit]) -> list[Row]:
-    """List runs of units of the same size: names, class, count, parameters and padding of each."""
-    rows: list[Row] = []
-    for (class_name, numel, padding), run in groupby(units, key=lambda u: (u.class_name, u.numel, u.padding_numel)):
-        names = [unit.name or "(root)" for unit in run]
-        told = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-        rows.append((told, class_name, str(len(names)), f"{numel:,}", f"{padding:,}"))
-    return rows
+        yield (
+            columns,
+            [
+                (
+                    each.axis,
+                    f"{each.gathers:,}",
+                    f"{each.reductions:,}",
+                    in_bytes(each.sent_bytes),
+                    f"{1e3 * each.seconds:,.1f} ms",
+                )
+                for each in plan.traffic
+            ],
+        )
 
 
 def time_rows(plan: Plan) -> list[tuple[str, str]]:
     """List the speeds, under the machine's assumptions."""
-    hidden, enough = plan.hidden_from_tokens, plan.hides_homes_from_tokens
-    homes = (
-        [
+    hidden, enough, speed = plan.hidden_from_tokens, plan.hides_homes_from_tokens, plan.tokens_per_s
+    found = [("step", f"{plan.step_s:.3f} s")]
+    if plan.bubble:
+        found.append(("pipeline bubble", f"{100 * plan.bubble:.1f} % of the work"))
+    found += [
+        ("exposed communication", f"{plan.step.exposed_s:.3f} s ({100 * plan.exposed_fraction:.1f} %)"),
+        ("communication hides from", "nothing is sent" if hidden is None else f"{hidden:,.0f} tokens per rank"),
+    ]
+    if enough is not None:
+        found += [
             ("step on the host, and copies", f"{plan.home_step_s:.3f} s of each step"),
             ("at most a tenth from", f"{enough:,.0f} tokens per rank and step"),
         ]
-        if enough is not None
-        else []
-    )
+    copy = f"{in_bytes(plan.memory.saving_bytes)} of host memory for its copy; none if at once"
     return [
-        ("step", f"{plan.step_s:.3f} s"),
-        *([("pipeline bubble", f"{100 * plan.bubble:.1f} % of the work")] if plan.bubble else []),
-        ("exposed communication", f"{plan.step.exposed_s:.3f} s ({100 * plan.exposed_fraction:.1f} %)"),
-        ("communication hides from", "nothing is sent" if hidden is None else f"{hidden:,.0f} tokens per rank"),
-        *homes,
-        ("tokens per second", f"{plan.tokens_per_s:,.0f} ({plan.tokens_per_s / plan.setup.ranks.world:,.0f} per rank)"),
+        *found,
+        ("tokens per second", f"{speed:,.0f} ({speed / plan.setup.ranks.world:,.0f} per rank)"),
         ("model FLOP utilisation", f"{100 * plan.utilisation:.1f} %"),
-        (
-            "save in the background",
-            f"{in_bytes(plan.memory.saving_bytes)} of host memory for its copy; none if at once",
-        ),
+        ("save in the background", copy),
     ]
 
 
@@ -236,51 +233,46 @@ def advice(plan: Plan) -> str:
 
 def verdict(plan: Plan) -> str:
     """Say whether the plan fits, in one sentence."""
-    left = plan.machine.usable_bytes - plan.memory.peak_bytes
-    if left >= 0:
-        if not plan.fits_host:
-            there, room = in_bytes(plan.memory.away_bytes), in_bytes(plan.machine.host_memory_bytes)
-            return f"It does not fit: {there} rest on the host, which has {room} for a device."
-        return f"It fits: {in_bytes(left)} of {in_bytes(plan.machine.usable_bytes)} are left at the peak."
-    return f"It does not fit: {in_bytes(-left)} too much at the peak."
-
-
-_AXIS_FLAGS = {
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size",
-}
+    usable, away = plan.machine.usable_bytes, plan.memory.away_bytes
+    left = usable - plan.memory.peak_bytes
+    if left < 0:
+        return f"It does not fit: {in_bytes(-left)} too much at the peak."
+    if not plan.fits_host:
+        room = in_bytes(plan.machine.host_memory_bytes)
+        return f"It does not fit: {in_bytes(away)} rest on the host, which has {room} for a device."
+    return f"It fits: {in_bytes(left)} of {in_bytes(usable)} are left at the peak."
 
 
 def flags(setup: Setup) -> list[str]:
     """Return the flags to type for the trainer and in Megatron-LM's scripts."""
-    ranks = setup.ranks
-    found = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", setup.strategy.name]
-    if setup.strategy is not ShardingStrategy.no_shard:
-        found.append("--use-distributed-optimizer")
-    if ranks.dp_outer > 1:
-        found += ["--num-distributed-optimizer-instances", str(ranks.dp_outer)]
-        found += ["--outer-dp-sharding-strategy", setup.outer_strategy.name]
-    for name, flag in _AXIS_FLAGS.items():
-        if name in ranks.divided:
-            found += [flag, str(ranks.divided[name])]
-    if setup.recompute == "full":
-        found += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    elif setup.recompute == "selective":
-        found += ["--recompute-granularity", "selective"]
-    if setup.homes.main_weights.is_away:
-        found.append("--optimizer-cpu-offload")
-    if setup.optimizer.name in _OF_TRAINER:
-        found += ["--optimizer", _OF_TRAINER[setup.optimizer.name]]
-    if setup.keep_fp8_transpose_cache and setup.policy.weight_formats == {"*": "fp8_compute"}:
-        found += ["--fp8-param-gather", "--keep-fp8-transpose-cache"]
-    elif setup.policy.weight_formats:
-        entries = (f"{pattern}={form or 'none'}" for pattern, form in setup.policy.weight_formats.items())
-        found += ["--megatron-fsdp-weight-format", *entries]
-    if setup.policy.main_params_dtype not in (None, torch.float32):
-        found += ["--megatron-fsdp-main-params-dtype", str(setup.policy.main_params_dtype).removeprefix("torch.")]
-    return found
+    ranks, policy, recompute = setup.ranks, setup.policy, setup.recompute
+    is_full, is_hybrid = recompute == "full", ranks.dp_outer > 1
+    keeps_transposed = setup.keep_fp8_transpose_cache and policy.weight_formats == {"*": "fp8_compute"}
+    formats = [f"{pattern}={form or 'none'}" for pattern, form in policy.weight_formats.items()]
+    wanted: dict[str, bool | Sequence[object]] = {  # whether they are, or their values
+        "--use-megatron-fsdp": True,
+        "--data-parallel-sharding-strategy": [setup.strategy.name],
+        "--use-distributed-optimizer": setup.strategy is not ShardingStrategy.no_shard,
+        "--num-distributed-optimizer-instances": is_hybrid and [ranks.dp_outer],
+        "--outer-dp-sharding-strategy": is_hybrid and [setup.outer_strategy.name],
+        "--tensor-model-parallel-size": ranks.tp > 1 and [ranks.tp],
+        "--pipeline-model-parallel-size": ranks.pp > 1 and [ranks.pp],
+        "--context-parallel-size": ranks.cp > 1 and [ranks.cp],
+        "--expert-model-parallel-size": ranks.ep > 1 and [ranks.ep],
+        "--recompute-granularity": recompute in ("full", "selective") and [recompute],
+        "--recompute-method": is_full and ["uniform"],
+        "--recompute-num-layers": is_full and [1],
+        "--optimizer-cpu-offload": setup.homes.main_weights.is_away,
+        "--optimizer": setup.optimizer.name in _OF_TRAINER and [_OF_TRAINER[setup.optimizer.name]],
+        "--fp8-param-gather": keeps_transposed,
+        "--keep-fp8-transpose-cache": keeps_transposed,
+        "--megatron-fsdp-weight-format": not keeps_transposed and formats,
+        "--megatron-fsdp-main-params-dtype": policy.main_params_dtype not in (None, torch.float32)
+        and [_plain(policy.main_params_dtype)],
+    }
+    return [
+        str(word) for flag, values in wanted.items() if values for word in (flag, *(() if values is True else values))
+    ]
 
 
 _OF_TRAINER = {"muon": "muon", "adamw8bit": "adamw8bit", "momentum": "sgd", "sgd": "sgd"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -61,6 +61,7 @@ class PlannedModel:
     source: str  # how the units were found, in words
     memory: MemoryPlan  # what scheduler and executor are told
     matrices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the parameters that Muon steps
+    used: Collection[str] | None = None  # those that get gradients; an optimizer leaves others alone; None: all
 
     @cached_property
     def muon(self) -> MuonWork | None:
@@ -85,13 +86,10 @@ class PlannedModel:
         """Padding over payload, in elements."""
         return sum(unit.padding_numel for unit in self.units) / max(1, self.numel)
 
-    def pieces(self, used: Collection[str] | None = None) -> list[Piece]:
-        """List what this rank's optimizer updates: a piece of each trained parameter, without padding, maybe empty.
-
-        `used` names the parameters that get gradients, since an optimizer leaves others alone; None: all.
-        """
+    def pieces(self) -> list[Piece]:
+        """List what this rank's optimizer updates: a piece of each parameter in use, without padding, maybe empty."""
         trained = [piece for group in self.groups if group.requires_grad for piece in self.pieces_of(group)]
-        return [piece for piece in trained if used is None or piece.name in used]
+        return [piece for piece in trained if self.used is None or piece.name in self.used]
 
     def pieces_of(self, group: GroupPlan) -> list[Piece]:
         """List what of each parameter of a group is in this rank's main weights."""
@@ -113,47 +111,37 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
 
     Its parameters are what one tensor- and expert-parallel rank of one pipeline stage holds.
     """
-    num_ranks = setup.ranks.inner * setup.ranks.dp_outer
-    is_flat = setup.ranks.ep == setup.ranks.tp == 1
+    ranks, num_ranks = setup.ranks, setup.ranks.inner * setup.ranks.dp_outer
+    is_flat = ranks.ep == ranks.tp == 1
     found = plan_units(module, fsdp_unit_modules, setup.memory, num_ranks, shapes_are_alike=is_flat)
-    params = dict(module.named_parameters())
-    if not params:
+    if next(module.parameters(), None) is None:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
-    formats = encoded_parameters(module, setup.policy, setup.strategy, keeps_transposed=setup.keep_fp8_transpose_cache)
-    sharding = replace(_sharding(setup), weight_formats=formats, lookups=looked_up(module))
-    planned = plan_groups(module, found, sharding, setup.memory.root_group_numel_on(num_ranks))
-    units = [
-        PlannedUnit(spec.name, spec.class_name, spec.modules, tuple(groups))
-        for spec, groups in zip(found.units, planned, strict=True)
-    ]
-    memory = plan_memory(setup.memory, setup.reduces_early, [unit.groups for unit in units])
-    matrices = muon_matrices(module) if setup.optimizer.name == MUON else {}
-    return PlannedModel(setup, tuple(units), found.source, memory, matrices)
-
-
-def _sharding(setup: Setup) -> Sharding:
-    """Make the engine's sharding with axes that have no process groups."""
-    ranks = setup.ranks
-    has_experts = ranks.ep > 1
-    return Sharding(
+    sharding = Sharding(
         EngineOptions(setup.strategy, setup.outer or ShardingStrategy.no_shard, setup.policy, homes=setup.homes),
         _domain(setup, ranks.inner),
-        _domain(setup, ranks.inner // ranks.ep) if has_experts else None,
+        _domain(setup, ranks.inner // ranks.ep) if ranks.ep > 1 else None,
         _META,
+        encoded_parameters(module, setup.policy, setup.strategy, keeps_transposed=setup.keep_fp8_transpose_cache),
+        looked_up(module),
     )
+    planned = plan_groups(module, found, sharding, setup.memory.root_group_numel_on(num_ranks))
+    units = tuple(
+        PlannedUnit(spec.name, spec.class_name, spec.modules, tuple(groups))
+        for spec, groups in zip(found.units, planned, strict=True)
+    )
+    memory = plan_memory(setup.memory, setup.reduces_early, [unit.groups for unit in units])
+    matrices = muon_matrices(module) if setup.optimizer.name == MUON else {}
+    return PlannedModel(setup, units, found.source, memory, matrices)
 
 
 def _domain(setup: Setup, inner: int) -> Domain:
-    outer = setup.ranks.dp_outer
+    """Make the engine's axes without process groups, the last one of `inner` ranks."""
     position_outer, position_inner = divmod(setup.device_rank, setup.ranks.inner)
-    sums_locally = setup.backend == "gloo"
-    axes = [Axis(None, position_inner * inner // setup.ranks.inner, inner, sums_locally=sums_locally)]
-    names = ["dp_shard"]
-    if outer > 1:
-        axes.insert(0, Axis(None, position_outer, outer, sums_locally=sums_locally))
-        names.insert(0, "dp_outer")
+    places = {"dp_outer": (position_outer, setup.ranks.dp_outer)} if setup.ranks.dp_outer > 1 else {}
+    places["dp_shard"] = (position_inner * inner // setup.ranks.inner, inner)
+    axes = tuple(Axis(None, *place, sums_locally=setup.backend == "gloo") for place in places.values())
     nowhere: Any = None
-    return Domain(tuple(axes), tuple(names), None, None, nowhere)
+    return Domain(axes, tuple(places), None, None, nowhere)
 
 
 # ---- what a rank holds between steps --------------------------------------------------------------------------------
@@ -178,27 +166,24 @@ def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int,
     return compute, main, gradients, errors
 
 
-def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None, *, away: bool = False) -> int:
-    """Count the optimizer state of this rank in bytes, on the device, or `away` from it.
-
-    `used` names the parameters that get gradients (None: all).
-    """
-    return sum(piece.state_bytes for piece in model.pieces(used) if piece.state_is_away is away)
+def optimizer_bytes(model: PlannedModel, *, away: bool = False) -> int:
+    """Count the optimizer state of this rank in bytes, on the device, or `away` from it."""
+    return sum(piece.state_bytes for piece in model.pieces() if piece.state_is_away is away)
 
 
-def away_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
+def away_bytes(model: PlannedModel) -> int:
     """Count the bytes of this rank that rest elsewhere than on the device, activations left out."""
-    return sum(held_bytes(model.groups, away=True)) + optimizer_bytes(model, used, away=True)
+    return sum(held_bytes(model.groups, away=True)) + optimizer_bytes(model, away=True)
 
 
-def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
+def step_bytes(model: PlannedModel) -> int:
     """Count the bytes of the device that the steps of the optimizers borrow, one after another.
 
     State that rests elsewhere comes group by group, while main weights are on the device: that of three at a time,
-    one that comes, one that steps and one that goes. `used` as for `optimizer_bytes`.
+    one that comes, one that steps and one that goes.
     """
     kind, muon = model.setup.optimizer, 0 if model.muon is None else model.muon.borrowed_bytes
-    here = [piece for piece in model.pieces(used) if piece.kind is kind and not piece.is_away]
+    here = [piece for piece in model.pieces() if piece.kind is kind and not piece.is_away]
     paged = [
         sum(piece.state_bytes for piece in model.pieces_of(group) if piece.comes_and_goes)
         for group in model.groups
@@ -207,20 +192,20 @@ def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     return max(kind.borrowed_bytes(here) + sum(heapq.nlargest(3, paged)), muon)
 
 
-def home_step_s(model: PlannedModel, machine: Machine, used: Collection[str] | None = None) -> float:
+def home_step_s(model: PlannedModel, machine: Machine) -> float:
     """Estimate the seconds that an optimizer's step takes longer since state rests elsewhere than on the device.
 
     The host steps what rests there and sends the new weights back; state that rests there alone comes and goes, in both
     directions at the same time. Gradients leave during backward, which hides them.
     """
-    pieces = model.pieces(used)
+    pieces = model.pieces()
     stepped = sum(piece.kind.passes_per_param * piece.num_bytes for piece in pieces if piece.is_away)
     sent = sum(piece.num_bytes for piece in pieces if piece.is_away)
     sent += sum(piece.state_bytes for piece in pieces if piece.comes_and_goes)
     return stepped / machine.host_bytes_per_s + sent / machine.host_link_bytes_per_s
 
 
-def saving_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
+def saving_bytes(model: PlannedModel) -> int:
     """Count the bytes of a checkpoint of this rank: main weights without padding, and optimizer state."""
     weights = sum(piece.num_bytes for group in model.groups for piece in model.pieces_of(group))
-    return weights + optimizer_bytes(model, used) + optimizer_bytes(model, used, away=True)
+    return weights + optimizer_bytes(model) + optimizer_bytes(model, away=True)
