@@ -36,7 +36,6 @@ class ChainedOptimizer(Optimizer):
     """
 
     optimizers: tuple[Optimizer, ...]
-    _num_params = 0  # of all groups, when they were last checked
 
     def __init__(self, *optimizers: Optimizer) -> None:
         given: tuple[object, ...] = optimizers
@@ -57,11 +56,7 @@ class ChainedOptimizer(Optimizer):
 
     def _check_parameters(self, *_step_arguments: object) -> None:
         """Refuse a parameter that two optimizers have: both would step it, and one of its states would be lost."""
-        groups, before = self.param_groups, self._num_params
-        self._num_params = sum(len(group["params"]) for group in groups)
-        if self._num_params == before:
-            return
-        twice = [param for param, count in Counter(p for group in groups for p in group["params"]).items() if count > 1]
+        twice = [param for param, count in Counter(params_of(self)).items() if count > 1]
         if twice:
             raise ConfigurationError(
                 f"ChainedOptimizer was given a parameter of shape {tuple(twice[0].shape)} twice; give it to one "
