@@ -98,7 +98,7 @@ class GatherMode(Enum):
 
 
 class _Arrivals:
-    """The number of gradients of the parameters of one bucket in a backward; of each parameter, and now."""
+    """The number of gradients of each parameter of one bucket in a backward."""
 
     def __init__(self, count: int, trained: int) -> None:
         self.expected = [0] * count  # the most in any backward; 0: not known
