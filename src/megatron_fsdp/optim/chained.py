@@ -153,7 +153,7 @@ class ChainedStep(Step):
                     type(made).step(made)  # with the hooks of the optimizer
                     way.finish(optimizer)
                 except Exception as error:
-                    way.fail(optimizer, error)
+                    way.fail(error)
                     raise
             except RankError as error:  # on all ranks together
                 self._met.append(error)
