@@ -48,9 +48,8 @@ class ChainedOptimizer(Optimizer):
             )
         shared = set.intersection(*(set(each.defaults) for each in optimizers))  # schedulers look for momentum or betas
         defaults = {key: value for key, value in optimizers[0].defaults.items() if key in shared}
-        self.__setstate__(
-            {"optimizers": optimizers, "defaults": defaults}
-        )  # with torch's hooks, and nothing of its own
+        # With torch's hooks, and nothing of its own.
+        self.__setstate__({"optimizers": optimizers, "defaults": defaults})
         self._check_parameters()
         self.register_step_pre_hook(ChainedOptimizer._check_parameters)  # one may have been given a new group
 
