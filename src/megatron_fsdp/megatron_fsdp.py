@@ -204,15 +204,14 @@ class MegatronFSDP(nn.Module):
         self.report_nan_in_param_grad = options.report_nan_in_param_grad
         self.microbatch_count = 0
         self._mode = SyncMode(auto_sync=auto_sync)
-        mesh = dist_index.get_submesh((_shard_dim(dist_index),))
+        assert dist_index.dp_shard_dim is not None, "an index without one is refused"
+        mesh = dist_index.get_submesh(dist_index.dp_shard_dim)
         self.device = resolve_device(device, mesh.device_type)
         if self.device.type != mesh.device_type:
             raise ConfigurationError(
                 f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
                 "mesh for that device type"
             )
-        # Whether `start_param_sync` waits for the gathers that it starts.
-        self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         finished = weakly(self._backward_finished)
         self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, finished)
         self._engine = self._assembly.engine
@@ -593,7 +592,7 @@ class MegatronFSDP(nn.Module):
             force_dispatch: Accepted for callers that pass it; gathering always starts here.
         """
         self._engine.refresh_weights()
-        self._engine.prefetch_weights(wait=force_sync or self._gathers_at_once)
+        self._engine.prefetch_weights(wait=force_sync or not self._config.fsdp_all_gather_in_start_param_sync)
 
     @property
     def gathers_ahead(self) -> bool:
@@ -1151,9 +1150,3 @@ def _own_config(
     if getattr(given, "grad_reduce_in_fp32", False) and policy.main_grads_dtype is policy.grad_comm_dtype is None:
         policy = replace(policy, main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32)
     return config, policy
-
-
-def _shard_dim(dist_index: FSDPDistributedIndex) -> str:
-    if dist_index.dp_shard_dim is None:
-        raise ConfigurationError("dist_index has dp_shard_dim=None; name the mesh dimension to shard over")
-    return dist_index.dp_shard_dim

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp.comm.agreement import gather_objects, gather_over
@@ -144,7 +143,8 @@ def make_fsdp_dtensor(
         shard_dims=tuple(dim for dim, is_cut in zip(reversed(range(len(dims))), shards, strict=False) if is_cut),
         tensor_dim=None if tp_dim is None else len(dims),
     )
-    cut = ListedCut(_edges(local_tensor.numel(), mesh, use))
+    held = gather_over([mesh.get_group(dim) for dim in reversed(use.shard_dims)], local_tensor.numel())
+    cut = ListedCut((0, *itertools.accumulate(held)))
     whole = local_part(param)
     if cut.numel != whole.numel():
         raise ConfigurationError(
@@ -168,9 +168,3 @@ def make_fsdp_dtensor(
     if update_uneven_dtensor_chunk_meta:
         update_uneven_dtensor_chunk_metadata(made)
     return made
-
-
-def _edges(numel: int, mesh: DeviceMesh, use: MeshUse) -> tuple[int, ...]:
-    """Return where the shards of all ranks begin and end, given how many elements this rank has. Collective."""
-    held = gather_over([mesh.get_group(dim) for dim in reversed(use.shard_dims)], numel)
-    return (0, *itertools.accumulate(held))

@@ -16,7 +16,6 @@ together. Buckets that a forward does not read are gathered when it ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from megatron_fsdp.engine.schedule import Operation, ScheduleConfig, Scheduler
@@ -98,19 +97,14 @@ class GatherMode(Enum):
     IN_TURN = "in turn"  # each is started when the one before it is used
 
 
-@dataclass
 class _Arrivals:
-    """The number of gradients of the parameters of one bucket in a backward."""
+    """The number of gradients of each parameter of one bucket in a backward."""
 
-    expected: list[int]  # of each parameter, the most in any backward; 0: not known
-    now: list[int]
-    missing: int = 0  # parameters whose last gradient has not come yet
-    trained: int = 0  # parameters that get any
-
-    @classmethod
-    def of(cls, count: int) -> _Arrivals:
-        """Make the record of `count` parameters, of which nothing is known."""
-        return cls([0] * count, [0] * count, count, count)
+    def __init__(self, count: int, trained: int) -> None:
+        self.expected = [0] * count  # the most in any backward; 0: not known
+        self.now = [0] * count
+        self.missing = trained  # parameters whose last gradient has not come yet
+        self.trained = trained  # parameters that get any
 
     def note(self, parameter: int) -> None:
         """Count a gradient."""
@@ -134,7 +128,7 @@ class BucketScheduler(Scheduler):
     def __init__(self, config: ScheduleConfig, counts: Sequence[int], gather_mode: GatherMode) -> None:
         super().__init__(config)
         self.gather_mode = gather_mode
-        self._arrivals = [_Arrivals.of(count) for count in counts]
+        self._arrivals = [_Arrivals(count, count) for count in counts]
         self._learning = True  # no backward has ended yet
         self._next = len(counts) - 1  # the bucket to be reduced next
 
@@ -214,7 +208,7 @@ class BucketScheduler(Scheduler):
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
         """Change which parameters take gradients; their number per backward is recorded anew."""
         super().set_trainable(units)
-        self._arrivals = [_Arrivals([0] * len(flags), [0] * len(flags), sum(flags), sum(flags)) for flags in units]
+        self._arrivals = [_Arrivals(len(flags), sum(flags)) for flags in units]
         self._learning = True
 
     def reset(self) -> tuple[Operation, ...]:

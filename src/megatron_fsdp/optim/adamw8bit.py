@@ -311,11 +311,7 @@ def _codes_on(device: torch.device) -> tuple[_Code, _Code]:
 class _Piece:
     """This rank's elements [start, stop) of a flattened parameter (of its tensor-parallel part), and their state.
 
-    Attributes:
-        straddling: The parameter's blocks that several ranks share, the same on all of them.
-        first: The first block of which there are elements here.
-        scales: (2, blocks) of all blocks of which there are elements here, of both moments.
-        groups: Of the ranks that hold its other elements.
+    `straddling` are the blocks that several ranks share, the same on all of them, and `groups` those ranks.
     """
 
     def __init__(
@@ -340,6 +336,7 @@ class _Piece:
         self._kept = [_local_of(state[key]).view(-1) for key in _SCALES]  # of blocks that begin here
         self._maps = codes_on(self._grad.device)
         self.first, self._last = self._start // BLOCK, _blocks(self._stop) if self._stop > self._start else 0
+        # Of both moments, of all blocks of which there are elements here.
         self.scales = torch.zeros(2, max(self._last - self.first, 0), device=self._grad.device)
         self.scales[:, self.scales.shape[1] - len(self._kept[0]) :] = torch.stack(self._kept)
         self._new: dict[int, Tensor] = {}  # scales of blocks that are shared

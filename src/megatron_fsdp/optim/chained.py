@@ -36,7 +36,6 @@ class ChainedOptimizer(Optimizer):
     """
 
     optimizers: tuple[Optimizer, ...]
-    _num_params = 0  # of all groups, when they were last checked
 
     def __init__(self, *optimizers: Optimizer) -> None:
         given: tuple[object, ...] = optimizers
@@ -49,19 +48,14 @@ class ChainedOptimizer(Optimizer):
             )
         shared = set.intersection(*(set(each.defaults) for each in optimizers))  # schedulers look for momentum or betas
         defaults = {key: value for key, value in optimizers[0].defaults.items() if key in shared}
-        self.__setstate__(
-            {"optimizers": optimizers, "defaults": defaults}
-        )  # with torch's hooks, and nothing of its own
+        # With torch's hooks, and nothing of its own.
+        self.__setstate__({"optimizers": optimizers, "defaults": defaults})
         self._check_parameters()
         self.register_step_pre_hook(ChainedOptimizer._check_parameters)  # one may have been given a new group
 
     def _check_parameters(self, *_step_arguments: object) -> None:
         """Refuse a parameter that two optimizers have: both would step it, and one of its states would be lost."""
-        groups, before = self.param_groups, self._num_params
-        self._num_params = sum(len(group["params"]) for group in groups)
-        if self._num_params == before:
-            return
-        twice = [param for param, count in Counter(p for group in groups for p in group["params"]).items() if count > 1]
+        twice = [param for param, count in Counter(params_of(self)).items() if count > 1]
         if twice:
             raise ConfigurationError(
                 f"ChainedOptimizer was given a parameter of shape {tuple(twice[0].shape)} twice; give it to one "
@@ -158,7 +152,7 @@ class ChainedStep(Step):
                     type(made).step(made)  # with the hooks of the optimizer
                     way.finish(optimizer)
                 except Exception as error:
-                    way.fail(optimizer, error)
+                    way.fail(error)
                     raise
             except RankError as error:  # on all ranks together
                 self._met.append(error)

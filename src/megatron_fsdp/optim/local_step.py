@@ -63,8 +63,7 @@ def sharded_state(optimizer: Optimizer) -> frozenset[str]:
 class LocalStep(Step):
     """The view of one optimizer; between steps it holds neither gradients nor state. Ranks step by themselves.
 
-    Args:
-        moves_state: Whether state of some parameters rests elsewhere than on the device.
+    With `moves_state` state of some parameters rests elsewhere than on the device.
     """
 
     def __init__(self, moves_state: bool = False) -> None:

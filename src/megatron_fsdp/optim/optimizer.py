@@ -350,7 +350,7 @@ def _guard(optimizer: torch.optim.Optimizer, made: Step) -> None:
         try:
             return original(*args, **kwargs)
         except Exception as error:
-            made.fail(optimizer, error)
+            made.fail(error)
             raise
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # a method, as schedulers want it

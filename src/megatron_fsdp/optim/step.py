@@ -22,7 +22,7 @@ class Step:
     def finish(self, optimizer: Optimizer) -> None:
         """Take what the step has made, at once after it."""
 
-    def fail(self, optimizer: Optimizer, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Take note that the step has failed on this rank; raise a RankError on all where they wait for each other."""
 
     def hand_over(self) -> None:

@@ -150,30 +150,19 @@ def waves_of(owners: Sequence[int], nbytes: Sequence[int], limit: int) -> tuple[
 
 
 class Ranks:
-    """The ranks of a mesh in one process group.
-
-    Attributes:
-        coordinates: Of each rank on the mesh, in the order of the group.
-        rank: This rank's place in the group.
-        group: None for a single rank.
-    """
+    """The ranks of a mesh in one process group."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         """Use the mesh's group, or make one of all its ranks where it has several dimensions; then collective."""
-        self.coordinates = tuple(itertools.product(*map(range, mesh.mesh.shape)))
-        self.group = group_over(mesh, self)
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.coordinates = tuple(itertools.product(*map(range, mesh.mesh.shape)))  # of each rank, in group order
+        self.group = group_over(mesh, self)  # None for a single rank
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)  # this rank's place in the group
 
 
 def agreed(told: Mapping[Ranks, Mapping[int, Any]], error: Exception | None) -> dict[Ranks, dict[int, Any]]:
     """Gather what ranks tell each other before a step's results are taken, over all meshes; collective.
 
-    Args:
-        told: By mesh; what each rank tells, by number.
-        error: Why the step has failed here.
-
-    Raises:
-        RankError: On every rank, with the same message, where a rank has failed.
+    What each rank tells has a number. Where there is an `error` on a rank, all raise the same RankError.
     """
     met = None if error is None else f"{type(error).__name__}: {error}"
     found = ask([(ranks.group, (met, dict(here))) for ranks, here in told.items()], _judge_step, error)
@@ -190,12 +179,9 @@ def _judge_step(reports: Sequence[tuple[str | None, Any]]) -> Problem | None:
 
 
 class Exchange:
-    """Which parts of some matrices travel between the ranks that hold shards of them and their owners.
+    """Which parts of some matrices travel between the ranks of their mesh, which hold shards of them, and owners.
 
-    Args:
-        frames: How each matrix is cut.
-        owners: Of each matrix, as places in the group.
-        ranks: The ranks of their mesh.
+    `frames` say how each matrix is cut, and `owners` are places in the group.
     """
 
     def __init__(self, frames: Sequence[ShardFrame], owners: Sequence[int], ranks: Ranks) -> None:

@@ -205,7 +205,7 @@ class OwnedStep(Step):
             group.update({key: value for key, value in shown.items() if key != "params"})
         self._drop()
 
-    def fail(self, _optimizer: Optimizer, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Tell the other ranks that the step has failed here, and raise the same RankError on all; collective."""
         self._agreed(error)
 
@@ -514,7 +514,7 @@ class ReplicatedStep(Step):
         optimizer.state[group["params"][0]] = made.state[self._copies[0]]
         self._drop()
 
-    def fail(self, _optimizer: Optimizer, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Tell the other ranks that the step has failed here, and raise the same RankError on all; collective."""
         if self._copies:
             self._tell(f"failed: {type(error).__name__}: {error}", error=error)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 Shape = tuple[int, ...]
@@ -108,19 +108,19 @@ class ExpertPlan:
 
 def plan_experts(everyone: Sequence[Mapping[str, Shape]], rank: int) -> ExpertPlan:
     """Identify the experts of all ranks."""
+    numbered = [{name: found for name in each if (found := parse_expert(name))} for each in everyone]
+    had = Counter(name for each in everyone for name in each)
+    shared = {name for name, count in had.items() if count > 1}
+    plain = [name for each, own in zip(everyone, numbered, strict=True) for name in each if name not in own]
+    unnumbered = [name for name in plain if had[name] < len(everyone)]
+    names = set(plain)
     offsets: dict[str, int] = {}
     held: dict[str, tuple[int, ...]] = {}
     indices: dict[str, tuple[int, ...]] = {}
     problems: dict[str, str] = {}
-    names: set[str] = set()
-    unnumbered = [
-        name for each in everyone for name in each if parse_expert(name) is None and not _on_all(name, everyone)
-    ]
-    had = Counter(name for each in everyone for name in each)
-    shared = {name for name, count in had.items() if count > 1}
-    for container in sorted({inside for name in had if (inside := _container_of(name)) is not None}):
-        numbers = [_indices(names_here, container) for names_here in everyone]
-        members = [[name for name in each if _container_of(name) == container] for each in everyone]
+    for container in sorted({found.container for own in numbered for found in own.values()}):
+        members = [{name: found for name, found in own.items() if found.container == container} for own in numbered]
+        numbers = [sorted({found.index for found in each.values()}) for each in members]
         if shared.isdisjoint(itertools.chain.from_iterable(members)):
             starts = [0] * len(everyone)
         elif all(each == list(range(len(each))) for each in numbers):
@@ -133,40 +133,27 @@ def plan_experts(everyone: Sequence[Mapping[str, Shape]], rank: int) -> ExpertPl
         numbers = [[start + index for index in each] for start, each in zip(starts, numbers, strict=True)]
         held[container] = tuple(numbers[rank])
         indices[container] = tuple(sorted(itertools.chain.from_iterable(numbers)))
-        kinds = [{parsed.kind for name in each if (parsed := parse_expert(name))} for each in members]
+        kinds = [{found.kind for found in each.values()} for each in members]
         if any(each != kinds[0] for each in kinds):
             unnumbered += sorted(set(itertools.chain.from_iterable(members)))
         for start, mine in zip(starts, members, strict=True):
-            names.update(parsed.at(parsed.index + start) for name in mine if (parsed := parse_expert(name)))
-    stacks, unstacked = _plan_stacks(everyone, rank, shared)
-    names.update(name for each in everyone for name in each if parse_expert(name) is None)
-    found = {**problems, **unstacked}
-    return ExpertPlan(offsets, held, indices, frozenset(names), stacks, rank, found, tuple(unnumbered))
-
-
-def _plan_stacks(
-    everyone: Sequence[Mapping[str, Shape]], rank: int, shared: set[str]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+            names.update(found.at(found.index + start) for found in mine.values())
     stacks: dict[str, tuple[int, ...]] = {}
-    problems: dict[str, str] = {}
-    for name in sorted(shared & everyone[rank].keys()):
-        if parse_expert(name) is not None:
-            continue
-        container = stack_container(name)
-        if container is None:
-            problems[name] = "nothing in its name says which expert it is"
-            continue
-        problem = _stack_problem(everyone, name, container)
-        if problem is not None:
+    for name in sorted(shared & everyone[rank].keys() - numbered[rank].keys()):
+        problem = _stack_problem(everyone, name)
+        if problem is None:
+            stacks[name] = tuple(itertools.accumulate((each[name][0] for each in everyone), initial=0))
+        else:
             problems[name] = problem
-            continue
-        stacks[name] = tuple(itertools.accumulate((each[name][0] for each in everyone), initial=0))
-    return stacks, problems
+    return ExpertPlan(offsets, held, indices, frozenset(names), stacks, rank, problems, tuple(unnumbered))
 
 
-def _stack_problem(everyone: Sequence[Mapping[str, Shape]], name: str, container: str) -> str | None:
+def _stack_problem(everyone: Sequence[Mapping[str, Shape]], name: str) -> str | None:
     """Say why a tensor cannot be a stack of a rank's experts, or None; the same on every rank."""
-    if not _on_all(name, everyone):
+    container = stack_container(name)
+    if container is None:
+        return "nothing in its name says which expert it is"
+    if not all(name in each for each in everyone):
         return "some expert-parallel ranks do not have it"
     shapes = [each[name] for each in everyone]
     if any(not shape for shape in shapes) or len({shape[1:] for shape in shapes}) > 1:
@@ -177,20 +164,6 @@ def _stack_problem(everyone: Sequence[Mapping[str, Shape]], name: str, container
             message = ", ".join(f"{other} {shape}" for other, shape in sorted(siblings.items()))
             return f"the first dimensions of {container[:-1]} differ ({message}), so they are no stacks of its experts"
     return None
-
-
-def _on_all(name: str, everyone: Sequence[Mapping[str, Shape]]) -> bool:
-    return all(name in each for each in everyone)
-
-
-def _container_of(name: str) -> str | None:
-    found = parse_expert(name)
-    return None if found is None else found.container
-
-
-def _indices(names: Iterable[str], container: str) -> list[int]:
-    found = (parse_expert(name) for name in names)
-    return sorted({each.index for each in found if each is not None and each.container == container})
 
 
 # Parameters of optimizers, numbered as if one optimizer had the experts of all ranks.
@@ -234,8 +207,8 @@ def number_parameters(groups: Sequence[Sequence[str]], plan: ExpertPlan) -> Numb
 
 
 def _counted_container(name: str, plan: ExpertPlan) -> str | None:
-    container = _container_of(name)
-    return container if container in plan.indices else None
+    found = parse_expert(name)
+    return found.container if found is not None and found.container in plan.indices else None
 
 
 def _expand(run: Sequence[str], plan: ExpertPlan) -> list[str]:
