@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,11 @@ def run_on_ranks(
     act: Callable[[Any, torch.device], Any], task: Any, num_ranks: int, device: str | None, timeout_s: float
 ) -> Any:
     """Run `act(task, device)` on the ranks that there are, else on new ones, and put back torch's random state."""
-    if dist.is_initialized():
-        return _act_here((act, task), device)
-    return run_on_local_ranks(_act_here, (act, task), num_ranks, device, timeout_s)
+    here = partial(_act_here, act)
+    return here(task, device) if dist.is_initialized() else run_on_local_ranks(here, task, num_ranks, device, timeout_s)
 
 
-def _act_here(given: tuple[Callable[[Any, torch.device], Any], Any], device_name: str | None) -> Any:
-    act, task = given
+def _act_here(act: Callable[[Any, torch.device], Any], task: Any, device_name: str | None) -> Any:
     if device_name is None:
         found = torch.accelerator.current_accelerator(check_available=True)
         device_name = "cpu" if found is None or dist.get_backend() == "gloo" else found.type

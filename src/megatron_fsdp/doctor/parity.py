@@ -137,7 +137,7 @@ def _check(task: Task, device: torch.device) -> ParityReport:
         lambda: run_reference(task, num_ranks, device) if is_first else None,
         "the model could not be trained in one process, without any sharding",
     )
-    can_compare = gather_objects(right is not None and right.can_compare)[0]
+    can_compare = gather_objects(right is not None and bool(right.values))[0]
     runs = []
     for label, shard in _shardings(task, device) if can_compare else []:
         observation = _ShardedRun(task, shard, device).observe()
@@ -239,7 +239,7 @@ class _ShardedRun:
             raise ConfigurationError(
                 f"shard_fn gave {told}; it has to give (model, optimizer): return the optimizer too, as it is or new"
             )
-        return Trainee(*given, self.task, own_names)
+        return Trainee(given[0], given[1], self.task, own_names)
 
     def _step(self, trainee: Trainee, step: int) -> dict[Place, Values]:
         """Make one step with this rank's samples."""

@@ -18,6 +18,8 @@ from megatron_fsdp.errors import ConfigurationError
 # ---- how far rounding may move a tensor ------------------------------------------------------------------------------
 
 _BY_DTYPE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""float32: sums of some thousands of terms in another order, each rounded to 6e-8. The 16-bit dtypes: a few units in
+the last place (1e-3 and 8e-3) of the largest element."""
 _GROWTH = 4.0
 """Growth of the tolerance from one update to the next."""
 _FLOOR = 0.1
@@ -70,15 +72,6 @@ class Tolerance:
 EXACT = Tolerance(0.0)
 
 
-def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
-    """Return the tolerance of the coarsest dtype: float64 1e-10, float32 1e-5, float16 5e-3, bfloat16 3e-2.
-
-    float32: sums of some thousands of terms in another order, each rounded to 6e-8. The 16-bit dtypes: a few units in
-    the last place (1e-3 and 8e-3) of the largest element.
-    """
-    return Tolerance(max((_BY_DTYPE.get(dtype, 0.0) for dtype in dtypes), default=0.0) or _BY_DTYPE[torch.float32])
-
-
 # ---- the values of one process --------------------------------------------------------------------------------------
 
 
@@ -89,7 +82,6 @@ class Reference:
     tolerance: Tolerance  # how far a correct run may be from it
     values: Mapping[Place, Values]  # the right ones, in the order of causes; empty where nothing can be compared
     finding: Difference | None = None  # what is wrong with the model or its loss, if anything is
-    can_compare: bool = True  # whether the model repeats itself
     notes: tuple[str, ...] = ()  # remarks that are no fault
     backward_order: tuple[str, ...] = ()  # parameters in the order in which their gradients came
     of_ranks: tuple[Values, ...] = ()  # gradients of each rank's samples alone, in step 1
@@ -112,7 +104,7 @@ def run_reference(task: Task, num_ranks: int, device: torch.device) -> Reference
         return run.result()
     except _NotComparableError as unfit:
         finding = Difference("one process against itself", 0, "", "not repeatable", str(unfit))
-        return Reference(run.tolerance, {}, finding, can_compare=False, notes=run.notes())
+        return Reference(run.tolerance, {}, finding, notes=run.notes({}))
 
 
 @dataclass(frozen=True)
@@ -140,7 +132,8 @@ class _OneProcess:
             raise ConfigurationError(f"`{complex_name}` is complex; only real parameters can be compared")
         if self.task.part_allowed is not None:
             return Tolerance(self.task.part_allowed)
-        return tolerance_of(param.dtype for param in params.values() if param.is_floating_point())
+        coarsest = max((_BY_DTYPE.get(param.dtype, 0.0) for param in params.values()), default=0.0)
+        return Tolerance(coarsest or _BY_DTYPE[torch.float32])
 
     def result(self) -> Reference:
         """Check the model against itself, then train it."""
@@ -166,7 +159,7 @@ class _OneProcess:
             tolerance=self.tolerance,
             values=values,
             finding=finding,
-            notes=self.notes() + self._tell_untrained(values),
+            notes=self.notes(values),
             backward_order=tuple(dict.fromkeys(order)),
             of_ranks=of_ranks,
             stale=stale,
@@ -178,7 +171,8 @@ class _OneProcess:
             ),
         )
 
-    def notes(self) -> tuple[str, ...]:
+    def notes(self, values: Mapping[Place, Values]) -> tuple[str, ...]:
+        """Return remarks on the model, and on the values of its training as far as there are any."""
         found = []
         if self.batch_norms:
             found.append(
@@ -189,16 +183,15 @@ class _OneProcess:
         frozen = sum(not param.requires_grad for param in self.probe.model.parameters())
         if frozen:
             found.append(f"{frozen} parameters are frozen, and have to stay as they are")
-        return tuple(found)
-
-    def _tell_untrained(self, values: Mapping[Place, Values]) -> tuple[str, ...]:
-        gradients = [found for (where, _), found in values.items() if where == GRADIENT]
+        gradients = [each for (where, _), each in values.items() if where == GRADIENT]
         trained = [name for name, param in self.trainee.named_parameters() if param.requires_grad]
-        names = [name for name in trained if all(name not in found for found in gradients)]
-        if not names:
-            return ()
-        told = f"{len(names)} trainable parameter(s) got no gradient in one process: {few(names)}; "
-        return (told + "they are unused, or cut off from the loss (by detach or no_grad)",)
+        names = [name for name in trained if gradients and all(name not in each for each in gradients)]
+        if names:
+            found.append(
+                f"{len(names)} trainable parameter(s) got no gradient in one process: {few(names)}; they are unused, "
+                "or cut off from the loss (by detach or no_grad)"
+            )
+        return tuple(found)
 
     # ---- does it repeat itself ----------------------------------------------------------------------------------
 

@@ -205,7 +205,7 @@ def build_timeline(steps: Sequence[StepLog], times: Times, axes: Sequence[str], 
         empty,
         steps=windows,
         spans=tuple(sorted(builder.spans, key=lambda span: (span.start_ns, span.depth))),
-        collectives=tuple(sorted(builder.collectives.values(), key=lambda one: one.launch_ns)),
+        collectives=tuple(sorted(builder.collectives.values(), key=lambda one: one.number)),
         memory=tuple(builder.memory),
     )
 
@@ -255,11 +255,11 @@ class _Builder:
         """Begin a collective, if it sent something; a single rank has nothing to send."""
         step, unit, launch_ns, before = self._launches.pop(number)
         moved = [[now - then for then, now in zip(*each, strict=True)] for each in zip(before, after, strict=True)]
-        gathers, reductions, *num_bytes = map(sum, zip(*moved, strict=True))
-        if gathers or reductions:
-            axis = next(axis for axis, sent in zip(self._axes, moved, strict=True) if any(sent))
+        axes = [axis for axis, counts in zip(self._axes, moved, strict=True) if any(counts)]
+        if axes:
+            gathers, _, *num_bytes = map(sum, zip(*moved, strict=True))
             purpose, sent = GATHER if gathers else REDUCE, sum(num_bytes)
-            self.collectives[number] = Collective(number, step, unit, purpose, axis, lane, sent, launch_ns, now_ns)
+            self.collectives[number] = Collective(number, step, unit, purpose, axes[0], lane, sent, launch_ns, now_ns)
             if self._open:
                 self._open[-1].num_bytes += sent
 
