@@ -134,8 +134,15 @@ class OptimizerMatch:
             for name, by_slot in slots.items():
                 self._match_state(name, by_slot)
             self._read_options()
-            self._note_without_state(slots.keys())
-            self._match_rest(has_state=bool(slots))
+            if slots:
+                self._note_what_lacks(slots.keys())
+            if self._kind not in (None, kind_of(optimizer)):
+                told = f"state of {self._kind!s:.100}, and the optimizer is {kind_of(optimizer)}"
+                match.unexpected.append(f"{_KIND} ({told})")
+            for key in self._keys:
+                is_other = key != _GROUPS and not key.startswith((_STATE, _META, f"{_GROUPS}.", _KIND))
+                if is_other and key in self._folder.objects:
+                    self.rest[key.removeprefix(f"{OPTIMIZER}.")] = match.want_object(key)
         else:
             match.missing.append(OPTIMIZER)
             self.kept = set(self._params)
@@ -220,19 +227,18 @@ class OptimizerMatch:
                 self.leaves.setdefault(name, {})[slot] = target
         match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
 
-    def _note_without_state(self, with_state: Collection[str]) -> None:
-        """Record missing state, unless the parameter had no state when it was saved."""
-        if not with_state:
-            return
+    def _note_what_lacks(self, with_state: Collection[str]) -> None:
+        """Record missing state, unless the parameter had no state when it was saved, and missing options."""
         without = [name for name in self._params if name not in with_state]
         missing = [name for name in without if name not in self.options]
         self._match.missing += [f"{_STATE}{PREFIX}{name}" for name in missing]
         self.kept.update(missing)
-        if len(missing) < len(without):
+        if count := len(without) - len(missing):
             self._match.notes.append(
-                f"{len(without) - len(missing)} parameters had no optimizer state when they were saved, and have none "
-                "now"
+                f"{count} parameters had no optimizer state when they were saved, and have none now"
             )
+        if not self.options:
+            self._match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
 
     # ---- options, which are small and needed before anything is changed ----
 
@@ -290,17 +296,6 @@ class OptimizerMatch:
                 )
             wanted[key] = tuple(value) if isinstance(group.get(key), tuple) and isinstance(value, list) else value
         return wanted
-
-    def _match_rest(self, *, has_state: bool) -> None:
-        if has_state and not self.options:
-            self._match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
-        own = kind_of(self._optimizer)
-        if self._kind not in (None, own):
-            self._match.unexpected.append(f"{_KIND} (state of {self._kind!s:.100}, and the optimizer is {own})")
-        prefixes = (_STATE, _META, f"{_GROUPS}.", _KIND)
-        for key in self._keys:
-            if key != _GROUPS and not key.startswith(prefixes) and key in self._folder.objects:
-                self.rest[key.removeprefix(f"{OPTIMIZER}.")] = self._match.want_object(key)
 
 
 def _split(rest: str, known: set[str]) -> tuple[str | None, str]:

@@ -15,7 +15,6 @@ import collections
 import contextlib
 import dataclasses
 import errno
-import functools
 import io
 import json
 import math
@@ -286,7 +285,7 @@ class RestrictedUnpickler(pickle._Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return the entry of the table."""
         name = (module_name, global_name)
-        found = _names().get(name) or self._foreign.get(name)
+        found = _NAMES.get(name) or self._foreign.get(name)
         is_foreign = module_name.startswith(_PLANNING) or module_name.partition(".")[0] in FOREIGN_PACKAGES
         if found is None and is_foreign:
             found = self._foreign[name] = type(global_name, (Opaque,), {"qualified_name": ".".join(name)})
@@ -357,12 +356,9 @@ class RestrictedUnpickler(pickle._Unpickler):
         _require(type(target) is set, f"elements for a {type(target).__name__}")
         target.update(self._budget.spend_on_keys(items))
 
-    def _long_number(self) -> None:
-        raise pickle.UnpicklingError("a whole number of more than 255 bytes, which no checkpoint needs")
-
     _ACTIONS: ClassVar[dict[bytes, Callable[[Any], Any]]] = {
         pickle.FRAME: lambda self: self.read(8),  # frames need no care: all is in memory
-        pickle.LONG4: _long_number,
+        pickle.LONG4: lambda _: _require(False, "a whole number of more than 255 bytes, which no checkpoint needs"),
         pickle.REDUCE: lambda self: self._call(),  # which others override
         pickle.NEWOBJ: lambda self: self._make(self.stack.pop(-2), self.stack.pop(), {}),
         pickle.NEWOBJ_EX: lambda self: self._make(self.stack.pop(-3), self.stack.pop(-2), self.stack.pop()),
@@ -410,48 +406,6 @@ _ATOMS = {int, float, complex, bool, type(None), torch.dtype, torch.device, torc
 _ATOMS |= {torch.Tensor, torch.nn.Parameter}
 _FILLED_BY_DICT = {*_DATACLASSES, argparse.Namespace, *_DICTS}
 _CLASSES_OF_DATA = {metadata.TensorProperties, *_FILLED_BY_DICT}
-
-
-@functools.cache
-def _names() -> dict[tuple[str, str], Any]:
-    """Return what stands for the names in pickles; functions take what an honest pickle gives, and nothing else."""
-    kept = (*_DATACLASSES, metadata.TensorProperties)
-    names: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in kept}
-    formats = metadata._MEM_FORMAT_ENCODING
-    names[formats.__module__, formats.__name__] = _of(formats, (int, str))
-    dtypes = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
-    names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in dtypes}
-    names |= {("torch._utils", name): _rebuilt(getattr(torch._utils, name)) for name in _TENSOR_FUNCTIONS}
-    kinds = torch.storage._dtype_to_storage_type_map().items()
-    names |= {("torch", name): dtype for dtype, name in kinds if name[0] != "Q"}  # a storage has but a dtype
-    names |= {
-        ("torch", "Size"): _of(torch.Size, (list, tuple)),
-        ("torch", "device"): _of(torch.device, (str,), (int,)),
-        ("torch", "UntypedStorage"): torch.uint8,
-        ("torch.storage", "UntypedStorage"): torch.uint8,
-        ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
-        ("torch._utils", "_rebuild_parameter"): _parameter,
-        ("collections", "OrderedDict"): collections.OrderedDict,
-        ("collections", "Counter"): _of(collections.Counter, (dict, type(None))),
-        ("_codecs", "encode"): _bytes,
-        ("argparse", "Namespace"): argparse.Namespace,
-        ("numpy", "ndarray"): _ARRAY,
-        ("numpy", "dtype"): _dtype,
-        # Holds the true shapes of reformulated tensors besides, as `mcore_data`.
-        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,
-    }
-    builtins = {"slice": slice, "complex": complex, "set": set, "frozenset": frozenset, "range": range, "xrange": range}
-    for name, stands_for in {**builtins, "bytearray": _bytearray, "bytes": _bytes}.items():
-        names["builtins", name] = names["__builtin__", name] = stands_for
-    for module in ("pathlib", "pathlib._local"):
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"):
-            names[module, name] = _of(pathlib.PurePosixPath, *[(str,)] * 256)
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        names[module, "_reconstruct"], names[module, "scalar"] = _empty_array, _scalar
-    return names
-
-
-_TENSOR_FUNCTIONS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 
 def _require(holds: bool, what: str) -> None:
@@ -504,14 +458,11 @@ def _bytes(data: Any = "", encoding: str = "latin1") -> bytes:
     return data.encode("latin1") if type(data) is str else data
 
 
-def _bytearray(*given: Any) -> bytearray:
-    return bytearray(_bytes(*given))
-
-
 # NumPy trusts the states of its pickled dtypes and arrays: wrong ones end the process. So each is compared with what
 # NumPy itself would have written. Numbers and text only.
 
 _SPEC = re.compile(r"[<>=|]?(?:[biuf][1248]|f16|c(?:8|16|32)|[SU]\d{0,9})")
+_MOST_DIMS_OF_NUMPY = 32  # before NumPy 2, which reads beyond them
 _ARRAY = object()
 """Stands for the class of arrays, which pickles name; called, it would reserve memory and show what was in it."""
 
@@ -535,7 +486,8 @@ def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
 def _fill_array(array: Any, state: Any) -> None:
     _require(type(state) is tuple and len(state) == 5, "NumPy's array without contents")
     _, shape, dtype, by_columns, raw = state
-    is_right = are_lengths(shape) and isinstance(dtype, np.dtype) and type(raw) is bytes
+    is_shape = type(shape) is tuple and len(shape) <= _MOST_DIMS_OF_NUMPY and are_lengths(shape)
+    is_right = is_shape and isinstance(dtype, np.dtype) and type(raw) is bytes
     _require(is_right, "NumPy's array of objects")
     _require(math.prod(shape) * dtype.itemsize == len(raw), "NumPy's array of another length than its contents")
     array.__setstate__((1, shape, dtype, bool(by_columns), raw))
@@ -545,3 +497,53 @@ def _scalar(dtype: Any, raw: Any) -> Any:
     whole = isinstance(dtype, np.dtype) and type(raw) is bytes and len(raw) == dtype.itemsize
     _require(whole, "NumPy's number of another length than its contents")
     return np.frombuffer(raw, dtype)[0]
+
+
+# ---- the table of names ----------------------------------------------------------------------------------------------
+
+_STORAGES = torch.storage._dtype_to_storage_type_map().items()
+_NAMES: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__name__): kind for kind in (*_DATACLASSES, metadata.TensorProperties)},
+    **{
+        ("torch", str(dtype).removeprefix("torch.")): dtype
+        for dtype in vars(torch).values()
+        if type(dtype) is torch.dtype
+    },
+    **{("torch", name): dtype for dtype, name in _STORAGES if name[0] != "Q"},  # of storages the dtype is enough
+    ("torch", "UntypedStorage"): torch.uint8,
+    ("torch.storage", "UntypedStorage"): torch.uint8,
+    ("torch", "Size"): _of(torch.Size, (list, tuple)),
+    ("torch", "device"): _of(torch.device, (str,), (int,)),
+    ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
+    ("torch._utils", "_rebuild_tensor"): _rebuilt(torch._utils._rebuild_tensor),
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt(torch._utils._rebuild_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuilt(torch._utils._rebuild_tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    (metadata.__name__, "_MEM_FORMAT_ENCODING"): _of(metadata._MEM_FORMAT_ENCODING, (int, str)),
+    # Holds the true shapes of reformulated tensors besides, as `mcore_data`.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "Counter"): _of(collections.Counter, (dict, type(None))),
+    ("argparse", "Namespace"): argparse.Namespace,
+    ("_codecs", "encode"): _bytes,
+    ("numpy", "ndarray"): _ARRAY,
+    ("numpy", "dtype"): _dtype,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _empty_array for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
+    **{
+        (module, name): _of(pathlib.PurePosixPath, *[(str,)] * 256)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+    },
+    **{
+        (module, name): stands_for
+        for module in ("builtins", "__builtin__")
+        for name, stands_for in {
+            **{kind.__name__: kind for kind in (slice, complex, set, frozenset, range)},
+            "xrange": range,
+            "bytes": _bytes,
+            "bytearray": lambda *given: bytearray(_bytes(*given)),
+        }.items()
+    },
+}
+"""What stands for the names in pickles; functions take what an honest pickle gives, and nothing else."""

@@ -474,7 +474,8 @@ class CheckpointStore:
                 if not claim(entry.path, held):
                     continue
                 iteration, published = self._iteration_in(entry), self.root / entry.name
-                if iteration is not None and self._is_unpointed(iteration):
+                is_there = iteration is not None and self.path_of(iteration).exists()
+                if iteration is not None and is_there and self._said_by(self.root / POINTER) != iteration:
                     never_pointed_to.add(iteration)
                 elif entry.purpose != "replaced":
                     self._remove(entry.path)
@@ -487,18 +488,15 @@ class CheckpointStore:
 
     def _iteration_in(self, entry: Hidden) -> int | None:
         """Return the iteration that a hidden pointer names; None for anything else."""
-        try:
-            found = self._folder.pointed(entry.path) if entry.name == POINTER else None
-        except CheckpointError:  # a process was killed while it wrote it
-            return None
+        found = self._said_by(entry.path) if entry.name == POINTER else None
         return found if isinstance(found, int) else None
 
-    def _is_unpointed(self, iteration: int) -> bool:
-        """Return whether a checkpoint is there and the pointer does not name it."""
+    def _said_by(self, pointer: Path) -> int | str | None:
+        """Return what a pointer says; None for nonsense: its process may have been killed while it wrote it."""
         try:
-            return self.path_of(iteration).exists() and self._folder.pointed() != iteration
-        except CheckpointError:  # the pointer says nonsense, and is about to be replaced
-            return True
+            return self._folder.pointed(pointer)
+        except CheckpointError:
+            return None
 
 
 @contextlib.contextmanager

@@ -94,26 +94,16 @@ def _assembled(folder: CheckpointFolder, key: str, file: Path) -> Any:
 def _nested(leaves: Mapping[str, Any], folder: CheckpointFolder) -> dict[str, Any]:
     """Return the nested state dict again, in the order of the metadata; keys that are not nested are their own path."""
     paths: dict[str, KeyPath] = {key: folder.paths.get(key, (key,)) for key in folder.metadata.state_dict_metadata}
-    conflict = _path_conflict(paths)
-    try:
-        if conflict is None:
+    counts = collections.Counter(paths.values())
+    groups = {path[:depth] for path in paths.values() for depth in range(1, len(path))}
+    conflict = next((key for key, path in paths.items() if path in groups or counts[path] > 1), None)
+    told = f"{conflict} would be an entry, and also another one, or the group of others"
+    if conflict is None:
+        try:
             return unflatten_state_dict({key: leaves[key] for key in paths}, paths)
-    except (TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
-        conflict = f"they name both a list and a dict ({shortened(str(error))})"
-    raise CheckpointError(f"the metadata contradict themselves about how keys nest: {conflict}")
-
-
-def _path_conflict(paths: Mapping[str, KeyPath]) -> str | None:
-    """Describe a key that would be two things: another entry too, or the group of others; None if none."""
-    groups = {path[:depth]: key for key, path in paths.items() for depth in range(1, len(path))}
-    entries: dict[KeyPath, str] = {}
-    for key, path in paths.items():
-        if path in groups:
-            return f"{key} would be an entry, and also the group that holds {groups[path]}"
-        if path in entries:
-            return f"{key} and {entries[path]} would be one entry"
-        entries[path] = key
-    return None
+        except (TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+            told = f"they name both a list and a dict ({shortened(str(error))})"
+    raise CheckpointError(f"the metadata contradict themselves about how keys nest: {told}")
 
 
 # ---- one file to a folder ----------------------------------------------------------------------------------------
