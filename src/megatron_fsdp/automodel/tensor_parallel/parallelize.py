@@ -19,8 +19,8 @@ from megatron_fsdp.automodel.architecture import Layers, find_layers, model_type
 from megatron_fsdp.automodel.tensor_parallel import plans
 from megatron_fsdp.automodel.tensor_parallel.styles import (
     SEQUENCE_DIM,
-    LocalParts,
     gather_tokens,
+    local_parts,
     not_a_view,
     own_tokens,
     place,
@@ -161,18 +161,20 @@ def _apply(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, mesh: Dev
         own.setdefault(owner, {})[key] = own_style
     for name, (style, scatters) in steps.items():
         module = model.get_submodule(name)
-        found: ParallelStyle
         placements = _placements(module, own.pop(name, {}))
-        if not isinstance(style, str):
-            found = copy.copy(style)  # since applying changes a style
-        else:
+        if isinstance(style, str):
             found = plans.style_of(style, module, scatters, placements, text_config(model))
-        parallelize_module(module, mesh, found, src_data_rank=None)
+        else:
+            found = copy.copy(style)  # since applying changes a style
+        if isinstance(found, ParallelStyle):
+            parallelize_module(module, mesh, found, src_data_rank=None)
+        else:
+            found(module, mesh)
     for owner, keys in own.items():  # no style says how the module uses them: stored in parts, and used whole
         module = model.get_submodule(owner)
         stored = _placements(module, {key: style for key, style in keys.items() if style not in plans.NOT_DIVIDED})
         if stored:
-            parallelize_module(module, mesh, LocalParts(stored, whole=True), src_data_rank=None)
+            local_parts(module, mesh, stored, whole=True)
 
 
 def _placements(module: nn.Module, styles: Mapping[str, str]) -> dict[str, Placement]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,16 +22,17 @@ from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceP
 from megatron_fsdp.automodel.architecture import head_counts, model_type, parameter_names, text_config
 from megatron_fsdp.automodel.tensor_parallel.styles import (
     SEQUENCE_DIM,
-    DividedExperts,
-    DividedRows,
-    LocalParts,
-    MixedProjection,
-    PackedColwise,
-    PackedRowwise,
+    Apply,
     PartialGradientColwise,
-    SummedGradient,
     can_divide_experts,
     check_experts,
+    divided_experts,
+    divided_rows,
+    local_parts,
+    mixed_projection,
+    packed_colwise,
+    packed_rowwise,
+    with_summed_gradients,
 )
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
@@ -159,7 +161,7 @@ def _names_nothing(key: str, modules: list[str]) -> str:
 
 def style_of(
     name: str, module: nn.Module, splits_tokens: bool, own: Mapping[str, Placement], config: Any
-) -> ParallelStyle:
+) -> ParallelStyle | Apply:
     """Return what a name of a style means for a module.
 
     Under sequence parallelism (`splits_tokens`) a linear layer stands at the edge of a block whose input is gathered
@@ -170,13 +172,13 @@ def style_of(
         if name == "colwise":
             return ColwiseParallel()
         by_columns = name in ("embedding_colwise", "colwise_gather_output", "colwise_rep")
-        return ColwiseParallel(output_layouts=Replicate()) if by_columns else DividedRows()
+        return ColwiseParallel(output_layouts=Replicate()) if by_columns else divided_rows
     output: Placement = Shard(SEQUENCE_DIM) if splits_tokens else Replicate()
     match name:
         case "packed_colwise":
-            return PackedColwise()
+            return packed_colwise
         case "packed_rowwise":
-            return PackedRowwise()
+            return packed_rowwise
         case "rowwise":
             return RowwiseParallel(output_layouts=output)
         case "rowwise_split_input" | "rowwise_rep":
@@ -186,24 +188,22 @@ def style_of(
             return colwise(output_layouts=Shard(-1) if name == "colwise" else Replicate())
         case "moe_tp_experts":
             if can_divide_experts(module):
-                return DividedExperts()
-            stored: dict[str, Placement] = {
-                key: Shard(0) for key, param in module._parameters.items() if param is not None
-            }
-            return LocalParts(stored, whole=True)
+                return divided_experts
+            stored = {key: Shard(0) for key, param in module._parameters.items() if param is not None}
+            return partial(local_parts, placements=stored, whole=True)
         case "replicated_with_grad_allreduce":
-            return SummedGradient()
+            return with_summed_gradients
         case "sequence_parallel":
             return TorchSequenceParallel(use_local_output=True)
         case "all_reduce" | "local_params":
-            return LocalParts(dict(own), sums=name == "all_reduce")
+            return partial(local_parts, placements=dict(own), sums=name == "all_reduce")
     rotary_numel = getattr(config, "qk_rope_head_dim", None)
     if not isinstance(rotary_numel, int):
         raise ConfigurationError(
             f"the style {name!r} needs to know the width of the rotary part, but the config has no qk_rope_head_dim; "
             "leave that module out of the plan, and those whose input it makes"
         )
-    return MixedProjection(rotary_numel)
+    return partial(mixed_projection, rotary_numel=rotary_numel)
 
 
 def parameter_placement(style: str, ndim: int) -> Placement:

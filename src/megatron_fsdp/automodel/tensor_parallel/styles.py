@@ -8,7 +8,7 @@ whose forward knows nothing of DTensors sees its parameters as plain tensors whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_fsdp.errors import ParallelSizeError
 
 SEQUENCE_DIM = 1
 """The dimension of the tokens in activations of transformers, (batch, sequence, hidden)."""
+
+Apply = Callable[[nn.Module, DeviceMesh], object]
+"""Divides a module over tensor-parallel ranks, in place."""
 
 
 @dataclass(frozen=True)
@@ -188,96 +191,80 @@ class _WithPartialGradient(torch.autograd.Function):
         return gradients[0].redistribute(placements=[Partial()]).to_local(), None
 
 
-class PackedColwise(ParallelStyle):
-    """A linear layer whose output is two packed halves (gate and up); each rank gets its part of both.
+def packed_colwise(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide a linear layer whose output is two packed halves (gate and up); each rank gets its part of both.
 
     The weight is cut in one piece, so its output is gathered before it is cut again: right for any packing.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        inner = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
-        inner.src_data_rank = self.src_data_rank
-        inner._apply(module, device_mesh)
+    def cut(_module: nn.Module, _args: Any, output: DTensor) -> Tensor:
+        halves = output.unflatten(-1, (2, -1)).redistribute(placements=[Shard(output.ndim)])
+        return halves.to_local().flatten(-2)
 
-        def cut(_module: nn.Module, _args: Any, output: DTensor) -> Tensor:
-            halves = output.unflatten(-1, (2, -1)).redistribute(placements=[Shard(output.ndim)])
-            return halves.to_local().flatten(-2)
-
-        module.register_forward_hook(cut)
-        return module
+    style = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+    parallelize_module(module, mesh, style, src_data_rank=None)
+    module.register_forward_hook(cut)
 
 
-class PackedRowwise(ParallelStyle):
-    """A linear layer whose input is two packed halves, of each of which a rank has its part."""
+def packed_rowwise(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide a linear layer whose input is two packed halves, of each of which a rank has its part."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def join(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
-            halves = args[0].unflatten(-1, (2, -1))
-            parts = DTensor.from_local(halves, device_mesh, [Shard(halves.ndim - 1)], run_check=False)
-            return (parts.redistribute(placements=[Replicate()]).flatten(-2), *args[1:])
+    def join(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        halves = args[0].unflatten(-1, (2, -1))
+        parts = DTensor.from_local(halves, mesh, [Shard(halves.ndim - 1)], run_check=False)
+        return (parts.redistribute(placements=[Replicate()]).flatten(-2), *args[1:])
 
-        module.register_forward_pre_hook(join)
-        inner = RowwiseParallel(input_layouts=Replicate())
-        inner.src_data_rank = self.src_data_rank
-        return inner._apply(module, device_mesh)
+    module.register_forward_pre_hook(join)
+    parallelize_module(module, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
 
 
-class SummedGradient(ParallelStyle):
-    """A module that is whole on every rank but computes on a part of the heads or tokens: gradients are summed."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        uses = []
-        for path, part in module.named_modules():
-            for name, param in part._parameters.items():
-                if param is not None:
-                    place(part, name, device_mesh, Replicate())
-                    uses.append(LocalUse(path, name, Partial()))
-        use_plain_tensors(module, tuple(uses))
-        return module
+def with_summed_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave a module whole on every rank that computes on a part of the heads or tokens: gradients are summed."""
+    uses = []
+    for path, part in module.named_modules():
+        for name, param in part._parameters.items():
+            if param is not None:
+                place(part, name, mesh, Replicate())
+                uses.append(LocalUse(path, name, Partial()))
+    use_plain_tensors(module, tuple(uses))
 
 
-class LocalParts(ParallelStyle):
-    """A module that computes with this rank's parts of parameters of its own, such as attention sinks by head.
+def local_parts(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Mapping[str, Placement],
+    *,
+    sums: bool = False,
+    whole: bool = False,
+) -> None:
+    """Let a module compute with this rank's parts of parameters of its own, such as attention sinks by head.
 
     Placements are by name of the parameter. With `sums` the output is a part of a sum, as after a row-wise weight: it
     is summed over ranks, and so are the gradients of the inputs. With `whole` the parameters are only stored in parts,
     and gathered for use.
     """
-
-    def __init__(self, placements: dict[str, Placement], *, sums: bool = False, whole: bool = False) -> None:
-        super().__init__()
-        self._placements, self._sums, self._whole = placements, sums, whole
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, placement in self._placements.items():
-            place(module, name, device_mesh, placement)
-        gradients = {name: Replicate() if self._whole else where for name, where in self._placements.items()}
-        use_plain_tensors(module, tuple(LocalUse("", name, where, self._whole) for name, where in gradients.items()))
-        if self._sums:
-            if self._placements:
-                module.register_forward_pre_hook(_sum_input_gradients(device_mesh), with_kwargs=True)
-            module.register_forward_hook(lambda _module, _args, output: summed(output, device_mesh))
-        return module
+    for name, placement in placements.items():
+        place(module, name, mesh, placement)
+    gradients = {name: Replicate() if whole else where for name, where in placements.items()}
+    use_plain_tensors(module, tuple(LocalUse("", name, where, whole) for name, where in gradients.items()))
+    if sums and placements:
+        module.register_forward_pre_hook(_sum_input_gradients(mesh), with_kwargs=True)
+    if sums:
+        module.register_forward_hook(lambda _module, _args, output: summed(output, mesh))
 
 
-class MixedProjection(ParallelStyle):
-    """The first projection of latent attention: whole, but its rotary part goes to this rank's heads only.
+def mixed_projection(module: nn.Module, mesh: DeviceMesh, rotary_numel: int) -> None:
+    """Leave the first projection of latent attention whole, whose rotary part goes to this rank's heads only.
 
     The rest goes through a column-wise projection, which sums its gradient; that of the rotary part, the last
     `rotary_numel` of the output, is summed here.
     """
 
-    def __init__(self, rotary_numel: int) -> None:
-        super().__init__()
-        self._rotary_numel = rotary_numel
+    def sum_rotary_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        latent, rotary = output.split([output.shape[-1] - rotary_numel, rotary_numel], dim=-1)
+        return torch.cat([latent, with_summed_gradient(rotary, mesh)], dim=-1)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def sum_rotary_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            latent, rotary = output.split([output.shape[-1] - self._rotary_numel, self._rotary_numel], dim=-1)
-            return torch.cat([latent, with_summed_gradient(rotary, device_mesh)], dim=-1)
-
-        module.register_forward_hook(sum_rotary_gradient)
-        return module
+    module.register_forward_hook(sum_rotary_gradient)
 
 
 def _sum_input_gradients(mesh: DeviceMesh) -> Callable[..., Any]:
@@ -291,19 +278,16 @@ def _sum_input_gradients(mesh: DeviceMesh) -> Callable[..., Any]:
     return hook
 
 
-class DividedRows(ParallelStyle):
-    """Each rank looks up the ids of its rows and adds zeros for the others; the sum over ranks is the output.
+def divided_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let each rank look up the ids of its rows and add zeros for the others; the sum over ranks is the output.
 
     torch's own `RowwiseParallel` computes the same, but makes a gradient of all rows on every rank.
     """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        place(module, "weight", device_mesh, Shard(0))
-        lookup = _Lookup(module, device_mesh)
-        module.register_forward_pre_hook(lookup.before)
-        module.register_forward_hook(lookup.after, always_call=True)
-        use_plain_tensors(module, (LocalUse("", "weight", Shard(0)),))
-        return module
+    place(module, "weight", mesh, Shard(0))
+    lookup = _Lookup(module, mesh)
+    module.register_forward_pre_hook(lookup.before)
+    module.register_forward_hook(lookup.after, always_call=True)
+    use_plain_tensors(module, (LocalUse("", "weight", Shard(0)),))
 
 
 class _Lookup:
@@ -355,45 +339,37 @@ def check_experts(name: str, module: nn.Module, ranks: int) -> None:
         )
 
 
-class DividedExperts(ParallelStyle):
-    """Each rank computes its own experts on all tokens, and the outputs are summed.
+def divided_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let each rank compute its own experts on all tokens; the outputs are summed.
 
     Experts keep their order: rank r has experts r * n ... (r + 1) * n - 1. Routes to other ranks' experts get the
     index n and the weight 0, which the experts of transformers skip (`_is_expert_parallel`).
     """
+    names = [name for name, param in module._parameters.items() if param is not None]
+    for name in names:
+        place(module, name, mesh, Shard(0))
+    local_count = int(module.num_experts) // mesh.size()  # type: ignore[arg-type] # a number, see above
+    module.num_experts = local_count  # type: ignore[assignment] # plain attributes
+    module._is_expert_parallel = True  # type: ignore[assignment]
+    first = local_count * mesh.get_local_rank()
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = [name for name, param in module._parameters.items() if param is not None]
-        for name in names:
-            place(module, name, device_mesh, Shard(0))
-        local_count = int(module.num_experts) // device_mesh.size()  # type: ignore[arg-type] # a number, see above
-        module.num_experts = local_count  # type: ignore[assignment] # plain attributes
-        module._is_expert_parallel = True  # type: ignore[assignment]
-        first = local_count * device_mesh.get_local_rank()
+    def own_routes(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, experts, weights, *rest = args
+        experts = experts - first
+        elsewhere = (experts < 0) | (experts >= local_count)
+        weights = with_summed_gradient(weights, mesh).masked_fill(elsewhere, 0.0)
+        return with_summed_gradient(hidden, mesh), torch.where(elsewhere, local_count, experts), weights, *rest
 
-        def own_routes(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden, experts, weights, *rest = args
-            experts = experts - first
-            elsewhere = (experts < 0) | (experts >= local_count)
-            weights = with_summed_gradient(weights, device_mesh).masked_fill(elsewhere, 0.0)
-            return (
-                with_summed_gradient(hidden, device_mesh),
-                torch.where(elsewhere, local_count, experts),
-                weights,
-                *rest,
-            )
+    def sum_outputs(owner: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        kind = getattr(getattr(owner, "config", None), "_experts_implementation", None)
+        if torch.is_grad_enabled() and kind in (None, "eager"):  # the loop over the experts that have tokens
+            # Without tokens the loop leaves weights and inputs out of the graph: the optimizer of this rank would
+            # skip the weights, and the sums of the inputs' gradients would wait for it for ever.
+            used = (args[0], args[2], *(param for param in owner._parameters.values() if param is not None))
+            for tensor in used:
+                output = output + tensor.flatten()[0] * 0.0
+        return summed(output, mesh)
 
-        def sum_outputs(owner: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            kind = getattr(getattr(owner, "config", None), "_experts_implementation", None)
-            if torch.is_grad_enabled() and kind in (None, "eager"):  # the loop over the experts that have tokens
-                # Without tokens the loop leaves weights and inputs out of the graph: the optimizer of this rank would
-                # skip the weights, and the sums of the inputs' gradients would wait for it for ever.
-                used = (args[0], args[2], *(param for param in owner._parameters.values() if param is not None))
-                for tensor in used:
-                    output = output + tensor.flatten()[0] * 0.0
-            return summed(output, device_mesh)
-
-        module.register_forward_pre_hook(own_routes)
-        module.register_forward_hook(sum_outputs)
-        use_plain_tensors(module, tuple(LocalUse("", name, Shard(0)) for name in names))
-        return module
+    module.register_forward_pre_hook(own_routes)
+    module.register_forward_hook(sum_outputs)
+    use_plain_tensors(module, tuple(LocalUse("", name, Shard(0)) for name in names))

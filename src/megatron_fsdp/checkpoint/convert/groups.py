@@ -29,12 +29,6 @@ from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 INFER, MAP, NO_GROUPS = "infer", "map", "none"
-_ALIASES = (
-    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
-    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
-)
-"""Names in models without Transformer Engine -> names in files, which are Transformer Engine's."""
-
 MAP_FILE = "param_to_param_group_map.json"
 
 
@@ -84,25 +78,16 @@ def _from_map(parameters: Sequence[Parameter], count: int, written_map: Mapping[
     apart = [name for name, i in written_map.items() if by_name.setdefault(canonical_name(name), i) != i]
     if apart:
         raise CheckpointError(f"the map puts one parameter into different groups under several names: {some_of(apart)}")
-    aliases = {_renamed(name): name for name in by_name}
-    origin = {p.name: aliases.get(canonical_name(p.name), canonical_name(p.name)) for p in parameters}
-    found = {name: by_name[key] for name, key in origin.items() if key in by_name}
+    known = {p.name: canonical_name(p.name) for p in parameters}
+    found = {name: by_name[key] for name, key in known.items() if key in by_name}
     lacking = [p.name for p in parameters if p.name not in found and not p.is_exempt]
     if lacking:
         raise CheckpointError(
             f"the map has no group for {some_of(lacking)}; dump it again from the model of this checkpoint"
         )
-    surplus = sorted(by_name.keys() - origin.values())
+    surplus = sorted(by_name.keys() - known.values())
     notes = (f"the map names what the checkpoint lacks: {some_of(surplus)}",) if surplus else ()
     return Assignment(found, notes)
-
-
-def _renamed(name: str) -> str:
-    """Rename a parameter of a model without Transformer Engine as checkpoints name it."""
-    for old, new in _ALIASES:
-        if old in name:
-            return name.replace(old, new)
-    return name
 
 
 def _only_fit(parameter: Parameter, groups: Sequence[Mapping[str, Any]]) -> int:

@@ -28,6 +28,11 @@ _STACKED_EXPERTS = re.compile(r"(.*\.experts)\.experts\.(?!\d+\.)(.+\.(?:weight|
 _NUMBERED_EXPERT = re.compile(r"(.*\.experts)\.(?:experts\.)?(\d+)\.(.+\.(?:weight|bias))((?:_[wv])?)")
 _FC1 = re.compile(r".*\blinear_fc1\.(?:weight|bias)\d*")  # may hold two halves; one that is stored alone has _w or _v
 _HALF = re.compile(r"(\blinear_fc1\.(?:weight|bias)\d*)_[wv]$")
+_LIVE_NAMES = (
+    (".mtp_model_layer.", ".transformer_layer."),
+    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),  # files have the names of Transformer Engine
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+)
 _MAX_PARTS = 1_000_000
 _NOT_A_MODEL = ("optimizer.", "rng_state", "rerun_state_machine", "common_state", "opt_param_scheduler", "args")
 
@@ -46,7 +51,6 @@ class Piece:
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     shape: tuple[int, ...]
-    parameter_ndim: int
 
 
 def parse_tensor_key(key: str) -> tuple[str, str | None] | None:
@@ -98,18 +102,20 @@ def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool =
         name = _spell(model_key, index, rename_mtp)
         for half, suffix in enumerate(("_w", "_v") if gated else ("",)):
             start = [half * length if dim == 0 else 0 for dim, length in enumerate(size)]
-            yield Piece(_HALF.sub(r"\1", name), name + suffix, (*index, *start), lengths, size, len(inner))
+            yield Piece(_HALF.sub(r"\1", name), name + suffix, (*index, *start), lengths, size)
 
 
 def canonical_name(name: str) -> str:
     """Strip from a parameter's name what depends on wrappers and on how a live model names it.
 
-    Maps of groups are written by live models, whose experts may be a list of modules, whose multi-token prediction
-    layers have another name than in files, and which may hold the halves of an fc1 apart.
+    Maps of groups are written by live models, whose experts may be a list of modules, whose norms and multi-token
+    prediction layers may have other names than in files, and which may hold the halves of an fc1 apart.
     """
     while name.startswith(("module.", "model.")):
         name = name.partition(".")[2]
-    name = _HALF.sub(r"\1", name.replace(".mtp_model_layer.", ".transformer_layer."))
+    for live, stored in _LIVE_NAMES:
+        name = name.replace(live, stored)
+    name = _HALF.sub(r"\1", name)
     return re.sub(r"\.experts\.local_experts\.(\d+)\.(.+\.(?:weight|bias))$", r".experts.\2\1", name)
 
 

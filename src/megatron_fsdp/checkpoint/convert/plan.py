@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -227,22 +228,12 @@ class Prefixes:
     """The prefixes of an output: the adapter, MegatronFSDP and, in half precision, one wrapper more add `module.`."""
 
     def __init__(self, options: ConvertOptions, is_fp32: bool) -> None:
-        self._model = options.model_prefix
-        self._state = options.optimizer_prefix or _STATE + ".module" * (2 if is_fp32 else 3)
-        wrappers = self._state.removeprefix(_STATE) if self._state.startswith(_STATE) else ""
-        self._meta = options.group_prefix or _META + wrappers
-
-    def of_weight(self, name: str) -> KeyPath:
-        """Return the steps to a weight: the top-level key, then the name in the model's own state dict."""
-        return _steps(self._model, 1, name)
-
-    def of_state(self, name: str, slot: str) -> KeyPath:
-        """Return the steps to one tensor of a parameter's optimizer state."""
-        return (*_steps(self._state, 2, name), slot)
-
-    def of_group(self, name: str) -> KeyPath:
-        """Return the steps to the fields of a parameter's group."""
-        return _steps(self._meta, 2, name)
+        state = options.optimizer_prefix or _STATE + ".module" * (2 if is_fp32 else 3)
+        wrappers = state.removeprefix(_STATE) if state.startswith(_STATE) else ""
+        # The steps to a weight: the top-level key, then the name in the model's own state dict.
+        self.of_weight = partial(_steps, options.model_prefix, 1)
+        self.of_state = partial(_steps, state, 2)  # to a parameter's optimizer state
+        self.of_group = partial(_steps, options.group_prefix or _META + wrappers, 2)  # to the fields of its group
 
 
 def _steps(prefix: str, nested: int, name: str) -> KeyPath:
@@ -368,7 +359,7 @@ def _state_moves(found: _Sorted, cut: Mapping[str, Sequence[Piece]], prefixes: P
     for slot, states in found.states.items():
         for key, entry in states.items() if slot != _MASTER else ():
             for piece in cut[key]:
-                path = prefixes.of_state(piece.name, slot)
+                path = (*prefixes.of_state(piece.name), slot)
                 if entry.shape == found.weights[key].shape:
                     yield _move(entry, piece, path)
                 else:  # one number for each layer's, each expert's parameter
@@ -384,7 +375,7 @@ def _of_parameters(
     for piece in chain.from_iterable(cut.values()):
         parameters.setdefault(piece.parameter, []).append(piece)
     optimised = {piece.parameter for states in found.states.values() for key in states for piece in cut[key]}
-    about = [Parameter(name, own[0].parameter_ndim, name in optimised) for name, own in parameters.items()]
+    about = [Parameter(name, len(own[0].shape), name in optimised) for name, own in parameters.items()]
     how = options.groups or (INFER if options.param_to_group is None else MAP)
     assignment, prefixes = assign(about, common.groups, how, options.param_to_group), Prefixes(options, common.is_fp32)
     values: list[Value] = []
@@ -398,7 +389,7 @@ def _of_parameters(
             values += [Value((*prefixes.of_group(each), *v.path), v.value) for each in spellings for v in fields]
         step = common.step_of(group) if name in optimised and "step" not in found.states else None
         if step is not None:  # torch's optimizers keep one for each parameter
-            values += [Value(prefixes.of_state(piece.name, "step"), torch.tensor(step)) for piece in own]
+            values += [Value((*prefixes.of_state(piece.name), "step"), torch.tensor(step)) for piece in own]
     return values, members, assignment.notes
 
 
