@@ -19,7 +19,7 @@ from megatron_fsdp.train.audit import Audit
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.tokens import Batch, Feed, TokenData, held_out_batches
 from megatron_fsdp.train.failures import NonFiniteStepError, memory_told, telling_of_memory
-from megatron_fsdp.train.measure import Evaluation, ExposedCommunication, Progress, Speed, StepRecord, peak_bytes
+from megatron_fsdp.train.measure import Evaluation, Progress, Speed, StepRecord, peak_bytes, recording_waits
 from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank, reduce_values
@@ -46,9 +46,8 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progres
 
     Returns the progress, whether the run was asked to end, and what this rank sent in the last step; None: not counted.
     """
-    job, training = run.job, run.job.options.training
+    job, training, asked = run.job, run.job.options.training, run.job.options.reporting
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
-    exposed = ExposedCommunication(run.trained, is_wanted=job.options.reporting.log_exposed_communication)
     done = keeper.start()
     recorder.start(done)
     began_s, records = time.perf_counter() - done.elapsed_s, list[StepRecord]()
@@ -56,10 +55,11 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progres
     while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         step = done.steps + 1
-        is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
+        is_shown = _is_due(step, asked.log_interval) or step == job.train_iters
         flags = keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s
         before = None if inside is None else inside.traffic()
-        with exposed.step(is_measured=is_shown), telling_of_memory(partial(memory_told, job, run.rank, step)):
+        waits = recording_waits(run.trained, is_wanted=is_shown and asked.log_exposed_communication)
+        with waits as exposed_share, telling_of_memory(partial(memory_told, job, run.rank, step)):
             record, is_interrupted, is_late = train_step(run, done, guard, flags)
         if inside is not None and before is not None:
             traffic = inside.traffic().since(before)
@@ -72,7 +72,7 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progres
         if is_last or is_check or is_save or is_shown:
             (peak,) = reduce_values(run.rank, [float(peak_bytes(run.trained))], "max")
             records = [replace(each, peak_bytes=int(peak)) for each in records]
-            records[-1] = replace(records[-1], exposed_share=exposed.take_share())
+            records[-1] = replace(records[-1], exposed_share=exposed_share())
             recorder.on_steps(records)
             if (is_check or is_last) and not is_interrupted:  # before the save, so that it is not missed
                 recorder.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))

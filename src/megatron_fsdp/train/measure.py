@@ -199,40 +199,30 @@ def _local(tensor: Tensor) -> Tensor:
 # ---- communication ---------------------------------------------------------------------------------------------------
 
 
-class ExposedCommunication:
-    """Records a step now and then by `trace`; does nothing with an engine that cannot be observed."""
+@contextmanager
+def recording_waits(trained: Trained, *, is_wanted: bool) -> Iterator[Callable[[], float]]:
+    """Record the step inside the block by `trace`, if wanted and the engine can be observed; no bit of it changes.
 
-    def __init__(self, trained: Trained, *, is_wanted: bool) -> None:
-        """Measure how long a step waits for communication, if `is_wanted`."""
-        self._model, self._device = trained.inside if is_wanted else None, trained.device
-        self._recorded: tuple[Recorder, float] | None = None  # with the seconds of the step
+    What it yields returns, after the block, exposed communication over the time of the step, as a mean over ranks;
+    collective. Exposed is the time in which communication was in flight and this rank did nothing but wait for it or,
+    on a CPU, launch it (`megatron_fsdp.trace.summary.hidden_part`). NaN: nothing was recorded.
+    """
+    model = trained.inside if is_wanted else None
+    if model is None:
+        yield lambda: math.nan
+        return
+    recorder, step_s = Recorder(model, steps=2, align=False, memory=False), math.nan
 
-    @contextmanager
-    def step(self, *, is_measured: bool) -> Iterator[None]:
-        """Record the step inside the block if `is_measured`; results stay bitwise equal."""
-        if self._model is None or not is_measured:
-            yield
-            return
-        recorder = Recorder(self._model, steps=2, align=False, memory=False)
-        recorder.start()
-        started_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            recorder.stop()
-        self._recorded = recorder, time.perf_counter() - started_s
-
-    def take_share(self) -> float:
-        """Return exposed communication over the time of the step recorded last, as a mean over ranks; collective.
-
-        Exposed is the time in which communication was in flight and this rank did nothing but wait for it or, on a
-        CPU, launch it (`megatron_fsdp.trace.summary.hidden_part`). NaN: nothing was recorded since the last call.
-        """
-        if self._recorded is None:
-            return math.nan
-        recorder, step_s = self._recorded
-        self._recorded = None
+    def exposed_share() -> float:
         exposed_ns = sum(step.exposed_ns for step in summarise(recorder.result()).steps)
-        share = Tensor([exposed_ns / 1e9 / step_s]).to(self._device)
+        share = Tensor([exposed_ns / 1e9 / step_s]).to(trained.device)
         dist.all_reduce(share)
         return float(share) / dist.get_world_size()
+
+    recorder.start()
+    started_s = time.perf_counter()
+    try:
+        yield exposed_share
+    finally:
+        recorder.stop()
+    step_s = time.perf_counter() - started_s

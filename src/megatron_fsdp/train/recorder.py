@@ -40,13 +40,13 @@ def applied(job: Job) -> dict[str, Any]:
     """Return the whole run as plain values: every option with its value and origin, and what it was resolved to."""
     return {
         **software(),
-        "options": {name: _plain(job.options.value(name)) for name in (*OPTIONS, *DDP_FIELDS)},
+        "options": {name: plain(job.options.value(name)) for name in (*OPTIONS, *DDP_FIELDS)},
         "origins": dict(job.options.origins),
         "engine": job.engine,
         "ddp": job.ddp.to_dict(),
         "sizes": asdict(job.sizes),
         "batch": {**asdict(job.batch), "microbatches": job.batch.microbatches, "filled": job.batch.filled},
-        "dtype": _word(job.dtype),
+        "dtype": plain(job.dtype),
         "schedule": asdict(job.schedule),
         "train_iters": job.train_iters,
         "seq_length": job.seq_length,
@@ -62,6 +62,9 @@ def software() -> dict[str, str]:
 
 def header_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Speed) -> list[tuple[str, str]]:
     """Return the lines of the header: what was decided, what was given and by whom, and the notices."""
+    said = dict[str, list[str]]()
+    for name, origin in job.options.origins.items():
+        said.setdefault(origin, []).append(_spelled(job.options, name))
     flops = "" if math.isnan(speed.flops) else f" and {speed.flops / 1e12:.3g} TFLOP"
     peak = "not known; --peak-tflops tells it, for MFU"
     if not math.isnan(speed.peak_tflops):
@@ -77,7 +80,7 @@ def header_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Spee
         ("steps", f"{job.train_iters:,} of {job.tokens_per_step:,} tokens{flops}"),
         ("peak", peak),
         ("results", str(folder)),
-        *(("as applied", f"{words} ({origin})") for origin, words in _said(job.options).items()),
+        *(("as applied", f"{' '.join(words)} ({origin})") for origin, words in said.items()),
         *(("notice", notice) for notice in (*job.notices, *data.notes)),
     ]
 
@@ -91,14 +94,6 @@ def engine_words(job: Job) -> str:
     outer = job.ddp.outer_dp_sharding_strategy
     across = "" if outer == "no_shard" else f", {outer} across"
     return f"{job.engine}, {job.ddp.data_parallel_sharding_strategy}{across}"
-
-
-def _said(options: Options) -> dict[str, str]:
-    """Return for each origin its options that hold, as flags."""
-    by_origin: dict[str, list[str]] = {}
-    for name, origin in options.origins.items():
-        by_origin.setdefault(origin, []).append(_spelled(options, name))
-    return {origin: " ".join(words) for origin, words in by_origin.items()}
 
 
 def _spelled(options: Options, name: str) -> str:
@@ -122,18 +117,23 @@ def _word(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value).removeprefix("torch.")
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
-    return value if isinstance(value, bool | int | float | str) or value is None else _word(value)
-
-
 # ---- lines of JSON --------------------------------------------------------------------------------------------------
 
 
+def plain(value: Any) -> Any:
+    """Return what strict JSON can say: numbers that are not finite become None, and unknown objects text."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, int | str) or value is None else _word(value)
+
+
 def to_json(value: object, indent: int | None = None) -> str:
-    """Return strict JSON: numbers that are not finite become null, and unknown objects become text."""
-    return json.dumps(_finite(value), indent=indent, default=str, allow_nan=False)
+    """Return a value, made plain, as JSON."""
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
 def to_line(measured: StepRecord | Evaluation) -> str:
@@ -157,14 +157,6 @@ def read_lines(path: Path, cls: type[Measured]) -> list[Measured]:
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     found = [from_line(line, cls) for line in text.splitlines(keepends=True)]
     return [measured for measured in found if measured is not None]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(part) for name, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 # ---- writers --------------------------------------------------------------------------------------------------------
