@@ -170,6 +170,49 @@ def test_a_member_of_whole_tensors_that_fails_on_one_rank_ends_the_step_of_the_c
     assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.parametrize("place", [0, 1, 3])
+@on_ranks(2)
+def test_a_hook_of_a_member_that_fails_on_one_rank_fails_the_step_of_the_chain_on_all(place: int) -> None:
+    """Adafactor's, Muon's, whose peers wait for messages, and the last one's."""
+    twins = Twins(mixed(), chain_of_whole_tensors, flat(3))
+    member = twins.optimizer.optimizers[place]  # type: ignore[attr-defined]
+
+    def fails(*_step_arguments: object) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("no step today")
+
+    handle = member.register_step_pre_hook(fails)
+    with pytest.raises(RuntimeError) as raised:
+        twins.step(0)
+    told = same_on_ranks(str(raised.value))
+    assert f"{type(member).__name__} failed on all ranks (RankError: the optimizer's step failed (rank 1: Value" in told
+    handle.remove()
+    fresh = Twins(mixed(), chain_of_whole_tensors, flat(3))
+    fresh.step(0)
+    assert fresh.differing() == []
+
+
+@on_ranks(2)
+def test_hooks_and_schedules_of_members_see_the_members_and_sharded_parameters() -> None:
+    twins = Twins(mixed(), chain_of_whole_tensors, flat(3))
+    members = twins.optimizer.optimizers  # type: ignore[attr-defined]
+    seen: list[tuple[str, object, int]] = []
+    for each in members:
+        each.register_step_pre_hook(lambda own, *_: seen.append(("before", own, len(own.state))))
+        each.register_step_post_hook(lambda own, *_: seen.append(("after", own, len(own.state))))
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1) for each in members]
+    twins.step(0)
+    counts = [sum(len(group["params"]) for group in each.param_groups) for each in members]
+    assert seen == [
+        entry
+        for each, count in zip(members, counts, strict=True)
+        for entry in (("before", each, 0), ("after", each, count))
+    ]
+    for schedule in schedules:
+        schedule.step()  # warns, which is an error here, of an optimizer that has not stepped
+    assert [group["lr"] for group in twins.optimizer.param_groups] == pytest.approx([0.01, 0.01, 0.02, 0.01])
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +261,11 @@ def test_what_a_chain_cannot_do_is_refused_on_all_ranks() -> None:
     vectors.add_param_group({"params": [param for param in params if param.dim() == 1]})
     with pytest.raises(ConfigurationError, match="Muon was given a parameter of shape"):
         fully_shard_optimizer(ChainedOptimizer(vectors))
+    chained = fully_shard_optimizer(ChainedOptimizer(torch.optim.AdamW(params[:1]), torch.optim.SGD(params[1:2])))
+    first = chained.optimizers[0]  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="is not a parameter of the model that is being sharded"):
+        first.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(first.param_groups) == 1
     nothing = torch.optim.Muon([{"params": []}])
     with pytest.raises(ConfigurationError, match=r"^Muon, in a ChainedOptimizer, has no parameters; build it on"):
         fully_shard_optimizer(ChainedOptimizer(nothing, torch.optim.AdamW(params)))

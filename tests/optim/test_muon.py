@@ -390,7 +390,9 @@ def test_the_matrices_of_a_stack_are_shared_out_over_ranks() -> None:
     assert iterated == [torch.Size((4, 3))] * 2
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (9, 0), (4.5, 4.5), (), {"q": 6, "k": 1, "v": 1}, {}])
+@pytest.mark.parametrize(
+    "sizes", [(4, 4), (9, 0), (4.5, 4.5), (), {"q": 6, "k": 1, "v": 1}, {}, {0: 9}, {"q": True, "k": 8}, 3.5, True]
+)
 def test_split_sizes_that_do_not_fit_are_refused(sizes: Any) -> None:
     optimizer = torch.optim.Muon([{"params": [nn.Parameter(torch.ones(9, 2))], "split_sizes": sizes}])
     with pytest.raises(ConfigurationError, match=r"shape \(9, 2\); give the rows of each piece, which add up to 9, or"):

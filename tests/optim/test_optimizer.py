@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import ChainedOptimizer, MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.optimizer import count_kinds, route_line
 from tests.conftest import RunRanks
@@ -225,9 +225,14 @@ def _unknown(model: nn.Module) -> torch.optim.Optimizer:
     return _OwnStep(model.parameters())
 
 
+def _unknown_in_chain(model: nn.Module) -> torch.optim.Optimizer:
+    first, *others = model.parameters()
+    return ChainedOptimizer(_OwnStep([first]), torch.optim.AdamW(others))
+
+
 @pytest.mark.parametrize(
     ("optimizer_of", "loads_weights", "warned"),
-    [(_adamw, True, 0), (_unknown, True, 1), (_unknown, False, 0)],
+    [(_adamw, True, 0), (_unknown, True, 1), (_unknown, False, 0), (_unknown_in_chain, True, 1)],
 )
 @on_ranks(2)
 def test_moments_that_begin_at_zero_are_warned_of(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,8 +135,15 @@ class ChainedStep(Step):
 
     def __init__(self, members: Sequence[tuple[Optimizer, Step]]) -> None:
         self._members = members
+        self._running: Optimizer | None = None
+        self._has_begun = False  # the stand-in of the running one was asked for
         self._met: list[Exception | None] = []  # in each optimizer, in the step that is running
         self._ranks: dict[DeviceMesh, Ranks] = {}
+        before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
+        for optimizer, way in members:
+            optimizer.register_step_pre_hook(partial(_call, before, way))
+            first = optimizer.register_step_post_hook(partial(_call, after, way))
+            optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return a chain that has this object for its only optimizer."""
@@ -143,17 +152,12 @@ class ChainedStep(Step):
         return made
 
     def step(self) -> None:
-        """Step the optimizers one after another; what fails is kept for `finish`."""
+        """Step the optimizers one after another, with their own hooks; what fails is kept for `finish`."""
         self._met = []
         for optimizer, way in self._members:
+            self._running, self._has_begun = optimizer, False
             try:
-                try:
-                    made = way.stand_in(optimizer)
-                    type(made).step(made)  # with the hooks of the optimizer
-                    way.finish(optimizer)
-                except Exception as error:
-                    way.fail(error)
-                    raise
+                self._step(optimizer, way)
             except RankError as error:  # on all ranks together
                 self._met.append(error)
                 return
@@ -161,6 +165,27 @@ class ChainedStep(Step):
                 self._met.append(error)
             else:
                 self._met.append(None)
+            finally:
+                self._running = None
+
+    def _step(self, optimizer: Optimizer, way: Step) -> None:
+        try:
+            optimizer.step()
+        except Exception as error:
+            if not self._has_begun:  # a hook of the user has failed, while other ranks are in the step
+                way.stand_in(optimizer)
+            way.fail(error)
+            raise
+
+    def _before(self, way: Step, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if optimizer is not self._running:
+            return None  # somebody steps it without the chain
+        self._has_begun = True
+        return (way.stand_in(optimizer), *args[1:]), kwargs
+
+    def _after(self, way: Step, optimizer: Optimizer, *_step_arguments: object) -> None:
+        if optimizer is self._running:
+            way.finish(optimizer)
 
     def finish(self, optimizer: Optimizer) -> None:
         """Let ranks tell each other what has come of each optimizer; collective.
@@ -192,6 +217,11 @@ class ChainedStep(Step):
             if not any(members <= others for others in found):
                 self._ranks[mesh] = found[members] = self._ranks.get(mesh) or Ranks(mesh)
         return list(found.values())
+
+
+def _call(method: weakref.WeakMethod[Callable[..., Any]], *arguments: Any) -> Any:
+    alive = method()
+    return None if alive is None else alive(*arguments)
 
 
 def _told(names: Sequence[str], everyone: Sequence[Sequence[str | None]]) -> Problem | None:

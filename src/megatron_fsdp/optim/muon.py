@@ -101,14 +101,17 @@ def split_rows(group: Group, shape: Sequence[int]) -> tuple[int, ...]:
     sizes, rows = group.get(SPLIT_KEY), shape[-2]
     if sizes is None:
         return (rows,)
-    pieces = sizes.values() if isinstance(sizes, Mapping) else sizes
-    found = (pieces,) * (rows // max(pieces, 1)) if isinstance(pieces, int) else tuple(pieces)
-    if not all(isinstance(size, int) and size > 0 for size in found) or sum(found) != rows:
+    pieces = list(sizes.values()) if isinstance(sizes, Mapping) else sizes
+    if type(pieces) is int:
+        pieces = [pieces] * (rows // max(pieces, 1))
+    is_list = isinstance(pieces, list | tuple) and all(type(size) is int and size > 0 for size in pieces)
+    has_names = not isinstance(sizes, Mapping) or all(isinstance(name, str) for name in sizes)
+    if not is_list or not has_names or sum(pieces) != rows:
         raise ConfigurationError(
             f"Muon was given {SPLIT_KEY}={sizes!r} for a parameter of shape {tuple(shape)}; give the rows of each "
-            f"piece, which add up to {rows}, or one number that divides it"
+            f"piece, which add up to {rows}, or one number that divides it; names are text"
         )
-    return found
+    return tuple(pieces)
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
@@ -196,20 +199,27 @@ class _Matrix:
 
 
 class MuonStep(Step):
-    """Steps one Muon; keeps process groups, and the plan of the latest step. `update` says itself what has failed."""
+    """Steps one Muon; keeps process groups, and the plan of the latest step."""
 
     def __init__(self) -> None:
         self._ranks: dict[DeviceMesh, Ranks] = {}
         self._owned: tuple[Any, list[int]] = None, []
         self._planned: tuple[Any, list[tuple[list[int], Exchange]]] = None, []
         self._parts: dict[tuple[ShardFrame, tuple[int, ...]], tuple[tuple[ShardFrame, slice], ...]] = {}
+        self._begun: Optimizer | None = None  # until ranks have agreed for the first time in its step
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object on which the code of the optimizer's class is to run its step."""
         made = MuonStandIn.__new__(MuonStandIn)
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
+        self._begun = optimizer
         made._update = functools.partial(self.update, optimizer)
         return made
+
+    def fail(self, error: Exception) -> None:
+        """Raise a RankError on all ranks, if they have not agreed in this step yet; `update` does it from then on."""
+        if self._begun is not None:
+            self._agree(self._begun, error)
 
     @torch.no_grad()
     def update(self, optimizer: Optimizer) -> None:
@@ -248,6 +258,7 @@ class MuonStep(Step):
 
     def _agree(self, optimizer: Optimizer, error: Exception | None) -> None:
         """Raise on all ranks of the meshes that step what any of them has met."""
+        self._begun = None
         params = params_of(optimizer)
         ranks = [self._ranks_of(param.shard_frame.mesh) for param in params]  # all: making groups may be collective
         stepped = zip(ranks, shown_grads(params), strict=True)

@@ -26,7 +26,7 @@ from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, members_of
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
 from megatron_fsdp.optim.models import Models, engine_of, model_of
-from megatron_fsdp.optim.muon import SPLIT_KEY, MuonStandIn, MuonStep, check_muon
+from megatron_fsdp.optim.muon import SPLIT_KEY, MuonStep, check_muon
 from megatron_fsdp.optim.state_dict import as_held, as_saved, with_blank_state
 from megatron_fsdp.optim.step import Step, params_of
 from megatron_fsdp.optim.step_in_backward import StepInBackward
@@ -263,7 +263,8 @@ def integrate(optimizer: torch.optim.Optimizer, models: Models, describes_state:
     optimizer.register_load_state_dict_pre_hook(functools.partial(as_held, models))
     optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
     optimizer.register_load_state_dict_post_hook(hooks.after_loading)
-    _check_new_groups(optimizer, models)
+    for each in members_of(optimizer):
+        _check_new_groups(each, models)
     owner, original = weakref.ref(optimizer), type(optimizer).zero_grad
 
     @functools.wraps(original)
@@ -525,8 +526,8 @@ def _watchers() -> weakref.WeakSet[Engine]:
     watchers: weakref.WeakSet[Engine] = weakref.WeakSet()
 
     def after_step(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
-        if isinstance(optimizer, LocalView | MuonStandIn):
-            return  # within the step of a chain
+        if isinstance(optimizer, LocalView):
+            return  # a part of a step in backward
         for watcher in tuple(watchers):
             watcher.note_step(optimizer)
 

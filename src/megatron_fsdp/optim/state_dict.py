@@ -56,15 +56,6 @@ def as_held(models: Models, optimizer: Optimizer, state_dict: StateDict) -> Stat
     Shards that this rank does not hold are refused.
     """
     alive = list(models)
-    has_nothing = not state_dict["state"] and not optimizer.state
-    was_filled = any(model._engine.state_dict_aliases.is_written for model in alive)
-    if has_nothing and was_filled and not is_known_without_a_step(optimizer):
-        kind = type(optimizer).__name__
-        warn_caller(
-            f"{kind}.load_state_dict was given no state: the state of a {kind} is known after its first step only, so "
-            "torch.distributed.checkpoint.load had none to fill, and moments start from zero; load with "
-            "megatron_fsdp.checkpoint.load_checkpoint, which makes state out of what the checkpoint holds"
-        )
     slots = [each for each in state_dict["state"].values() if isinstance(each, Mapping)]
     is_from_file = are_from_file(value for each in slots for value in each.values())
     held = _with_numbers(state_dict)
@@ -74,6 +65,8 @@ def as_held(models: Models, optimizer: Optimizer, state_dict: StateDict) -> Stat
             held = state_as_held(optimizer, held, model.sharded_names(), names)
     if len(params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
         return held  # torch refuses it
+    if any(model._engine.state_dict_aliases.is_written for model in alive):
+        _warn_of_lost_state(optimizer, held)
     found = (
         other_shards(value, param.shard_frame)
         for param, number in _numbered(optimizer, held)
@@ -84,6 +77,19 @@ def as_held(models: Models, optimizer: Optimizer, state_dict: StateDict) -> Stat
     for model in alive:
         model.refuse_load(problem, is_from_file)
     return _without_blank_momentum(optimizer, _with_shards(optimizer, held))
+
+
+def _warn_of_lost_state(optimizer: Optimizer, state_dict: StateDict) -> None:
+    """Warn where weights were loaded, and an optimizer without state is given none since it could not show any."""
+    given = {param for param, number in _numbered(optimizer, state_dict) if state_dict["state"].get(number)}
+    for each in members_of(optimizer):
+        if not (each.state or is_known_without_a_step(each) or given.intersection(params_of(each))):
+            kind = type(each).__name__
+            warn_caller(
+                f"{kind}.load_state_dict was given no state: the state of a {kind} is known after its first step only, "
+                "so torch.distributed.checkpoint.load had none to fill, and moments start from zero; load with "
+                "megatron_fsdp.checkpoint.load_checkpoint, which makes state out of what the checkpoint holds"
+            )
 
 
 def _with_shards(optimizer: Optimizer, state_dict: StateDict) -> StateDict:

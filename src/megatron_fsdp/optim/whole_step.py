@@ -388,11 +388,11 @@ def _described_value(key: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         on_cpu = value.device.type == "cpu"
         return _Owned(tuple(value.shape), value.dtype) if value.dim() else _Number(value.item(), value.dtype, on_cpu)
-    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
-        return value
+    if value is None or isinstance(value, bool | int | float | complex | torch.dtype):
+        return value  # no text, which torch's load_state_dict turns into another one
     raise ConfigurationError(
         f"state {key!r} holds a {type(value).__qualname__}, which cannot rest with one rank and be saved; an optimizer "
-        "whose parameters are stepped whole keeps tensors, numbers and text, in lists or dicts if need be"
+        "whose parameters are stepped whole keeps tensors and numbers, in lists or dicts if need be"
     )
 
 
