@@ -25,7 +25,7 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, members_of
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
-from megatron_fsdp.optim.models import Models, engine_of, model_of
+from megatron_fsdp.optim.models import Models, engine_of
 from megatron_fsdp.optim.muon import SPLIT_KEY, MuonStep, check_muon
 from megatron_fsdp.optim.state_dict import as_held, as_saved, with_blank_state
 from megatron_fsdp.optim.step import Step, params_of
@@ -127,7 +127,7 @@ class _StepHooks:
         self._last: StepInBackward | None = None  # the last that has ended well
 
     def before(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # Again: options may have been loaded.
         check_rounding(optimizer, any(engine.is_deterministic for engine in self._models.engines))
@@ -165,7 +165,7 @@ class _StepHooks:
         return self._step.around(synchronised)
 
     @contextmanager
-    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def step_in_backward(self, optimizer: Optimizer) -> Iterator[None]:
         """Let a thread step units inside a block, in which the last backward of a step runs; then step what is left."""
         if self._early is not None:
             raise ScheduleError(self._early.broken or "optimizer.step_in_backward() was entered inside of itself")
@@ -202,7 +202,7 @@ class _StepHooks:
                 "ends with the step; call it before or after the block"
             )
 
-    def after_loading(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_loading(self, optimizer: Optimizer) -> None:
         """Move state to where it rests, and forget a step in backward that has failed: a checkpoint is loaded."""
         if _moves_state(optimizer):
             for each in members_of(optimizer):
@@ -212,13 +212,13 @@ class _StepHooks:
         if early is not None:
             early.end()
 
-    def at_once_after(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    def at_once_after(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         self._step.finish(optimizer)
 
-    def before_state_is_read(self, _optimizer: torch.optim.Optimizer) -> None:
+    def before_state_is_read(self, _optimizer: Optimizer) -> None:
         self._step.hand_over()
 
-    def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    def after(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._installs:
             self._install()
 
@@ -233,7 +233,7 @@ class _StepHooks:
             model.install_optimized_model_weights()
 
 
-def integrate(optimizer: torch.optim.Optimizer, models: Models, describes_state: bool) -> None:
+def integrate(optimizer: Optimizer, models: Models, describes_state: bool) -> None:
     """Register the hooks on an optimizer that holds sharded parameters. `step` itself is never called here.
 
     The step of torch's elementwise optimizers runs on local tensors (`local_step`); other hooks, which are called with
@@ -278,7 +278,7 @@ def integrate(optimizer: torch.optim.Optimizer, models: Models, describes_state:
         original(alive, *args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         for model in models:
-            params = [param for param in params_of(alive) if model_of(param) is model]
+            params = [param for param in params_of(alive) if id(param) in model._engine.group_and_index]
             model.clear_decoupled_gradients(params, set_to_none)
             if zero_grad_buffer:
                 model.forget_pending_gradients(params)
@@ -301,7 +301,7 @@ def _refuse_copy(_protocol: object) -> Any:
     )
 
 
-def _check_new_groups(optimizer: torch.optim.Optimizer, models: Models) -> None:
+def _check_new_groups(optimizer: Optimizer, models: Models) -> None:
     """Let `add_param_group` refuse what the optimizer would have been refused with."""
     owner, original = weakref.ref(optimizer), type(optimizer).add_param_group
 
@@ -320,7 +320,7 @@ def _check_new_groups(optimizer: torch.optim.Optimizer, models: Models) -> None:
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
-def _make_step(optimizer: torch.optim.Optimizer) -> Step:
+def _make_step(optimizer: Optimizer) -> Step:
     """Return how an optimizer of this class is stepped."""
     if isinstance(optimizer, ChainedOptimizer):
         return ChainedStep([(each, _make_step(each)) for each in optimizer.optimizers])
@@ -331,17 +331,17 @@ def _make_step(optimizer: torch.optim.Optimizer) -> Step:
     return ReplicatedStep() if steps_replicated(optimizer) else LocalStep(_moves_state(optimizer))
 
 
-def _moves_state(optimizer: torch.optim.Optimizer) -> bool:
+def _moves_state(optimizer: Optimizer) -> bool:
     """Return whether state of some parameters of an optimizer rests elsewhere than on the device."""
     return any(engine_of(param).sharding.options.homes.optimizer_state.is_away for param in params_of(optimizer))
 
 
-def _guard(optimizer: torch.optim.Optimizer, made: Step) -> None:
+def _guard(optimizer: Optimizer, made: Step) -> None:
     """Let a step that fails on one rank fail on all, which wait for its results."""
     original = optimizer.step
 
     @functools.wraps(original)
-    def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         has_closure = any(callable(each) for each in (*args, kwargs.get("closure")))
         if has_closure and isinstance(made, OwnedStep):
             raise ConfigurationError(
@@ -357,7 +357,7 @@ def _guard(optimizer: torch.optim.Optimizer, made: Step) -> None:
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # a method, as schedulers want it
 
 
-def check_connected(optimizer: torch.optim.Optimizer, models: Models) -> None:
+def check_connected(optimizer: Optimizer, models: Models) -> None:
     """Refuse an optimizer that cannot update the sharded parameters of these models."""
     check_parameters(optimizer, {key: name for model in models for key, name in model.sharded_names().items()})
     check_kind(optimizer)
@@ -368,7 +368,7 @@ def check_connected(optimizer: torch.optim.Optimizer, models: Models) -> None:
     check_reads_decoupled(optimizer, is_decoupled)
 
 
-def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
+def check_parameters(optimizer: Optimizer, known: Mapping[int, str]) -> None:
     """Refuse an optimizer that would update something else than the sharded parameters, or nothing."""
     for each in members_of(optimizer):
         if not params_of(each):
@@ -384,7 +384,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str])
                 )
 
 
-def check_kind(optimizer: torch.optim.Optimizer) -> None:
+def check_kind(optimizer: Optimizer) -> None:
     """Refuse optimizers of torch whose update of an element depends on elements that may be on other ranks."""
     if isinstance(optimizer, ChainedOptimizer):
         for each in optimizer.optimizers:
@@ -423,7 +423,7 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_rounding(optimizer: torch.optim.Optimizer, is_deterministic: bool) -> None:
+def check_rounding(optimizer: Optimizer, is_deterministic: bool) -> None:
     """Refuse an optimizer of a deterministic model that rounds an element by its place in a shard.
 
     On the CPU torch computes what fills no vector register, at the end of a tensor, one by one. Operations that round
@@ -446,7 +446,7 @@ def check_rounding(optimizer: torch.optim.Optimizer, is_deterministic: bool) -> 
             )
 
 
-def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) -> None:
+def check_reads_decoupled(optimizer: Optimizer, is_decoupled: bool) -> None:
     """Refuse an optimizer that would find no gradient, and so train nothing without a word."""
     for each in members_of(optimizer) if is_decoupled else ():
         kind = type(each)
@@ -460,7 +460,7 @@ def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) 
             )
 
 
-def check_capturable(optimizer: torch.optim.Optimizer) -> None:
+def check_capturable(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose step cannot be captured into a CUDA graph."""
     for each in members_of(optimizer):
         name = type(each).__name__
@@ -477,7 +477,7 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def move_to_sharded(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     replacements: Mapping[int, nn.Parameter],
     shard_state: Callable[[nn.Parameter, torch.Tensor], torch.Tensor],
 ) -> None:
@@ -525,7 +525,7 @@ def _watchers() -> weakref.WeakSet[Engine]:
     """
     watchers: weakref.WeakSet[Engine] = weakref.WeakSet()
 
-    def after_step(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
+    def after_step(optimizer: Optimizer, *_unused: Any) -> None:
         if isinstance(optimizer, LocalView):
             return  # a part of a step in backward
         for watcher in tuple(watchers):
