@@ -23,7 +23,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from megatron_fsdp.engine.gradient_checks import LargeGradientCheck
-from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError
+from megatron_fsdp.errors import LargeGradientError, NonFiniteGradientError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
 from tests.support.counting import OpCounts
 from tests.support.experts import FLAT, build_with_experts, experts_of
@@ -99,12 +99,6 @@ def test_the_host_waits_for_the_device_once_when_backward_ends() -> None:
     assert looking.ops["linalg_vector_norm"] == 2
     assert looking.ops["_local_scalar_dense"] == 0
     assert concluding.ops["_local_scalar_dense"] + concluding.ops["is_nonzero"] == 1
-
-
-@pytest.mark.parametrize(("factor", "history"), [(1.0, 3), (100.0, 0)])
-def test_a_factor_or_history_without_sense_is_refused(factor: float, history: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"factor={factor} and history={history}; factor has to be above 1"):
-        make(factor, history)
 
 
 # ---- on ranks --------------------------------------------------------------------------------------------------------

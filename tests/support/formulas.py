@@ -166,15 +166,35 @@ def transient_bytes(
 
     The root has memory for its gathered weights and a bucket of its own; the other units take turns in slots and
     buckets, each as large as the largest of them. Inside one, the groups of a unit start at multiples of
-    `BLOCK_ALIGNMENT_BYTES`. For other allocators than slots, `WeightPlan.peak_bytes` has the formulas.
+    `BLOCK_ALIGNMENT_BYTES`. `gathered_peak_bytes` has the formulas of other allocators than slots.
 
     So many `buckets` fill or are in reduction at a time: as many as there are units besides the root where reductions
     wait for the end of backward (``overlap_grad_reduce=False`` under ``no_shard`` and ``optim``).
     """
-    gathered = plan_weights(allocator, _unit_weights(groups, strategy), slots).peak_bytes
+    gathered = gathered_peak_bytes(plan_weights(allocator, _unit_weights(groups, strategy), slots))
     sizes = _bucket_bytes(groups)
     in_turn = _largest_in_a_row([sizes[unit] for unit in sorted(sizes.keys() - {ROOT_UNIT})], buckets)
     return TransientBytes(gathered, sizes.get(ROOT_UNIT, 0) + in_turn, scratch_bytes)
+
+
+def gathered_peak_bytes(plan: WeightPlan) -> int:
+    """Count the most that gathered weights take at a time, where units are used in their order.
+
+    Kept buffers (also those kept for a step) and slots that are taken when wrapping count whole. Of the other units, as
+    many consecutive ones as there are slots are allocated at a time; the root with all of them.
+    """
+    of_its_own = (WeightStorage.OWN, WeightStorage.FOR_STEP)
+    kept = sum(plan.gathered_bytes[unit] for storage in of_its_own for unit in plan.units_in(storage))
+    passing = {WeightStorage.RESIZED}
+    if plan.taken_at_once:
+        kept += plan.slots_used * plan.slot_bytes
+    else:
+        passing.add(WeightStorage.SLOT)
+    in_turn = [unit for unit, storage in enumerate(plan.storages) if unit and storage not in of_its_own]
+    sizes = [plan.gathered_bytes[unit] if plan.storages[unit] in passing else 0 for unit in in_turn]
+    windows = (sum(sizes[first : first + plan.slots]) for first in range(max(1, len(sizes))))
+    root = plan.gathered_bytes[0] if plan.storages[0] is WeightStorage.RESIZED else 0
+    return root + kept + max(windows)
 
 
 def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, buckets: int = 2) -> int:

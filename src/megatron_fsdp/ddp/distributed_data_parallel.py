@@ -28,7 +28,7 @@ from megatron_fsdp.engine.group_plan import Sharding, local_part, parameter_info
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.engine.wrap import check_not_wrapped
+from megatron_fsdp.engine.wrap import Grouping, check_not_wrapped
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, mesh_and_dim, tensor_parallel_dim
@@ -38,7 +38,7 @@ logger = logging.getLogger("megatron_fsdp")
 
 
 @dataclass(frozen=True)
-class BucketGrouping:
+class BucketGrouping(Grouping):
     """Buckets of parameters; see `Grouping`."""
 
     bucket_numel: int | None  # elements that close a bucket; None: one bucket for each kind of parameter
@@ -58,10 +58,6 @@ class BucketGrouping:
         alone = {name for name, param in module.named_parameters() if getattr(param, "shared_embedding", False)}
         plan = plan_buckets(infos, type(module).__name__, aliases, self.bucket_numel, alone)
         return replace(plan, source=f"{plan.source}, weights gathered {self.gather_mode.value}")
-
-    def cut_numel(self, num_ranks: int) -> int | None:  # noqa: ARG002
-        """Return None: parameters outside of buckets are frozen, and not cut."""
-        return None
 
     def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> BucketScheduler:
         """Make the scheduler of sharded buckets."""

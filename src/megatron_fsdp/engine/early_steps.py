@@ -39,14 +39,15 @@ def begin_early_steps(engine: Engine, take: Take | None) -> EarlySteps:
     trained = engine.groups_with_gradients()
     away = [group for group, _ in trained if group.plan.main_home.is_away]
     casts = any(gradients.shown_dtype != gradients.precision.main_grads for _, gradients in trained)
-    asks = bool(away) and all(map(engine.asks_about_usage, away))
+    is_checked = bool(engine.gradient_checks)
+    asks = bool(away) and all(engine.usage_of(group).never_knows for group in away)
     for holds, lack in (
         (not away, "main weights rest on the device"),
         (
             not engine.mode.syncs,
             "the next backward does not reduce gradients (no_sync or the like): enter it for the last one",
         ),
-        (engine.checks_gradients, "gradients are checked when backward ends (report_nan_in_param_grad and its kin)"),
+        (is_checked, "gradients are checked when backward ends (report_nan_in_param_grad and its kin)"),
         (casts, "gradients are cast when backward ends, since main_grads_dtype is not main_params_dtype"),
         (asks, "ranks ask each other when backward ends which parameters were used (find_unused_parameters, experts)"),
     ):
@@ -160,7 +161,10 @@ class EarlySteps:
         shown = get_grads(group.sharded, gradients.grad_attribute)
         if any(grad is not None and grad is not own for grad, own in zip(shown, gradients.main.views, strict=True)):
             return False
-        return all(group.trained_since_attach) and engine.knows_usage(group)
+        if not all(group.trained_since_attach):
+            return False
+        usage = engine.usage_of(group)
+        return usage.is_known or (usage.is_alone and all(each.arrived for each in gradients.of_parameter))
 
     def check_forward(self, number: int) -> None:
         """Refuse a forward before the step has ended, after so many backwards of the model.
@@ -174,15 +178,4 @@ class EarlySteps:
             self.broken
             or "a forward began inside of optimizer.step_in_backward(), behind a backward; enter it around the last "
             "backward of a step alone"
-        )
-
-    def refuse(self, what: str) -> None:
-        """Refuse what would change gradients that were used.
-
-        Raises:
-            ConfigurationError: On every rank.
-        """
-        raise ConfigurationError(
-            f"{what} comes too late inside of optimizer.step_in_backward(), since the optimizer has used gradients "
-            "already; leave step_in_backward out"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,7 @@ from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_checkpoints import ExpertNames
 from megatron_fsdp.engine.fp8_linear import emulation_note
-from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
+from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, UsageAgreement, direct_hook, match_waiting_sums
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.memory import on_device, storage_of
@@ -67,25 +67,16 @@ class StateDictAliases:
 _NEVER = -1  # the weights_version of a forward that used no weights
 
 
+@dataclass(slots=True, eq=False)
 class ForwardCall:
     """One forward of a unit's module at `module_index`; its backward refers to it, and may read the weights."""
 
-    __slots__ = ("last_backward", "module_index", "reads_weights", "saved", "unit", "weights_version")
-
-    def __init__(
-        self,
-        unit: int,
-        module_index: int,
-        weights_version: int,
-        reads_weights: bool = True,
-        saved: UnitTensors | None = None,
-    ) -> None:
-        self.unit = unit
-        self.module_index = module_index
-        self.weights_version = weights_version
-        self.reads_weights = reads_weights
-        self.last_backward = -1
-        self.saved = saved  # what autograd has saved, where that rests elsewhere
+    unit: int
+    module_index: int
+    weights_version: int
+    reads_weights: bool = True
+    saved: UnitTensors | None = None  # what autograd has saved, where that rests elsewhere
+    last_backward: int = -1
 
 
 def live_engine(reference: weakref.ref[Engine]) -> Engine:
@@ -122,8 +113,7 @@ class Engine:
     # With a queue of weight gradients that wait for the end of backward, all gradients stay where autograd puts
     # them until then: units are filled and reduced there, one after another.
     delayed: WeightGradientQueue | None
-    finite_check: FiniteCheck | None
-    large_check: LargeGradientCheck | None
+    gradient_checks: Sequence[GradientCheck]
     own_groups: OwnGroups | None  # destroyed with the engine
     user_buffers: UserBuffers | None  # registered memory that is deregistered with the engine
     capture_lack: str  # why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to
@@ -135,7 +125,7 @@ class Engine:
         self.device = self.sharding.device
         self.observers = self.executor.observers
         self.saved_tensors = self._make_saved_tensors(options.homes.activations)
-        self._checks = [check for check in (self.finite_check, self.large_check) if check is not None]
+        self._finite_check = next((each for each in self.gradient_checks if isinstance(each, FiniteCheck)), None)
         self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
         self._usage = {
@@ -296,8 +286,11 @@ class Engine:
         }
         if not changes:
             return
-        with self.observers.during(Phase.AGREE, ROOT_UNIT):
-            self._agree_on_requires_grad(changes)
+        self.compare_facts(
+            (group, f"requires_grad of {name}", flag)
+            for group in self.groups()
+            for name, flag in zip(group.names, changes.get(id(group), group.trainable), strict=True)
+        )
         if self._agreed_since_change:
             self._agreed_params |= self._trained_ids()
         self._agreed_since_change = False
@@ -319,15 +312,6 @@ class Engine:
             for param, is_trainable in zip(group.sharded, group.trainable, strict=True)
             if is_trainable
         }
-
-    def _agree_on_requires_grad(self, changes: Mapping[int, Sequence[bool]]) -> None:
-        facts: dict[bool, dict[str, str]] = {False: {}, True: {}}
-        for group in self.groups():
-            flags = changes.get(id(group), group.trainable)
-            facts[group.plan.is_expert] |= {
-                f"requires_grad of {name}": str(flag) for name, flag in zip(group.names, flags, strict=True)
-            }
-        self.compare_facts(facts[False], facts[True])
 
     def _set_trainable(self, unit: Unit, group_index: int, trainable: Sequence[bool]) -> None:
         group = unit.groups[group_index]
@@ -360,7 +344,7 @@ class Engine:
 
     def _inspect_gradients(self, group: ParameterGroup) -> None:
         """Pass gradients to the finite check, where there is one, before they are reduced."""
-        check, names = self.finite_check, group.names
+        check, names = self._finite_check, group.names
         if check is not None and group.gradients is not None:
             group.gradients.inspect = lambda index, grad: check.record(names[index], grad)
 
@@ -433,23 +417,18 @@ class Engine:
                 "zero_dp_strategy 0 to 2"
             )
         grad = group.local_gradient(index, grad)
-        gradients = self.filling(unit_index, group_index)
-        for check in self._checks:
+        gradients = group.gradients
+        assert gradients is not None
+        if not gradients.is_filling:
+            self._note_first_gradient(unit_index)
+            self._begin_filling(unit_index, group_index)
+        for check in self.gradient_checks:
             check.record(group.names[index], grad)
         if self.observers.active:
             self.observers.begins(Phase.COPY, unit_index)
         gradients.add(index, grad)
         if self.observers.active:
             self.observers.ends(Phase.COPY, unit_index)
-
-    def filling(self, unit_index: int, group_index: int) -> GradientBuffers:
-        """Return the gradients of a group of a unit, with memory for those of this backward."""
-        gradients = self.units[unit_index].groups[group_index].gradients
-        assert gradients is not None
-        if not gradients.is_filling:
-            self._note_first_gradient(unit_index)
-            self._begin_filling(unit_index, group_index)
-        return gradients
 
     def _note_first_gradient(self, unit_index: int) -> None:
         """Report the first gradient of a unit in this backward to the scheduler."""
@@ -465,7 +444,7 @@ class Engine:
         gradients = self.units[unit_index].groups[group_index].gradients
         assert gradients is not None
         self.executor.begin_filling(self.units[unit_index], group_index, self.reach)
-        if self.observers.active or self._checks:
+        if self.observers.active or self.gradient_checks:
             gradients.forbid_direct_copies()
 
     @property
@@ -501,7 +480,7 @@ class Engine:
         self._defers |= self.reach is not Reach.EVERYWHERE
         self.backward_number += 1
         self._backward_thread = threading.get_ident()
-        for check in self._checks:
+        for check in self.gradient_checks:
             check.begin()  # not at the end: an earlier backward may have failed before it
         # Runs when the graph task has nothing left to do; autograd takes it only while backward runs.
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
@@ -531,7 +510,7 @@ class Engine:
                 self.executor.run((operation,), self.reach)
         finally:
             self._ending = False
-        for check in self._checks:
+        for check in self.gradient_checks:
             with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 check.conclude()
 
@@ -568,7 +547,7 @@ class Engine:
         Raises:
             NonFiniteGradientError: A sum of some rank is not finite, where that is checked; all are reduced by then.
         """
-        check = None if self._ending else self.finite_check
+        check = None if self._ending else self._finite_check
         concludes = self._may_differ  # then ranks of other groups may have nothing to reduce
         if check is not None and not self._callback_queued:  # a running backward keeps its findings
             check.begin()
@@ -614,25 +593,17 @@ class Engine:
         for group, used in renewed:  # once all gradients are set
             group.run_user_hooks(used)
 
-    def knows_usage(self, group: ParameterGroup) -> bool:
-        """Return whether any rank uses each parameter of a group, as far as is known without asking the others."""
-        assert group.gradients is not None
-        usage = self._usage[group.plan.is_expert]
-        return usage.is_known or (usage.is_alone and all(each.arrived for each in group.gradients.of_parameter))
-
-    def asks_about_usage(self, group: ParameterGroup) -> bool:
-        """Return whether ranks ask each other at every sync which parameters of such a group were used."""
-        return self._usage[group.plan.is_expert].never_knows
-
-    @property
-    def checks_gradients(self) -> bool:
-        """Whether every gradient is checked, and the verdict comes when backward ends."""
-        return bool(self._checks)
+    def usage_of(self, group: ParameterGroup) -> UsageAgreement:
+        """Return what agrees on which parameters of such a group were used."""
+        return self._usage[group.plan.is_expert]
 
     def refuse_late(self, what: str) -> None:
         """Refuse, on every rank, what changes gradients where an optimizer has used them."""
         if self.executor.early is not None:
-            self.executor.early.refuse(what)
+            raise ConfigurationError(
+                f"{what} comes too late inside of optimizer.step_in_backward(), since the optimizer has used gradients "
+                "already; leave step_in_backward out"
+            )
 
     @property
     def has_gradients_on_their_way(self) -> bool:
@@ -702,12 +673,19 @@ class Engine:
 
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 
-    def compare_facts(self, dense_facts: Mapping[str, str], expert_facts: Mapping[str, str]) -> None:
-        """Refuse facts that differ between ranks; those about experts between the ranks that share them. Collective."""
-        raise_together(None, "comparing facts", self.sharding.reaching_all, dense_facts)
-        if self.sharding.experts is not None:
-            groups = self.sharding.experts.group, *self.sharding.reaching_all  # those of other experts stop, too
-            raise_together(None, "comparing facts", groups, expert_facts)
+    def compare_facts(self, facts: Iterable[tuple[ParameterGroup, str, object]]) -> None:
+        """Refuse facts (names and values) about parameters of groups that differ between ranks. Collective.
+
+        Facts about experts are compared between the ranks that share them.
+        """
+        listed: dict[bool, dict[str, str]] = {False: {}, True: {}}
+        for group, name, value in facts:
+            listed[group.plan.is_expert][name] = str(value)
+        with self.observers.during(Phase.AGREE, ROOT_UNIT):
+            raise_together(None, "comparing facts", self.sharding.reaching_all, listed[False])
+            if self.sharding.experts is not None:
+                groups = self.sharding.experts.group, *self.sharding.reaching_all  # those of other experts stop, too
+                raise_together(None, "comparing facts", groups, listed[True])
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""

@@ -164,7 +164,7 @@ class Executor:
         for unit in self._units:
             for group in unit.groups:
                 if group.gradients is not None:
-                    group.gradients.bucket_views.forget()
+                    group.gradients.bucket_views.clear()
 
     @property
     def _scratch_count(self) -> int:

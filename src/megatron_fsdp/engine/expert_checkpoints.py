@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,17 +26,13 @@ class ExpertNames:
 
     def __init__(self, plan: ExpertPlan | None = None) -> None:
         self.plan = plan  # the experts of all ranks; None where no ranks hold other experts
-        self._own: dict[str, ShardFrame] = {}
-        self._saved: dict[str, ShardFrame] = {}
+        # of parameters that are saved in another frame, by name on this rank: the frame here and that one
+        self.frames: dict[str, tuple[ShardFrame, ShardFrame]] = {}
 
     @property
     def is_trivial(self) -> bool:
         """Whether nothing has another name or shape in a checkpoint."""
         return self.plan is None
-
-    def add(self, name: str, own: ShardFrame, saved: ShardFrame) -> None:
-        """Register how a parameter of this rank is saved."""
-        self._own[name], self._saved[name] = own, saved
 
     def name_of(self, name: str) -> str:
         """Return the name in a checkpoint of this rank's parameter `name`."""
@@ -46,31 +42,34 @@ class ExpertNames:
         """Return this rank's name of a parameter in a checkpoint; None for an expert of another rank."""
         return name if self.plan is None else self.plan.to_local(name)
 
-    def frame_of(self, name: str, own: ShardFrame) -> ShardFrame:
-        """Return the frame in which a parameter is saved."""
-        return self._saved.get(name, own)
-
     def as_saved(self, name: str, value: Any) -> Any:
         """Return a tensor that is cut as parameter `name` in the frame in which it is saved; it shares its memory."""
-        return _reframed(value, self._own.get(name), self._saved.get(name))
+        own, saved = self.frames.get(name, (None, None))
+        return _reframed(value, own, saved)
 
     def as_held(self, name: str, value: Any) -> Any:
         """Return a loaded tensor as this rank holds it; of a whole tensor of all experts this rank's part."""
-        own, saved = self._own.get(name), self._saved.get(name)
-        if own is None or saved is None:
+        own, saved = self.frames.get(name, (None, None))
+        if own is None or saved is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            return _reframed(value, saved, own)
+        cut = saved.description.tensor_cut
+        if cut is None or not value.shape == saved.shape != own.shape:
             return value
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            cut = saved.description.tensor_cut
-            if value.shape == saved.shape != own.shape and cut is not None:
-                start, stop = saved.description.part_range()
-                return value.narrow(cut.dim, start, stop - start)
-        return _reframed(value, saved, own)
+        start, stop = saved.description.part_range()
+        return value.narrow(cut.dim, start, stop - start)
 
 
 def _reframed(value: Any, old: ShardFrame | None, new: ShardFrame | None) -> Any:
     if old is None or new is None or not isinstance(value, UnevenDTensor) or value.shard_frame != old:
         return value
     return UnevenDTensor.wrap(value._local_tensor, new)
+
+
+def described(value: Any) -> Any:
+    """Attach chunk functions to a shard; anything else stays as it is."""
+    if isinstance(value, UnevenDTensor) and not value.shard_frame.is_whole:
+        describe_chunks(value, value.shard_frame)
+    return value
 
 
 def find_expert_names(units: Sequence[Unit], experts: Domain | None, mesh: DeviceMesh | None) -> ExpertNames:
@@ -91,15 +90,16 @@ def find_expert_names(units: Sequence[Unit], experts: Domain | None, mesh: Devic
     found = ExpertNames(plan)
     for group, index in places:
         name, frame = group.names[index], group.frames[index]
+        saved: ShardFrame | str | None = None
         if name in plan.stacks:
-            stacked = _stacked_frame(frame, plan.stacks[name], experts, mesh)
-            if isinstance(stacked, str):
-                problems[name] = stacked
-            else:
-                found.add(name, frame, stacked)
+            saved = _stacked_frame(frame, plan.stacks[name], experts, mesh)
         elif plan.to_global(name) != name:
-            found.add(name, frame, ShardFrame(frame.mesh, frame.description, frame.foreign_groups))
-        if name in problems or found.frame_of(name, frame) is not frame:
+            saved = ShardFrame(frame.mesh, frame.description, frame.foreign_groups)
+        if isinstance(saved, ShardFrame):
+            found.frames[name] = frame, saved
+        elif saved is not None:
+            problems[name] = saved
+        if name in problems or isinstance(saved, ShardFrame):
             frame.problem = _problem(name, problems.get(name))
     return found
 
@@ -159,10 +159,7 @@ def state_as_saved(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, known: Mapping[int, str], names: ExpertNames
 ) -> StateDict:
     """Return the state dict that an optimizer of all experts would have, with this rank's part of the state."""
-    local = _names_of(optimizer, known)
-    assert names.plan is not None
-    numbering = number_parameters(local, names.plan)
-    flat = list(itertools.chain.from_iterable(local))
+    local, numbering = _number(optimizer, known, names)
     if numbering.problem is not None:
         problem = (
             f"optimizer.state_dict() numbers parameters, and {numbering.problem}, so numbers mean other parameters on "
@@ -170,17 +167,17 @@ def state_as_saved(
         )
         refused = {key: _refused(state, problem) for key, state in state_dict["state"].items()}
         return {**state_dict, "state": refused}
-    numbers = list(_own_numbers(numbering))
+    starts = list(itertools.accumulate(map(len, numbering.groups[:-1]), initial=0))
+    numbers = [start + place for start, places in zip(starts, numbering.own, strict=True) for place in places]
+    flat = list(itertools.chain.from_iterable(local))
     state = {
-        numbers[key]: {slot: _described(names.as_saved(flat[key], value)) for slot, value in values.items()}
+        numbers[key]: {slot: described(names.as_saved(flat[key], value)) for slot, value in values.items()}
         for key, values in state_dict["state"].items()
     }
-    groups = []
-    for group, every, start in zip(state_dict["param_groups"], numbering.groups, _starts(numbering), strict=True):
-        listed: StateDict = {"params": list(range(start, start + len(every)))}
-        if "param_names" in group:
-            listed["param_names"] = every
-        groups.append({**group, **listed})
+    groups = [
+        _listing(group, range(start, start + len(every)), every)
+        for group, every, start in zip(state_dict["param_groups"], numbering.groups, starts, strict=True)
+    ]
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -188,8 +185,7 @@ def names_as_saved(
     optimizer: torch.optim.Optimizer, known: Mapping[int, str], names: ExpertNames
 ) -> list[list[str]] | None:
     """Return names over all ranks by the numbers of `state_as_saved`; None where there is no such list."""
-    assert names.plan is not None
-    numbering = number_parameters(_names_of(optimizer, known), names.plan)
+    _, numbering = _number(optimizer, known, names)
     return None if numbering.problem is not None else numbering.groups
 
 
@@ -200,9 +196,7 @@ def state_as_held(
 
     A state dict that lists as many parameters as this rank has is taken as this rank's own.
     """
-    local = _names_of(optimizer, known)
-    assert names.plan is not None
-    numbering = number_parameters(local, names.plan)
+    local, numbering = _number(optimizer, known, names)
     saved = [list(group["params"]) for group in state_dict["param_groups"]]
     sizes = [len(each) for each in saved]
     if sizes == [len(each) for each in local]:
@@ -218,30 +212,24 @@ def state_as_held(
             if keys[place] in state_dict["state"]:
                 values = state_dict["state"][keys[place]]
                 state[number] = {slot: names.as_held(name, value) for slot, value in values.items()}
-        listed: StateDict = {"params": numbers}
-        if "param_names" in group:
-            listed["param_names"] = [group["param_names"][place] for place in places]
-        groups.append({**group, **listed})
+        known_names = group.get("param_names")
+        groups.append(_listing(group, numbers, [known_names[place] for place in places] if known_names else []))
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _names_of(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> list[list[str]]:
-    return [[known[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+def _number(
+    optimizer: torch.optim.Optimizer, known: Mapping[int, str], names: ExpertNames
+) -> tuple[list[list[str]], Numbering]:
+    """Return the names of an optimizer's parameters, by group, and their numbers among those of all ranks."""
+    local = [[known[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    assert names.plan is not None
+    return local, number_parameters(local, names.plan)
 
 
-def _starts(numbering: Numbering) -> list[int]:
-    return list(itertools.accumulate(map(len, numbering.groups[:-1]), initial=0))
-
-
-def _own_numbers(numbering: Numbering) -> Iterator[int]:
-    for start, positions in zip(_starts(numbering), numbering.own, strict=True):
-        yield from (start + position for position in positions)
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, UnevenDTensor) and not value.shard_frame.is_whole:
-        describe_chunks(value, value.shard_frame)
-    return value
+def _listing(group: StateDict, numbers: Iterable[int], names: Sequence[str]) -> StateDict:
+    """Return a parameter group with other parameters, and their names where it has names."""
+    listed = {**group, "params": list(numbers)}
+    return {**listed, "param_names": list(names)} if "param_names" in group else listed
 
 
 def _refused(state: Mapping[str, Any], problem: str) -> StateDict:
@@ -251,5 +239,5 @@ def _refused(state: Mapping[str, Any], problem: str) -> StateDict:
         if isinstance(value, UnevenDTensor):
             frame = ShardFrame(value.shard_frame.mesh, value.shard_frame.description, value.shard_frame.foreign_groups)
             frame.problem = problem
-            found[slot] = _described(UnevenDTensor.wrap(value._local_tensor, frame))
+            found[slot] = described(UnevenDTensor.wrap(value._local_tensor, frame))
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -50,9 +51,7 @@ def _whole_main_weights(group: ParameterGroup) -> torch.Tensor:
     for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
         if placement is Placement.SHARD and axis.num_ranks > 1:  # outermost first: it was cut last
             full = torch.empty(axis.num_ranks * local.numel(), dtype=local.dtype, device=local.device)
-            work = axis.all_gather(full, local)
-            if work is not None:
-                work.wait()
+            axis.all_gather(full, local, async_op=False)
             local = full
     return local
 
@@ -140,11 +139,15 @@ def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
             _check_copies(units, copies)
         _compare(engine, units, copies)
     with torch.no_grad():
-        for unit in units:
-            for group, params in zip(unit.groups, copies[unit.index], strict=True):
-                for index, param in enumerate(params):
-                    group.weights.main.store(index, local_part(param))
+        for group, params in _of_groups(units, copies):
+            for index, param in enumerate(params):
+                group.weights.main.store(index, local_part(param))
     engine.install_main_weights()
+
+
+def _of_groups(units: Sequence[Unit], copies: _Copies) -> Iterator[tuple[ParameterGroup, list[nn.Parameter]]]:
+    for unit in units:
+        yield from zip(unit.groups, copies[unit.index], strict=True)
 
 
 def _check_copies(units: Sequence[Unit], copies: _Copies) -> None:
@@ -162,18 +165,13 @@ def _check_copies(units: Sequence[Unit], copies: _Copies) -> None:
 def _compare(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     """Refuse values that differ between ranks, since each rank would keep its own part of them."""
     named: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
-    devices: dict[dist.ProcessGroup, torch.device] = {}
-    for unit in units:
-        for group, params in zip(unit.groups, copies[unit.index], strict=True):
-            ranks = engine.sharding.domain(group.plan.is_expert).group
-            if ranks is None:
-                continue
-            devices[ranks] = group.plan.device
-            tensors = named.setdefault(ranks, {})
-            parts = {name: local_part(p.detach()) for name, p in zip(group.names, params, strict=True)}
-            tensors.update({name: part for name, part in parts.items() if part.numel()})
+    for group, params in _of_groups(units, copies):
+        ranks = engine.sharding.domain(group.plan.is_expert).group
+        if ranks is not None:
+            parts = zip(group.names, (local_part(param.detach()) for param in params), strict=True)
+            named.setdefault(ranks, {}).update((name, part) for name, part in parts if part.numel())
     for ranks, tensors in named.items():
-        differing = differing_tensors(tensors, ranks, devices[ranks]) if tensors else ()
+        differing = differing_tensors(tensors, ranks, engine.device) if tensors else ()
         if differing:
             raise ConfigurationError(
                 f"ranks wrote different values into {len(differing)} parameters (first: {differing[0]}) inside "
@@ -189,21 +187,22 @@ _Named = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor to gather: its name, its place, and this rank's piece of it."""
+    """One tensor to gather: its place, and this rank's piece of it."""
 
-    name: str
     group: ParameterGroup
     index: int
     piece: torch.Tensor
 
+    @property
+    def name(self) -> str:
+        return self.group.names[self.index]
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Entries of one group and dtype, and the range of the group's flat buffer that holds them all."""
-
-    entries: tuple[_Entry, ...]
-    start: int
-    stop: int
+    @property
+    def is_cut_further(self) -> bool:
+        """Whether more than the sharding axis cuts it."""
+        plan = self.group.plan
+        part = plan.parts[self.index]
+        return plan.num_shards > plan.axis.num_ranks or (part is not None and part.is_cut)
 
 
 def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -216,29 +215,19 @@ def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, tor
     """Iterate over the full gradients of trainable parameters, by canonical name, without those that are None."""
     found = {id(group): group.grads() for group in engine.groups()}
     entries = _entries(engine, lambda group, index: found[id(group)][index])
-    _agree(engine, entries)
+    # Ranks need the same tensors: for one that a rank lacks, the others would wait.
+    engine.compare_facts((entry.group, entry.name, entry.piece.dtype) for entry in entries)
     yield from _watched(engine, _stream(entries, bucket_bytes))
 
 
 def _entries(engine: Engine, piece_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[_Entry]:
     """List all tensors that have a piece, group after group, in the order of the flat buffers."""
-    entries = []
-    for group in engine.groups():
-        layout = group.plan.layout
-        for index in sorted(range(len(layout.shapes)), key=layout.tensor_range):
-            piece = piece_of(group, index)
-            if piece is not None:
-                entries.append(_Entry(group.names[index], group, index, local_part(piece).detach()))
-    return entries
-
-
-def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
-    """Check that all ranks have the same tensors: for one that a rank lacks, the others would wait."""
-    facts: dict[bool, dict[str, str]] = {False: {}, True: {}}
-    for entry in entries:
-        facts[entry.group.plan.is_expert][entry.name] = str(entry.piece.dtype)
-    with engine.observers.during(Phase.AGREE, ROOT_UNIT):
-        engine.compare_facts(facts[False], facts[True])
+    return [
+        _Entry(group, index, local_part(piece).detach())
+        for group in engine.groups()
+        for index in sorted(range(len(group.names)), key=group.plan.layout.tensor_range)
+        if (piece := piece_of(group, index)) is not None
+    ]
 
 
 def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
@@ -252,93 +241,66 @@ def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
         del found
 
 
-def _stream(entries: Iterable[_Entry], bucket_bytes: int) -> Iterator[_Named]:
+def _stream(entries: Sequence[_Entry], bucket_bytes: int) -> Iterator[_Named]:
     """Iterate over every tensor as a view of its bucket.
 
     A caller holds a tensor of the last bucket while the next one is made, so each takes half of what is allowed.
     """
-    for bucket in _cut(entries, bucket_bytes // 2):
-        if _is_cut_further(bucket.entries[0]):
-            for entry in bucket.entries:
+    alike = groupby(entries, lambda entry: (id(entry.group), entry.piece.dtype, entry.is_cut_further))
+    for (_, _, is_cut_further), run in alike:
+        if is_cut_further:
+            for entry in run:
                 yield entry.name, entry.group.describe_piece(entry.index, entry.piece).full_tensor()
-            continue
-        full = _fill(bucket)
-        for entry in bucket.entries:
-            layout = entry.group.plan.layout
-            offset = layout.offsets[entry.index] - bucket.start
-            flat = full[offset : offset + layout.tensor_numel(entry.index)]
-            yield entry.name, flat.view(layout.shapes[entry.index])
-            del flat
-        del full
+        else:
+            for bucket, start, stop in _buckets(run, bucket_bytes // 2):
+                yield from _gathered(bucket, start, stop)
 
 
-def _cut(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[_Chunk]:
-    """Group entries of one group and dtype into buckets that are no larger than the limit, or one tensor."""
+def _buckets(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[tuple[list[_Entry], int, int]]:
+    """Cut entries of one group and dtype into buckets that are no larger than the limit, or one tensor.
+
+    With each comes the range of the group's flat buffer to gather: all of it where that fits, since that is one
+    collective.
+    """
     taken: list[_Entry] = []
+    start = stop = 0
     for entry in entries:
-        if taken and not _fits(taken, entry, limit_bytes):
-            yield _bucket(taken, limit_bytes)
+        layout = entry.group.plan.layout
+        limit = limit_bytes // entry.piece.dtype.itemsize
+        low, high = (0, layout.numel) if layout.numel <= limit else layout.tensor_range(entry.index)
+        if taken and high - start > limit:
+            yield taken, start, stop
             taken = []
+        if not taken:
+            start = low
         taken.append(entry)
+        stop = high
     if taken:
-        yield _bucket(taken, limit_bytes)
+        yield taken, start, stop
 
 
-def _fits(taken: Sequence[_Entry], entry: _Entry, limit_bytes: int) -> bool:
-    first = taken[0]
-    if entry.group is not first.group or entry.piece.dtype != first.piece.dtype:
-        return False
-    if _is_cut_further(entry) is not _is_cut_further(first):
-        return False
-    if _whole_fits(entry, limit_bytes):
-        return True
-    layout = entry.group.plan.layout
-    numel = layout.tensor_range(entry.index)[1] - layout.tensor_range(first.index)[0]
-    return numel * entry.piece.dtype.itemsize <= limit_bytes
-
-
-def _whole_fits(entry: _Entry, limit_bytes: int) -> bool:
-    return entry.group.plan.layout.numel * entry.piece.dtype.itemsize <= limit_bytes
-
-
-def _bucket(taken: Sequence[_Entry], limit_bytes: int) -> _Chunk:
-    layout = taken[0].group.plan.layout
-    if _whole_fits(taken[0], limit_bytes):
-        return _Chunk(tuple(taken), 0, layout.numel)
-    return _Chunk(tuple(taken), layout.tensor_range(taken[0].index)[0], layout.tensor_range(taken[-1].index)[1])
-
-
-def _fill(bucket: _Chunk) -> torch.Tensor:
-    """Return the full range (stop - start,): this rank's pieces, and those of the others."""
-    group = bucket.entries[0].group
-    layout, axis = group.plan.layout, group.plan.axis
+def _gathered(bucket: Sequence[_Entry], start: int, stop: int) -> Iterator[_Named]:
+    """Gather the elements [start, stop) of a group's flat buffer, and iterate over the tensors of the bucket in it."""
+    group = bucket[0].group
+    layout, rank = group.plan.layout, group.plan.axis.rank
     is_sharded = not group.weights.main.is_whole
-    dtype = bucket.entries[0].piece.dtype
-    full = torch.empty(bucket.stop - bucket.start, dtype=dtype, device=group.plan.device)
-    for entry in bucket.entries:
-        first = layout.local_range(entry.index, axis.rank)[0] if is_sharded else 0
-        offset = layout.offsets[entry.index] - bucket.start + first
+    full = torch.empty(stop - start, dtype=bucket[0].piece.dtype, device=group.plan.device)
+    for entry in bucket:
+        first = layout.local_range(entry.index, rank)[0] if is_sharded else 0
+        offset = layout.offsets[entry.index] - start + first
         full[offset : offset + entry.piece.numel()].copy_(entry.piece.reshape(-1))
     if is_sharded:
-        _gather_range(group, full, bucket.start, bucket.stop)
-    return full
-
-
-def _is_cut_further(entry: _Entry) -> bool:
-    """Return whether more than the sharding axis cuts the tensor."""
-    plan = entry.group.plan
-    part = plan.parts[entry.index]
-    return plan.num_shards > plan.axis.num_ranks or (part is not None and part.is_cut)
+        _gather_range(group, full, start, stop)
+    for entry in bucket:
+        low, high = layout.tensor_range(entry.index)
+        yield entry.name, full[low - start : high - start].view(layout.shapes[entry.index])
 
 
 def _gather_range(group: ParameterGroup, full: torch.Tensor, start: int, stop: int) -> None:
     """Send the elements [start, stop) of the group's flat buffer to every rank; each has its own part in `full`."""
     layout, axis = group.plan.layout, group.plan.axis
     if stop - start == layout.numel:
-        own_start, own_stop = layout.shard_range(axis.rank)
-        work = axis.all_gather(full, full[own_start:own_stop])
-        if work is not None:
-            work.wait()
+        axis.all_gather(full, full[slice(*layout.shard_range(axis.rank))], async_op=False)
         return
     works = []
     for rank in range(axis.num_ranks):

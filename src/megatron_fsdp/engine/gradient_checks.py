@@ -7,6 +7,7 @@ communication, can turn finite values into infinity.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -14,53 +15,67 @@ import torch.distributed as dist
 
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.axis import has_values
-from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError
+from megatron_fsdp.errors import LargeGradientError, NonFiniteGradientError
 
 _SHOWN = 8
 
 
-class NamedRanks:
-    """The parameters of every rank. Making one is collective.
+class GradientCheck(ABC):
+    """A check of every gradient of a backward, whose findings ranks compare when it ends. Making one is collective.
 
     Args:
         labels: The unit or bucket of each parameter of this rank, by its name; nothing is said of an empty one.
             Expert-parallel ranks may have others, and another number.
         groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
+        device: Where findings are kept.
     """
 
-    def __init__(self, labels: Mapping[str, str], groups: Sequence[dist.ProcessGroup | None]) -> None:
-        self._groups = [group for group in groups if group is not None]
-        self.own = tuple(f"{name} ({label})" if label else name for name, label in labels.items())
-        # global rank and "name (label)" of each parameter, in `gather`'s order
-        self.everyone = gather_over(self._groups, (dist.get_rank() if self._groups else 0, self.own))
-        self.most = max(len(of_rank) for _, of_rank in self.everyone)  # parameters of the rank with the most
+    dtype: torch.dtype  # of a finding
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Gather the values of every rank, (ranks, most); `mine` is (most,) on each. Collective."""
-        gathered = mine
+    def __init__(
+        self, labels: Mapping[str, str], groups: Sequence[dist.ProcessGroup | None], device: torch.device
+    ) -> None:
+        self._groups = [group for group in groups if group is not None]
+        self._own_index = {name: index for index, name in enumerate(labels)}
+        self._own = tuple(f"{name} ({label})" if label else name for name, label in labels.items())
+        # global rank and "name (label)" of each parameter, in `_gather`'s order
+        self._everyone = gather_over(self._groups, (dist.get_rank() if self._groups else 0, self._own))
+        most = max(len(names) for _, names in self._everyone)
+        # of each parameter of this rank, in this backward, and padding
+        self._found = torch.zeros(most, dtype=self.dtype, device=device)
+
+    def begin(self) -> None:
+        """Begin a backward, or a sync outside of one; drop what an earlier one, which may have failed, has left."""
+        self._found.zero_()
+
+    @abstractmethod
+    def record(self, name: str, grad: torch.Tensor) -> None:
+        """Record what is to be known of a gradient, without a device sync."""
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """Compare over the ranks; what one of them found raises on all. Collective."""
+
+    def _gather(self) -> torch.Tensor:
+        """Gather what every rank has found, (ranks, most). Collective."""
+        gathered = self._found
         for group in self._groups:
             parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, gathered, group=group)
             gathered = torch.cat(parts)
-        return gathered.view(len(self.everyone), -1)
+        return gathered.view(len(self._everyone), -1)
 
-    def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the largest over all ranks, elementwise and in place; the same on every rank. Collective."""
-        for group in self._groups:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-        return values
-
-    def ranks_by_name(self, flags: Sequence[Sequence[bool]]) -> dict[str, list[int]]:
+    def _ranks_by_name(self, flags: Sequence[Sequence[bool]]) -> dict[str, list[int]]:
         """Return the global ranks, ascending, that flagged each parameter; unflagged ones are left out."""
         found: dict[str, set[int]] = {}
-        for (rank, names), of_rank in zip(self.everyone, flags, strict=True):
+        for (rank, names), of_rank in zip(self._everyone, flags, strict=True):
             for name, flag in zip(names, of_rank, strict=False):  # flags of fewer names are padded
                 if flag:
                     found.setdefault(name, set()).add(rank)
         return {name: sorted(ranks) for name, ranks in found.items()}
 
 
-def first_few(findings: Iterable[str]) -> str:
+def _first_few(findings: Iterable[str]) -> str:
     """Format the first findings, and how many more there are."""
     listed = list(findings)
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
@@ -83,18 +98,18 @@ HISTORY = 10
 """Backwards. Fewer are one or two steps of most runs; more would miss the start of training, when it breaks."""
 
 
-class LargeGradientCheck:
+class LargeGradientCheck(GradientCheck):
     """Records the largest magnitude of each gradient during backward; the ranks compare when it ends.
 
     Where experts of different ranks have the same local name, they share their history.
 
     Args:
-        labels: The unit or bucket of each parameter, for messages; see `NamedRanks`.
-        groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
-        device: Device of the magnitudes.
+        labels, groups, device: See `GradientCheck`.
         factor: How many times the largest magnitude so far is too large; above 1.
         history: Backwards with a gradient other than zero before a parameter is judged; at least 1.
     """
+
+    dtype = torch.float32
 
     def __init__(
         self,
@@ -104,33 +119,20 @@ class LargeGradientCheck:
         factor: float = FACTOR,
         history: int = HISTORY,
     ) -> None:
-        if not factor > 1.0 or history < 1:
-            raise ConfigurationError(
-                f"a check for large gradients got factor={factor} and history={history}; factor has to be above 1 and "
-                "history at least 1"
-            )
-        self._factor = factor
-        self._history = history
-        self._own_index = {name: index for index, name in enumerate(labels)}
-        self._ranks = NamedRanks(labels, groups)
-        self._seen = torch.zeros(self._ranks.most, dtype=torch.float32, device=device)  # of this rank, in this backward
-        known = dict.fromkeys(name for _, of_rank in self._ranks.everyone for name in of_rank)
-        self._index = {name: index for index, name in enumerate(known)}
-        self._own = torch.tensor([self._index[name] for name in self._ranks.own], dtype=torch.int64, device=device)
+        super().__init__(labels, groups, device)
+        self._factor, self._history = factor, history
+        names = dict.fromkeys(name for _, of_rank in self._everyone for name in of_rank)
+        self._index = {name: index for index, name in enumerate(names)}
+        self._own_places = torch.tensor([self._index[name] for name in self._own], dtype=torch.int64, device=device)
         # Of all ranks, in all backwards that counted:
-        self._largest = torch.zeros(len(known), dtype=torch.float32, device=device)
-        self._count = torch.zeros(len(known), dtype=torch.int64, device=device)
-
-    def begin(self) -> None:
-        """Begin a backward; drop what an earlier one, which may have failed, has left."""
-        self._seen.zero_()
+        self._largest = torch.zeros(len(names), dtype=torch.float32, device=device)
+        self._count = torch.zeros(len(names), dtype=torch.int64, device=device)
 
     def record(self, name: str, grad: torch.Tensor) -> None:
         """Record the largest magnitude of a gradient, without a device sync."""
         if grad.numel():
             index = self._own_index[name]
-            largest = torch.linalg.vector_norm(grad, torch.inf)
-            self._seen[index] = torch.maximum(self._seen[index], largest)
+            self._found[index] = torch.maximum(self._found[index], torch.linalg.vector_norm(grad, torch.inf))
 
     def conclude(self) -> None:
         """Compare over the ranks, then remember. One all-reduce of 4 bytes per parameter, and one wait for it.
@@ -141,8 +143,9 @@ class LargeGradientCheck:
                 is large.
         """
         values = torch.zeros_like(self._largest)
-        values[self._own] = self._seen[: len(self._own)].nan_to_num(nan=0.0, posinf=torch.inf)
-        self._ranks.largest(values)
+        values[self._own_places] = self._found[: len(self._own)].nan_to_num(nan=0.0, posinf=torch.inf)
+        for group in self._groups:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         most = (self._largest * self._factor).clamp(max=torch.finfo(torch.float32).max)  # infinity is above any limit
         limits = torch.where(self._count >= self._history, most, torch.inf)
         if has_values(values) and bool((values > limits).any()):
@@ -152,19 +155,18 @@ class LargeGradientCheck:
         self._count += counts
 
     def _message(self, limits: torch.Tensor) -> str:
-        by_rank = self._ranks.gather(self._seen).tolist()
-        largest, count, limit = self._largest.tolist(), self._count.tolist(), limits.tolist()
+        by_rank, limit = self._gather().tolist(), dict(zip(self._index, limits.tolist(), strict=True))
+        before = dict(zip(self._index, zip(self._largest.tolist(), self._count.tolist(), strict=True), strict=True))
         flags, found = [], dict.fromkeys(self._index, 0.0)
-        for (_, names), seen in zip(self._ranks.everyone, by_rank, strict=True):
-            flags.append([value > limit[self._index[name]] for name, value in zip(names, seen, strict=False)])
-            for name, value in zip(names, seen, strict=False):
+        for (_, names), values in zip(self._everyone, by_rank, strict=True):
+            flags.append([value > limit[name] for name, value in zip(names, values, strict=False)])
+            for name, value in zip(names, values, strict=False):
                 found[name] = max(found[name], value)
-        large = self._ranks.ranks_by_name(flags)
-        worst_first = sorted(large, key=lambda name: found[name] / largest[self._index[name]], reverse=True)
-        shown = first_few(
-            f"{name} on rank {large[name]} has {found[name]:.4g}, and had at most {largest[self._index[name]]:.4g} in "
-            f"{count[self._index[name]]} backwards"
-            for name in worst_first
+        large = self._ranks_by_name(flags)
+        shown = _first_few(
+            f"{name} on rank {large[name]} has {found[name]:.4g}, and had at most {before[name][0]:.4g} in "
+            f"{before[name][1]} backwards"
+            for name in sorted(large, key=lambda name: found[name] / before[name][0], reverse=True)  # worst first
         )
         return (
             f"the gradients of {len(large)} parameters are unexpectedly large before reduction, more than "
@@ -173,34 +175,23 @@ class LargeGradientCheck:
         )
 
 
-class FiniteCheck:
+class FiniteCheck(GradientCheck):
     """Collects one flag per parameter during backward; the ranks compare them when it ends."""
 
-    def __init__(
-        self, labels: Mapping[str, str], groups: Sequence[dist.ProcessGroup | None], device: torch.device
-    ) -> None:
-        self._own_index = {name: index for index, name in enumerate(labels)}
-        self._ranks = NamedRanks(labels, groups)
-        self._flags = torch.zeros(self._ranks.most, dtype=torch.bool, device=device)
-
-    def begin(self) -> None:
-        """Begin a backward, or a sync outside of one; drop what an earlier one that failed has left."""
-        self._flags.zero_()
+    dtype = torch.uint8
 
     def record(self, name: str, grad: torch.Tensor) -> None:
         """Record whether a gradient holds a value that is not finite, without a device sync."""
-        self._flags[self._own_index[name]] |= ~torch.isfinite(grad).all()
+        self._found[self._own_index[name]] |= ~torch.isfinite(grad).all()
 
     def conclude(self) -> None:
         """Compare the flags over the ranks; NaN or infinity on some rank is an error on every rank."""
-        by_rank = self._ranks.gather(self._flags.to(torch.uint8)).bool().cpu()
-        if has_values(by_rank) and bool(by_rank.any()):
-            raise NonFiniteGradientError(self._message(by_rank.tolist()))
-
-    def _message(self, by_rank: Sequence[Sequence[bool]]) -> str:
-        bad = self._ranks.ranks_by_name(by_rank)
-        shown = first_few(f"{name} on rank {ranks}" for name, ranks in bad.items())
-        return (
+        by_rank = self._gather().cpu()
+        if not has_values(by_rank) or not by_rank.any():
+            return
+        bad = self._ranks_by_name(by_rank.tolist())
+        shown = _first_few(f"{name} on rank {ranks}" for name, ranks in bad.items())
+        raise NonFiniteGradientError(
             f"the gradients of {len(bad)} parameters hold NaN or infinity before reduction: {shown} "
             "(global ranks); look at loss and learning rate, then call zero_grad and go on or stop"
         )

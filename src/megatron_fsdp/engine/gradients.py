@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -32,32 +32,7 @@ from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, piece_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.mesh import Domain
-
-
-class BucketViews:
-    """The views of each tensor in the buckets that a group fills, made once per bucket; their memory comes and goes."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._made: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
-        """Return the view of each tensor in a bucket (numel,)."""
-        found = self._made.get(id(bucket))
-        if found is None or found[0] is not bucket:
-            views = [full_view(self._layout, bucket, i) for i in range(len(self._layout.shapes))]
-            found = self._made[id(bucket)] = bucket, views
-        return found[1]
-
-    def forget(self) -> None:
-        """Drop the views of all buckets, which may be gone."""
-        self._made.clear()
-
 
 # The gradient of a sharded parameter is in `.grad`, or in `.decoupled_grad`, which torch does not use: torch requires
 # that `.grad` has the dtype of its parameter, and a further attribute may have any.
@@ -66,8 +41,6 @@ GradAttribute = Literal["grad", "decoupled_grad"]
 
 GRAD: GradAttribute = "grad"
 DECOUPLED: GradAttribute = "decoupled_grad"
-
-_GRAD = attrgetter(GRAD)
 
 plain_attributes = torch._C.DisableTorchFunctionSubclass
 """A context in which access to attributes of DTensors is as fast as of plain tensors.
@@ -86,7 +59,7 @@ def get_grad(param: torch.Tensor, attribute: GradAttribute) -> torch.Tensor | No
 def get_grads(params: Sequence[torch.Tensor], attribute: GradAttribute) -> list[torch.Tensor | None]:
     """Return the gradients of several parameters."""
     with plain_attributes():
-        return list(map(_GRAD, params)) if attribute == GRAD else [get_grad(param, attribute) for param in params]
+        return [get_grad(param, attribute) for param in params]
 
 
 def shown_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -107,13 +80,6 @@ def show_grad(copy: torch.Tensor, grad: torch.Tensor | None) -> None:
         copy.grad_dtype = grad.dtype
     copy.grad = grad
     copy.decoupled_grad = grad  # type: ignore[attr-defined]
-
-
-def set_grads(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
-    """Set `.grad` of each of some parameters."""
-    with plain_attributes():
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
 
 
 # The memory of a group's main gradient exists from the first reduction until all gradients are cleared.
@@ -230,30 +196,21 @@ def _is_referenced(view: DTensor) -> bool:
 
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
-Shown = Sequence[torch.Tensor | None]
 Inspect = Callable[[int, torch.Tensor], None]
 
 
+@dataclass(slots=True, eq=False)
 class ParameterGradient:
-    """The gradient of one parameter, on its way from autograd to `.grad`.
+    """The gradient of one parameter, on its way from autograd to `.grad`."""
 
-    Attributes:
-        target: Where gradients of this backward go, a view in the parameter's shape; None while no memory is filled.
-        direct: The same for as long as the next gradient may be copied there as it is, else None.
-        filled: A gradient of this backward is there.
-        arrived: A gradient has come since gradients were last attached.
-        counts: The main gradient holds a contribution that counts.
-        attached: It was set as `.grad`, and not taken back since.
-        was_set: `.grad` was set when the next gradient came, and will be set again.
-    """
-
-    __slots__ = ("arrived", "attached", "counts", "direct", "filled", "target", "was_set")
-
-    def __init__(self) -> None:
-        self.target: torch.Tensor | None = None
-        self.direct: torch.Tensor | None = None
-        self.filled = self.arrived = False
-        self.counts = self.attached = self.was_set = False
+    # where gradients of this backward go, a view in the parameter's shape; None while no memory is filled
+    target: torch.Tensor | None = None
+    direct: torch.Tensor | None = None  # the same for as long as the next gradient may be copied there as it is
+    filled: bool = False  # a gradient of this backward is there
+    arrived: bool = False  # a gradient has come since gradients were last attached
+    counts: bool = False  # the main gradient holds a contribution that counts
+    attached: bool = False  # it was set as `.grad`, and not taken back since
+    was_set: bool = False  # `.grad` was set when the next gradient came, and will be set again
 
 
 # The hook that copies a gradient from autograd into its bucket runs for every parameter in every backward. So it does
@@ -299,7 +256,8 @@ class GradientBuffers:
         self.main = MainGradient(plan)
         self.of_parameter = tuple(ParameterGradient() for _ in plan.layout.shapes)
         self._padding = padding_ranges(plan.layout)
-        self.bucket_views = BucketViews(plan.layout)
+        # each bucket that was filled, and the views of its tensors, by its id; the memory beneath comes and goes
+        self.bucket_views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._filling: torch.Tensor | None = None
         self._deferred_sum: torch.Tensor | None = None
         self._inner_sum: torch.Tensor | None = None
@@ -308,7 +266,7 @@ class GradientBuffers:
     def change_precision(self, plan: GroupPlan) -> None:
         """Use another communication dtype for the next bucket."""
         self.precision, self.reducer.reduction = plan.precision, plan.reduction
-        self.bucket_views.forget()
+        self.bucket_views.clear()
 
     # ---- filling ------------------------------------------------------------------------------------------------
 
@@ -340,15 +298,24 @@ class GradientBuffers:
         """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or None: deferred sums."""
         if bucket is not None:
             _zero([bucket[start:stop] for start, stop in self._padding])
-            self._filling, targets = bucket, self.bucket_views.of(bucket)
+            self._filling, targets = bucket, self._views_in(bucket)
         else:
             if self._deferred_sum is None:
                 self._deferred_sum = self._zeros(self.layout.numel)
             self._filling = self._deferred_sum
-            targets = [full_view(self.layout, self._deferred_sum, index) for index in range(len(self.of_parameter))]
+            targets = self._make_views(self._deferred_sum)
         is_direct = bucket is not None and self.reducer.reduction.pre_factor == 1.0
         for each, target in zip(self.of_parameter, targets, strict=True):
             each.target, each.direct, each.filled = target, target if is_direct else None, False
+
+    def _views_in(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+        """Return the view of each tensor in a bucket (numel,), made once."""
+        if id(bucket) not in self.bucket_views:
+            self.bucket_views[id(bucket)] = bucket, self._make_views(bucket)
+        return self.bucket_views[id(bucket)][1]
+
+    def _make_views(self, full: torch.Tensor) -> list[torch.Tensor]:
+        return [full_view(self.layout, full, index) for index in range(len(self.of_parameter))]
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Copy the gradient of parameter `index` (its own shape, any dtype) into its target, with the cast."""
@@ -405,7 +372,7 @@ class GradientBuffers:
             _zero([each.target for each in self.of_parameter if each.target is not None and not each.filled])
         self.stop_filling()
         if self.inspect is not None:
-            for index, view in enumerate(self.bucket_views.of(bucket)):
+            for index, view in enumerate(self._views_in(bucket)):
                 self.inspect(index, view)
         stage = self.reducer.reduce_inner(bucket, scratch)
         if self.row_shift:
@@ -534,30 +501,10 @@ class GradientBuffers:
     def attach(self, params: Sequence[nn.Parameter], used: Sequence[bool], describe: DescribePiece) -> None:
         """Set `.grad` of the sharded parameters to the main gradient, whose pieces `describe` wraps as DTensors.
 
-        A parameter that no rank has `used`, and that had no gradient, keeps None.
+        The parameters' own gradients are added to it first. A parameter that no rank has `used`, and that had no
+        gradient, keeps None.
         """
         found = get_grads(params, self.grad_attribute)
-        if not self._show_new(params, used, found):
-            self._show(params, used, found, describe)
-        for each in self.of_parameter:
-            each.arrived = each.was_set = False
-        self.renewed = False
-
-    def _show_new(self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown) -> bool:
-        """Set the existing views where that suffices: no gradient was left, and all are new; return whether it did."""
-        usual = self.grad_attribute == GRAD and self.shown_dtype == self.precision.main_grads and all(used)
-        usual = usual and all(each.counts and not each.attached for each in self.of_parameter)
-        if not usual or any(grad is not None for grad in found) or any(view is None for view in self.main.views):
-            return False
-        set_grads(params, self.main.views)
-        for each in self.of_parameter:
-            each.attached = True
-        return True
-
-    def _show(
-        self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown, describe: DescribePiece
-    ) -> None:
-        """Add the parameters' own gradients to the main gradient, then set `.grad`."""
         changed: dict[int, torch.Tensor] = {}
         own: dict[int, torch.Tensor] = {}
         for index, (each, grad) in enumerate(zip(self.of_parameter, found, strict=True)):
@@ -574,18 +521,19 @@ class GradientBuffers:
         if self.grad_attribute != GRAD:
             self._take_plain(params)
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
-        for index, (param, shown) in enumerate(zip(params, found, strict=True)):
-            each = self.of_parameter[index]
+        for index, (param, each, shown) in enumerate(zip(params, self.of_parameter, found, strict=True)):
             each.counts = each.counts and (used[index] or each.was_set or shown is not None)
-            if not each.counts:
-                continue
-            if cast is None:
-                grad = self.main.view(index, describe)
-            else:
-                grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
-            if grad is not shown:
-                setattr(param, self.grad_attribute, grad)
-            each.attached = True
+            if each.counts:
+                if cast is None:
+                    grad = self.main.view(index, describe)
+                else:
+                    grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
+                if grad is not shown:
+                    with plain_attributes():
+                        setattr(param, self.grad_attribute, grad)
+                each.attached = True
+            each.arrived = each.was_set = False
+        self.renewed = False
 
     @property
     def shown_dtype(self) -> torch.dtype:
@@ -688,33 +636,19 @@ class UsageAgreement:
     def __init__(self, domain: Domain, device: torch.device, always: bool) -> None:
         self._group = domain.group
         self._foreign_groups = domain.foreign_groups
-        self._always = always or bool(domain.foreign_groups)
         self._device = device
-        self._all_used = False
+        self.never_knows = always or bool(domain.foreign_groups)  # ranks ask at every sync
+        self.is_alone = domain.group is None and not domain.foreign_groups  # there is no other rank to ask
+        self.is_known = False  # every parameter was used once, so that nobody asks any more
 
     @property
     def asks(self) -> bool:
         """Whether the next sync asks the other ranks, and waits for their answer."""
-        return self._group is not None and not self._all_used
-
-    @property
-    def is_known(self) -> bool:
-        """Whether every parameter was used once, so that nobody asks any more."""
-        return self._all_used
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other rank to ask."""
-        return self._group is None and not self._foreign_groups
-
-    @property
-    def never_knows(self) -> bool:
-        """Whether ranks ask at every sync."""
-        return self._always
+        return self._group is not None and not self.is_known
 
     def forget(self) -> None:
         """Ask at the next sync, since other parameters take gradients now."""
-        self._all_used = False
+        self.is_known = False
 
     @real_values()
     def agree(self, used_here: Sequence[bool], operations_digest: int) -> list[bool]:
@@ -723,7 +657,7 @@ class UsageAgreement:
         `operations_digest`, below 2 ** 62, is that of the gathers and reductions so far. Ranks that gathered or reduced
         different units all raise a ScheduleError.
         """
-        if self._all_used:
+        if self.is_known:
             return [True] * len(used_here)
         if self._group is None:  # nothing to send, so no device sync
             return self._show_one(list(used_here))
@@ -740,7 +674,7 @@ class UsageAgreement:
                 "difference (docs/debugging.md)"
             )
         used = [bool(flag) for flag in found]
-        self._all_used = all(used) and not self._always
+        self.is_known = all(used) and not self.never_knows
         return self._show_one(used)
 
     def _show_one(self, used: list[bool]) -> list[bool]:

@@ -325,14 +325,9 @@ class GroupPlan:
 
     @property
     def outer_format(self) -> GradientFormat | None:
-        """The gradient format in which they are; None: they keep their dtype, or are not sent."""
+        """The gradient format in which they are, as bytes; None: they keep their dtype, or are not sent."""
         name = self.precision.outer_format
         return None if name is None or not self._crosses else GRADIENT_FORMATS[name]
-
-    @property
-    def crossing_dtype(self) -> torch.dtype:
-        """The dtype of the memory that they are sent from."""
-        return self.precision.grad_comm if self.outer_format is None else torch.uint8
 
     @property
     def crossing_bytes(self) -> int:
@@ -403,8 +398,11 @@ class GroupPlan:
 _ALIGNMENT_BYTES = 16
 _EXPERT_NAME = ".experts."
 """Part of the name of every expert's parameter."""
-_EVERY_PARAMETER = "all"
-"""The pattern that stands for every parameter."""
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether one of the patterns for sums in float32 matches a parameter's name."""
+    return pattern == "all" or fnmatchcase(name, pattern)
 
 
 @dataclass(frozen=True)
@@ -420,24 +418,17 @@ class Sharding:
 
     def sums_in_fp32(self, name: str) -> bool:
         """Return whether the gradients of a parameter are accumulated in float32, by its canonical name."""
-        return any(
-            self.matches(name, pattern) for pattern in self.options.param_name_patterns_for_fp32_local_accumulation
-        )
+        return any(_matches(name, pattern) for pattern in self.options.param_name_patterns_for_fp32_local_accumulation)
 
     def check_patterns(self, names: Sequence[str]) -> None:
         """Refuse patterns that match none of `names`, the canonical ones of the model's trainable parameters."""
         for pattern in self.options.param_name_patterns_for_fp32_local_accumulation:
-            if not any(self.matches(name, pattern) for name in names):
+            if not any(_matches(name, pattern) for name in names):
                 raise ConfigurationError(
                     f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
                     f"{len(names)} trainable parameters (such as {', '.join(names[:2])}); patterns are those of "
                     "fnmatch, and 'all' is every parameter"
                 )
-
-    @staticmethod
-    def matches(name: str, pattern: str) -> bool:
-        """Return whether one of the patterns for sums in float32 matches a parameter's name."""
-        return pattern == _EVERY_PARAMETER or fnmatchcase(name, pattern)
 
     def is_expert(self, name: str, param: torch.Tensor) -> bool:
         """Return whether a parameter is on the expert mesh: by its name, or marked `allreduce=False` as in Megatron.
@@ -553,24 +544,16 @@ class Sharding:
                 **rows_only,
             )
 
-        layout = plan([info.shape for info in spec.parameters])
+        mesh = self.domain(spec.key.is_expert).tensor_parallel
+        num_parts = 1 if mesh is None else mesh.size()
         by_parameter = [
-            None if part is None else part.shapes_by_rank(info.shape)
+            (info.shape,) * num_parts if part is None else part.shapes_by_rank(info.shape)
             for info, part in zip(spec.parameters, parts, strict=True)
         ]
-        if all(shapes is None or len(set(shapes)) == 1 for shapes in by_parameter):
+        layout = plan([info.shape for info in spec.parameters])
+        if all(len(set(shapes)) == 1 for shapes in by_parameter):
             return layout, ()
-        mesh = self.domain(spec.key.is_expert).tensor_parallel
-        assert mesh is not None
-        return layout, tuple(
-            plan(
-                [
-                    info.shape if shapes is None else shapes[rank]
-                    for info, shapes in zip(spec.parameters, by_parameter, strict=True)
-                ]
-            )
-            for rank in range(mesh.size())
-        )
+        return layout, tuple(map(plan, zip(*by_parameter, strict=True)))
 
     def _placements(self, spec: ParameterGroupSpec) -> Placements:
         strategy = self.options.strategy

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -202,14 +201,8 @@ def _pre_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torc
     live_engine(reference).pre_backward(call)
 
 
-_OF_TORCH = frozenset(nn.Module().__dict__)
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"_buffers"}
 """Attributes of every module, which hold no results."""
-_BUFFERS = "_buffers"
-_FLAG = "training"
-_FLAG_TWICE = itemgetter(_FLAG, _FLAG)
-"""Getter of what every module has; of two names or more, a getter gives a tuple."""
-_Values = Callable[[dict[str, Any]], tuple[Any, ...]]
-_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class AuxiliaryOutputs:
@@ -220,7 +213,8 @@ class AuxiliaryOutputs:
     """
 
     def __init__(self, module: nn.Module, others: Collection[int]) -> None:
-        self._owners = tuple(_Attributes(owner) for owner in _own_modules(module, others))
+        # weak, since hooks of these modules refer to this
+        self._owners = tuple(weakref.ref(owner) for owner in _own_modules(module, others))
         self._starts: list[int] = []
 
     def begin(self) -> None:
@@ -229,52 +223,18 @@ class AuxiliaryOutputs:
 
     def end(self) -> list[Tensor]:
         """Return the tensors with a graph that the forward has computed and left in attributes."""
-        if not self._starts:
+        start = self._starts.pop() if self._starts else None
+        if start is None or not torch.is_grad_enabled():
             return []
-        start = self._starts.pop()
         return [
             value
-            for owner in self._owners
-            for value in owner.tensors()
+            for reference in self._owners
+            if (owner := reference()) is not None
+            for name, held in owner.__dict__.items()
+            if name not in _OF_TORCH
+            for value in _tensors_of(held)
             if value.grad_fn is not None and value.grad_fn._sequence_nr() >= start
         ]
-
-
-class _Attributes:
-    """The attributes of one module, searched again only where one was added, removed or assigned.
-
-    This runs after every forward, and of some forty attributes of a module few are not torch's own.
-    """
-
-    def __init__(self, owner: nn.Module) -> None:
-        self._owner = weakref.ref(owner)  # hooks of the owner refer to this
-        self._number = -1  # of all attributes
-        self._values: _Values = _FLAG_TWICE
-        self._plain: tuple[Any, ...] | None = None  # their last values, if none of them can hold a tensor
-
-    def tensors(self) -> Sequence[Tensor]:
-        """Return the tensors that are there now, one level deep."""
-        owner = self._owner()
-        if owner is None:
-            return ()
-        held = owner.__dict__
-        try:
-            values = self._values(held)
-        except KeyError:  # as many were removed as were added
-            self._number = -1
-        if len(held) != self._number:
-            self._number = len(held)
-            self._values = itemgetter(_FLAG, _FLAG, *(name for name in held if name not in _OF_TORCH))
-            values, self._plain = self._values(held), None
-        buffers = held[_BUFFERS]
-        if self._plain is not None and not buffers and all(map(is_, values, self._plain)):
-            return ()
-        self._plain = values if all(map(_is_plain, values)) else None
-        return [tensor for value in (*values, buffers) for tensor in _tensors_of(value)]
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
 def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:
@@ -371,9 +331,12 @@ class UnitCall:
     inner: tuple[UnitCall, ...] = ()
 
 
-def unit_calls(module: nn.Module, number_of: Mapping[int, tuple[int, int]]) -> tuple[UnitCall, ...]:
-    """Return the units of a module as its forward calls them, if modules run in the order of their registration."""
-    inner = tuple(call for child in module.children() for call in unit_calls(child, number_of))
+def unit_calls(
+    module: nn.Module, number_of: Mapping[int, tuple[int, int]], order: Iterable[nn.Module] | None = None
+) -> tuple[UnitCall, ...]:
+    """Return the units of a module as its forward calls them, if modules run in the order given, or registered."""
+    inside = module.children() if order is None else order
+    inner = tuple(call for child in inside for call in unit_calls(child, number_of))
     own = number_of.get(id(module))
     return inner if own is None else (UnitCall(*own, inner),)
 
@@ -399,11 +362,7 @@ def calls_of(
                 f"take_part was given a {type(given).__name__} that is not part of the sharded model; pass a module "
                 "of model.module, or None for all of it"
             )
-    if modules is None:
-        return unit_calls(whole, number_of)
-    inner = tuple(call for inside in modules for call in unit_calls(inside, number_of))
-    own = number_of.get(id(whole))
-    return inner if own is None else (UnitCall(*own, inner),)
+    return unit_calls(whole, number_of, modules)
 
 
 def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tensor:
@@ -441,14 +400,8 @@ def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
         return hidden
     anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so there is a backward in any case
     passed: Tensor = _Passage.apply(hidden, anchor)  # type: ignore[no-untyped-call]
-    passed.register_hook(partial(_announce, weakref.ref(engine), forward))
+    passed.register_hook(partial(_pre_backward, weakref.ref(engine), forward))
     return passed
-
-
-def _announce(reference: weakref.ref[Engine], forward: ForwardCall, _grad: Tensor) -> None:
-    engine = reference()
-    if engine is not None:
-        engine.pre_backward(forward)
 
 
 class _Passage(torch.autograd.Function):

@@ -24,6 +24,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,12 +32,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.config.homes import Home, Place
-from megatron_fsdp.engine.memory_plan import (
-    PoolPlan,
-    Use,
-    WeightPlan,
-    WeightStorage,
-)
+from megatron_fsdp.engine.memory_plan import PoolPlan, Use, WeightPlan, WeightStorage
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
@@ -106,16 +102,8 @@ def piece_view(layout: Layout, region: Region, local: torch.Tensor, index: int) 
 def padding_ranges(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Return the ranges (start, stop) of the full buffer that belong to no tensor."""
     taken = sorted(layout.tensor_range(index) for index in range(len(layout.shapes)))
-    gaps, cursor = [], 0
-    for start, stop in taken:
-        if stop == start:
-            continue
-        if start > cursor:
-            gaps.append((cursor, start))
-        cursor = stop
-    if cursor < layout.numel:
-        gaps.append((cursor, layout.numel))
-    return tuple(gaps)
+    bounds = [0, *chain.from_iterable((start, stop) for start, stop in taken if start < stop), layout.numel]
+    return tuple((start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if start < stop)
 
 
 def allocate(home: Home, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -220,11 +208,6 @@ class Block:
         """Free the memory. Views must not be read until it is refilled."""
         if not self.is_kept:
             self._bytes.untyped_storage().resize_(0)
-
-    def refill(self) -> None:
-        """Allocate memory again, uninitialised; nothing happens where there is some."""
-        if not self.held_bytes:
-            self.hold(self.num_bytes)
 
     def hold(self, num_bytes: int) -> None:
         """Allocate memory for views that end at `num_bytes`; memory of that size stays as it is."""
@@ -425,7 +408,7 @@ class WeightMemory:
                 block.hold(self._plan.gathered_bytes[unit])
         else:
             block = self._block(Use.UNIT, unit, self._plan.gathered_bytes[unit])
-            block.refill()
+            block.hold(block.num_bytes)
         self._note_peak()
         return block
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 
@@ -24,9 +24,6 @@ class WeightStorage(Enum):
     OWN = "own"  # in a buffer of its own that is kept
     FOR_STEP = "for a step"  # in a buffer of its own, from its first use to the last backward before weights change
     RESIZED = "resized"  # in a buffer of its own that is allocated only while the unit is gathered
-
-
-_OF_ITS_OWN = (WeightStorage.OWN, WeightStorage.FOR_STEP)
 
 
 @dataclass(frozen=True)
@@ -62,25 +59,6 @@ class WeightPlan:
     def slots_used(self) -> int:
         """Slots that are ever allocated: not more than there are units to put into them."""
         return min(self.slots, sum(self.gathered_bytes[unit] > 0 for unit in self.units_in(WeightStorage.SLOT)))
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that gathered weights take at a time, where units are used in their order.
-
-        Kept buffers (also those kept for a step) and slots that are taken when wrapping count whole. Of the other
-        units, as many consecutive ones as there are slots are allocated at a time; the root with all of them.
-        """
-        kept = sum(self.gathered_bytes[unit] for storage in _OF_ITS_OWN for unit in self.units_in(storage))
-        passing = {WeightStorage.RESIZED}
-        if self.taken_at_once:
-            kept += self.slots_used * self.slot_bytes
-        else:
-            passing.add(WeightStorage.SLOT)
-        in_turn = [unit for unit, storage in enumerate(self.storages) if unit and storage not in _OF_ITS_OWN]
-        sizes = [self.gathered_bytes[unit] if self.storages[unit] in passing else 0 for unit in in_turn]
-        windows = (sum(sizes[first : first + self.slots]) for first in range(max(1, len(sizes))))
-        root = self.gathered_bytes[0] if self.storages[0] is WeightStorage.RESIZED else 0
-        return root + kept + max(windows)
 
 
 def plan_weights(
@@ -173,12 +151,7 @@ def prefetch_depth(numel: int, unit_numels: Sequence[int]) -> int:
     """Return the largest count such that any that many units fit into `numel` elements; at least 1 unless that is 0."""
     if numel < 0:
         raise ConfigurationError(f"{numel} elements cannot be gathered ahead; give 0 (none) or more.")
-    count, total = 0, 0
-    for size in sorted(unit_numels, reverse=True):
-        total += size
-        if total > numel:
-            break
-        count += 1
+    count = sum(total <= numel for total in accumulate(sorted(unit_numels, reverse=True)))
     return min(len(unit_numels), max(count, int(numel > 0)))
 
 
@@ -219,12 +192,8 @@ class MemoryPlan:
 
 def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
     """Plan memory and schedule from the caller's options and the groups of a model; allocates nothing."""
-    forward, backward, slots, buckets = (
-        options.forward_prefetch_units,
-        options.backward_prefetch_units,
-        options.slots,
-        _BUCKETS,
-    )
+    forward, backward = options.forward_prefetch_units, options.backward_prefetch_units
+    slots, buckets = options.slots, _BUCKETS
     if options.communication_unit_numel is not None:
         numels = unit_numels(units)
         depth = prefetch_depth(options.communication_unit_numel, numels)

@@ -33,11 +33,6 @@ class Uninitialized:
     version: int  # of the tensor when it was made
 
     @property
-    def is_untouched(self) -> bool:
-        """Whether nothing was written to it."""
-        return self.tensor._version == self.version and self.is_unset
-
-    @property
     def is_unset(self) -> bool:
         """Whether some element never got a value; for integers, whether none did."""
         tensor = self.tensor.detach()
@@ -496,8 +491,9 @@ class _Walk:
         """Store what was drawn and free it."""
         self._put_back(scope)
         for name in self.stored & scope.live.keys():
-            if scope.live[name].is_untouched:  # made for a second unit that holds it; its value is from the first
-                del scope.live[name]
+            made = scope.live[name]
+            if made.tensor._version == made.version and made.is_unset:
+                del scope.live[name]  # made for a second unit that holds it; its value is from the first
         unset = [name for name, made in scope.live.items() if made.is_unset]
         unset += [
             f"buffer {attribute} of {self.blueprint.label(module)}"

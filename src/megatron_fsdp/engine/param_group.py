@@ -149,7 +149,10 @@ class WeightBuffers:
         self._own_part(full).copy_(self._sent, non_blocking=True)
 
     def _arrives(self, full: torch.Tensor) -> torch.Tensor:
-        return self._received(full) if self.is_encoded else full
+        """Return the memory of full weights that a gather fills: its end, where bytes do not stay encoded."""
+        if self.codec is None or not self.is_encoded:
+            return full
+        return full.view(torch.uint8)[-self.codec.bytes_of(self.compute.layout.numel) :]
 
     def _own_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return what this rank sends: the shard, or its copy in `full`."""
@@ -160,7 +163,7 @@ class WeightBuffers:
     def decode(self, full: torch.Tensor) -> None:
         """Decode the bytes that were gathered into `full` (numel,), in place; nothing happens without a format."""
         if self.codec is not None and self.is_encoded:
-            self.codec.decode(self._received(full), Region(0, full.numel()), full)
+            self.codec.decode(self._arrives(full), Region(0, full.numel()), full)
 
     def as_computed(self, full: torch.Tensor) -> torch.Tensor:
         """Return whole main weights (numel,) as compute sees them: cast, and rounded by the weight format; a copy."""
@@ -176,19 +179,6 @@ class WeightBuffers:
             if main.local.device != self._device:
                 main = FlatBuffer(main.layout, main.region, main.local.to(self._device))
             self.codec.measure(main)
-
-    def _received(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the end of the memory of full weights, where their bytes arrive; all of it where they stay."""
-        assert self.codec is not None
-        return full.view(torch.uint8)[-self.codec.bytes_of(self.compute.layout.numel) :]
-
-    def full_view(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        """Return tensor `index` as a view of gathered weights that shares no version counter with the buffer.
-
-        Gathering writes into memory that autograd saved views of; the bytes are the same again when backward reads
-        them, so the write must not count as a modification.
-        """
-        return full_view(self.compute.layout, full, index).data
 
 
 def _main_buffer(plan: GroupPlan) -> FlatBuffer:
@@ -427,8 +417,12 @@ class ParameterGroup:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):  # evaluation may come first, and training must be able to save the views
             for index in range(len(self.full)):
-                views: Any = self.weights.full_view if self._wrapping is None else self._wrapping.codes_in
-                self._point(index, views(full, index))
+                if self._wrapping is not None:
+                    self._point(index, self._wrapping.codes_in(full, index))
+                else:
+                    # `data` shares no version counter with the buffer: gathering writes into memory that autograd saved
+                    # views of; the bytes are the same again when backward reads them, so that is no modification.
+                    self._point(index, full_view(self.plan.layout, full, index).data)
 
     def _point(self, index: int, memory: Any) -> None:
         param = self.full[index]

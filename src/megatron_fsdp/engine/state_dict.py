@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.dtensor.dispatch import local_operand
-from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
+from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine, live_engine
+from megatron_fsdp.engine.expert_checkpoints import described
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -118,10 +119,7 @@ def _describe(
         value = state_dict.get(prefix + attribute)
         if isinstance(value, DTensor) and id(param) in engine.group_and_index:
             group, index = engine.group_and_index[id(param)]
-            saved = engine.expert_names.as_saved(group.names[index], value)
-            if isinstance(saved, UnevenDTensor) and not saved.shard_frame.is_whole:
-                describe_chunks(saved, saved.shard_frame)
-            state_dict[prefix + attribute] = saved
+            state_dict[prefix + attribute] = described(engine.expert_names.as_saved(group.names[index], value))
 
 
 def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
@@ -143,7 +141,12 @@ def _before_load(
             f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, "
             "which are pieces of flat buffers; load with assign=False, which copies"
         )
-    _to_own_shards(live_engine(reference), owner, state_dict, prefix)
+    engine = live_engine(reference)
+    for attribute, param in owner._parameters.items():
+        if prefix + attribute in state_dict and id(param) in engine.group_and_index:
+            group, index = engine.group_and_index[id(param)]
+            value = engine.expert_names.as_held(group.names[index], state_dict[prefix + attribute])
+            state_dict[prefix + attribute] = own_shard(value, group.frames[index])
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -152,35 +155,25 @@ def _before_load(
 def _to_global_names(
     reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
-    names = live_engine(reference).expert_names
-    entries = list(state_dict.items())
-    state_dict.clear()
-    for key, value in entries:
-        is_own = key.startswith(prefix)
-        state_dict[prefix + names.name_of(key.removeprefix(prefix)) if is_own else key] = value
+    _rename(state_dict, prefix, live_engine(reference).expert_names.name_of)
 
 
 def _to_local_names(
     reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
 ) -> None:
     """Rename to this rank's names; other ranks' experts are left out, as the state dict may be of the whole model."""
-    names = live_engine(reference).expert_names
+    _rename(state_dict, prefix, live_engine(reference).expert_names.name_here)
+
+
+def _rename(state_dict: dict[str, Any], prefix: str, new_name: Callable[[str], str | None]) -> None:
+    """Rename what is behind the prefix, in place; drop what has no new name."""
     entries = list(state_dict.items())
     state_dict.clear()
     for key, value in entries:
-        name = names.name_here(key.removeprefix(prefix)) if key.startswith(prefix) else None
-        if name is not None:
-            state_dict[prefix + name] = value
-        elif not key.startswith(prefix):
+        if not key.startswith(prefix):
             state_dict[key] = value
-
-
-def _to_own_shards(engine: Engine, owner: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    for attribute, param in owner._parameters.items():
-        if prefix + attribute in state_dict and id(param) in engine.group_and_index:
-            group, index = engine.group_and_index[id(param)]
-            value = engine.expert_names.as_held(group.names[index], state_dict[prefix + attribute])
-            state_dict[prefix + attribute] = own_shard(value, group.frames[index])
+        elif (name := new_name(key.removeprefix(prefix))) is not None:
+            state_dict[prefix + name] = value
 
 
 def own_shard(value: Any, frame: ShardFrame) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -285,7 +285,7 @@ class Unit:
         if block is None:
             return ()
         plan, offsets = self.groups[group_index].plan, crossing_offsets(self.group_plans)[0]
-        dtype = plan.crossing_dtype
+        dtype = plan.precision.grad_comm if plan.outer_format is None else torch.uint8
         numel = plan.crossing_bytes // dtype.itemsize
         count = 2 if plan.received_bytes else 1
         return tuple(block.view(offset, numel, dtype) for offset in offsets[2 * group_index : 2 * group_index + count])
@@ -316,10 +316,6 @@ def _swaps(
     return tuple(map(tuple, found))
 
 
-_CHILDREN = itemgetter("_modules")
-_PARAMETERS = itemgetter("_parameters")
-
-
 class StructureCheck:
     """Finds trainable parameters that joined the model after sharding: each rank would train its own.
 
@@ -329,13 +325,10 @@ class StructureCheck:
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self._compiled: list[tuple[str, nn.Module, object]] = []
         self._modules = tuple(module.named_modules())
-        self._namespaces = tuple(part.__dict__ for _, part in self._modules)
         self._known_modules = {id(part) for _, part in self._modules}
         self._known_params = {
             id(param) for unit in units for group in unit.groups for param in (*group.sharded, *group.full)
         }
-        self._known_modules.add(id(None))  # attributes without a child or parameter
-        self._known_params.add(id(None))
 
     def note_compiled(self, label: str, unit_module: nn.Module) -> None:
         """Refuse from now on that a unit's module, which was compiled in place before, is compiled once more."""
@@ -348,8 +341,6 @@ class StructureCheck:
                 raise ConfigurationError(
                     f"unit {label} was compiled before and after the model was sharded; compile it once, before"
                 )
-        if self._all_known(_CHILDREN, self._known_modules) and self._all_known(_PARAMETERS, self._known_params):
-            return
         known_modules, known_params = self._known_modules, self._known_params
         for name, module in self._modules:
             for attribute, child in module._modules.items():
@@ -358,11 +349,6 @@ class StructureCheck:
             for attribute, param in module._parameters.items():
                 if param is not None and id(param) not in known_params and param.requires_grad:
                     raise _refusal(f"{name}.{attribute}".lstrip("."), "a parameter")
-
-    def _all_known(self, kind: Callable[[dict[str, Any]], dict[str, Any]], known: set[int]) -> bool:
-        """Return whether all children, or parameters, of all modules are known; in one pass without Python code."""
-        held = chain.from_iterable(map(dict.values, map(kind, self._namespaces)))
-        return known.issuperset(map(id, held))
 
     def _check_new(self, name: str, module: nn.Module) -> None:
         for param in module.parameters():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from megatron_fsdp.engine.memory import FlatBuffer
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
-from megatron_fsdp.sharding.units import parameter_sites
+from megatron_fsdp.sharding.units import ParameterSites, parameter_sites
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, Fp8Compute, WeightFormat, encoded_bytes
 
 if TYPE_CHECKING:
@@ -60,26 +60,20 @@ def encoded_parameters(
             f"{asked} is a format of sharded weights, and strategy {strategy.name} keeps them whole; use "
             "zero_dp_strategy 3 (optim_grads_params) or leave it out"
         )
-    looked_up = {
-        id(param)
-        for owner in module.modules()
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag)
-        for param in owner.parameters(recurse=False)
-    }
     chosen: dict[str, list[str]] = {pattern: [] for pattern in patterns}  # names whose first match it is
     found: dict[str, WeightFormat] = {}
-    multiplied = _multiplied(module)
+    sites = parameter_sites(module)
     for name, param in module.named_parameters():
         pattern = next((each for each in patterns if fnmatchcase(name, each)), None)
         if pattern is None:
             continue
         chosen[pattern].append(name)
-        is_matrix = param.ndim > 1 and param.dtype in _DTYPES and id(param) not in looked_up
-        form = patterns[pattern]
-        if form is not None and is_matrix and not is_guest(param):
-            found[name] = made = WEIGHT_FORMATS[_DECODED.get(form, form) if name not in multiplied else form]
-            if isinstance(made, Fp8Compute):
-                found[name] = replace(made, keeps_transposed=keeps_transposed)
+        form, at = patterns[pattern], sites[id(param)]
+        is_looked_up = any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner, _ in at)
+        if form is None or is_looked_up or param.ndim < 2 or param.dtype not in _DTYPES or is_guest(param):
+            continue
+        made = WEIGHT_FORMATS[form if _is_multiplied(param, at) else _DECODED.get(form, form)]
+        found[name] = replace(made, keeps_transposed=keeps_transposed) if isinstance(made, Fp8Compute) else made
     _check_patterns(asked, patterns, chosen, names, found)
     return found
 
@@ -118,33 +112,13 @@ def _check_patterns(
             )
 
 
-def _multiplied(module: nn.Module) -> set[str]:
-    """Return the names of parameters that nothing but plain linears hold, as their weight: plain ones, or cut ones."""
-
-    def multiplies(owner: nn.Module, attribute: str) -> bool:
-        return type(owner) is nn.Linear and attribute == "weight" and "forward" not in owner.__dict__
-
-    sites = parameter_sites(module)
-    return {
-        name
-        for name, param in module.named_parameters()
-        if (type(param) in (nn.Parameter, FakeTensor) or _is_cut(param))
-        and all(multiplies(*site) for site in sites[id(param)])
-    }
-
-
-def _is_cut(param: torch.Tensor) -> bool:
-    return isinstance(param, DTensor) and all(placement.is_shard() for placement in param.placements)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Elements `start` to `start + numel` of tensor `index`, from element `place` of a region on."""
-
-    index: int
-    start: int
-    numel: int
-    place: int
+def _is_multiplied(param: torch.Tensor, sites: ParameterSites) -> bool:
+    """Return whether nothing but plain linears hold a parameter, as their weight: a plain one, or a cut one."""
+    is_cut = isinstance(param, DTensor) and all(placement.is_shard() for placement in param.placements)
+    return (is_cut or type(param) in (nn.Parameter, FakeTensor)) and all(
+        type(owner) is nn.Linear and attribute == "weight" and "forward" not in owner.__dict__
+        for owner, attribute in sites
+    )
 
 
 class WeightCodec:
@@ -172,20 +146,16 @@ class WeightCodec:
             start, _ = self._layout.range_in(index, main.region)
             self._own(self.amaxes, index).copy_(self.format.amaxes(main.piece(index).view(-1), start, shape))
 
-    def first_infinite(self) -> int | None:
-        """Return the index of the first tensor whose magnitudes are not finite."""
-        if self.amaxes.isfinite().all():
-            return None
-        return next(i for i in range(len(self._layout.shapes)) if not self._own(self.amaxes, i).isfinite().all())
+    def is_finite(self, index: int) -> bool:
+        """Return whether the magnitudes of tensor `index` are finite."""
+        return bool(self._own(self.amaxes, index).isfinite().all())
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region into uint8 `out`."""
         scales = self.format.scales(self.amaxes)
-        for chunk in self._chunks(region):
-            piece = local[chunk.place : chunk.place + chunk.numel]
-            if piece.dtype is torch.float64:
-                piece = piece.float()
-            self.format.encode(piece, chunk.start, *self._shared(chunk, scales), self._bytes(out, chunk))
+        for index, start, piece, codes in self._chunks(region, local, out):
+            values = piece.float() if piece.dtype is torch.float64 else piece
+            self.format.encode(values, start, self._layout.shapes[index], self._own(scales, index), codes)
 
     def decode(self, encoded: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Decode the bytes of a region into `out` (region.numel,), whose last bytes `encoded` may be.
@@ -194,9 +164,8 @@ class WeightCodec:
         in the order of their places: so none is overwritten before it is read.
         """
         scales = self.format.scales(self.amaxes)
-        for chunk in self._chunks(region):
-            piece = out[chunk.place : chunk.place + chunk.numel]
-            self.format.decode(self._bytes(encoded, chunk), chunk.start, *self._shared(chunk, scales), piece)
+        for index, start, piece, codes in self._chunks(region, out, encoded):
+            self.format.decode(codes, start, self._layout.shapes[index], self._own(scales, index), piece)
 
     def round_into(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Round the elements of a region as encoding and decoding do."""
@@ -204,20 +173,20 @@ class WeightCodec:
         self.encode(local, region, encoded)
         self.decode(encoded, region, out)
 
-    def _chunks(self, region: Region) -> Iterator[_Chunk]:
+    def _chunks(
+        self, region: Region, local: torch.Tensor, encoded: torch.Tensor
+    ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Iterate over parts of a region, in the order of their places.
+
+        Of each come the index of its tensor, where it begins in that, and views of its elements and of its bytes.
+        """
         offsets = self._layout.offsets
         for index in sorted(range(len(offsets)), key=offsets.__getitem__):
             start, stop = self._layout.range_in(index, region)
             for first in range(start, stop, _CHUNK_NUMEL):
-                numel = min(_CHUNK_NUMEL, stop - first)
-                yield _Chunk(index, first, numel, offsets[index] + first - region.start)
-
-    def _bytes(self, encoded: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
-        first = self.bytes_of(chunk.place)
-        return encoded[first : first + self.bytes_of(chunk.numel)]
-
-    def _shared(self, chunk: _Chunk, scales: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
-        return self._layout.shapes[chunk.index], self._own(scales, chunk.index)
+                numel, place = min(_CHUNK_NUMEL, stop - first), offsets[index] + first - region.start
+                codes = encoded[self.bytes_of(place) :][: self.bytes_of(numel)]
+                yield index, first, local[place : place + numel], codes
 
     def _own(self, shared: torch.Tensor, index: int) -> torch.Tensor:
         """Return what of magnitudes or scales is that of tensor `index`."""
@@ -287,16 +256,14 @@ def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
         for amaxes, agreed in zip(measured, everything.split([each.numel() for each in measured]), strict=True):
             amaxes.copy_(agreed)
         if has_values(everything) and not everything.isfinite().all():
-            _refuse_infinite(chosen)
-
-
-def _refuse_infinite(groups: Sequence[ParameterGroup]) -> None:
-    for group in groups:
-        codec = group.weights.codec
-        index = None if codec is None else codec.first_infinite()
-        if codec is not None and index is not None:
+            name, form = next(
+                (name, codec.format.name)
+                for group in chosen
+                if (codec := group.weights.codec) is not None
+                for index, name in enumerate(group.names)
+                if not codec.is_finite(index)
+            )
             raise NonFiniteWeightError(
-                f"{group.names[index]} has an element that is NaN or infinite, which weight_format="
-                f"{codec.format.name!r} cannot hold; load finite weights, or set check_for_nan_in_grad=True to find "
-                "the gradient that it came from"
+                f"{name} has an element that is NaN or infinite, which weight_format={form!r} cannot hold; load finite "
+                "weights, or set check_for_nan_in_grad=True to find the gradient that it came from"
             )

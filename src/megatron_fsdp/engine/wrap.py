@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from megatron_fsdp.comm.axis import Traffic, backend_of, broadcast, has_values, 
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
-from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.dtensor.frame import ShardFrame
@@ -29,14 +29,13 @@ from megatron_fsdp.engine.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_checkpoints import find_expert_names
-from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
+from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, LargeGradientCheck
 from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, part_of, plan_groups
 from megatron_fsdp.engine.guests import Guest, find_guests, guest_format, guest_of
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.meta_init import (
-    Blueprint,
     check_can_initialise,
     draw_blueprint,
     has_meta,
@@ -64,36 +63,34 @@ from megatron_fsdp.sharding.units import (
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 
-class Grouping(Protocol):
+class Grouping(ABC):
     """The rule by which parameters are grouped into units, and the source of the engine's events."""
 
-    engine_type: ClassVar[type[Engine]]
+    engine_type: ClassVar[type[Engine]] = Engine
 
+    @abstractmethod
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """Return the units of a model, the root first, or refuse what cannot be grouped so; the model is only read."""
-        ...
 
-    def cut_numel(self, num_ranks: int) -> int | None:
+    def cut_numel(self, num_ranks: int) -> int | None:  # noqa: ARG002
         """Return the elements at which the root's parameters are cut into groups; None: never."""
-        ...
+        return None
 
-    def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> Scheduler:
+    def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> Scheduler:  # noqa: ARG002
         """Make the scheduler of sharded units."""
-        ...
+        return Scheduler(config)
 
     def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks on the model and its modules."""
-        ...
+        register_hooks(engine, root)
 
 
 @dataclass(frozen=True)
-class UnitGrouping:
+class UnitGrouping(Grouping):
     """Units are modules; hooks on their forwards and backwards drive the engine."""
 
     unit_modules: Sequence[type[nn.Module] | str] | str | None
     memory: MemoryOptions
-
-    engine_type: ClassVar[type[Engine]] = Engine
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """Find the units; refine them for fine-grained gathers, or merge small neighbours."""
@@ -103,14 +100,6 @@ class UnitGrouping:
     def cut_numel(self, num_ranks: int) -> int | None:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
         return self.memory.root_group_numel_on(num_ranks)
-
-    def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> Scheduler:  # noqa: ARG002
-        """Make the scheduler."""
-        return Scheduler(config)
-
-    def connect(self, engine: Engine, root: nn.Module) -> None:
-        """Register the hooks on the model and its modules."""
-        register_hooks(engine, root)
 
 
 def plan_units(
@@ -164,7 +153,13 @@ def assemble(
     options.check_capture()
     replaced = ReplacedParameters(module)
     with delayed_weight_gradients(module) if options.delay_wgrad_compute else nullcontext() as delayed:
-        sharding, plan = _prepare(module, grouping, options, dist_index, device)
+        sharding = _sharding(options, dist_index, device)
+        plan, formats = _plan_together(module, grouping, sharding)
+        sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
+        _move_buffers(module, device)
+        _match_ranks(module, sharding)
+        _warn_of_duplicates(module, sharding)
+        _warn_of_missing_experts(module, sharding)
         own_groups = None
         if options.own_groups:
             sharding, own_groups = sharding.over_own_groups()
@@ -172,10 +167,8 @@ def assemble(
         memory_plan = plan_memory(options.memory, options.reduces_early, planned)
         user_buffers = _user_buffers(memory_plan, sharding)
         pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
-        leaves_empty = options.init_model_with_meta_device == ALLOCATE_ONLY
-        units = build_units(module, plan, sharding, planned, pool, leaves_empty=leaves_empty)
+        units = _build_units(module, plan, sharding, planned, pool)
         _warn_of_dtypes(units, sharding)
-        finite_check, large_check = _gradient_checks(units, sharding)
         engine = grouping.engine_type(
             units=units,
             memory_plan=memory_plan,
@@ -187,8 +180,7 @@ def assemble(
             replaced=replaced,
             expert_names=find_expert_names(units, sharding.experts, dist_index.expt_device_mesh),
             delayed=delayed,
-            finite_check=finite_check,
-            large_check=large_check,
+            gradient_checks=_gradient_checks(units, sharding),
             own_groups=own_groups,
             user_buffers=user_buffers,
             capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
@@ -196,34 +188,12 @@ def assemble(
         if engine.capture_lack:
             warn_caller(engine.notices[-1])
         if user_buffers is not None:
-            _register(user_buffers, options.memory)
+            if options.memory.user_buffers is not None and not options.memory.user_buffers.manual:
+                user_buffers.register()
+            if user_buffers.lack:
+                warn_caller(user_buffers.notice)
         grouping.connect(engine, module)
         return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
-
-
-def _prepare(
-    module: nn.Module,
-    grouping: Grouping,
-    options: EngineOptions,
-    dist_index: FSDPDistributedIndex,
-    device: torch.device,
-) -> tuple[Sharding, UnitPlan]:
-    """Check and plan together with the other ranks, and give the model the values of the first rank."""
-    sharding = _sharding(options, dist_index, device)
-    plan, formats = _plan_together(module, grouping, sharding)
-    sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
-    _move_buffers(module, device)
-    _match_ranks(module, sharding)
-    _warn_of_missing_experts(module, sharding)
-    return sharding, plan
-
-
-def _register(buffers: UserBuffers, options: MemoryOptions) -> None:
-    """Register communication memory, unless the caller does that; warn where nothing can be registered."""
-    if options.user_buffers is not None and not options.user_buffers.manual:
-        buffers.register()
-    if buffers.lack:
-        warn_caller(buffers.notice)
 
 
 def _user_buffers(plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
@@ -250,18 +220,17 @@ def _capture_lack(sharding: Sharding) -> str:
     return f"ranks communicate by {', '.join(sorted(waiting))}, which waits on the host" if waiting else ""
 
 
-def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> tuple[FiniteCheck | None, LargeGradientCheck | None]:
+def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> list[GradientCheck]:
     """Make the checks of every gradient that were asked for. Collective."""
-    options, groups = sharding.options, sharding.reaching_all
+    options = sharding.options
     labels = {
         name: unit.label.strip("()")  # messages put it in parentheses
         for unit in units
         for group in unit.groups  # frozen ones too, which may be unfrozen
         for name in group.names
     }
-    finite = FiniteCheck(labels, groups, sharding.device) if options.report_nan_in_param_grad else None
-    large = LargeGradientCheck(labels, groups, sharding.device) if options.check_for_large_grads else None
-    return finite, large
+    asked = {FiniteCheck: options.report_nan_in_param_grad, LargeGradientCheck: options.check_for_large_grads}
+    return [kind(labels, sharding.reaching_all, sharding.device) for kind, is_asked in asked.items() if is_asked]
 
 
 def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: torch.device) -> Sharding:
@@ -292,12 +261,7 @@ def _plan_together(
     options = sharding.options
     with all_agree(_DOING, sharding.reaching_all) as facts:
         keeps_log = resolve_hang_log() is not None
-        if options.reduce_scatter_with_fp32_accumulation:
-            refuse_without_reduce_scatter(options.strategy)
-        if options.deterministic is not None:
-            _check_deterministic(sharding)
-        _check_homes(sharding)
-        _check_outer_format(sharding)
+        _check_options(sharding)
         check_module(module, options.init_model_with_meta_device)
         params = dict(module.named_parameters())
         for name, param in params.items():
@@ -348,70 +312,40 @@ def _guest_formats(
     return formats
 
 
-def _check_deterministic(sharding: Sharding) -> None:
-    """Refuse what would make the bits depend on the number of ranks."""
+def _check_options(sharding: Sharding) -> None:
+    """Refuse options that contradict each other, or cannot hold on these ranks."""
     options, dense = sharding.options, sharding.dense
-    given = f'deterministic="{options.deterministic}"'
-    problems = [
-        (
-            not options.calculate_per_token_loss,
-            "the mean divides by the number of ranks; pass calculate_per_token_loss=True and divide losses yourself",
-        ),
-        (
-            dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1,
-            "tensor parallelism cuts the sums inside of matrix products; use a mesh without a tensor-parallel axis",
-        ),
-        (
-            sharding.experts is not None,
-            "which tokens an expert computes together depends on the ranks; leave expt_device_mesh out",
-        ),
-    ]
-    for applies, reason in problems:
-        if applies:
-            raise ConfigurationError(f"{given} cannot hold here: {reason}")
-
-
-def _check_homes(sharding: Sharding) -> None:
-    """Refuse homes of shards that gathers over the outer ranks write into, on the device."""
-    options = sharding.options
-    shares_outer = len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
+    is_tensor_parallel = dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1
+    shares_outer = len(dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
+    deterministic, outer_format = options.deterministic, options.policy.outer_grad_comm_format
+    if options.reduce_scatter_with_fp32_accumulation and options.strategy is ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            f"{_FP32_SUMS}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
+            "use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
+        )
+    lack = None
+    if not options.calculate_per_token_loss:
+        lack = "the mean divides by the number of ranks; pass calculate_per_token_loss=True and divide losses yourself"
+    elif is_tensor_parallel:
+        lack = "tensor parallelism cuts the sums inside of matrix products; use a mesh without a tensor-parallel axis"
+    elif sharding.experts is not None:
+        lack = "which tokens an expert computes together depends on the ranks; leave expt_device_mesh out"
+    if deterministic is not None and lack is not None:
+        raise ConfigurationError(f'deterministic="{deterministic}" cannot hold here: {lack}')
     if shares_outer and options.homes.compute_weights.is_away:
         raise ConfigurationError(
             "homes has compute_weights elsewhere, and outer ranks share out the main weights (HFSDP), whose gathers "
             "write into the shards on the device; leave compute_weights out, or use outer_dp_sharding_strategy 0"
         )
-
-
-def _check_outer_format(sharding: Sharding) -> None:
-    """Refuse gradients in few bits where none cross an outer axis, or where ranks would part by it."""
-    options, dense = sharding.options, sharding.dense
-    given = options.policy.outer_grad_comm_format
-    if given is None:
-        return
     lack = None
     if len(dense.axes) == 1 or dense.axes[0].num_ranks == 1:
         lack = "needs an outer axis of two ranks or more; pass dp_outer_dim and hybrid_fsdp_group"
-    elif options.deterministic is not None:
-        lack = f'rounds sums of ranks, and deterministic="{options.deterministic}" allows none; leave that out'
-    elif dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1:
+    elif deterministic is not None:
+        lack = f'rounds sums of ranks, and deterministic="{deterministic}" allows none; leave that out'
+    elif is_tensor_parallel:
         lack = "would round a parameter that tensor-parallel ranks hold whole differently on each; use no tp_dim"
-    if lack is not None:
-        raise ConfigurationError(f"outer_grad_comm_format={given!r} {lack}, or leave outer_grad_comm_format out")
-
-
-def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
-    differing = match_ranks(module, sharding)
-    if differing:
-        warn_caller(
-            f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {differing[0]}); all "
-            "ranks now have those of the first rank of the group; seed every rank alike before building the model",
-        )
-    duplicates = differing_duplicates(module, sharding)
-    if duplicates:
-        warn_caller(
-            f"{len(duplicates)} parameters that tensor-parallel ranks hold whole differ between these ranks (first: "
-            f"{duplicates[0]}); they are left as they are, and each rank trains its own; initialise them alike",
-        )
+    if outer_format is not None and lack is not None:
+        raise ConfigurationError(f"outer_grad_comm_format={outer_format!r} {lack}, or leave outer_grad_comm_format out")
 
 
 def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:
@@ -433,7 +367,13 @@ def _warn_of_dtypes(units: Sequence[Unit], sharding: Sharding) -> None:
             "MixedPrecisionPolicy(main_params_dtype=None) to optimise them as they are",
         )
     if sharding.options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
-        warn_without_16_bits([group.plan.precision for group in trained])
+        travelling = {group.plan.precision.grad_comm for group in trained}
+        if travelling and all(dtype.itemsize > 2 for dtype in travelling):
+            warn_caller(
+                f"{_FP32_SUMS}=True changes no sum here, since gradients travel in "
+                f"{', '.join(sorted(map(str, travelling)))} and are added in it; set grad_comm_dtype=torch.bfloat16 to "
+                "halve what is sent, or leave the switch out"
+            )
 
 
 def _facts(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> dict[str, str]:
@@ -469,29 +409,31 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 owner._buffers[name] = buffer.to(device, copy=True)
 
 
-def build_units(
+def _build_units(
     module: nn.Module,
     plan: UnitPlan,
     sharding: Sharding,
     planned: Sequence[Sequence[GroupPlan]],
     pool: CommunicationPool,
-    *,
-    leaves_empty: bool,
 ) -> tuple[Unit, ...]:
     """Shard a model in place, unit by unit, so that at most one unit exists twice.
 
     What was on the meta device and cannot be initialised is an error on every rank alike.
     """
+    leaves_empty = sharding.options.init_model_with_meta_device == ALLOCATE_ONLY
     blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
     # A disk may be full on one host.
     with all_agree(_DOING, sharding.reaching_all) if sharding.options.homes.are_away else nullcontext():
-        units = list(_build_units(plan, planned, pool, dict(module.named_parameters()), parameter_sites(module)))
+        units = tuple(_shard(plan, planned, pool, dict(module.named_parameters()), parameter_sites(module)))
     if blueprint is not None:
-        _initialise(module, blueprint, units, sharding)
-    return tuple(units)
+        inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
+        ranks = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
+        with all_agree(_DOING, sharding.reaching_all), same_random_numbers(ranks, sharding.device):
+            materialise(module, blueprint, units, sharding.device)
+    return units
 
 
-def _build_units(
+def _shard(
     plan: UnitPlan,
     planned: Sequence[Sequence[GroupPlan]],
     pool: CommunicationPool,
@@ -520,13 +462,6 @@ def _build_units(
         if unit_index:  # the root is whole wherever a forward can read its weights
             unit.set_error_owner(plan.remedy(spec))
         yield unit
-
-
-def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:
-    inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
-    groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
-    with all_agree(_DOING, sharding.reaching_all), same_random_numbers(groups, sharding.device):
-        materialise(module, blueprint, units, sharding.device)
 
 
 def check_not_wrapped(module: object) -> None:
@@ -604,8 +539,8 @@ def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta
             )
 
 
-def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """Broadcast the weights of the first rank to data-parallel ranks that differ, and return what had to be sent.
+def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
+    """Broadcast the weights of the first rank to data-parallel ranks that differ, and warn of it.
 
     Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
     initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
@@ -620,21 +555,30 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
         for axis in reversed(domain.axes if domain is not None else ()):
             if axis.group is not None:
                 differing.update(_match(_plain(tensors), axis.group, sharding.device))
-    return tuple(name for name in held if name in differing)
+    if differing:
+        first = next(name for name in held if name in differing)
+        warn_caller(
+            f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {first}); all ranks "
+            "now have those of the first rank of the group; seed every rank alike before building the model",
+        )
 
 
-def differing_duplicates(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """Return the names of parameters that tensor-parallel ranks hold whole, but with different values."""
+def _warn_of_duplicates(module: nn.Module, sharding: Sharding) -> None:
+    """Warn of parameters that tensor-parallel ranks hold whole, but with different values."""
     group, mesh = sharding.dense.tensor_parallel_group, sharding.dense.tensor_parallel
     if group is None:
-        return ()
-    parts = {name: part_of(name, param, mesh) for name, param in module.named_parameters()}
+        return
     whole = {
         name: param
         for name, param in module.named_parameters()
-        if (part := parts[name]) is not None and not part.is_cut and not sharding.is_expert(name, param)
+        if (part := part_of(name, param, mesh)) is not None and not part.is_cut and not sharding.is_expert(name, param)
     }
-    return differing_tensors(_plain(whole), group, sharding.device)
+    duplicates = differing_tensors(_plain(whole), group, sharding.device)
+    if duplicates:
+        warn_caller(
+            f"{len(duplicates)} parameters that tensor-parallel ranks hold whole differ between these ranks (first: "
+            f"{duplicates[0]}); they are left as they are, and each rank trains its own; initialise them alike",
+        )
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -654,22 +598,3 @@ def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device
 
 _DOING = "sharding the model"  # in messages, where a rank cannot go on
 _FP32_SUMS = "reduce_scatter_with_fp32_accumulation"
-
-
-def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
-    """Refuse the fp32-accumulation switch under `no_shard`: its all-reduce sums in the dtype that travels."""
-    if strategy == ShardingStrategy.no_shard:
-        raise ConfigurationError(
-            f"{_FP32_SUMS}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
-            "use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
-        )
-
-
-def warn_without_16_bits(trainable: Sequence[ResolvedPrecision]) -> None:
-    """Warn where no gradient travels in 16 bits: the sum is taken in float32 or wider either way."""
-    travelling = sorted({str(precision.grad_comm) for precision in trainable if precision.grad_comm.itemsize > 2})
-    if travelling and all(precision.grad_comm.itemsize > 2 for precision in trainable):
-        warn_caller(
-            f"{_FP32_SUMS}=True changes no sum here, since gradients travel in {', '.join(travelling)} and are added "
-            "in it; set grad_comm_dtype=torch.bfloat16 to halve what is sent, or leave the switch out"
-        )
