@@ -2,11 +2,13 @@
 
 import contextlib
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from megatron_fsdp.checkpoint.store import new_file, new_folder, replace_text, require_apart
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.checkpoint import store
+from megatron_fsdp.checkpoint.store import new_file, new_folder, new_shared_folder, replace_text, require_apart
+from megatron_fsdp.errors import CheckpointError, RankError
 
 
 def test_what_is_in_use_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +55,19 @@ def test_what_is_complete_has_its_name(tmp_path: Path) -> None:
     replace_text(tmp_path / "file", "c")
     assert {path.name: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"part": "a", "file": "c"}
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_error_in_a_shared_folder_stays_what_it_was_where_ranks_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken_down(*_: object) -> NoReturn:
+        raise RankError("torch.distributed was taken down")
+
+    def fail() -> None:
+        with new_shared_folder(tmp_path / "out", None):
+            monkeypatch.setattr(store, "rank_of", taken_down)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert list(tmp_path.iterdir()) == []

@@ -115,14 +115,13 @@ def checksum_box(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[i
         starts = (starts[:, None] + torch.arange(length, dtype=torch.int64) * stride).reshape(-1)
     if run >= BLOCK // 16 or runs.shape[0] == 1:
         return _total([_run_sum(runs[position], start) for position, start in enumerate(starts.tolist())])
-    rows = max(1, BLOCK // run)
+    rows, sums = max(1, BLOCK // run), []
     starts, inside = starts.to(words.device), torch.arange(run, device=words.device)
-    return _total(
-        [
-            (runs[row : row + rows].to(torch.int64) * _weights(starts[row : row + rows, None] + inside)).sum()
-            for row in range(0, runs.shape[0], rows)
-        ]
-    )
+    for row in range(0, runs.shape[0], rows):
+        places = starts[row : row + rows, None] + inside
+        weights = _table(0, words.device)[places & 0xFFFF] * _high_parts(places)
+        sums.append((runs[row : row + rows].to(torch.int64) * weights).sum())
+    return _total(sums)
 
 
 def combine(sums: Iterable[int]) -> int:
@@ -151,10 +150,6 @@ def _run_sum(words: torch.Tensor, start: int) -> torch.Tensor:
         # Accelerators have no dot of integers.
         sums.append(torch.dot(here, weights) if here.device.type == "cpu" else (here * weights).sum())
     return (torch.stack(sums) * _high_parts(torch.arange(blocks.start, blocks.stop, BLOCK, device=words.device))).sum()
-
-
-def _weights(places: torch.Tensor) -> torch.Tensor:
-    return _table(0, places.device)[places & 0xFFFF] * _high_parts(places)
 
 
 def _high_parts(places: torch.Tensor) -> torch.Tensor:

@@ -124,8 +124,7 @@ class OptimizerMatch:
         own_names = {id(param): naming.own_name(model, name) for name, param in model.named_parameters()}
         self._own_names = {name: own_names[id(param)] for name, param in self._params.items()}
         self._keys = match.keys_below(f"{OPTIMIZER}.")
-        # With other experts, too.
-        self._listed = list(chain.from_iterable(naming.listed_names(optimizer, model, self._names)))
+        self._listed = list(chain.from_iterable(naming.listed_names(optimizer, model, self._names)))  # of all experts
         self._of_all = naming.place_of(model).names
         self._known = {*self._listed, *self._of_all}
         self._kind = self._folder.read_object(_KIND) if _KIND in self._folder.objects else None
@@ -176,13 +175,11 @@ class OptimizerMatch:
     def _slots(self) -> dict[str, dict[KeyPath, str]]:
         """Return the key of each slot, by parameter and path of the slot."""
         found: dict[str, dict[KeyPath, str]] = {}
-        by_rest = self._below(_STATE, self._known)
-        by_position = self._by_position(any(_split(rest, self._known)[0] for rest in by_rest))
-        for rest, stored in by_rest.items():
-            key = _STATE + stored
-            name, slot = _split(rest, self._known)
+        keys = self._below(_STATE, self._known)
+        by_position = self._by_position(any(name for name, *_ in keys))
+        for name, slot, key in keys:
             if name is None:
-                head, _, slot = stored.partition(".")
+                head, _, slot = key.removeprefix(_STATE).partition(".")
                 name = by_position.get(head)
             if name is None:
                 self._match.unexpected.append(key)
@@ -192,10 +189,11 @@ class OptimizerMatch:
             found.setdefault(name, {})[path[3:] if is_told else tuple(slot.split("."))] = key
         return found
 
-    def _below(self, prefix: str, known: set[str]) -> dict[str, str]:
-        """Return the rests of keys below a prefix, by themselves without the prefixes of wrappers."""
+    def _below(self, prefix: str, known: set[str]) -> list[tuple[str | None, str, str]]:
+        """Split the keys below a prefix, whatever wrappers they had: the parameter, the rest, and the whole key."""
         rests = [key.removeprefix(prefix) for key in self._keys if key.startswith(prefix)]
-        return naming.unwrapped(rests, lambda rest: _split(rest, known)[0] is not None, self._match.prefixes)[0]
+        bare, _ = naming.unwrapped(rests, lambda rest: _split(rest, known)[0] is not None, self._match.prefixes)
+        return [(*_split(rest, known), prefix + stored) for rest, stored in bare.items()]
 
     def _by_position(self, has_names: bool) -> dict[str, str]:
         """Return names by position; those of a Sequential are numbers too, and a stage knows only its own."""
@@ -257,12 +255,11 @@ class OptimizerMatch:
         self.options = {by_position.get(name, name): stored[full] for name, full in names.items()}
         halved = {name.removesuffix("_w") for name in self._known if name.endswith("_w")} - self._known
         fits = self._known | halved
-        for rest, full in self._below(_META, fits).items():
-            name, option = _split(rest, fits)
+        for name, option, key in self._below(_META, fits):
             if name is None:
-                self._match.unexpected.append(_META + full)
+                self._match.unexpected.append(key)
             elif name not in halved:  # Megatron asks for options under the name of both halves; here each has its own
-                self.options.setdefault(name, {})[option] = self._match.read_object(_META + full)
+                self.options.setdefault(name, {})[option] = self._match.read_object(key)
 
     def _stored_groups(self) -> Any:
         """Read the list of groups: one object, or an entry per option, as torch's planner stores lists of dicts."""

@@ -359,11 +359,8 @@ class CheckpointStore:
         disk (those in the cache of another machine only that one can: its writer has to), the folder gets its name, the
         pointer moves to it, and old checkpoints go (docs/checkpoints.md says what a kill at any moment leaves).
 
-        Args:
-            iteration: Names the checkpoint.
-            writer: Writes this rank's files.
-            overwrite: Whether a checkpoint of this iteration may be replaced.
-            group: Another group of the same ranks, as a background save needs; None: the store's.
+        `overwrite`: a checkpoint of this iteration may be replaced. `group`: another one of the same ranks, as a
+        background save needs; None: the store's.
 
         Raises:
             CheckpointError: A rank has met an error, the ranks share no file system, or the iteration exists; the same
@@ -576,13 +573,13 @@ def new_shared_folder(target: Path, group: dist.ProcessGroup | None) -> Iterator
     """Make a folder that several ranks write to, as `new_folder`, and yield its temporary name; collective."""
     target = target.absolute()  # "." has no name of its own
     temporary = decided_by_first(lambda: _begin(target), f"saving to {target}", group)
-
+    is_first = rank_of(group) == 0  # read now: torch.distributed may be shut down after an error
     try:
         together(f"saving to {target}", lambda: require_seen(temporary, _PATIENCE_S), group)
         yield temporary
         decided_by_first(lambda: _publish(temporary, target), f"publishing {target}", group)
     except BaseException:
-        if rank_of(group) == 0:
+        if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
