@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.page import table
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
@@ -24,7 +24,7 @@ from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Setup
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A run with published measurements."""
+    """A run with published measurements, and its plan."""
 
     name: str
     model: str | Mapping[str, Any]  # a preset's name, or a config
@@ -35,51 +35,37 @@ class PublishedRun:
     source: str
     memory_gib: float | None = None  # at the peak, as published; None: only that it fitted
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """A published run and its plan."""
-
-    run: PublishedRun
-    plan: Plan
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan, by formulas throughout: fused kernels stand for compiled ones."""
+        share = DecoderShare(build_meta_model(self.model, torch.bfloat16), self.setup.ranks, *self.batch)
+        return plan_workload(share_workload(self.name, share), self.setup, self.machine)
 
     @property
     def predicted(self) -> float:
         """The prediction, in the unit of the published figure."""
-        return _UNITS[self.run.figure[1]](self.plan)
+        return _UNITS[self.figure[1]](self.plan)
 
     @property
     def error(self) -> float:
         """Relative error of the prediction."""
-        return self.predicted / self.run.figure[0] - 1
-
-
-def compare_published() -> tuple[Comparison, ...]:
-    """Plan every published run, by formulas throughout: fused kernels stand for compiled ones."""
-    models: dict[str, nn.Module] = {}
-    found = []
-    for run in PUBLISHED:
-        if str(run.model) not in models:
-            models[str(run.model)] = build_meta_model(run.model, torch.bfloat16)
-        share = DecoderShare(models[str(run.model)], run.setup.ranks, *run.batch)
-        found.append(Comparison(run, plan_workload(share_workload(run.name, share), run.setup, run.machine)))
-    return tuple(found)
+        return self.predicted / self.figure[0] - 1
 
 
 COLUMNS = ("run", "predicted", "published", "error", "predicted peak", "published peak", "unit", "source")
 
 
-def published_row(found: Comparison) -> tuple[str, ...]:
+def published_row(run: PublishedRun) -> tuple[str, ...]:
     """Return the cells of the table's row: `COLUMNS`."""
-    run, (figure, unit) = found.run, found.run.figure
+    figure, unit = run.figure
     digits = 2 if unit == "s per step" else 0
     limit = f"fits {run.machine.memory_bytes / GIB:.0f} GiB"
     return (
         run.name,
-        f"{found.predicted:,.{digits}f}",
+        f"{run.predicted:,.{digits}f}",
         f"{figure:,.{digits}f}",
-        f"{100 * found.error:+.0f} %",
-        f"{found.plan.memory.peak_bytes / GIB:.1f} GiB",
+        f"{100 * run.error:+.0f} %",
+        f"{run.plan.memory.peak_bytes / GIB:.1f} GiB",
         limit if run.memory_gib is None else f"{run.memory_gib:.1f} GiB",
         unit,
         run.source,
@@ -175,29 +161,17 @@ def _narayanan() -> Iterator[PublishedRun]:
         yield PublishedRun(name, model, setup, _A100, (1, 2048), figure, "Narayanan et al. 2021, table 1")
 
 
-def _deepseek() -> Iterator[PublishedRun]:
-    setup = replace(
-        _BASE,
-        ranks=ParallelRanks(128, pp=16, ep=64),
-        microbatches=120,
-        recompute="every_second_product",
-        virtual_stages=2,
-        fp8=True,
-        overlap_exchanges=True,
-    )
-    yield PublishedRun(
-        "DeepSeek-V3, 2,048 H800, pp 16, ep 64, fp8",
-        "deepseek-v3",
-        setup,
-        find_machine("h800"),
-        (1, 4096),
-        (1e12 / (180e3 * 3600), "tokens/s"),
-        "technical report of 2024: 180,000 H800 hours per 10^12 tokens; DualPipe as 2 virtual stages",
-    )
+def _deepseek() -> PublishedRun:
+    setup = replace(_BASE, ranks=ParallelRanks(128, pp=16, ep=64), microbatches=120, virtual_stages=2, fp8=True)
+    setup = replace(setup, recompute="every_second_product", overlap_exchanges=True)
+    name = "DeepSeek-V3, 2,048 H800, pp 16, ep 64, fp8"
+    figure = (1e12 / (180e3 * 3600), "tokens/s")
+    source = "technical report of 2024: 180,000 H800 hours per 10^12 tokens; DualPipe as 2 virtual stages"
+    return PublishedRun(name, "deepseek-v3", setup, find_machine("h800"), (1, 4096), figure, source)
 
 
-PUBLISHED = (*_dubey(), *_torchtitan(), *_korthikanti(), *_narayanan(), *_deepseek())
+PUBLISHED = (*_dubey(), *_torchtitan(), *_korthikanti(), *_narayanan(), _deepseek())
 
 
 if __name__ == "__main__":
-    print(table(COLUMNS, [published_row(each) for each in compare_published()]))
+    print(table(COLUMNS, [published_row(run) for run in PUBLISHED]))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -41,59 +40,41 @@ _WHOLE = ("gate", "q_a_proj", "kv_a_proj_with_mqa")  # routers and waists, which
 _TRANSPOSED = ("c_attn", "c_fc", "c_proj")  # kept as (inputs, outputs)
 
 
-@dataclass(frozen=True)
 class DecoderShape:
-    """The widths of a decoder transformer that its activations follow."""
+    """The widths of a decoder transformer that its activations follow, read from a config of transformers.
 
-    hidden: int
-    heads: int  # of queries
-    key_heads: int  # of keys and values
-    score_width: int  # features of a head of queries and keys
-    value_width: int  # features of a head of values
-    inner: int  # width inside of a dense MLP
-    vocabulary: int
-    is_gated: bool  # whether the MLP has a gate
-    experts: int  # routed experts of a layer; 0: dense
-    chosen: int  # experts of a token
-    expert_inner: int  # width inside of an expert
-    shared_inner: int  # of the experts that see every token, together
-    # low-rank widths of latent attention: of queries, and of keys and values; empty: there are none
-    latent: tuple[int, ...]
+    `what` is the request, such as "tp=8", for errors.
+    """
+
+    def __init__(self, config: Any, what: str) -> None:
+        kind = getattr(config, "model_type", None)
+        if kind not in _FAMILIES:
+            raise not_modelled(what, f"its architecture is {kind or 'no config of transformers'}")
+
+        def field(*names: str, default: int = 0) -> int:
+            return int(next((value for name in names if (value := getattr(config, name, None))), default))
+
+        latent = field("kv_lora_rank")
+        self.hidden: int = config.hidden_size
+        self.vocabulary: int = config.vocab_size
+        self.heads: int = config.num_attention_heads  # of queries
+        self.key_heads = field("num_key_value_heads", default=self.heads)  # of keys and values
+        width = field("head_dim", default=self.hidden // self.heads)
+        # features of a head of queries and keys, and of one of values
+        self.score_width: int = config.qk_nope_head_dim + config.qk_rope_head_dim if latent else width
+        self.value_width: int = config.v_head_dim if latent else width
+        # low-rank widths of latent attention: of queries, and of keys and values; empty: there are none
+        self.latent: tuple[int, ...] = (config.q_lora_rank, latent) if latent else ()
+        self.inner = field("intermediate_size", "n_inner", default=4 * self.hidden)  # width inside of a dense MLP
+        self.is_gated = kind != "gpt2"  # whether the MLP has a gate
+        self.experts = field("num_local_experts", "num_experts", "n_routed_experts")  # of a layer, routed; 0: dense
+        self.chosen = field("num_experts_per_tok") if self.experts else 0  # experts of a token
+        self.expert_inner = field("moe_intermediate_size", default=self.inner)  # width inside of an expert
+        self.shared_inner = field("n_shared_experts") * self.expert_inner  # of those that see every token, together
 
     def score_flops(self, sequence_length: int) -> float:
         """Count the FLOPs of the attention scores and values for one token in one layer's forward."""
         return 2.0 * sequence_length * self.heads * (self.score_width + self.value_width)
-
-
-def decoder_shape(config: Any, what: str) -> DecoderShape:
-    """Read the shape of a decoder from a config of transformers; `what` is the request, such as "tp=8", for errors."""
-    kind = getattr(config, "model_type", None)
-    if kind not in _FAMILIES:
-        raise not_modelled(what, f"its architecture is {kind or 'no config of transformers'}")
-
-    def field(*names: str, default: int = 0) -> int:
-        return int(next((value for name in names if (value := getattr(config, name, None))), default))
-
-    heads, hidden, latent = config.num_attention_heads, config.hidden_size, field("kv_lora_rank")
-    width = field("head_dim", default=hidden // heads)
-    inner = field("intermediate_size", "n_inner", default=4 * hidden)
-    experts = field("num_local_experts", "num_experts", "n_routed_experts")
-    expert_inner = field("moe_intermediate_size", default=inner)
-    return DecoderShape(
-        hidden=hidden,
-        heads=heads,
-        key_heads=field("num_key_value_heads", default=heads),
-        score_width=config.qk_nope_head_dim + config.qk_rope_head_dim if latent else width,
-        value_width=config.v_head_dim if latent else width,
-        inner=inner,
-        vocabulary=config.vocab_size,
-        is_gated=kind != "gpt2",
-        experts=experts,
-        chosen=field("num_experts_per_tok") if experts else 0,
-        expert_inner=expert_inner,
-        shared_inner=field("n_shared_experts") * expert_inner,
-        latent=(config.q_lora_rank, latent) if latent else (),
-    )
 
 
 def not_modelled(what: str, reason: str) -> ConfigurationError:
@@ -164,11 +145,25 @@ def microbatches_in_flight(setup: Setup, stage: int) -> float:
     return min(parts / virtual, float(setup.microbatches))
 
 
-@dataclass(frozen=True)
+@dataclass
 class DecoderShare:
     """What the first tensor- and context-parallel rank of a pipeline stage computes in a microbatch.
 
-    `model` is the whole model, on the meta device; sequences count over all context-parallel ranks.
+    Attributes:
+        model: The whole model, on the meta device.
+        ranks: Along each axis.
+        micro_batch: Sequences.
+        sequence_length: Tokens of a sequence, over all context-parallel ranks.
+        stage: Of the pipeline.
+        shape: The widths of the model.
+        layer_path: The name of the list of layers.
+        embedding_path: The name of the table of tokens.
+        layers: The layers of this stage.
+        is_first: Whether the stage has the embedding.
+        is_last: Whether the stage has the head and the loss.
+        dtype: Of weights and activations.
+        tokens: Of a microbatch on this rank.
+        hidden_bytes: Bytes of the hidden states of a microbatch.
     """
 
     model: nn.Module
@@ -178,85 +173,41 @@ class DecoderShare:
     stage: int = 0
 
     def __post_init__(self) -> None:
-        ranks, shape = self.ranks, self.shape
-        for name in (name for layer in self._matrices for name in layer):
-            if not {*name.split(".")[-2:]} & {*_CUTS, *_WHOLE}:
-                raise not_modelled(self._what, f"its layers have {name}")
-        layers_of_stage(len(self._all_layers), ranks.pp, self.stage)
+        ranks, stage = self.ranks, self.stage
+        what = next((f"{axis}={size}" for axis, size in ranks.divided.items()), "this")
+        self.shape = shape = DecoderShape(getattr(self.model, "config", None), what)
+        is_gpt2 = hasattr(self.model, "transformer")
+        self.layer_path = "transformer.h" if is_gpt2 else "model.layers"
+        self.embedding_path = "transformer.wte" if is_gpt2 else "model.embed_tokens"
+        layers = dict(self.model.named_modules()).get(self.layer_path)
+        if not isinstance(layers, nn.ModuleList):
+            raise not_modelled(what, f"it has no list {self.layer_path}")
+        self._all_layers = layers
+        self._matrices: list[
+            dict[str, torch.Size]
+        ] = []  # of each layer, in the order in which they are multiplied with
+        for layer in layers:
+            shapes = {name: param.shape for name, param in layer.named_parameters() if param.dim() > 1}
+            for name in shapes:
+                if not {*name.split(".")[-2:]} & {*_CUTS, *_WHOLE}:
+                    raise not_modelled(what, f"its layers have {name}")
+            self._matrices.append(
+                dict(sorted(shapes.items(), key=lambda item: "experts." in item[0]))
+            )  # behind routers
+        self.layers = layers_of_stage(len(layers), ranks.pp, stage)
+        self.is_first, self.is_last = stage == 0, stage == ranks.pp - 1
         pieces = ranks.cp * (2 if ranks.cp > 1 else 1)
-        for what, count, divisor, by in (
+        for counted, count, divisor, by in (
             ("attention heads", shape.heads, ranks.tp, f"tp={ranks.tp}"),
             ("key heads", max(shape.key_heads, ranks.tp), min(shape.key_heads, ranks.tp), f"tp={ranks.tp}"),
             ("experts", shape.experts, ranks.ep, f"ep={ranks.ep}"),
             ("tokens of a sequence", self.sequence_length, pieces, f"2 x cp={ranks.cp}"),
         ):
             if count % divisor or (divisor > 1 and not count):
-                raise ParallelSizeError(f"{count} {what} cannot be divided by {by}; choose a divisor")
-
-    @cached_property
-    def shape(self) -> DecoderShape:
-        """The widths of the model."""
-        return decoder_shape(getattr(self.model, "config", None), self._what)
-
-    @property
-    def _what(self) -> str:
-        return next((f"{axis}={size}" for axis, size in self.ranks.divided.items()), "this")
-
-    @property
-    def layer_path(self) -> str:
-        """The name of the list of layers."""
-        return "transformer.h" if hasattr(self.model, "transformer") else "model.layers"
-
-    @property
-    def embedding_path(self) -> str:
-        """The name of the table of tokens."""
-        return "transformer.wte" if hasattr(self.model, "transformer") else "model.embed_tokens"
-
-    @cached_property
-    def _all_layers(self) -> nn.ModuleList:
-        layers = dict(self.model.named_modules()).get(self.layer_path)
-        if not isinstance(layers, nn.ModuleList):
-            raise not_modelled(self._what, f"it has no list {self.layer_path}")
-        return layers
-
-    @property
-    def layers(self) -> range:
-        """The layers of this stage."""
-        return layers_of_stage(len(self._all_layers), self.ranks.pp, self.stage)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights and activations."""
-        return next(self.model.parameters()).dtype
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a microbatch on this rank."""
-        return self.micro_batch * self.sequence_length // self.ranks.cp
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the stage has the embedding."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage has the head and the loss."""
-        return self.stage == self.ranks.pp - 1
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of the hidden states of a microbatch."""
-        return self.tokens * self.shape.hidden * self.dtype.itemsize
-
-    @cached_property
-    def _matrices(self) -> list[dict[str, torch.Size]]:
-        """The shapes of each layer's matrices, in the order in which they are multiplied with."""
-        found = []
-        for layer in self._all_layers:
-            shapes = {name: param.shape for name, param in layer.named_parameters() if param.dim() > 1}
-            found.append(dict(sorted(shapes.items(), key=lambda item: "experts." in item[0])))  # behind the router
-        return found
+                raise ParallelSizeError(f"{count} {counted} cannot be divided by {by}; choose a divisor")
+        self.dtype = next(self.model.parameters()).dtype
+        self.tokens = self.micro_batch * self.sequence_length // ranks.cp
+        self.hidden_bytes = self.tokens * shape.hidden * self.dtype.itemsize
 
     def is_mixture(self, layer: int) -> bool:
         """Return whether a layer has experts."""
