@@ -240,7 +240,7 @@ class BackgroundSaver:
             state = together("copying the state for a background save", arrived, self.group)
             with torch.no_grad():
                 together("saving in the background", lambda: save(state, self.group), self.group)
-        except RuntimeError as error:  # torch.distributed was taken down, or its back end failed
+        except (MegatronFSDPError, RuntimeError) as error:  # torch.distributed was taken down, or its back end failed
             if isinstance(error, MegatronFSDPError) and not isinstance(error, RankError):
                 raise
             raise CheckpointError(

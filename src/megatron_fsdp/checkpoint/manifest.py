@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_fsdp.checkpoint.safe_read import read_json
@@ -58,7 +59,7 @@ class Manifest:
         if not path.exists():
             return None
         found = read_json(path)
-        version = found.get("version") if isinstance(found, dict) else None
+        version: Any = found.get("version") if isinstance(found, dict) else None
         if type(version) is int and version > VERSION:
             raise CheckpointError(
                 f"{path} is of version {version}, and this library reads up to version {VERSION}; update the library"
@@ -163,11 +164,12 @@ def _high_parts(places: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=16)
 def _table(level: int, device: torch.device) -> torch.Tensor:
     """Make 2^16 pseudo-random odd numbers by splitmix64 (Steele et al. 2014); above level 0 the first is 1."""
-    x = np.arange(1 + level * BLOCK, 1 + (level + 1) * BLOCK, dtype=np.uint64)
-    x = x * 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    x = (x ^ (x >> 31)) | 1
+    u64 = np.uint64
+    x: npt.NDArray[np.uint64] = np.arange(1 + level * BLOCK, 1 + (level + 1) * BLOCK, dtype=u64)
+    x = x * u64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> u64(30))) * u64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> u64(27))) * u64(0x94D049BB133111EB)
+    x = (x ^ (x >> u64(31))) | u64(1)
     if level:
         x[0] = 1  # so that places below 2^16, 2^32 ... need no further tables
     return torch.from_numpy(x.view(np.int64)).to(device)

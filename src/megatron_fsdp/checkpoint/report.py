@@ -118,7 +118,7 @@ def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> Lo
     """Merge the reports of all pipeline stages; collective."""
     everyone: list[LoadReport] = gather_objects(own, group)
 
-    found = {
+    found: dict[str, Any] = {
         name: tuple(sorted({key for report in everyone for key in getattr(report, name)}))
         for name in ("loaded", "missing", "unexpected")
     }

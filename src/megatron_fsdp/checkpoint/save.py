@@ -92,6 +92,7 @@ class SealingPlanner(DefaultSavePlanner):
         """Return the data of one item; that of a source is read now."""
         key, described = write_item.index.fqn, write_item.tensor_data
         source = self.state_dict[key]
+        data: torch.Tensor | io.BytesIO
         if isinstance(source, TensorSource) and described is not None:
             data = source.read(Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes)))
         else:
@@ -149,7 +150,7 @@ class SealingWriter(FileSystemWriter):
                 os.fsync(stream.fileno())
         seal = (planner.sums, planner.digests)  # type: ignore[attr-defined]
         done: Future[list[WriteResult]] = Future()
-        done.set_result([*results, WriteResult(_SEAL, 0, seal)])  # type: ignore[arg-type]
+        done.set_result([*results, WriteResult(_SEAL, 0, seal)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
