@@ -52,18 +52,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Describe the model, and return the exit status."""
+    import torch
+
     from megatron_fsdp.config.precision import dtype_from_name
     from megatron_fsdp.plan.models import build_meta_model
     from megatron_fsdp.plan.simulate import simulated_model
 
     dtype = None if args.dtype is None else dtype_from_name(args.dtype, "--dtype")
     spec = args.model if args.hf_config is None else Path(args.hf_config)
+    sizes = {_SHARD: args.ranks}
+    if args.outer is not None:
+        if args.outer < 1 or args.ranks % args.outer:
+            raise ConfigurationError(f"--outer {args.outer} does not divide --ranks {args.ranks}; give a divisor")
+        sizes = {_OUTER: args.outer, _SHARD: args.ranks // args.outer}
+    kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, lr=0.1)}
+    kind = kinds.get(args.optimizer)
     with simulated_model(
         lambda: build_meta_model(spec, dtype),
-        num_ranks=_sizes(args),
+        num_ranks=sizes,
         rank=args.rank,
         backend=args.backend,
-        build_optimizer=_optimizer(args.optimizer),
+        build_optimizer=kind and (lambda params: kind([param for param in params if param.requires_grad])),
         **_arguments(args),
     ) as simulated:
         described = simulated.model.describe()
@@ -74,23 +83,6 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_SAME
 
 
-def _sizes(args: argparse.Namespace) -> dict[str, int]:
-    if args.outer is None:
-        return {_SHARD: args.ranks}
-    if args.outer < 1 or args.ranks % args.outer:
-        raise ConfigurationError(f"--outer {args.outer} does not divide --ranks {args.ranks}; give a divisor")
-    return {_OUTER: args.outer, _SHARD: args.ranks // args.outer}
-
-
-def _optimizer(name: str) -> Any:
-    """Return a function that builds an optimizer of the parameters that are trained."""
-    import torch
-
-    kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, lr=0.1)}
-    kind = kinds.get(name)
-    return None if kind is None else lambda params: kind([param for param in params if param.requires_grad])
-
-
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_fsdp.config.precision import MixedPrecisionPolicy, dtype_from_name
     from megatron_fsdp.fully_shard import fully_shard_model
@@ -99,26 +91,22 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {
         "zero_dp_strategy": _value(args.strategy),
         "outer_dp_sharding_strategy": _value(args.outer_strategy),
+        **({} if args.outer is None else {"dp_outer_dim": _OUTER}),
+        **({} if args.units is None else {"fsdp_unit_modules": args.units}),
     }
-    if args.outer is not None:
-        found["dp_outer_dim"] = _OUTER
-    if args.units is not None:
-        found["fsdp_unit_modules"] = args.units
     dtypes: dict[str, Any] = {}
     for given in args.option:
         name, equals, text = given.partition("=")
-        if not equals or name not in known | set(_DTYPES):
+        if equals and name in known:
+            found[name] = _value(text)
+        elif equals and name in _DTYPES:
+            dtypes[name] = None if text in ("None", "auto") else dtype_from_name(text, name)
+        else:
             raise ConfigurationError(
                 f"--option {given}: give NAME=VALUE with an option of fully_shard ({', '.join(sorted(known))}) or one "
                 f"of {', '.join(_DTYPES)}"
             )
-        if name in _DTYPES:
-            dtypes[name] = None if text in ("None", "auto") else dtype_from_name(text, name)
-        else:
-            found[name] = _value(text)
-    if dtypes:
-        found["mixed_precision_policy"] = MixedPrecisionPolicy(**dtypes)
-    return found
+    return {**found, "mixed_precision_policy": MixedPrecisionPolicy(**dtypes)} if dtypes else found
 
 
 def _value(text: str) -> Any:
