@@ -173,6 +173,7 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ((), "no model was given"),
         (("llama-3-9b",), "did you mean 'llama-3-8b'"),
         ((*SMALL, "--tp", "3"), "--ranks 16 is not a multiple of"),
+        (("cpu-small", "--loss", "torch.sum"), "cpu-small has inputs and a loss of its own: leave --inputs and --loss"),
         ((*SMALL, "--strategy", "fsdp"), "--strategy='fsdp' is not a sharding strategy"),
         ((*SMALL, "--machine-set", "flops"), "--machine-set flops is not FIGURE=NUMBER"),
         ((*SMALL, "--machine-set", "speed=3"), "has no 'speed'"),

@@ -189,6 +189,12 @@ def test_eight_bits_leave_ten_of_sixteen_bytes_of_a_parameter() -> None:
         ({"ranks": 4, "sequence_length": 10**10}, "invalid sequence_length=10000000000: give"),
         ({"ranks": 4, "inputs": True, "micro_batch": 2}, "micro_batch=2 has no effect on inputs of your own"),
         ({"ranks": 4, "inputs": True, "dtype": torch.float16}, "dtype"),
+        ({"ranks": 4, "loss_fn": torch.sum}, "loss_fn has no effect without inputs; give both"),
+        ({"ranks": 4, "tokens": 8}, "tokens has no effect without inputs; give both"),
+        (
+            {"ranks": {"dp_shard": 2, "tp": 2}, "fsdp_unit_modules": ["torch.nn.Linear"]},
+            "fsdp_unit_modules has no effect with tp=2",
+        ),
         (
             {"ranks": {"dp_shard": 4, "tp": 2}, "inputs": True},
             "tp=2 cannot be planned for this model, since it has inputs of its own",

@@ -293,6 +293,8 @@ def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str,
 
 def _preset_workload(args: argparse.Namespace, setup: Setup) -> Workload:
     """Build the workload of one rank of the trainer with a preset, which has a batch of its own."""
+    if args.inputs is not None or args.loss is not None:
+        raise ConfigurationError(f"{args.model} has inputs and a loss of its own: leave --inputs and --loss out")
     preset = assemble((Layer(f"preset {args.model}", TRAINER_PRESETS[args.model]),))
     rows = args.micro_batch_size or preset.training.micro_batch_size or 1
     shape = rows, args.sequence_length or preset.model.seq_length or 1

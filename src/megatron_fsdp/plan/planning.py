@@ -127,11 +127,16 @@ def make_workload(
             raise ConfigurationError(f"{argument}={count} has no effect on inputs of your own; leave one of them out")
         if count is not None and not (is_count(count) and count <= _MOST_TOKENS):
             raise ConfigurationError(f"invalid {argument}={count!r}: give a whole number from 1 to {_MOST_TOKENS:,}")
+    for argument, given in (("loss_fn", loss_fn), ("tokens", tokens)):
+        if given is not None and inputs is None:
+            raise ConfigurationError(f"{argument} has no effect without inputs; give both, or leave it out")
     module = build_meta_model(model, (dtype or torch.bfloat16) if comes_from_config(model) else dtype)
     config: Any = getattr(module, "config", None)
     given = model if isinstance(model, str) else getattr(config, "model_type", None) or type(module).__name__
     label, total = name or given, sum(param.numel() for param in module.parameters())
     divided = [f"{axis}={size}" for axis, size in ranks.divided.items()]
+    if divided and fsdp_unit_modules is not None:
+        raise ConfigurationError(f"fsdp_unit_modules has no effect with {divided[0]}: units are layers; leave it out")
     if stage and not divided:
         raise ConfigurationError(f"stage={stage} does not exist; with pp=1 there is stage 0")
     if inputs is not None:
