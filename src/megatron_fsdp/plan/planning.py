@@ -127,8 +127,8 @@ def make_workload(
             raise ConfigurationError(f"{argument}={count} has no effect on inputs of your own; leave one of them out")
         if count is not None and not (is_count(count) and count <= _MOST_TOKENS):
             raise ConfigurationError(f"invalid {argument}={count!r}: give a whole number from 1 to {_MOST_TOKENS:,}")
-    for argument, given in (("loss_fn", loss_fn), ("tokens", tokens)):
-        if given is not None and inputs is None:
+    for argument, value in (("loss_fn", loss_fn), ("tokens", tokens)):
+        if value is not None and inputs is None:
             raise ConfigurationError(f"{argument} has no effect without inputs; give both, or leave it out")
     module = build_meta_model(model, (dtype or torch.bfloat16) if comes_from_config(model) else dtype)
     config: Any = getattr(module, "config", None)
