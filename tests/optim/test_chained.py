@@ -213,6 +213,22 @@ def test_hooks_and_schedules_of_members_see_the_members_and_sharded_parameters()
     assert [group["lr"] for group in twins.optimizer.param_groups] == pytest.approx([0.01, 0.01, 0.02, 0.01])
 
 
+@on_ranks(2)
+def test_a_chain_of_optimizers_that_were_connected_before_steps_once() -> None:
+    twins = Twins(mixed(), chain_of_whole_tensors, flat(3))
+    model = fully_shard_model(mixed(), fsdp_unit_modules=[nn.Linear], **flat(3))
+    params: list[Any] = list(model.parameters())
+    members = chain_of_whole_tensors(params).optimizers
+    chained = fully_shard_optimizer(ChainedOptimizer(*map(fully_shard_optimizer, members)))
+    for step in range(2):
+        twins.step(step)
+        for param, other in zip(params, twins.params, strict=True):
+            param.grad = other.grad
+        chained.step()
+    for param, other in zip(params, twins.params, strict=True):
+        assert torch.equal(param.full_tensor(), other.full_tensor())  # type: ignore[attr-defined]
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 

@@ -399,6 +399,14 @@ def test_split_sizes_that_do_not_fit_are_refused(sizes: Any) -> None:
         check_muon(optimizer)
 
 
+@on_ranks(2)
+def test_options_that_became_wrong_are_told_also_where_nothing_has_a_gradient() -> None:
+    twins = Twins(matrices(), lambda params: torch.optim.Muon(params, lr=0.1), flat(3))
+    twins.optimizer.param_groups[0]["split_sizes"] = 4
+    with pytest.raises(ConfigurationError, match="Muon was given split_sizes=4 for a parameter of shape"):
+        twins.optimizer.step()
+
+
 # ---- beside other optimizers, through the public functions --------------------------------------------------------
 
 

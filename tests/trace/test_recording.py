@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from megatron_fsdp import MegatronFSDP
+from megatron_fsdp import ChainedOptimizer, MegatronFSDP, fully_shard
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, TraceError
@@ -327,3 +328,16 @@ def test_the_last_steps_are_kept_and_afterwards_nobody_watches(run_ranks: RunRan
         assert {span.depth for span in timeline.spans if span.phase == "optimizer"} == {0}
         assert timeline.steps[0].start_ns > 0
         assert timeline.steps[0].end_ns == timeline.steps[1].start_ns
+
+
+@on_ranks(1)
+def test_the_step_of_a_chain_is_one_span() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, *others = model.parameters()
+    chain = ChainedOptimizer(torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(others))
+    sharded, optimizer = fully_shard(model, chain, fsdp_unit_modules=[nn.Linear])
+    with trace(sharded, align=False) as recording:
+        sharded(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    spans = [span for span in recording.result().spans if span.phase == "optimizer"]
+    assert [span.depth for span in spans] == [0]

@@ -458,6 +458,11 @@ def _bytes(data: Any = "", encoding: str = "latin1") -> bytes:
     return data.encode("latin1") if type(data) is str else data
 
 
+def _layout(name: Any) -> torch.layout:
+    _require(name == "torch.strided", "a tensor of another layout than torch.strided (dense)")
+    return torch.strided
+
+
 # NumPy trusts the states of its pickled dtypes and arrays: wrong ones end the process. So each is compared with what
 # NumPy itself would have written. Numbers and text only.
 
@@ -514,7 +519,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("torch.storage", "UntypedStorage"): torch.uint8,
     ("torch", "Size"): _of(torch.Size, (list, tuple)),
     ("torch", "device"): _of(torch.device, (str,), (int,)),
-    ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
+    ("torch.serialization", "_get_layout"): _layout,
     ("torch._utils", "_rebuild_tensor"): _rebuilt(torch._utils._rebuild_tensor),
     ("torch._utils", "_rebuild_tensor_v2"): _rebuilt(torch._utils._rebuild_tensor_v2),
     ("torch._utils", "_rebuild_tensor_v3"): _rebuilt(torch._utils._rebuild_tensor_v3),

@@ -136,7 +136,8 @@ class ChainedStep(Step):
     def __init__(self, members: Sequence[tuple[Optimizer, Step]]) -> None:
         self._members = members
         self._running: Optimizer | None = None
-        self._has_begun = False  # the stand-in of the running one was asked for
+        self._has_begun = False  # it stands in for the running one, or has been stood in for by that one's own hooks
+        self._stands_in = False
         self._met: list[Exception | None] = []  # in each optimizer, in the step that is running
         self._ranks: dict[DeviceMesh, Ranks] = {}
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
@@ -155,7 +156,7 @@ class ChainedStep(Step):
         """Step the optimizers one after another, with their own hooks; what fails is kept for `finish`."""
         self._met = []
         for optimizer, way in self._members:
-            self._running, self._has_begun = optimizer, False
+            self._running, self._has_begun, self._stands_in = optimizer, False, False
             try:
                 self._step(optimizer, way)
             except RankError as error:  # on all ranks together
@@ -181,10 +182,13 @@ class ChainedStep(Step):
         if optimizer is not self._running:
             return None  # somebody steps it without the chain
         self._has_begun = True
+        if args[0] is not optimizer:
+            return None  # it was connected before it was chained, and does by itself what is needed
+        self._stands_in = True
         return (way.stand_in(optimizer), *args[1:]), kwargs
 
     def _after(self, way: Step, optimizer: Optimizer, *_step_arguments: object) -> None:
-        if optimizer is self._running:
+        if optimizer is self._running and self._stands_in:
             way.finish(optimizer)
 
     def finish(self, optimizer: Optimizer) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -206,20 +207,21 @@ class MuonStep(Step):
         self._owned: tuple[Any, list[int]] = None, []
         self._planned: tuple[Any, list[tuple[list[int], Exchange]]] = None, []
         self._parts: dict[tuple[ShardFrame, tuple[int, ...]], tuple[tuple[ShardFrame, slice], ...]] = {}
-        self._begun: Optimizer | None = None  # until ranks have agreed for the first time in its step
+        self._begun: weakref.ref[Optimizer] | None = None  # until ranks have agreed for the first time in its step
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object on which the code of the optimizer's class is to run its step."""
         made = MuonStandIn.__new__(MuonStandIn)
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
-        self._begun = optimizer
+        self._begun = weakref.ref(optimizer)
         made._update = functools.partial(self.update, optimizer)
         return made
 
     def fail(self, error: Exception) -> None:
         """Raise a RankError on all ranks, if they have not agreed in this step yet; `update` does it from then on."""
-        if self._begun is not None:
-            self._agree(self._begun, error)
+        optimizer = None if self._begun is None else self._begun()
+        if optimizer is not None:
+            self._agree(optimizer, error)
 
     @torch.no_grad()
     def update(self, optimizer: Optimizer) -> None:
@@ -229,6 +231,8 @@ class MuonStep(Step):
             RankError: Some rank lacks memory, or momentum or iteration have failed there; on all ranks. No weight was
                 updated.
         """
+        for param in params_of(optimizer):
+            self._ranks_of(param.shard_frame.mesh)  # making groups may be collective: in one order on all ranks
         error: Exception | None = None
         try:
             matrices = list(self._matrices(optimizer))
@@ -260,9 +264,11 @@ class MuonStep(Step):
         """Raise on all ranks of the meshes that step what any of them has met."""
         self._begun = None
         params = params_of(optimizer)
-        ranks = [self._ranks_of(param.shard_frame.mesh) for param in params]  # all: making groups may be collective
+        ranks = [self._ranks_of(param.shard_frame.mesh) for param in params]
         stepped = zip(ranks, shown_grads(params), strict=True)
         agreed({each: {} for each, grad in stepped if grad is not None}, error)
+        if error is not None:  # where there are no gradients
+            raise error
 
     def _ranks_of(self, mesh: DeviceMesh) -> Ranks:
         self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)

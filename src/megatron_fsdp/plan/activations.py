@@ -187,12 +187,15 @@ class LiveStorages:
             if key in known and key not in self._sizes:
                 continue
             if key not in self._sizes:
-                weakref.finalize(storage, self._dies, key)
+                weakref.finalize(storage, _dies, weakref.ref(self), key).atexit = False
             self.now_bytes += storage.nbytes() - self._sizes.get(key, 0)
             self._sizes[key] = storage.nbytes()
 
-    def _dies(self, key: int) -> None:
-        self.now_bytes -= self._sizes.pop(key)
+
+def _dies(reference: weakref.ref[LiveStorages], key: int) -> None:
+    live = reference()
+    if live is not None:
+        live.now_bytes -= live._sizes.pop(key)
 
 
 # ---- what a model is told when it asks for the value of a tensor that has none ---------------------------------------

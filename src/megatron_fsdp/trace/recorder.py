@@ -20,6 +20,7 @@ from megatron_fsdp.describe.model import memory_of
 from megatron_fsdp.engine.observer import Observer, Phase, close_phase
 from megatron_fsdp.errors import ConfigurationError, TraceError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.sharding.units import ROOT_UNIT
 from megatron_fsdp.trace.timeline import (
     BEGIN,
@@ -237,6 +238,9 @@ class Recorder(Observer):
 
     def _note_optimizer(self, record: tuple[Any, ...], optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         """Record that the step of an optimizer begins or ends, if it steps parameters of this model."""
+        chains = [each for each in self._engine.connected if isinstance(each, ChainedOptimizer)]
+        if any(optimizer in chain.optimizers for chain in chains):
+            return  # a part of the chain's step
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         if any(id(param) in self._engine.group_and_index for param in firsts):
             kind, *rest = record

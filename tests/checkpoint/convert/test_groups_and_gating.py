@@ -47,7 +47,7 @@ BOTH = {f"{FC1}.weight", f"{FC1}.bias"}
         ({f"{FC1}.weight": (2, 24, 8)}, "auto", True, {f"{FC1}.weight"}),
         (
             {f"language.{k}": v for k, v in GATED.items()} | WITH_TOWER,
-            "language",
+            "language,",
             None,
             {f"language.{k}" for k in BOTH},
         ),

@@ -145,11 +145,15 @@ def decide_gating(shapes: Mapping[str, Sequence[int]], scope: str, said: bool | 
     module_of = {key: key.rpartition(".")[0] for key in shapes if _FC1.fullmatch(key)}
     modules = sorted(set(module_of.values()))
     answers = {module: _decide(module, shapes, scope, said) for module in modules}
-    for part in [] if scope in (AUTO, ALL, NONE) else scope.split(","):
+    for part in [] if scope in (AUTO, ALL, NONE) else _parts(scope):
         if not any(_holds(module, part) for module in modules):
             raise CheckpointError(f"--swiglu names {part!r}, which is part of no MLP's name; there are {modules}")
     gated = frozenset(key for key, module in module_of.items() if answers[module][0])
     return Gating(gated, {m: f"{'gated' if yes else 'not gated'} ({why})" for m, (yes, why) in answers.items()})
+
+
+def _parts(scope: str) -> list[str]:
+    return list(filter(None, scope.split(",")))
 
 
 def _decide(module: str, shapes: Mapping[str, Sequence[int]], scope: str, said: bool | None) -> tuple[bool, str]:
@@ -167,7 +171,7 @@ def _decide(module: str, shapes: Mapping[str, Sequence[int]], scope: str, said: 
         return False, "args.swiglu is False"
     if scope == AUTO:
         return by_shape is not False, f"args.swiglu is True{f', but {rows}' if by_shape is False else ''}"
-    if scope != ALL and not any(_holds(module, part) for part in scope.split(",")):
+    if scope != ALL and not any(_holds(module, part) for part in _parts(scope)):
         return False, f"not in --swiglu {scope}"
     if by_shape is False:
         raise CheckpointError(
