@@ -115,7 +115,7 @@ class _Borrowed:
 
     memory: BorrowedMemory
     state: State
-    unit: str = ""  # that has it, or had it last
+    label: str = ""  # of the unit that has it, or had it last
     name: str = ""  # of a block
     is_followed: bool = True  # False: weights that are never gathered
     block: Block | None = None  # that holds weights
@@ -124,7 +124,7 @@ class _Borrowed:
     def use(self, event: Event, unit: str) -> None:
         """Follow an event, on behalf of a unit."""
         if self.is_followed:
-            where = f"{self.name}, last lent to unit {self.unit}" if self.name and self.unit else self.name
+            where = f"{self.name}, last lent to unit {self.label}" if self.name and self.label else self.name
             self.state = next_state(self.memory, self.state, event, unit, where)
 
 
@@ -149,16 +149,16 @@ class LifetimeChecker(Observer):
         if phase in _FOLLOWED:
             self._phases.append((phase, unit))
         if phase is Phase.GATHER:
-            weights.use(Event.GATHER, weights.unit)
+            weights.use(Event.GATHER, weights.label)
         elif phase is Phase.RELEASE:
             if weights.forwards:
                 raise LifetimeError(
-                    f"unit {weights.unit}: {weights.memory.value} cannot be released while its forward computes with "
+                    f"unit {weights.label}: {weights.memory.value} cannot be released while its forward computes with "
                     f"them; {_FAULT}"
                 )
-            weights.use(Event.RELEASE, weights.unit)
+            weights.use(Event.RELEASE, weights.label)
         elif phase in (Phase.FORWARD, Phase.BACKWARD):
-            weights.use(Event.COMPUTE, weights.unit)
+            weights.use(Event.COMPUTE, weights.label)
             weights.forwards += phase is Phase.FORWARD
 
     def ends(self, phase: Phase, unit: int) -> None:
@@ -167,8 +167,8 @@ class LifetimeChecker(Observer):
         if phase in _FOLLOWED:
             self._phases.remove((phase, unit))
         if phase is Phase.WAIT:
-            self._check_waited(weights, weights.unit)
-            weights.use(Event.ARRIVE, weights.unit)
+            self._check_waited(weights, weights.label)
+            weights.use(Event.ARRIVE, weights.label)
         elif phase is Phase.RELEASE and weights.block is not None:
             weights.block.poison()
             self._holders.pop(weights.block, None)
@@ -176,10 +176,10 @@ class LifetimeChecker(Observer):
         elif phase is Phase.FORWARD:
             weights.forwards = max(0, weights.forwards - 1)
         elif phase is Phase.COPY and bucket is not None:
-            bucket.use(Event.FILL, weights.unit)
+            bucket.use(Event.FILL, weights.label)
         elif phase is Phase.REDUCE and bucket is not None:
             del self._buckets[unit]
-            bucket.use(Event.REDUCE, weights.unit)
+            bucket.use(Event.REDUCE, weights.label)
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
         """End a forward that failed; anything else that failed leaves a state that only a reset mends."""
@@ -193,7 +193,7 @@ class LifetimeChecker(Observer):
             holder = self._holders.get(block, weights)
             if holder is not weights:
                 raise LifetimeError(
-                    f"unit {weights.unit}: {memory.value} cannot be gathered into memory in which unit {holder.unit} "
+                    f"unit {weights.label}: {memory.value} cannot be gathered into memory in which unit {holder.label} "
                     f"is {holder.state.value}; it has to be released first"
                 )
             self._holders[block] = weights
@@ -204,15 +204,15 @@ class LifetimeChecker(Observer):
                 self._made[memory] += 1
             lent = self._lent[block]
             lent.memory = memory
-            lent.use(Event.LEND, weights.unit)
-            lent.unit = weights.unit
+            lent.use(Event.LEND, weights.label)
+            lent.label = weights.label
             if memory is BorrowedMemory.BUCKET:
                 self._buckets[unit] = lent
         block.poison()
 
     def takes_back(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Check that the reduction is over, and poison the memory."""
-        lent, label = self._lent.get(block), self._weights[unit].unit
+        lent, label = self._lent.get(block), self._weights[unit].label
         if lent is None:
             raise LifetimeError(f"unit {label}: {memory.value} cannot be given back, for it was never lent")
         self._check_waited(lent, label)

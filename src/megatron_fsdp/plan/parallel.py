@@ -183,9 +183,8 @@ class DecoderShare:
         if not isinstance(layers, nn.ModuleList):
             raise not_modelled(what, f"it has no list {self.layer_path}")
         self._all_layers = layers
-        self._matrices: list[
-            dict[str, torch.Size]
-        ] = []  # of each layer, in the order in which they are multiplied with
+        # Of each layer, in the order in which they are multiplied with.
+        self._matrices: list[dict[str, torch.Size]] = []
         for layer in layers:
             shapes = {name: param.shape for name, param in layer.named_parameters() if param.dim() > 1}
             for name in shapes:
