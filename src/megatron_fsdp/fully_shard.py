@@ -289,9 +289,8 @@ def fully_shard_optimizer(
     """
     from megatron_fsdp.comm.agreement import rank_of
     from megatron_fsdp.optim.chained import members_of
-    from megatron_fsdp.optim.models import Models, model_of
     from megatron_fsdp.optim.optimizer import check_connected, integrate, route_line
-    from megatron_fsdp.optim.step import params_of
+    from megatron_fsdp.optim.step import Models, model_of, params_of
 
     _check_optimizer(optimizer)
     params = params_of(optimizer)

@@ -29,8 +29,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.engine.memory import StateMemory
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.models import engine_of, model_of
-from megatron_fsdp.optim.step import Step, params_of
+from megatron_fsdp.optim.step import Step, engine_of, model_of, params_of
 
 _SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.ASGD: frozenset({"ax"}),

@@ -25,10 +25,9 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, members_of
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
-from megatron_fsdp.optim.models import Models, engine_of
 from megatron_fsdp.optim.muon import SPLIT_KEY, MuonStep, check_muon
 from megatron_fsdp.optim.state_dict import as_held, as_saved, with_blank_state
-from megatron_fsdp.optim.step import Step, params_of
+from megatron_fsdp.optim.step import Models, Step, engine_of, params_of
 from megatron_fsdp.optim.step_in_backward import StepInBackward
 from megatron_fsdp.optim.whole_step import (
     OwnedStep,

@@ -18,8 +18,7 @@ from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
-from megatron_fsdp.optim.models import Models, engine_of, model_of
-from megatron_fsdp.optim.step import params_of
+from megatron_fsdp.optim.step import Models, engine_of, model_of, params_of
 from megatron_fsdp.optim.whole_step import steps_owned
 
 StateDict = dict[str, Any]

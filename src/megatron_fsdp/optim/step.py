@@ -1,15 +1,23 @@
-"""How the code of an optimizer's class is run on shards: on an object that stands in for the optimizer."""
+"""One optimizer on shards: how the code of its class is run, its parameters, and the models that these belong to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
+
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 
 class Step:
-    """The way in which one optimizer is stepped. By itself it does nothing around the step."""
+    """The way in which one optimizer is stepped: on an object that stands in for it. By itself it does nothing more."""
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object on which the code of the optimizer's class is to run one step."""
@@ -32,3 +40,38 @@ class Step:
 def params_of(optimizer: Optimizer) -> list[Any]:
     """Return the parameters of all groups of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def model_of(param: Tensor) -> MegatronFSDP:
+    """Return the model of a sharded parameter."""
+    model: MegatronFSDP = param._megatron_fsdp_model.self_reference()  # type: ignore[attr-defined]
+    return model
+
+
+def engine_of(param: Tensor) -> Engine:
+    """Return the engine of the model of a sharded parameter."""
+    return model_of(param)._engine
+
+
+class Models:
+    """The models whose parameters one optimizer updates, mostly one; held weakly.
+
+    Iterating raises a ConfigurationError where one of them has been deleted.
+    """
+
+    def __init__(self, models: Sequence[MegatronFSDP]) -> None:
+        self._references = [weakref.ref(model) for model in models]
+
+    def __iter__(self) -> Iterator[MegatronFSDP]:
+        models = [model for reference in self._references if (model := reference()) is not None]
+        if len(models) < len(self._references):
+            raise ConfigurationError(
+                "the model whose parameters this optimizer updates has been deleted; build a new optimizer for a new "
+                "model"
+            )
+        return iter(models)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Their engines."""
+        return [model._engine for model in self]
