@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -397,6 +398,13 @@ def test_split_sizes_that_do_not_fit_are_refused(sizes: Any) -> None:
     optimizer = torch.optim.Muon([{"params": [nn.Parameter(torch.ones(9, 2))], "split_sizes": sizes}])
     with pytest.raises(ConfigurationError, match=r"shape \(9, 2\); give the rows of each piece, which add up to 9, or"):
         check_muon(optimizer)
+
+
+def test_names_of_pieces_may_come_in_any_mapping() -> None:
+    sizes = MappingProxyType({"q": 6, "k": 2, "v": 1})
+    optimizer = torch.optim.Muon([{"params": [nn.Parameter(torch.ones(9, 2))], "split_sizes": sizes}])
+    check_muon(optimizer)
+    assert step_of(optimizer) == "on shards and whole matrices (Muon, split into q, k, v)"
 
 
 @on_ranks(2)

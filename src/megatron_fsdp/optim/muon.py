@@ -231,8 +231,8 @@ class MuonStep(Step):
             RankError: Some rank lacks memory, or momentum or iteration have failed there; on all ranks. No weight was
                 updated.
         """
-        for param in params_of(optimizer):
-            self._ranks_of(param.shard_frame.mesh)  # making groups may be collective: in one order on all ranks
+        for mesh in dict.fromkeys(param.shard_frame.mesh for param in params_of(optimizer)):
+            self._ranks_of(mesh)  # making groups may be collective: in one order on all ranks
         error: Exception | None = None
         try:
             matrices = list(self._matrices(optimizer))
@@ -271,7 +271,8 @@ class MuonStep(Step):
             raise error
 
     def _ranks_of(self, mesh: DeviceMesh) -> Ranks:
-        self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)
+        if mesh not in self._ranks:
+            self._ranks[mesh] = Ranks(mesh)
         return self._ranks[mesh]
 
     def _matrices(self, optimizer: Optimizer) -> Iterator[_Matrix]:

@@ -52,7 +52,7 @@ def step_of(optimizer: Optimizer) -> str:
     """Say what the step of a connected optimizer works on."""
     if type(optimizer) is torch.optim.Muon:
         pieces = [
-            ", ".join(sizes) for group in optimizer.param_groups if isinstance(sizes := group.get(SPLIT_KEY), dict)
+            ", ".join(sizes) for group in optimizer.param_groups if isinstance(sizes := group.get(SPLIT_KEY), Mapping)
         ]
         split = f", split into {' and '.join(dict.fromkeys(pieces))}" if pieces else ""
         return f"on shards and whole matrices (Muon{split})"

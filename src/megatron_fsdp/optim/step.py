@@ -31,7 +31,7 @@ class Step:
         """Take what the step has made, at once after it."""
 
     def fail(self, error: Exception) -> None:
-        """Take note that the step has failed on this rank; raise a RankError on all where they wait for each other."""
+        """Raise a RankError on all ranks, collective, where others wait for this one, whose step has failed."""
 
     def hand_over(self) -> None:
         """Give the optimizer what a step has made and not given back, also after one that failed."""
