@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from megatron_fsdp.train.options import SECTIONS, Option, flag_for, options_of
-from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
+from megatron_fsdp.train.options.megatron_flags import ALIASES, FIXED, IDLE, REFUSED
 
 
 def option_table(cls: type) -> str:
@@ -64,7 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"flags_{name}": partial(option_table, cls) for name, cls in SECTIONS.items()},
     "flags_respelled": lambda: table(("flag", "same as"), alias_rows()),
     "flags_with_one_value": lambda: table(("flag", "value", "what happens"), fixed_rows()),
-    "flags_without_effect": lambda: table(("flags", "why"), by_reason(EXPLAINED)),
+    "flags_without_effect": lambda: ", ".join(f"`{flag}`" for flag in IDLE),
     "flags_refused": lambda: table(("flags", "why, and what to do"), by_reason(REFUSED)),
 }
 """By the name in the page."""

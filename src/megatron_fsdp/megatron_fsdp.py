@@ -63,7 +63,6 @@ from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import check_capturable, watch_optimizers
 from megatron_fsdp.optim.statistics import (
     ModelStatistics,
-    digesting_backwards,
     gradient_digests,
     gradient_statistics,
     parameter_digests,
@@ -793,30 +792,16 @@ class MegatronFSDP(nn.Module):
         """Return the same statistics of every gradient that is not None. One small collective."""
         return gradient_statistics(self._engine)
 
-    def parameter_digests(self, *, is_whole: bool = True) -> dict[str, str]:
+    def parameter_digests(self) -> dict[str, str]:
         """Return a digest of the main weights of each unit, 16 hexadecimal digits by the unit's label. Collective.
 
         It depends on every bit and on no cut: the same weights give the same digest on any ranks under any strategy.
-        Without `is_whole` it is that of this rank's part, and no collective.
         """
-        return parameter_digests(self._engine, is_whole=is_whole)
+        return parameter_digests(self._engine)
 
-    def gradient_digests(self, *, is_whole: bool = True) -> dict[str, str]:
+    def gradient_digests(self) -> dict[str, str]:
         """Return the same of all gradients; one that is None adds nothing."""
-        return gradient_digests(self._engine, is_whole=is_whole)
-
-    def digesting_backwards(self, shift: int = 0) -> AbstractContextManager[Callable[[], list[dict[str, str]]]]:
-        """Record digests of this rank's own gradients of every backward in the block, before they are reduced.
-
-        For a model with `deterministic="world"`. With a `shift` this rank computes the microbatches of the rank so many
-        places further, and gradients are still added in the order of microbatches: the same bits, by another rank.
-        What is yielded returns them after the block, one dict by unit for each backward.
-        """
-        if not self._engine.is_deterministic:
-            raise ConfigurationError(
-                'digesting_backwards needs deterministic="world", without which ranks compute other bits; pass that'
-            )
-        return digesting_backwards(self._engine, shift)
+        return gradient_digests(self._engine)
 
     def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool = True) -> None:
         """Clear the `.decoupled_grad` of sharded parameters; nothing happens where gradients are in `.grad`."""

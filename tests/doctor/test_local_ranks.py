@@ -108,7 +108,7 @@ def test_a_configuration_without_a_causal_model_is_refused_in_words(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["doctor"], "give one of MODEL (package.module:name), --hf-config and --run"),
+        (["doctor"], "give one of MODEL (package.module:name) and --hf-config"),
         (
             ["doctor", *MODEL, "--ranks", "1", "--timeout", "0.01"],
             "(it had not begun: it was still importing)",

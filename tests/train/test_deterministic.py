@@ -62,10 +62,6 @@ def test_losses_norms_and_checkpoints_do_not_depend_on_ranks_and_strategies(
 ) -> None:
     (first, saved), *others = runs_of(run_ranks, tmp_path, CASES)
     assert len(first[0]) == 8
-    for name in CASES:
-        rows = json.loads((tmp_path / name / SUMMARY_FILE).read_text())["measured_and_planned"]
-        assert [row["measured"] for row in rows] == [row["planned"] for row in rows]
-        assert (rows[0]["measured"] > 0) is (name != "one")
     for found, saves in others:
         assert found == first
         assert of_training(differences(saved / STEP_8, saves / STEP_8)) == []

@@ -1,7 +1,6 @@
 """`mfsdp replay`: recorded steps of runs on several ranks are the same bits on one, and what is not is named."""
 
 import json
-import random
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,7 @@ import torch.distributed as dist
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.measure import StepRecord
-from megatron_fsdp.train.models.build import model_shape
-from megatron_fsdp.train.models.decoder import Decoder
 from megatron_fsdp.train.models.trained import Trained
-from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recorder import METRICS_FILE, read_lines
 from megatron_fsdp.train.replay import first_difference, replay
 from tests.conftest import RunRanks
@@ -97,90 +93,6 @@ def test_the_command_tells_what_it_found(
     (out / METRICS_FILE).write_text("".join(lines))
     assert main(["replay", str(out), "--step", "6"]) == 1
     assert "\nstep 5: loss: recorded " in capfd.readouterr().out
-
-
-@pytest.mark.full(short=["decoder"])
-@pytest.mark.parametrize("kind", ["decoder", "transformers"])
-def test_the_doctor_says_who_is_to_blame_for_a_difference(
-    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
-) -> None:
-    model = () if kind == "decoder" else ("--transformer-impl", "transformers", "--bf16")
-    words = arguments(tmp_path, *UNITS, "optim_grads_params", "--log-digests-interval", "1", *model)
-    out = tmp_path / "out"
-    run_ranks(2, train_with_fault, "accumulate", 7, *words)
-    assert main(["doctor", "--run", str(out), "--step", "6"]) == 0
-    assert capfd.readouterr().out.endswith("digests were recorded of 3\nthe same bits\n")
-
-    assert main(["doctor", "--run", str(out)]) == 1, "the last step, before which one is wrong"
-    by_a_rank = capfd.readouterr().out.splitlines()
-    assert by_a_rank[-2].startswith("step 7: gradients of unit ")
-    assert by_a_rank[-1].startswith("- the step has the same bits each time")
-    assert "a rank of the run computed, sent or kept something wrong" in by_a_rank[-1]
-
-    applied = out / "applied.json"
-    recorded = applied.read_text()
-    assert "cpu_capability" in json.loads(recorded)
-    applied.write_text(json.dumps({**json.loads(recorded), "cpu_capability": "VSX"}))
-    assert main(["doctor", "--run", str(out), "--json"]) == 1
-    here = torch.backends.cpu.get_cpu_capability()
-    found = json.loads(capfd.readouterr().out)
-    assert found["causes"] == [f"the run had cpu_capability VSX, here it is {here}"]
-    assert found["last"] == 7
-
-    applied.write_text(recorded)
-    metrics = out / METRICS_FILE
-    lines = metrics.read_text()
-    each = lines.splitlines(keepends=True)
-    fifth = json.loads(each[4])
-    for name, told in (("learning_rate", "had another schedule"), ("data_checksum", "read other tokens in this step")):
-        metrics.write_text("".join([*each[:4], json.dumps({**fifth, name: fifth[name] * 2}) + "\n", *each[5:]]))
-        assert main(["doctor", "--run", str(out), "--step", "6", "--json"]) == 1
-        causes = json.loads(capfd.readouterr().out)["causes"]
-        assert causes == [f"no rank computes this: the run {told}, or metrics.jsonl was changed"]
-    metrics.write_text(lines)
-
-    whole, calls = Trained.accumulate, iter(range(1, 1000))
-    monkeypatch.setattr(Trained, "accumulate", lambda *args: whole(*args) * (1 + 2.0**-20 * next(calls)))
-    assert main(["doctor", "--run", str(out), "--json"]) == 1
-    (cause,) = json.loads(capfd.readouterr().out)["causes"]
-    assert cause.startswith("replayed a second time, other bits came out (step 7: loss: recorded ")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (
-            ("m:Model", "--batch", "m:batch", "--step", "0"),
-            "--step goes with --run: give the folder",
-        ),
-        (("--run", "runs/1", "--invariance"), "--invariance has no effect with --run, which brings its own model"),
-        (("--run", "runs/1", "m:Model"), "MODEL has no effect with --run"),
-        (("--run", "runs/1", "--ranks", "7"), "--ranks has no effect with --run"),
-    ],
-)
-def test_options_of_models_and_of_runs_are_kept_apart(
-    capfd: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
-) -> None:
-    assert main(["doctor", *words]) == 2
-    assert told in capfd.readouterr().err
-
-
-def noisy_decoder(job: Job, vocab_size: int) -> Decoder:
-    decoder = Decoder(model_shape(job.options.model, vocab_size))
-    decoder.register_forward_hook(lambda _module, _args, out: out * (1 + 1e-3 * random.random()))
-    return decoder
-
-
-def test_the_doctor_names_the_operator_that_gives_other_bits(
-    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = arguments(tmp_path, *UNITS, "optim_grads_params", "--log-digests-interval", "1")
-    run_ranks(2, train_with_fault, "accumulate", 7, *words)
-    monkeypatch.setattr("megatron_fsdp.train.replay._unsharded", noisy_decoder)
-    assert main(["doctor", "--run", str(tmp_path / "out")]) == 1
-    shown = capfd.readouterr().out
-    assert "\n- computed again, aten.mul of the model, in no module of its own, has other bits in forward\n" in shown
-    assert "a rank of the run" not in shown
 
 
 def test_what_cannot_be_replayed_is_told(run_ranks: RunRanks, tmp_path: Path) -> None:

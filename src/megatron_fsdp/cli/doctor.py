@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.cli.output import add_json, write_json, write_line
-from megatron_fsdp.cli.replay import add_places
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optional_packages import require, require_installed
+from megatron_fsdp.optional_packages import require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Compare loss, every gradient, the gradient norm, updates and a checkpoint round trip of a sharded run with "
         "one process on the whole batch. Functions are given as package.module:name and are looked for in the current "
         "folder too. Exit status: 0 the same, 1 they differ, 2 it could not be run or judged (dropout, a loss that is "
-        "no mean). With --run in place of a model: execute a recorded step of a deterministic run again "
-        "(`mfsdp replay`), and if it differs look for the cause: a machine that does not repeat, an operator of the "
-        "model that is not invariant, another torch, or a rank of the run."
+        "no mean)."
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="a function that builds the model")
@@ -57,15 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=float, metavar="X", help="allowed difference, relative (default: by dtype)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
     add("--device", metavar="NAME", help="cpu, cuda, ...; default: accelerators if there are enough")
-    add(
-        "--invariance",
-        action="store_true",
-        help="in place of training: compute one microbatch in several ways, and name the module and the operator that "
-        "give other bits, so that runs with --deterministic world could not be the same on any number of ranks",
-    )
-    add("--run", metavar="RUN", dest="run_folder", type=Path, help="in place of MODEL: results (--out) of a run")
-    add("--step", type=int, metavar="K", help="with --run (default: the last one recorded)")
-    add_places(parser.add_argument_group("with --run"))
     add("--no-checkpoint", dest="checkpoint", action="store_false", help="leave the checkpoint round trip out")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for all of it (default 600)")
     add_json(parser)
@@ -76,13 +63,9 @@ def run(args: argparse.Namespace) -> int:
     """Check parity and print the result, and return the exit status."""
     from megatron_fsdp.doctor import check_parity  # the engine; commands for checkpoints start without it
 
-    if args.run_folder is not None:
-        return _examine_run(args)
     model_fn, batch = _what(args)
     strategies = (0, 1, 2, 3) if "all" in args.strategy else tuple(int(each) for each in args.strategy)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ranks get the same path
-    if args.invariance:
-        return _invariance(args, model_fn, batch)
     same = ("ranks", "steps", "microbatches", "reduction", "seed", "tolerance", "checkpoint", "device")
     report = check_parity(
         model_fn,
@@ -104,59 +87,10 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_SAME if report.passed else EXIT_DIFFERENT
 
 
-def _invariance(args: argparse.Namespace, model_fn: Any, batch: Any) -> int:
-    from megatron_fsdp.doctor import check_invariance
-
-    same = {name: getattr(args, name) for name in ("ranks", "microbatches", "seed", "device")}
-    found = check_invariance(model_fn, batch, loss_fn=args.loss, timeout_s=args.timeout, **same)
-    if args.json:
-        write_json({"passed": not found, "differences": [asdict(each) for each in found]})
-    else:
-        for each in found:
-            write_line(each.told())
-        write_line(f"{'DIFFERS' if found else 'passed'}: one microbatch, computed in 4 ways")
-    return EXIT_DIFFERENT if found else EXIT_SAME
-
-
-def _examine_run(args: argparse.Namespace) -> int:
-    """Replay a step of a run, and look for causes of a difference."""
-    if idle := _given(args) - {"run_folder", "json", "timeout", *_OF_RUNS}:
-        raise ConfigurationError(
-            f"{_flag(min(idle))} has no effect with --run, which brings its own model and options; leave it out"
-        )
-    require_installed("tokenizers", "the trainer")
-    from megatron_fsdp.train.replay import find_causes, replay
-
-    places = {name: getattr(args, name) for name in ("checkpoints", "data_path", "from_start")}
-    found = replay(args.run_folder, args.step, **places, say=(lambda _: None) if args.json else write_line)
-    causes = [] if found.difference is None else find_causes(args.run_folder, found, **places, timeout_s=args.timeout)
-    if args.json:
-        write_json({**asdict(found), "causes": causes})
-    else:
-        write_line("\n".join([found.told(), *(f"- {each}" for each in causes)]))
-    return EXIT_DIFFERENT if causes else EXIT_SAME
-
-
-_OF_RUNS = frozenset({"step", "checkpoints", "data_path", "from_start"})
-
-
-def _given(args: argparse.Namespace) -> set[str]:
-    """Return the names of the arguments that have other values than their defaults."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return {name for name, default in vars(parser.parse_args([])).items() if getattr(args, name) != default}
-
-
-def _flag(name: str) -> str:
-    return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-
-
 def _what(args: argparse.Namespace) -> tuple[Any, Any]:
     """Return the model function and its batch."""
-    if idle := _given(args) & _OF_RUNS:
-        raise ConfigurationError(f"{_flag(min(idle))} goes with --run: give the folder of a run, or leave it out")
     if (args.model is None) == (args.hf_config is None):
-        raise ConfigurationError("give one of MODEL (package.module:name), --hf-config and --run")
+        raise ConfigurationError("give one of MODEL (package.module:name) and --hf-config")
     if args.model is not None:
         if args.batch is None:
             raise ConfigurationError("--batch is missing: give a function that makes a batch, as package.module:name")

@@ -20,17 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weights of each unit. Exit status: 0 all the same bits, 1 something differs, 2 it could not be compared."
     )
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="the folder of results (--out) of the run")
-    parser.add_argument("--step", type=int, required=True, metavar="K", help="the step, from 1")
-    add_places(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def add_places(parser: argparse._ActionsContainer) -> None:
-    """Add where a replay finds what it begins with; the names are arguments of `train.replay.replay`."""
+    parser.add_argument("--step", type=int, metavar="K", help="the step, from 1 (default: the last one recorded)")
     parser.add_argument("--checkpoints", type=Path, metavar="PATH", help="where its checkpoints are (default: --save)")
     parser.add_argument("--data-path", type=Path, metavar="PATH", help="where its text is (default: where it was)")
     parser.add_argument("--from-start", action="store_true", help="begin with fresh weights, without a checkpoint")
+    add_json(parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
 """Parity checks: a sharded run against one process, with a diagnosis of what differs."""
 
-from megatron_fsdp.doctor.invariance import Variance, check_invariance
 from megatron_fsdp.doctor.parity import check_parity
 from megatron_fsdp.doctor.report import Difference, ParityReport, RunReport
 
-__all__ = ["Difference", "ParityReport", "RunReport", "Variance", "check_invariance", "check_parity"]
+__all__ = ["Difference", "ParityReport", "RunReport", "check_parity"]

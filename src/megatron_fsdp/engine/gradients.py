@@ -252,7 +252,6 @@ class GradientBuffers:
         self.reducer = GradientReducer(plan)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
-        self.row_shift = 0  # this rank computes the gradient of the rank so many places further
         self.main = MainGradient(plan)
         self.of_parameter = tuple(ParameterGradient() for _ in plan.layout.shapes)
         self._padding = padding_ranges(plan.layout)
@@ -375,8 +374,6 @@ class GradientBuffers:
             for index, view in enumerate(self._views_in(bucket)):
                 self.inspect(index, view)
         stage = self.reducer.reduce_inner(bucket, scratch)
-        if self.row_shift:
-            stage = stage._replace(rows=(*stage.rows[-self.row_shift :], *stage.rows[: -self.row_shift]))
         if not self.reducer.reduces_outer:
             self._take_back(params)
             return self._submit(lane, stage, home_lane), stage.memory

@@ -17,17 +17,14 @@ but for one in about 2**64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.fingerprint import digest
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.gradients import Inspect
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.optim.grad_norm import ProcessGroups, local_of, shared_out_over
@@ -165,56 +162,24 @@ def _merge(rows: torch.Tensor) -> TensorStatistics:
     )
 
 
-def parameter_digests(engine: Engine, *, is_whole: bool = True) -> dict[str, str]:
-    """Return the digest of the main weights of each unit; of this rank's part alone where not `is_whole`.
-
-    Collective where `is_whole`: 8 bytes per unit.
-    """
-    return _digests(engine, _weights, is_whole)
+def parameter_digests(engine: Engine) -> dict[str, str]:
+    """Return the digest of the main weights of each unit. Collective: 8 bytes per unit."""
+    return _digests(engine, _weights)
 
 
-def gradient_digests(engine: Engine, *, is_whole: bool = True) -> dict[str, str]:
+def gradient_digests(engine: Engine) -> dict[str, str]:
     """Return the digest of the gradients of each unit, as `parameter_digests`; None adds nothing."""
-    return _digests(engine, _grads, is_whole)
+    return _digests(engine, _grads)
 
 
-@contextmanager
-def digesting_backwards(engine: Engine, shift: int = 0) -> Iterator[Callable[[], list[dict[str, str]]]]:
-    """Record the digests of this rank's own gradients of each backward in the block, before they are reduced.
-
-    The engine is deterministic. This rank computes what the rank `shift` places further would, and gradients are
-    added up in that order. Yields a function for after the block, which returns the digests of each backward, by unit.
-    """
-    sums: dict[int, dict[str, torch.Tensor]] = {}
-    groups = [(unit.label, group) for unit in engine.units for group in unit.groups if group.gradients is not None]
-
-    def record(label: str, group: ParameterGroup, before: Inspect | None, index: int, grad: torch.Tensor) -> None:
-        if before is not None:
-            before(index, grad)
-        found = sums.setdefault(engine.backward_number, {unit.label: torch.zeros(()) for unit in engine.units})
-        found[label] = digest(grad, group.names[index]) + found[label].to(grad.device, torch.int64)
-
-    restore = []
-    for label, group in groups:
-        assert group.gradients is not None
-        restore.append((group.gradients, group.gradients.inspect))
-        group.gradients.inspect = partial(record, label, group, group.gradients.inspect)
-        group.gradients.row_shift = shift
-    try:
-        yield lambda: [{label: in_hex(int(each)) for label, each in found.items()} for found in sums.values()]
-    finally:
-        for gradients, inspect in restore:
-            gradients.inspect, gradients.row_shift = inspect, 0
-
-
-def _digests(engine: Engine, locals_of: Locals, is_whole: bool) -> dict[str, str]:
+def _digests(engine: Engine, locals_of: Locals) -> dict[str, str]:
     labels = [unit.label for unit in engine.units]
     sums: dict[ProcessGroups, torch.Tensor] = {(): torch.zeros(len(labels), dtype=torch.int64, device=engine.device)}
     with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
         for position, unit in enumerate(engine.units):
             for group in unit.groups:
                 for index, local in enumerate(locals_of(group)):
-                    over = shared_out_over(engine, group, index) if is_whole else ()
+                    over = shared_out_over(engine, group, index)
                     found = sums.setdefault(over, torch.zeros_like(sums[()]))
                     if local is not None:
                         start, _ = group.plan.layout.range_in(index, group.plan.main_region)

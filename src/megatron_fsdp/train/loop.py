@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import gather_objects
-from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.train.audit import Audit
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.tokens import Batch, Feed, TokenData, held_out_batches
 from megatron_fsdp.train.failures import NonFiniteStepError, memory_told, telling_of_memory
@@ -38,31 +36,27 @@ class Run:
     feed: Feed
     rank: Rank
     speed: Speed
-    audit: Audit | None = None
 
 
-def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progress, bool, Traffic | None]:
+def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progress, bool]:
     """Train for as many steps as the job allows, from the keeper's progress.
 
-    Returns the progress, whether the run was asked to end, and what this rank sent in the last step; None: not counted.
+    Returns the progress, and whether the run was asked to end.
     """
     job, training, asked = run.job, run.job.options.training, run.job.options.reporting
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
     done = keeper.start()
     recorder.start(done)
     began_s, records = time.perf_counter() - done.elapsed_s, list[StepRecord]()
-    is_interrupted, traffic, inside = False, None, run.trained.inside
+    is_interrupted = False
     while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         step = done.steps + 1
         is_shown = _is_due(step, asked.log_interval) or step == job.train_iters
         flags = keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s
-        before = None if inside is None else inside.traffic()
         waits = recording_waits(run.trained, is_wanted=is_shown and asked.log_exposed_communication)
         with waits as exposed_share, telling_of_memory(partial(memory_told, job, run.rank, step)):
             record, is_interrupted, is_late = train_step(run, done, guard, flags)
-        if inside is not None and before is not None:
-            traffic = inside.traffic().since(before)
         elapsed_s = time.perf_counter() - began_s
         record = run.speed.timed(record, elapsed_s - done.elapsed_s, elapsed_s)
         done = Progress(step, record.samples, record.skipped, record.elapsed_s)
@@ -81,7 +75,7 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progres
             began_s, records = time.perf_counter() - done.elapsed_s, []  # evaluations and saves do not count
         if is_last:
             break
-    return done, is_interrupted, traffic
+    return done, is_interrupted
 
 
 def _is_due(step: int, interval: int | None) -> bool:
@@ -100,11 +94,7 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
     for group in trained.optimizer.param_groups:
         group["lr"] = rate
     batches = run.feed.batches(done.samples)
-    if run.audit is not None and run.audit.is_due(step):
-        shares = run.audit.accumulate(step, done.samples, batches, partial(_loss_factors, run))
-    else:
-        shares = trained.accumulate(batches, _loss_factors(run, batches))
-    losses = shares.tolist()
+    losses = trained.accumulate(batches, _loss_factors(run, batches)).tolist()
     is_digested, digests = _is_due(step, asked.log_digests_interval), {}
     if is_digested:
         digests["gradients"] = trained.digests_of("gradients")
@@ -132,8 +122,6 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
         trained.update()
     else:
         trained.skip()
-    if run.audit is not None:
-        run.audit.note_update(step)
     if asked.log_params_norm:
         record = replace(record, params_norm=trained.norm_of_parameters())
     if is_digested:

@@ -9,18 +9,14 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from megatron_fsdp.checkpoint.store import RunFolder
-from megatron_fsdp.doctor import check_invariance
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.optional_packages import require
 from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, changes_of, facts_of
 from megatron_fsdp.train.console import Say
@@ -28,16 +24,13 @@ from megatron_fsdp.train.data.preparation import prepare_data, tokens_folder
 from megatron_fsdp.train.data.tokens import TokenData, make_feed
 from megatron_fsdp.train.loop import NanGuard, Run, train_step
 from megatron_fsdp.train.measure import Progress, Speed, StepRecord
-from megatron_fsdp.train.models.build import model_shape, transformers_config
-from megatron_fsdp.train.models.decoder import Decoder
-from megatron_fsdp.train.models.trained import build, token_losses
+from megatron_fsdp.train.models.trained import build
 from megatron_fsdp.train.options import CheckpointOptions, RecoveryOptions, ReportingOptions
-from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.command_line import Layer, assemble, make_parser
 from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.program import find_device_type
 from megatron_fsdp.train.ranks import Rank
-from megatron_fsdp.train.recorder import APPLIED_FILE, METRICS_FILE, read_lines, software
+from megatron_fsdp.train.recorder import APPLIED_FILE, METRICS_FILE, read_lines
 from megatron_fsdp.train.run_job import seed_everything
 
 _MEASURED = ("log_num_zeros_in_grad", "log_digests_interval")
@@ -65,8 +58,10 @@ class Replayed:
     def told(self) -> str:
         """Say it in two lines."""
         steps = f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
-        done = f"executed {steps} again on one rank; digests were recorded of {self.digests}"
-        return f"{done}\n{self.difference or 'the same bits'}"
+        recorded = f"digests were recorded of {self.digests}"
+        if not self.digests:
+            recorded = "no digests were recorded (--log-digests-interval)"
+        return f"executed {steps} again on one rank; {recorded}\n{self.difference or 'the same bits'}"
 
 
 def replay(
@@ -181,76 +176,6 @@ def _different_units(what: str, left: Mapping[str, str], right: Mapping[str, str
         return None
     unit, others = different[0], "" if len(different) == 1 else f" (also {', '.join(different[1:])})"
     return f"{what} of unit {unit}: recorded digest {left[unit]}, replayed {right[unit]}{others}"
-
-
-# ---- why a step differs ----------------------------------------------------------------------------------------------
-
-
-_GIVEN = {
-    "data": "read other tokens in this step",
-    "learning_rate": "had another schedule",
-    "loss_scale": "had another loss scale",
-}
-"""What no model computes, and why it may differ."""
-
-
-def find_causes(
-    folder: Path, found: Replayed, *, data_path: Path | None = None, timeout_s: float = 600.0, **begin: Any
-) -> list[str]:
-    """Look for the reason why a replayed step differs: here, in the model, or in the run; return it in sentences.
-
-    The steps are executed a second time, and the first microbatches of the step by the model alone, unsharded, in the
-    ways of `check_invariance`, for at most `timeout_s` seconds. Other arguments are those of `replay`.
-    """
-    assert found.difference is not None
-    what = found.difference.split(": ")[1]
-    if what in _GIVEN:
-        return [f"no rank computes this: the run {_GIVEN[what]}, or {METRICS_FILE} was changed"]
-    causes = []
-    again = replay(folder, found.last, data_path=data_path, **begin)
-    if again.difference != found.difference:
-        causes.append(f"replayed a second time, other bits came out ({again.difference}): this machine does not repeat")
-    applied, records = _read(folder, found.last)
-    with _reopened(folder, applied, data_path=data_path) as (job, data, rank):
-        model_fn = partial(_unsharded, job, data.vocab_size)
-        samples = _two_microbatches(job, data, records[found.last].samples - job.batch.total)
-        kind = rank.device.type
-    ranks = 2 if kind == "cpu" else min(2, torch.accelerator.device_count())
-    variances = check_invariance(
-        model_fn, samples, loss_fn=_loss, ranks=ranks, microbatches=2 // ranks, device=kind, timeout_s=timeout_s
-    )
-    causes += [each.told() for each in variances]
-    for name, here in software().items():
-        if (was := applied.get(name, here)) != here:
-            causes.append(f"the run had {name} {was}, here it is {here}")
-    by_a_rank = (
-        "the step has the same bits each time that it is computed here, and so has a microbatch in each of 4 ways: a "
-        "rank of the run computed, sent or kept something wrong (training with --audit-share names such a rank), or "
-        f"{METRICS_FILE} was changed"
-    )
-    return causes or [by_a_rank]
-
-
-def _two_microbatches(job: Job, data: TokenData, first_sample: int) -> dict[str, Tensor]:
-    """Return inputs and targets of two logical microbatches, those of a step and, if it has one, of the next."""
-    with closing(make_feed(data, job, 0)) as feed:
-        two = [*feed.batches(first_sample), *feed.batches(first_sample + job.batch.total)][:2]
-    return {name: torch.cat([getattr(batch, name) for batch in two]) for name in ("inputs", "targets")}
-
-
-def _unsharded(job: Job, vocab_size: int) -> nn.Module:
-    """Build the model of a run in its compute dtype, with the weights of its seed."""
-    if not uses_transformers(job.options.model):
-        return Decoder(model_shape(job.options.model, vocab_size)).to(job.dtype)
-    transformers: Any = require("transformers", "this model")
-    config = transformers_config(job.options.model, vocab_size)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=job.dtype)
-    return model.train()
-
-
-def _loss(model: nn.Module, samples: Mapping[str, Tensor]) -> Tensor:
-    logits = model(samples["inputs"])
-    return token_losses(getattr(logits, "logits", logits), samples["targets"]).sum()
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

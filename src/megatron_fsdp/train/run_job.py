@@ -21,7 +21,6 @@ from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.config.switches import FOLDER_VARIABLE
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.audit import Audit
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, facts_of, find_origin, with_saved_batch
 from megatron_fsdp.train.console import Say, console, library_messages
 from megatron_fsdp.train.data.preparation import prepare_data
@@ -34,7 +33,6 @@ from megatron_fsdp.train.models.trained import Trained, build
 from megatron_fsdp.train.options import flag_for
 from megatron_fsdp.train.options.checks import require_packages
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.planned import compare, rows_told
 from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.recorder import (
     APPLIED_FILE,
@@ -85,8 +83,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
     with library_messages(say, job.options.reporting.logging_level):
         trained = build(job, data.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
-        audit = Audit(job, trained, data) if job.options.recovery.audit_share else None
-        run = Run(job, trained, data, feed, rank, speed, audit)
+        run = Run(job, trained, data, feed, rank, speed)
         keeper = RunCheckpoints(job, trained, data, origin, say)
         with logging_for_hangs(trained, folder / HANG_FOLDER, rank), keeper.until_saved():
             writers = {}
@@ -96,7 +93,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
                 writers = find_writers(job, folder, found["options"], say)
             recorder = Recorder(say, writers)
             try:
-                done, is_interrupted, traffic = train(run, recorder, keeper)
+                done, is_interrupted = train(run, recorder, keeper)
             finally:
                 recorder.close()
         feed.close()
@@ -106,7 +103,6 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
             return
         final = Evaluation(done.steps, evaluate(job, trained, data, FINAL_TIMES))
         peaks, meaning = gather_objects(peak_bytes(trained)), describe_peak(trained)
-        rows = compare(trained, traffic, job)
     if rank.is_first:
         records = read_lines(folder / METRICS_FILE, StepRecord)
         before = read_lines(folder / EVALUATIONS_FILE, Evaluation)
@@ -119,15 +115,12 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
             "held_out_loss": final.loss,
             "peaks_bytes": peaks,
             "peak_meaning": meaning,
-            "measured_and_planned": [row._asdict() for row in rows],
         }
         write_json(folder / SUMMARY_FILE, summary, say)
     say(
         f"held-out loss {final.loss:.3f} nats per token, perplexity {final.perplexity:.2f}, after {done.steps} steps "
         f"in {done.elapsed_s:.0f} s\npeak memory per rank ({meaning}): {', '.join(map(in_bytes, peaks))}"
     )
-    if rows:
-        say(rows_told(rows))
     say(f"metrics and summary: {folder}")
 
 

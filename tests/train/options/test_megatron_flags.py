@@ -6,7 +6,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import OPTIONS
 from megatron_fsdp.train.options.command_line import make_parser, parse_options
 from megatron_fsdp.train.options.job import World, resolve
-from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
+from megatron_fsdp.train.options.megatron_flags import ALIASES, FIXED, IDLE, REFUSED, VALUED
 
 SHARDING = """
 --use-megatron-fsdp --megatron-fsdp-version --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
@@ -118,7 +118,7 @@ def test_all_flags_of_the_user_guide_are_taken() -> None:
 
 
 def test_a_flag_is_in_one_table_only() -> None:
-    tables = [set(EXPLAINED), set(FIXED), set(REFUSED), {option.flag for option in OPTIONS.values()}, set(ALIASES)]
+    tables = [set(IDLE), set(FIXED), set(REFUSED), {option.flag for option in OPTIONS.values()}, set(ALIASES)]
     seen: set[str] = set()
     for table in tables:
         assert seen & table == set()
@@ -133,12 +133,14 @@ def test_a_usual_command_line_is_taken_as_it_is() -> None:
     job = resolve(parse_options(PASTED.split()), World(16, "cuda"))
     assert job.engine == "megatron_fsdp"
     assert job.batch.microbatches == 1
-    assert {notice.split()[0].rstrip(":") for notice in job.notices} == {
+    idle, *others = job.notices
+    assert idle.startswith("without effect here: ")
+    assert set(idle.partition(": ")[2].split(", ")) == {
         "--use-mcore-models",
         "--group-query-attention",
-        "--rotary-percent",
-        "--attention-dropout",
-        "--hidden-dropout",
+        "--rotary-percent 1.0",
+        "--attention-dropout 0.0",
+        "--hidden-dropout 0.0",
         "--attention-softmax-in-fp32",
         "--no-masked-softmax-fusion",
         "--no-gradient-accumulation-fusion",
@@ -147,25 +149,24 @@ def test_a_usual_command_line_is_taken_as_it_is() -> None:
         "--log-throughput",
         "--manual-gc",
         "--manual-gc-interval",
-        "--dist-ckpt-strictness",
-        "--max-position-embeddings",
-        "--save-interval",
+        "--dist-ckpt-strictness raise_all",
     }
+    assert [notice.split()[0] for notice in others] == ["--max-position-embeddings", "--save-interval"]
 
 
 def test_flags_with_one_value_take_it_and_no_other() -> None:
     for value_of in (min, max):
         given = [(flag, value_of(fixed.values)) for flag, fixed in FIXED.items()]
         notices = parse_options([word for pair in given for word in pair]).explained
-        assert notices == tuple(f"{flag} {value} has no effect: {FIXED[flag].reason}" for flag, value in given)
+        assert notices == (f"without effect here: {', '.join(map(' '.join, given))}",)
     told = refusal([word for flag in FIXED for word in (flag, "0.7")])
     for line, (flag, fixed) in zip(told, FIXED.items(), strict=True):
         assert line.startswith(f"invalid {flag} 0.7: {fixed.reason}; give ")
 
 
-def test_flags_without_an_effect_are_told() -> None:
-    options = parse_options([word for flag in EXPLAINED for word in ([flag, "x"] if flag in VALUED else [flag])])
-    assert options.explained == tuple(f"{flag} has no effect: {reason}" for flag, reason in EXPLAINED.items())
+def test_flags_without_an_effect_are_named_in_one_line() -> None:
+    options = parse_options([word for flag in IDLE for word in ([flag, "x"] if flag in VALUED else [flag])])
+    assert options.explained == (f"without effect here: {', '.join(IDLE)}",)
     assert options.origins == {}
 
 

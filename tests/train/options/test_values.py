@@ -67,7 +67,6 @@ REFUSED = {
         "--recompute-method uniform --recompute-num-layers 2 is not possible"
     ),
     "--distributed-timeout-minutes 1e9": "invalid --distributed-timeout-minutes 1e9: give above 0, and at most 525600",
-    "--audit-share 0": "invalid --audit-share 0: give a number above 0, and at most 1",
     # what does nothing
     "--moe-router-topk 2": "--moe-router-topk does nothing without --num-experts",
     "--expert-model-parallel-size 2": "the decoder of this package is not cut over",

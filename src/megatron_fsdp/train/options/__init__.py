@@ -42,7 +42,6 @@ Minutes = Annotated[float, Bound("above 0, and at most 525600, a year", lambda v
 NotNegative = Annotated[float, _NOT_NEGATIVE]
 Share = Annotated[float, Bound("0 or more, and less than 1", lambda value: 0 <= value < 1)]
 Part = Annotated[float, Bound("a number from 0 to 1", lambda value: 0 <= value <= 1)]
-Probability = Annotated[float, Bound("a number above 0, and at most 1", lambda value: 0 < value <= 1)]
 
 
 @dataclass(frozen=True)
@@ -462,14 +461,11 @@ class RecoveryOptions:
         max_nan_steps: Steps in a row whose loss or gradient may be NaN or infinite; each is skipped and counted, and
             the run ends at one more.
         max_failed_saves: Saves in a row that may fail, as on a full disk; the run ends at one more.
-        audit_share: The share of steps, drawn at random, that are computed again on other ranks; a run in which bits
-            differ ends, and names the rank that got them wrong.
     """
 
     max_restarts: Whole = 0
     max_nan_steps: Whole = 3
     max_failed_saves: Whole = 3
-    audit_share: Probability | None = None
 
 
 DDP_FIELDS: Mapping[str, str] = {

@@ -35,7 +35,7 @@ NEEDS: Mapping[str, str] = {
     "save_interval keep_last async_save no_save_optim no_save_rng max_failed_saves max_restarts": "--save",
     "finetune no_load_optim no_load_rng strict_fsdp_dtensor_load verify_integrity": "--load",
     "wandb_exp_name": "--wandb-project",
-    "log_digests_interval audit_share": "--deterministic world",
+    "log_digests_interval": "--deterministic world",
     "optimizer_offload_fraction optimizer_offload_folder": "--optimizer-cpu-offload",
 }
 """Options -> the flag (or its values) without which they have no effect: the user's are refused, a preset's dropped."""

@@ -17,7 +17,7 @@ from megatron_fsdp.config.yaml_mapping import lines_of_keys, read_mapping
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import DDP_FIELDS, OPTIONS, SECTIONS, Option, Options, flag_for, options_of
 from megatron_fsdp.train.options.checks import ALTERNATIVES, NEEDS, SHAPE, is_met
-from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
+from megatron_fsdp.train.options.megatron_flags import ALIASES, FIXED, IDLE, REFUSED, VALUED
 
 PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
@@ -43,7 +43,7 @@ class TrainParser(Parser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.problems: list[str] = []
-        self.notices: list[str] = []
+        self.idle: list[str] = []  # words that were given and have no effect
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the options that were given, as texts and switches; note what is wrong and what has no effect."""
@@ -59,15 +59,20 @@ class TrainParser(Parser):
         given = vars(found)
         for name in [name for name in given if name.startswith("--")]:
             value = given.pop(name)
-            if name in EXPLAINED:
-                self.notices.append(f"{name} has no effect: {EXPLAINED[name]}")
+            if name in IDLE:
+                self.idle.append(name)
             elif not FIXED[name].allows(value):
                 allowed = " or ".join(FIXED[name].values)
                 wrong.append(f"invalid {name} {value}: {FIXED[name].reason}; give {allowed}, or leave it out")
             else:
-                self.notices.append(f"{name} {value} has no effect: {FIXED[name].reason}")
+                self.idle.append(f"{name} {value}")
         self.problems += wrong
         return given
+
+    @property
+    def notices(self) -> list[str]:
+        """The flags that were given and change nothing, in one line."""
+        return [f"without effect here: {', '.join(self.idle)}"] if self.idle else []
 
     def read_file(self, path: Path) -> dict[str, Any]:
         """Read options by name from a file; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
@@ -198,10 +203,10 @@ def _add_known(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("of Megatron-LM, with one possible value", "without an effect, too")
     for flag, fixed in FIXED.items():
         group.add_argument(flag, dest=flag, metavar="{" + ",".join(fixed.values) + "}", help=fixed.reason)
-    group = parser.add_argument_group("of Megatron-LM, without an effect here", "docs/training_flags.md has more")
-    for flag, reason in EXPLAINED.items():
+    parser.epilog = f"Also taken, without an effect here: {' '.join(IDLE)}."
+    for flag in IDLE:
         more = {"nargs": "+", "metavar": "VALUE"} if flag in VALUED else {"action": "store_true"}
-        group.add_argument(flag, dest=flag, help=reason, **more)
+        parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **more)
 
 
 def _shown(value: object) -> str:

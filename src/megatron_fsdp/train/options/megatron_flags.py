@@ -33,16 +33,16 @@ class Spelling(NamedTuple):
 
 
 _TABLES: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-_IDLE = {flag: reason for reason, flags in _TABLES["without_effect"].items() for flag in flags.split()}
+_IDLE = _TABLES["without_effect"]["flags"].split()
 
 ALIASES = {flag: Spelling(to["option"], to.get("to")) for flag, to in _TABLES["other_spellings"].items()}
 """Megatron-LM's spellings, those of earlier versions included, that do not follow from the names of the options."""
 
 FIXED = {flag: FixedFlag(tuple(one["values"]), one["reason"]) for flag, one in _TABLES["one_value"].items()}
-"""Flags that are accepted with these values, with a notice, and refused with others."""
+"""Flags that are accepted with these values, and named in the notice, and refused with others."""
 
-EXPLAINED: Mapping[str, str] = {flag.removesuffix("="): reason for flag, reason in _IDLE.items()}
-"""Flags that are accepted, with a notice that they have no effect -> why."""
+IDLE = tuple(flag.removesuffix("=") for flag in _IDLE)
+"""Flags that are accepted, and named in a notice, since they have no effect."""
 
 VALUED = frozenset(flag.removesuffix("=") for flag in _IDLE if flag.endswith("="))
 """Those of them that a value, or several, must follow."""
