@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 from collections.abc import Callable
@@ -110,8 +111,8 @@ def test_fields_are_those_of_the_published_classes_and_three_more() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    text = DistributedDataParallelConfig.__doc__ or ""
-    assert [name for name, _, _ in FIELDS if f"\n        {name}: " not in text] == []
+    text = inspect.cleandoc(DistributedDataParallelConfig.__doc__ or "")
+    assert [name for name, _, _ in FIELDS if f"\n    {name}: " not in text] == []
 
 
 STRATEGIES = ((0, "no_shard"), (2, "optim_grads"), ("optim_grads_params",) * 2)
