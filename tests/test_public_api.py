@@ -104,7 +104,6 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("main_grads_dtype", None),
         ("grad_comm_dtype", None),
         ("weight_format", None),  # ours
-        ("outer_grad_comm_format", None),  # ours
     ],
     "FSDPDistributedIndex": [
         ("device_mesh", REQUIRED),

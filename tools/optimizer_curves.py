@@ -3,7 +3,7 @@
     python -m tools.optimizer_curves          # train again, in about half an hour on a core, and write the losses
 
 All runs begin with the same weights and see the same batches at the same steps, so that they differ in the optimizer,
-or in the format that weights or gradients are rounded to, alone; AdamW on 2 ranks shows what rounding alone does in
+or in the format that weights are rounded to, alone; AdamW on 2 ranks shows what rounding alone does in
 such a run.
 """
 
@@ -21,8 +21,6 @@ from statistics import mean
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from megatron_fsdp.config.precision import GRADIENT_FORMAT_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "optimizer-curves.json"
@@ -43,14 +41,12 @@ class CurveRun:
     rate: float = RATE
     ranks: int = 1
     weight_format: str = ""  # of gathered weights; empty: none
-    outer: str | None = None  # the gradient format over an outer axis of all ranks; "": none, None: no such axis
 
     @property
     def name(self) -> str:
         """Return a name for the file."""
         parts = self.optimizer, f"rate {self.rate:g}", f"{self.ranks} ranks", self.weight_format
-        across = "" if self.outer is None else f"outer {self.outer or 'float32'}"
-        return ", ".join(filter(None, (*parts, across)))
+        return ", ".join(filter(None, parts))
 
     def words(self) -> list[str]:
         """Return the command line of the trainer; 4 samples a step on any ranks."""
@@ -69,15 +65,11 @@ class CurveRun:
             "--log-interval": 100,
             "--exit-duration-in-mins": 600,
         }
-        formats: dict[str, object] = {}
         if self.weight_format:
-            formats["--megatron-fsdp-weight-format"] = self.weight_format
-        if self.outer is not None:
-            formats["--num-distributed-optimizer-instances"] = self.ranks
-        if self.outer:
-            formats["--megatron-fsdp-outer-grad-comm-format"] = self.outer
-        sharded = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"] if formats else []
-        return [*(str(word) for pair in {**asked, **formats}.items() for word in pair), *sharded]
+            asked["--megatron-fsdp-weight-format"] = self.weight_format
+            asked["--data-parallel-sharding-strategy"] = "optim_grads_params"
+        sharded = ["--use-megatron-fsdp"] if self.weight_format else []
+        return [*(str(word) for pair in asked.items() for word in pair), *sharded]
 
 
 FORMATS = {
@@ -86,16 +78,12 @@ FORMATS = {
 }
 """Runs by their weight format."""
 
-CROSSINGS = {form: CurveRun("adam", ranks=2, outer=form) for form in ("", *GRADIENT_FORMAT_NAMES)}
-"""Runs by their gradient format over the outer axis; first the one without."""
-
 RUNS = (
     CurveRun("adam"),
     CurveRun("adamw8bit"),
     CurveRun("muon"),
     CurveRun("adam", ranks=2),
     *FORMATS.values(),
-    *CROSSINGS.values(),
     *(CurveRun(optimizer, rate) for rate in RATES for optimizer in ("adam", "muon") if rate != RATE),
 )
 
@@ -147,11 +135,6 @@ def format_bands(losses: Losses) -> str:
     """Return how far losses with rounded weights are from those of exact ones."""
     runs = [(run, f"`{name}`") for name, run in FORMATS.items()]
     return band_table(losses, [(CurveRun("adam"), "float32"), *runs])
-
-
-def crossing_bands(losses: Losses) -> str:
-    """Return how far losses with gradients in few bits over the outer axis are from those on one rank."""
-    return band_table(losses, [(run, f"`{name}`" if name else "float32") for name, run in CROSSINGS.items()])
 
 
 def band_table(losses: Losses, runs: Sequence[tuple[CurveRun, str]]) -> str:
@@ -215,7 +198,7 @@ def main() -> None:
             found[run.name] = measure(run)
             RESULTS.write_text(json.dumps(found) + "\n", encoding="utf-8")
             print(run.name, found[run.name][-1], flush=True)
-    print(rate_table(found), optimizer_bands(found), format_bands(found), crossing_bands(found), sep="\n\n")
+    print(rate_table(found), optimizer_bands(found), format_bands(found), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -261,7 +261,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "muon_balance": muon_balance,
     "optimizer_band": lambda: optimizer_curves.optimizer_bands(optimizer_curves.published()),
     "format_band": lambda: optimizer_curves.format_bands(optimizer_curves.published()),
-    "crossing_band": lambda: optimizer_curves.crossing_bands(optimizer_curves.published()),
     "optimizer_rates": lambda: optimizer_curves.rate_table(optimizer_curves.published()),
     "padding": padding_table.render,
     "precision_losses": lambda: precision_parity.gap_table(precision_parity.published()),

@@ -22,7 +22,7 @@ from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options, with_formats
+from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options, with_weight_format
 from megatron_fsdp.config.homes import HomesArgument
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
@@ -155,7 +155,7 @@ class MegatronFSDP(nn.Module):
         given = dict(locals())
         check_policy(mixed_precision_policy)
         config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
-        policy = with_formats(policy, config)
+        policy = with_weight_format(policy, config)
         refuse_unsupported(vars(config))
         config = replace(
             config,
@@ -399,8 +399,8 @@ class MegatronFSDP(nn.Module):
         """Change the dtype in which gradients are sent, from the next backward on.
 
         Args:
-            mixed_precision_policy: Its `grad_comm_dtype` is used. Main dtypes and formats stay: each has to be None,
-                the default or that of the model.
+            mixed_precision_policy: Its `grad_comm_dtype` is used. Main dtypes and the weight format stay: each has to
+                be None, the default or that of the model.
 
         Raises:
             ConfigurationError: The policy asks for other main dtypes (buffers of these exist already), a backward is
@@ -408,7 +408,7 @@ class MegatronFSDP(nn.Module):
         """
         check_policy(mixed_precision_policy)
         old, unset = self.mp_policy, MixedPrecisionPolicy()
-        for name in ("main_params_dtype", "main_grads_dtype", "weight_format", "outer_grad_comm_format"):
+        for name in ("main_params_dtype", "main_grads_dtype", "weight_format"):
             if getattr(mixed_precision_policy, name) not in (None, getattr(unset, name), getattr(old, name)):
                 raise ConfigurationError(
                     f"{mixed_precision_policy} changes {name} of {old}; only grad_comm_dtype can change after "

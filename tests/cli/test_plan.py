@@ -78,23 +78,6 @@ def test_what_is_not_the_default_of_the_trainer_becomes_flags(capsys: pytest.Cap
     assert [axis["axis"] for axis in told["traffic_per_step"]] == ["dp_shard", "dp_outer"]
 
 
-def test_gradients_in_few_bits_send_less_over_the_outer_axis(capsys: pytest.CaptureFixture[str]) -> None:
-    """132 bytes for 256 elements, both ways, and a little for blocks that are not full."""
-    asked = ["plan", *SMALL, "--strategy", "3", "--outer", "2", "--grad-comm-dtype", "bf16"]
-    found = []
-    for more in ([], ["--outer-grad-comm-format", "int4"]):
-        assert main([*asked, *more, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out)["traffic_per_step"])
-    (inner, outer), (inner_beside, outer_in_few) = found
-    assert inner == inner_beside
-    assert 132 / 512 <= outer_in_few["sent_bytes"] / outer["sent_bytes"] < 0.26
-    assert outer_in_few["reductions"] == 2 * outer["reductions"]
-    assert main([*asked, "--outer-grad-comm-format", "int4"]) == 0
-    assert "outer no_shard with gradients in int4" in capsys.readouterr().out
-    assert main(["plan", *SMALL, "--strategy", "3", "--outer-grad-comm-format", "int4"]) == 2
-    assert "needs an outer axis of 2 ranks or more" in capsys.readouterr().err
-
-
 def test_weights_in_few_bits_send_and_hold_less(capsys: pytest.CaptureFixture[str]) -> None:
     """Half the bytes of what has two dimensions and is no embedding; transposed codes are as many as gathered ones."""
     found = []

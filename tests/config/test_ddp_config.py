@@ -99,7 +99,6 @@ FIELDS: list[tuple[str, Any, Any]] = [
     ("megatron_fsdp_enable_fine_grained_param_gather", bool, False),
     ("megatron_fsdp_max_pool_double_buffer", bool, False),
     ("megatron_fsdp_weight_format", tuple[str, ...], ()),  # of this package's class only, from here on
-    ("megatron_fsdp_outer_grad_comm_format", str | None, None),
 ]
 """Name, type and default of every field, in the order of the class."""
 

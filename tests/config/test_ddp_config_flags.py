@@ -72,7 +72,6 @@ FIELDS_WITHOUT_A_FLAG_THERE = {
     "megatron_fsdp_use_decoupled_grad",
     "megatron_fsdp_cuda_graph_mode",
     "megatron_fsdp_weight_format",
-    "megatron_fsdp_outer_grad_comm_format",
 }
 
 ARGUMENTS: dict[Any, list[str]] = {
@@ -95,7 +94,6 @@ STORED: dict[Any, Any] = {
 
 BY_NAME: dict[str, Any] = {
     "megatron_fsdp_weight_format": (["*.head=none", "fp8"], ("*.head=none", "fp8")),
-    "megatron_fsdp_outer_grad_comm_format": (["int8"], "int8"),
 }
 """The same for fields whose type does not say what they take."""
 

@@ -51,10 +51,8 @@ def test_none_follows(policy: MixedPrecisionPolicy, param_dtype: torch.dtype, ex
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
 def test_parameters_that_are_not_real_numbers_keep_their_dtype_everywhere(dtype: torch.dtype) -> None:
-    resolved = resolve_precision(MixedPrecisionPolicy(FP32, FP32, BF16, outer_grad_comm_format="int8"), dtype)
-    assert resolved == ResolvedPrecision(dtype, dtype, dtype, dtype, has_main_copy=False, outer_format=None)
-    real = resolve_precision(MixedPrecisionPolicy(outer_grad_comm_format="int8"), FP64)
-    assert real == ResolvedPrecision(FP64, FP32, FP64, FP64, has_main_copy=True, outer_format="int8")
+    resolved = resolve_precision(MixedPrecisionPolicy(FP32, FP32, BF16), dtype)
+    assert resolved == ResolvedPrecision(dtype, dtype, dtype, dtype, has_main_copy=False)
 
 
 def test_float8_parameters_need_main_weights_and_their_gradients_are_bfloat16() -> None:

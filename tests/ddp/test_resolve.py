@@ -41,12 +41,8 @@ def test_gathers_in_few_bits_are_weight_formats_of_sharded_weights() -> None:
     words = ("*.head.*=none", "*.experts.*=nvfp4", "mxfp8")
     named = {"*.head.*": None, "*.experts.*": "nvfp4", "*": "mxfp8"}
     assert resolve(**UNITS, megatron_fsdp_weight_format=words).policy.weight_format == named
-    crossing = {"num_distributed_optimizer_instances": 2, "megatron_fsdp_outer_grad_comm_format": "int8"}
-    assert resolve(**UNITS, **crossing).policy.outer_grad_comm_format == "int8"
     with pytest.raises(ConfigurationError, match="'fp9' does not exist; give one of fp8, "):
         resolve(**UNITS, megatron_fsdp_weight_format=("*=fp9",))
-    with pytest.raises(ConfigurationError, match="outer_grad_comm_format='int8' has no effect with num_distributed"):
-        resolve(**UNITS, megatron_fsdp_outer_grad_comm_format="int8")
     with pytest.raises(ConfigurationError, match="fp4_param_gather=True has no effect without sharded weights"):
         resolve(**SHARDS, fp4_param_gather=True)
 

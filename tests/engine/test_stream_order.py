@@ -24,7 +24,7 @@ from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.engine.memory import BucketPool
 from megatron_fsdp.engine.observer import Observer
-from megatron_fsdp.engine.reducer import CompressedSum, GradientReducer, Stage
+from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
@@ -243,11 +243,6 @@ SETTINGS: Mapping[str, tuple[int, Setting | DdpSetting]] = {
     "ddp in turn": (2, ddp(**SHARDED_DDP, bucket_size=40)),
     "ddp together": (2, ddp(**SHARDED_DDP, align_param_gather=True, bucket_size=90)),
     "deterministic": (2, replace(sharded(0, deterministic="world"), per_token=True)),
-    "compressed": (2, replace(of_hybrid(1, 0), policy=MixedPrecisionPolicy(outer_grad_comm_format="int4"))),
-    "compressed, fully hybrid": (
-        4,
-        replace(of_hybrid(2, 1), policy=MixedPrecisionPolicy(outer_grad_comm_format="fp8")),
-    ),
 }
 
 
@@ -283,8 +278,7 @@ CASES = [
     (script, setting)
     for row, script in enumerate(SCRIPTS)
     for column, setting in enumerate(SETTINGS)
-    if (script, setting) in {*SHORT, ("four backwards", "compressed")}
-    or ((3 * row + column) % 10 == 0 and setting != "deterministic")
+    if (script, setting) in SHORT or ((3 * row + column) % 10 == 0 and setting != "deterministic")
 ]
 
 
@@ -311,16 +305,14 @@ def weights_are_waited_for_without_the_outer_gather() -> AbstractContextManager[
     return patch.object(Unit, "wait_for_unshard", wait_for_inner)
 
 
-def memory_of_a_reduction_is_let_go_of(
-    name: str, kept: slice, owner: type = GradientReducer
-) -> AbstractContextManager[Any]:
-    reduce = getattr(owner, name)
+def memory_of_a_reduction_is_let_go_of(name: str, kept: slice) -> AbstractContextManager[Any]:
+    reduce = getattr(GradientReducer, name)
 
     def forgetful(self: Any, *given: Any) -> Stage:
         stage: Stage = reduce(self, *given)
         return stage._replace(memory=stage.memory[kept])
 
-    return patch.object(owner, name, forgetful)
+    return patch.object(GradientReducer, name, forgetful)
 
 
 def shown_gradients_are_taken_back_by_the_lane() -> AbstractContextManager[Any]:
@@ -405,16 +397,6 @@ FAULTS: Mapping[str, tuple[Fault, str, str]] = {
         partial(memory_of_a_reduction_is_let_go_of, "reduce_inner", slice(0)),
         "four backwards",
         "deterministic",
-    ),
-    "what is compressed is let go of": (
-        partial(memory_of_a_reduction_is_let_go_of, "reduce", slice(1, 3), CompressedSum),
-        "plain",
-        "compressed",
-    ),
-    "what was compressed is let go of": (
-        partial(memory_of_a_reduction_is_let_go_of, "reduce", slice(1), CompressedSum),
-        "plain",
-        "compressed, fully hybrid",
     ),
     "shown gradients are taken back by the lane": (
         shown_gradients_are_taken_back_by_the_lane,

@@ -20,7 +20,6 @@ from tests.support.models import Block, TinyTransformer
 from tests.support.tower import FEATURES, Floor, Tower
 
 WIDE = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
-FEW_BITS = MixedPrecisionPolicy(outer_grad_comm_format="int4")
 
 
 def tower(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -52,8 +51,7 @@ def figures(found: Plan) -> dict[str, Any]:
     sent = {axis.axis: (axis.gathers, axis.reductions, axis.sent_bytes) for axis in found.traffic}
     weights = held.compute_weights, held.main_weights, held.main_gradients
     borrowed = found.step.borrowed_bytes
-    errors = held.outer_errors
-    return {"weights": weights, "errors": errors, "optimizer": held.optimizer, "borrowed": borrowed, "sent": sent}
+    return {"weights": weights, "optimizer": held.optimizer, "borrowed": borrowed, "sent": sent}
 
 
 def figures_of_the_engine(found: Plan, build: Callable[[], nn.Module]) -> dict[str, Any]:
@@ -89,7 +87,6 @@ def figures_of_the_engine(found: Plan, build: Callable[[], nn.Module]) -> dict[s
     rows = {axis: (one.gathers, one.reductions, one.gather_bytes + one.reduce_bytes) for axis, one in sent.items()}
     return {
         "weights": (memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes),
-        "errors": memory.outer_error_bytes,
         "optimizer": sum(getattr(value, "_local_tensor", value).nbytes for value in state),
         "borrowed": memory.transient_peak_bytes,
         "sent": {axis: row for axis, row in rows.items() if any(row)},
@@ -105,14 +102,7 @@ def _optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 
 def _id(value: Any) -> str:
-    names = {WIDE: "wide", FEW_BITS: "few bits"}
-    return (
-        value.__name__
-        if callable(value)
-        else names.get(value)
-        if isinstance(value, MixedPrecisionPolicy)
-        else str(value)
-    )
+    return value.__name__ if callable(value) else "wide" if value is WIDE else str(value)
 
 
 @pytest.mark.full(cover=1)
@@ -127,8 +117,7 @@ def _id(value: Any) -> str:
         (odd, {"dp_shard": 5}, 0, WIDE, 1),
         (tower, {"dp_shard": 8, "dp_outer": 4}, 0, WIDE, 2),
         (tower, {"dp_shard": 4, "dp_outer": 16}, 1, None, 2),
-        (odd, {"dp_shard": 4, "dp_outer": 3}, 0, FEW_BITS, 2),
-        (tower, {"dp_shard": 4, "dp_outer": 16}, 1, FEW_BITS, 1),
+        (odd, {"dp_shard": 4, "dp_outer": 3}, 0, None, 2),
     ],
     ids=_id,
 )

@@ -27,7 +27,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN = MixedPrecisionPolicy()
 WIDE = MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)
 ENCODED = {form: MixedPrecisionPolicy(weight_format=form) for form in ("fp8", "mxfp8", "nvfp4")}
-FEW_BITS = {form: MixedPrecisionPolicy(outer_grad_comm_format=form) for form in ("int8", "fp8", "int4")}
 
 
 def tower(dtype: torch.dtype) -> nn.Module:
@@ -117,7 +116,7 @@ class Case:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         wide = "-wide" if self.policy is WIDE else ""
-        wide += f"-{form}" if (form := self.policy.outer_grad_comm_format or self.policy.weight_format) else ""
+        wide += f"-{form}" if (form := self.policy.weight_format) else ""
         kind = f"-{self.optimizer}" if self.optimizer in KINDS else ""
         return (
             f"{self.model}-{self.strategy}{self.outer}-{self.ranks[0]}x{self.ranks[1]}-{dtype}{wide}"
@@ -147,12 +146,10 @@ CASES = [
     Case("tower", 3, ranks=(1, 3), dtype=BF16, policy=WIDE, optimizer="adamw8bit"),
     Case("transformer", 1, ranks=(1, 3), optimizer="adamw8bit"),
     Case("tower", 3, ranks=(2, 2), outer=1, dtype=BF16, optimizer="adamw8bit"),
-    Case("tower", 3, ranks=(2, 2), dtype=BF16, policy=FEW_BITS["int8"]),
-    Case("tower", 0, ranks=(2, 2), policy=FEW_BITS["int4"]),
-    Case("wide-tower", 3, ranks=(2, 2), policy=FEW_BITS["int8"]),  # where little else takes memory
-    Case("wide-tower", 3, ranks=(2, 2), outer=1, policy=FEW_BITS["int4"]),
-    Case("llama", 3, ranks=(2, 2), dtype=BF16, policy=FEW_BITS["fp8"], microbatches=2, accumulation="outer"),
-    Case("wide-llama", 2, ranks=(4, 1), policy=FEW_BITS["int8"]),
+    Case("tower", 3, ranks=(2, 2), dtype=BF16),
+    Case("tower", 0, ranks=(2, 2)),
+    Case("llama", 3, ranks=(2, 2), dtype=BF16, microbatches=2, accumulation="outer"),
+    Case("wide-llama", 2, ranks=(4, 1)),
     Case("wide-tower", 3, dtype=BF16, policy=ENCODED["fp8"]),
     Case("llama", 3, ranks=(2, 2), outer=1, dtype=BF16, policy=ENCODED["mxfp8"]),
     Case("transformer", 3, ranks=(1, 3), policy=ENCODED["nvfp4"]),
@@ -192,7 +189,6 @@ def _measure(case: Case) -> dict[str, Any]:
     states = [v for state in optimizer.state.values() for v in state.values()]
     return {
         "buffers": (memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes),
-        "errors": memory.outer_error_bytes,
         "state": sum(getattr(value, "_local_tensor", value).nbytes for value in states),
         "saved": _staged_bytes(model, optimizer),
         "transient": memory.transient_peak_bytes,
@@ -250,7 +246,6 @@ def planned(case: Case, rank: int) -> dict[str, Any]:
     gathered = found.step.moments[-1].gathered_bytes + stand_ins  # stays gathered between steps
     return {
         "buffers": (held.compute_weights, held.main_weights, held.main_gradients),
-        "errors": held.outer_errors,
         "state": held.optimizer,
         "saved": held.saving_bytes,
         "transient": found.step.borrowed_bytes,
@@ -268,7 +263,6 @@ SHORT = [
     "transformer-10-1x3-float32-1EVERY",
     "llama-30-1x2-bfloat16-1EVERY",
     "wide-llama-30-1x2-float32-1EVERY",
-    "wide-tower-30-2x2-float32-int8-1EVERY",
     "transformer-30-1x3-float32-nvfp4-1EVERY",
 ]
 

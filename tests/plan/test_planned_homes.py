@@ -47,7 +47,6 @@ def test_a_plan_has_the_bytes_of_a_live_rank(given: str) -> None:
         memory.compute_weight_bytes,
         memory.main_weight_bytes,
         memory.main_grad_bytes,
-        memory.outer_error_bytes,
     )
     assert away_bytes(planned) == sum(memory.away.values())
     assert optimizer_bytes(planned) == live.describe().memory.optimizer_bytes

@@ -16,13 +16,7 @@ from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.engine_options import resolve_memory_options
 from megatron_fsdp.config.homes import resolve_homes
 from megatron_fsdp.config.import_path import import_by_path
-from megatron_fsdp.config.precision import (
-    GRADIENT_FORMAT_NAMES,
-    WEIGHT_FORMAT_NAMES,
-    MixedPrecisionPolicy,
-    dtype_from_name,
-    weight_formats_of,
-)
+from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES, MixedPrecisionPolicy, dtype_from_name, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
@@ -89,7 +83,6 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "grad-comm-dtype": (_AUTO, _DTYPES),
         "weight-format": (str, f"{', '.join(WEIGHT_FORMAT_NAMES)}, or such as lm_head.*=none,*=fp8 (none)"),
         "keep-fp8-transpose-cache": (False, "weights in fp8_compute stay transposed, too, while they are gathered"),
-        "outer-grad-comm-format": (str, f"over the outer axis: {', '.join(GRADIENT_FORMAT_NAMES)} (that dtype)"),
         "backend": ("nccl", "of collectives, nccl or gloo"),
     },
     "output": {
@@ -196,7 +189,7 @@ def _setup(args: argparse.Namespace) -> Setup:
     chosen = {
         "strategy": resolve_strategy("optim_grads_params" if strategy == _AUTO else _number(strategy), "--strategy"),
         "outer_strategy": resolve_strategy(_number(outer_strategy), "--outer-strategy"),
-        "policy": MixedPrecisionPolicy(main_params, main_grads, grad_comm, formats, args.outer_grad_comm_format),
+        "policy": MixedPrecisionPolicy(main_params, main_grads, grad_comm, formats),
         "homes": {"main_weights": offload} if args.optimizer_cpu_offload else None,
     }
     same = {name: value for name, value in vars(args).items() if name in Setup.__dataclass_fields__.keys() - {"ranks"}}

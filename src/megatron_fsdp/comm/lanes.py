@@ -194,15 +194,15 @@ class StreamLane:
 
 
 class _Relay:
-    """A collective, and what is submitted when it is done."""
+    """A collective on one lane, and the local work on its result on another."""
 
-    def __init__(self, lane: Lane, launch: Launch, go_on: Callable[[], Ticket]) -> None:
-        self._go_on = go_on
+    def __init__(self, lane: Lane, launch: Launch, then: Lane, finish: Finish) -> None:
+        self._then, self._finish = then, finish
         self._last: Ticket | None = None
         self._first = lane.submit(launch, self._pass_on)
 
     def _pass_on(self) -> None:
-        self._last = self._go_on()
+        self._last = self._then.submit(lambda _async_op: self._finish())
 
     def wait(self) -> None:
         self._first.wait()
@@ -212,12 +212,7 @@ class _Relay:
 
 def submit_through(lane: Lane, launch: Launch, then: Lane, finish: Finish) -> Ticket:
     """Queue a collective on a lane, and the local work on its result on another one behind it."""
-    return submit_in_turn(lane, launch, lambda: then.submit(lambda _async_op: finish()))
-
-
-def submit_in_turn(lane: Lane, launch: Launch, go_on: Callable[[], Ticket]) -> Ticket:
-    """Queue a collective on a lane, and behind it what `go_on` submits; without streams, once it was waited for."""
-    return _Relay(lane, launch, go_on)
+    return _Relay(lane, launch, then, finish)
 
 
 def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = None) -> Lane:

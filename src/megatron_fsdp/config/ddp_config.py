@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from megatron_fsdp.config.arguments import DECIDED_ELSEWHERE, explains_fields, nearest_name
-from megatron_fsdp.config.precision import DTYPE_NAMES, GRADIENT_FORMAT_NAMES, check_main_dtype, weight_formats_of
+from megatron_fsdp.config.precision import DTYPE_NAMES, check_main_dtype, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.config.yaml_mapping import read_mapping, write_mapping
 from megatron_fsdp.errors import ConfigurationError, warn_caller
@@ -75,7 +75,6 @@ IMPLICATIONS = (
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "megatron_fsdp_version": (1, 2),
     "data_parallel_sharding_strategy": tuple(strategy.name for strategy in ShardingStrategy),
-    "megatron_fsdp_outer_grad_comm_format": GRADIENT_FORMAT_NAMES,
     "outer_dp_sharding_strategy": (ShardingStrategy.no_shard.name, ShardingStrategy.optim.name),
 }
 """The only values of a field, as it stores them."""
@@ -252,8 +251,7 @@ class DistributedDataParallelConfig:
         megatron_fsdp_max_pool_double_buffer: Double buffers that every unit fits; sets ``fsdp_double_buffer``.
         megatron_fsdp_weight_format: Formats of gathered weights, as ``weight_format`` of ``MixedPrecisionPolicy``, in
             words: ``"fp8"``, or ``"PATTERN=FORMAT"`` with ``fnmatch`` patterns of parameter names, the first that
-            matches, and ``none`` for none; needs sharded weights. Of this package only, as is the next.
-        megatron_fsdp_outer_grad_comm_format: Format in which gradients cross the outer axis of hybrid sharding.
+            matches, and ``none`` for none; needs sharded weights. Of this package only.
 
     Raises:
         ConfigurationError: A value or a combination of values is not possible.
@@ -299,7 +297,6 @@ class DistributedDataParallelConfig:
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     megatron_fsdp_max_pool_double_buffer: bool = False
     megatron_fsdp_weight_format: tuple[str, ...] = ()
-    megatron_fsdp_outer_grad_comm_format: str | None = None
 
     def __post_init__(self) -> None:
         own = dataclasses.fields(DistributedDataParallelConfig)  # a subclass checks what it adds

@@ -160,20 +160,15 @@ class EngineOptions:
             )
 
 
-def with_formats(policy: MixedPrecisionPolicy, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
-    """Return the policy with the formats that the configuration names, where it has none itself.
+def with_weight_format(policy: MixedPrecisionPolicy, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
+    """Return the policy with the weight format that the configuration names, where it has none itself.
 
     Only where linears multiply float8 weights are there transposed ones to keep, so `keep_fp8_transpose_cache` says so.
     """
     float8 = "fp8_compute" if config.keep_fp8_transpose_cache else "fp8"
     switched = float8 if config.fp8_param_gather else "nvfp4" if config.fp4_param_gather else None
     chosen = switched or weight_formats_of(config.megatron_fsdp_weight_format)
-    made = replace(
-        policy,
-        weight_format=chosen if policy.weight_format is None else policy.weight_format,
-        outer_grad_comm_format=policy.outer_grad_comm_format or config.megatron_fsdp_outer_grad_comm_format,
-    )
-    return policy if made == policy else made
+    return policy if chosen is None or policy.weight_format is not None else replace(policy, weight_format=chosen)
 
 
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:

@@ -11,9 +11,6 @@ from megatron_fsdp.errors import ConfigurationError
 WEIGHT_FORMAT_NAMES = ("fp8", "fp8_compute", "fp8_row", "fp8_row_compute", "fp8_tile", "mxfp8", "nvfp4")
 """Names of the weight formats, which `megatron_fsdp.sharding.weight_formats` has."""
 
-GRADIENT_FORMAT_NAMES = ("int8", "fp8", "int4")
-"""Names of the gradient formats, which `megatron_fsdp.sharding.gradient_formats` has."""
-
 _ALLOWED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -33,9 +30,6 @@ class MixedPrecisionPolicy:
             weights. None: weights are gathered in their dtype. A mapping gives one, or None, for `fnmatch` patterns of
             parameter names, the first that matches: ``{"lm_head.*": None, "*.experts.*": "nvfp4", "*": "fp8"}``.
             With "fp8_compute" and "fp8_row_compute" plain `nn.Linear` multiply the gathered float8 weights themselves.
-        outer_grad_comm_format: Gradient format in which sums over the inner ranks are sent over the outer axis of
-            hybrid sharding: "int8", "fp8" or "int4", in blocks of 256 elements with a scale each. What rounding loses
-            is added to the next sums. None: they are sent in `grad_comm_dtype`.
 
     Raises:
         TypeError: A dtype is neither None nor a ``torch.dtype`` (names such as ``"bf16"`` are not accepted here).
@@ -47,7 +41,6 @@ class MixedPrecisionPolicy:
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
     weight_format: str | Mapping[str, str | None] | None = None
-    outer_grad_comm_format: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
@@ -64,11 +57,6 @@ class MixedPrecisionPolicy:
                 )
         if self.weight_formats and not any(self.weight_formats.values()):
             raise ConfigurationError(f"weight_format={self.weight_format!r} names no format; leave it out or name one")
-        if self.outer_grad_comm_format not in (None, *GRADIENT_FORMAT_NAMES):
-            raise ConfigurationError(
-                f"outer_grad_comm_format={self.outer_grad_comm_format!r} does not exist; give one of "
-                f"{', '.join(GRADIENT_FORMAT_NAMES)}, or None"
-            )
 
     @property
     def weight_formats(self) -> Mapping[str, str | None]:
@@ -131,7 +119,6 @@ class ResolvedPrecision:
     main_grads: torch.dtype  # in which gradients are accumulated
     grad_comm: torch.dtype  # in which gradients travel
     has_main_copy: bool  # main weights have memory of their own, since their dtype differs from `compute`
-    outer_format: str | None = None  # name of the gradient format for an outer axis; None: `grad_comm`
 
     @property
     def narrows(self) -> bool:
@@ -162,7 +149,6 @@ def resolve_precision(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) ->
         main_grads=main_grads,
         grad_comm=policy.grad_comm_dtype or main_grads,
         has_main_copy=main_params != param_dtype,
-        outer_format=policy.outer_grad_comm_format,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_fsdp.config.arguments import NOT_IMPLEMENTED
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import default_bucket_numel, with_formats
+from megatron_fsdp.config.engine_options import default_bucket_numel, with_weight_format
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.buckets import GatherMode
@@ -72,7 +72,7 @@ def resolve_ddp(
             f"give one of {', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
         )
     bucket_numel, bucket_notice = _bucket_numel(config, num_ranks, num_parameters, disable_bucketing)
-    policy = with_formats(_policy(config), config)
+    policy = with_weight_format(_policy(config), config)
     gather_mode = GatherMode.TOGETHER if config.align_param_gather else GatherMode.IN_TURN
     return ResolvedDDP(
         config=config,
@@ -119,9 +119,6 @@ def _refuse_without_effect(config: DistributedDataParallelConfig, strategy: Shar
         "without sharded weights, which alone are gathered in few bits; set use_megatron_fsdp=True and "
         'data_parallel_sharding_strategy="optim_grads_params", or leave it out'
     )
-    no_outer = (
-        "with num_distributed_optimizer_instances=1, where there is no outer axis; give 2 or more, or leave it out"
-    )
     if units:
         by_engine = dict.fromkeys(_BUCKETS_ONLY, "with use_megatron_fsdp=True; leave it out")
     else:
@@ -142,7 +139,6 @@ def _refuse_without_effect(config: DistributedDataParallelConfig, strategy: Shar
         "fp8_param_gather": not gathers_shards and few_bits,
         "fp4_param_gather": not gathers_shards and few_bits,
         "megatron_fsdp_weight_format": not gathers_shards and few_bits,
-        "megatron_fsdp_outer_grad_comm_format": config.num_distributed_optimizer_instances == 1 and no_outer,
         "keep_fp8_transpose_cache": not config.fp8_param_gather
         and "without fp8_param_gather=True; set that too, or leave it out",
         "align_param_gather": not config.overlap_param_gather
@@ -151,7 +147,8 @@ def _refuse_without_effect(config: DistributedDataParallelConfig, strategy: Shar
         and "with average_in_collective=True, where the collective divides; give only one of them",
         "fsdp_all_gather_in_start_param_sync": not shards
         and 'with data_parallel_sharding_strategy="no_shard", where nothing is gathered; leave it out',
-        "outer_dp_sharding_strategy": config.num_distributed_optimizer_instances == 1 and no_outer,
+        "outer_dp_sharding_strategy": config.num_distributed_optimizer_instances == 1
+        and "with num_distributed_optimizer_instances=1, where there is no outer axis; give 2 or more, or leave it out",
     }
     defaults = {field.name: field.default for field in fields(config)}
     for name, reason in (*by_engine.items(), *beside_others.items()):

@@ -74,7 +74,6 @@ class GroupDescription:
     gradient_bytes: int  # bytes of main gradients
     weight_format: str | None = None  # weight format by which weights are rounded
     saved_bytes: int | None = None  # bytes that it saves of each gather of all shards; None without one
-    outer_reduce: str | None = None  # gradient format over the outer axis; None: as `reduce`
 
     @property
     def padding_fraction(self) -> float:
@@ -104,14 +103,13 @@ class MemoryDescription:
     bucket_bytes: int  # bytes of a bucket for the largest unit
     forward_prefetch: int  # units gathered ahead in forward
     backward_prefetch: int  # units gathered ahead in backward
-    persistent_bytes: int  # weights and gradients between steps, and what rounding gradients has lost
+    persistent_bytes: int  # weights and gradients between steps
     optimizer_bytes: int  # state of connected optimizers
     gathered_bytes: int  # what gathered weights take now
     transient_peak_bytes: int  # the most that gathered weights, buckets and scratch have taken so far
     homes: tuple[str, ...] = ()  # what rests elsewhere than on the device, and its bytes, which are not counted above
     pool_bytes: int | None = None  # communication memory that was taken at wrap time; None: it is taken as needed
     pool: tuple[str, ...] = ()  # its blocks, each with its offset in bytes
-    outer_error_bytes: int | None = None  # what rounding gradients for the outer axis has lost; None: nothing is kept
 
 
 @dataclass(frozen=True)

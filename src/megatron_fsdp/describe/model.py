@@ -43,12 +43,11 @@ class MemoryUse:
     gathered_bytes: int  # what gathered weights take now; slots count whether or not they are in use
     # of what rests elsewhere, by kind of state; the former leave it out
     away: Mapping[str, int] = field(default_factory=dict)
-    outer_error_bytes: int = 0  # what rounding gradients for the outer axis has lost, which is added to the next ones
 
     @property
     def persistent_bytes(self) -> int:
         """Bytes held between steps, without optimizer state."""
-        return self.compute_weight_bytes + self.main_weight_bytes + self.main_grad_bytes + self.outer_error_bytes
+        return self.compute_weight_bytes + self.main_weight_bytes + self.main_grad_bytes
 
 
 def memory_of(engine: Engine) -> MemoryUse:
@@ -74,7 +73,6 @@ def memory_of(engine: Engine) -> MemoryUse:
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
         {kind: count for kind, count in away.items() if getattr(engine.sharding.options.homes, kind).is_away},
-        sum(gradients.outer_error_bytes for _, gradients in engine.groups_with_gradients()),
     )
 
 
@@ -167,7 +165,6 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         compute_bytes=group.weights.compute.local.nbytes,
         main_bytes=0 if group.weights.main_lies_in_compute else group.weights.main.local.nbytes,
         gradient_bytes=0 if gradients is None else gradients.main.num_bytes,
-        outer_reduce=None if plan.outer_format is None else plan.outer_format.name,
     )
 
 
@@ -198,7 +195,6 @@ def memory_description(engine: Engine) -> MemoryDescription:
         homes=tuple(f"{kind} {getattr(homes, kind)} {in_bytes(count)}" for kind, count in held.away.items()),
         pool_bytes=None if plan.pool is None else plan.pool.num_bytes,
         pool=() if plan.pool is None else tuple(map(str, plan.pool.blocks)),
-        outer_error_bytes=held.outer_error_bytes or None,
     )
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import real_values
-from megatron_fsdp.comm.lanes import Lane, Ticket, submit_in_turn, submit_through
+from megatron_fsdp.comm.lanes import Lane, Ticket, submit_through
 from megatron_fsdp.comm.reduction import put_scaled
 from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, piece_view
@@ -392,9 +392,6 @@ class GradientBuffers:
 
     def _submit(self, lane: Lane, stage: Stage, home_lane: Lane) -> Ticket:
         """Start a stage whose result is added to the main gradient, or overwrites it."""
-        if stage.then is not None:
-            last = stage._replace(launch=stage.then, then=None)
-            return submit_in_turn(lane, stage.launch, lambda: self._submit(lane, last, home_lane))
         if self.main.is_away:
             return submit_through(lane, stage.launch, home_lane, lambda: self._accumulate(stage))
         return lane.submit(stage.launch, lambda: self._accumulate(stage))
@@ -419,25 +416,18 @@ class GradientBuffers:
             ]
         )
 
-    @property
-    def outer_error_bytes(self) -> int:
-        """Bytes of what rounding for the outer axis has lost, which is kept."""
-        return 0 if self.reducer.compressed is None else self.reducer.compressed.error_bytes
-
     def reduce_outer(
         self, lane: Lane, params: Sequence[nn.Parameter], home_lane: Lane, crossing: Sequence[torch.Tensor]
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the inner sums over the outer ranks; returns a ticket and memory, as `reduce` does.
 
-        `crossing`: what to send from, in the dtype that crosses, and what to receive into, where they are taken.
+        `crossing`: what to send from, in the communication dtype, and what to receive into, where they are taken.
         """
         inner_sum, self._inner_sum = self._inner_sum, None
         assert inner_sum is not None
         self._take_back(params)
         if self.reducer.reduction.one_by_one:
             stage = self.reducer.reduce_outer(inner_sum)  # a sum already, which must not be rounded
-        elif self.reducer.compressed is not None:
-            stage = self.reducer.compressed.reduce(inner_sum, crossing)
         elif crossing:
             stage = self.reducer.reduce_outer(crossing[0].copy_(inner_sum), crossing[1] if len(crossing) > 1 else None)
         else:

@@ -34,7 +34,6 @@ from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.gradient_formats import GRADIENT_FORMATS, GradientFormat, row_numel
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import Layout, plan_layout
 from megatron_fsdp.sharding.mesh import Domain, FlatAxis
@@ -319,40 +318,15 @@ class GroupPlan:
         return numel * self.precision.compute.itemsize
 
     @property
-    def _crosses(self) -> bool:
-        """Whether gradients are sent over the outer axis."""
-        return self.requires_grad and len(self.axes) > 1 and self.axes[0].num_ranks > 1
-
-    @property
-    def outer_format(self) -> GradientFormat | None:
-        """The gradient format in which they are, as bytes; None: they keep their dtype, or are not sent."""
-        name = self.precision.outer_format
-        return None if name is None or not self._crosses else GRADIENT_FORMATS[name]
-
-    @property
     def crossing_bytes(self) -> int:
         """Bytes of the gradients that are sent over the outer axis; 0 where nothing is."""
-        if not self._crosses:
-            return 0
-        if self.outer_format is None:
-            return self.inner_region.numel * self.precision.grad_comm.itemsize
-        ranks = self.axes[0].num_ranks
-        return ranks * self.outer_format.bytes_of(row_numel(self.inner_region.numel, ranks))
-
-    @property
-    def outer_error_bytes(self) -> int:
-        """Bytes of what rounding to a gradient format has lost, which is kept."""
-        if self.outer_format is None:
-            return 0
-        ranks = self.axes[0].num_ranks
-        rows = ranks if self.gathers_outer else ranks + 1  # those that are sent, and what this rank has added up
-        return rows * row_numel(self.inner_region.numel, ranks) * torch.float32.itemsize
+        crosses = self.requires_grad and len(self.axes) > 1 and self.axes[0].num_ranks > 1
+        return self.inner_region.numel * self.precision.grad_comm.itemsize if crosses else 0
 
     @property
     def received_bytes(self) -> int:
         """Bytes that an exchange over the outer axis receives, else 0."""
-        exchanges = self.outer_format is not None or (self.gathers_outer and self.axes[0].exchanges_pairwise)
-        return self.crossing_bytes if exchanges else 0
+        return self.crossing_bytes if self.gathers_outer and self.axes[0].exchanges_pairwise else 0
 
     @property
     def exchanges_inner(self) -> bool:

@@ -6,24 +6,20 @@ Where the gradients of a hybrid mesh are added rank by rank, the first stage goe
 each its own part of every rank's gradient; the second one gathers the sums where outer ranks hold the same.
 
 A stage is a launch, which starts the collective, and a function that returns its result once that is done.
-
-Over slow outer axes gradients may travel in few bits (`CompressedSum`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Launch
 from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.sharding.gradient_formats import GradientFormat, row_numel
 from megatron_fsdp.sharding.placement import Placement, held_region
 
 
@@ -38,8 +34,6 @@ class Stage(NamedTuple):
     result_into: Callable[[torch.Tensor, float], None] | None = None
     # what each rank sent, in rank order, where `result` adds that up here; read it once the collective is done
     rows: tuple[torch.Tensor, ...] = ()
-    # starts a second collective, once the first is done; the result is there when this is done
-    then: Launch | None = None
 
     def put_into(self, out: torch.Tensor, factor: float) -> None:
         """Write its result times a factor into a tensor of the same shape; call it in place of `result`."""
@@ -66,11 +60,6 @@ class GradientReducer:
         # the first stage is an all-to-all and a local sum, and needs scratch
         self.exchanges_inner = plan.exchanges_inner
         self.reduction = plan.reduction  # may be replaced between backwards
-        # the second stage in a gradient format; None: gradients keep their dtype
-        self.compressed: CompressedSum | None = None
-        if plan.outer_format is not None and self._outer is not None:
-            numel = self.first_region.numel
-            self.compressed = CompressedSum(plan.outer_format, self._outer, numel, not self.scatters_outer, plan.device)
 
     @property
     def reduces_outer(self) -> bool:
@@ -91,8 +80,7 @@ class GradientReducer:
 
     @property
     def _exchanges_outer(self) -> bool:
-        exchanges = self.scatters_outer and self._outer is not None and self._outer.exchanges_pairwise
-        return exchanges or self.compressed is not None
+        return self.scatters_outer and self._outer is not None and self._outer.exchanges_pairwise
 
     @property
     def factor(self) -> float:
@@ -152,66 +140,6 @@ class GradientReducer:
             return stage._replace(memory=(sums, received))
         stage = _native(axis, sums, self.main_region.numel, average)
         return stage._replace(memory=(sums,))
-
-
-class CompressedSum:
-    """Adds up vectors of the outer ranks in a gradient format; what rounding loses is added to the next vectors.
-
-    Each rank sends the others their rows of its vector, and adds up what it receives of its own row, in float32 and in
-    rank order. Where it `gathers`, all ranks want the whole sum: it is rounded once more, and all decode the same
-    bytes.
-    """
-
-    def __init__(self, form: GradientFormat, axis: Axis, numel: int, gathers: bool, device: torch.device) -> None:
-        self._form, self._axis, self._numel, self._gathers = form, axis, numel, gathers
-        length = row_numel(numel, axis.num_ranks)
-        with torch.inference_mode(False):
-            self._lost = torch.zeros(axis.num_ranks, length, device=device)  # of each row that was sent
-            self._lost_of_sum = torch.zeros(int(gathers), length, device=device)  # of the one that was gathered
-
-    @property
-    def error_bytes(self) -> int:
-        """Bytes of what rounding has lost so far."""
-        return self._lost.nbytes + self._lost_of_sum.nbytes
-
-    def reduce(self, sums: torch.Tensor, crossing: Sequence[torch.Tensor]) -> Stage:
-        """Add up vectors (numel,) of any floating dtype, `sums` on this rank, in memory given or allocated here.
-
-        `crossing`: memory to send from and to receive into, uint8 of all rows' bytes each; where there is any. The
-        stage's result is float32: (numel,) where all ranks get the whole sum, else this rank's row.
-        """
-        form, axis, ranks = self._form, self._axis, self._axis.num_ranks
-        if len(crossing) < 2:
-            num_bytes = ranks * form.bytes_of(self._lost.shape[1])
-            crossing = [sums.new_empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
-        sent, received = crossing
-        rows = sent.view(ranks, -1)
-
-        def exchange(async_op: bool) -> dist.Work | None:
-            self._lost.view(-1)[: self._numel].add_(sums)  # and `encode` leaves what it loses of both
-            form.encode(self._lost, rows)
-            return axis.exchange(received, sent, async_op)
-
-        def added_up() -> torch.Tensor:
-            total = torch.empty_like(self._lost[0])
-            form.add_up(received.view(ranks, -1), total)
-            return total
-
-        def gather(async_op: bool) -> dist.Work | None:
-            own = rows[axis.rank : axis.rank + 1]
-            self._lost_of_sum.add_(added_up())
-            form.encode(self._lost_of_sum, own)
-            return axis.gather_rows(sent, own.view(-1), async_op)
-
-        def gathered() -> torch.Tensor:
-            whole = torch.empty_like(self._lost)
-            form.decode(rows, whole)
-            return whole.view(-1)[: self._numel]
-
-        memory = (sums, sent, received)
-        if self._gathers:
-            return Stage(exchange, gathered, memory, then=gather)
-        return Stage(exchange, added_up, memory)
 
 
 def _in_rows(axis: Axis, received: torch.Tensor, launch: Launch) -> Stage:

@@ -285,8 +285,7 @@ class Unit:
         if block is None:
             return ()
         plan, offsets = self.groups[group_index].plan, crossing_offsets(self.group_plans)[0]
-        dtype = plan.precision.grad_comm if plan.outer_format is None else torch.uint8
-        numel = plan.crossing_bytes // dtype.itemsize
+        dtype, numel = plan.precision.grad_comm, plan.inner_region.numel
         count = 2 if plan.received_bytes else 1
         return tuple(block.view(offset, numel, dtype) for offset in offsets[2 * group_index : 2 * group_index + count])
 

@@ -317,7 +317,7 @@ def _check_options(sharding: Sharding) -> None:
     options, dense = sharding.options, sharding.dense
     is_tensor_parallel = dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1
     shares_outer = len(dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
-    deterministic, outer_format = options.deterministic, options.policy.outer_grad_comm_format
+    deterministic = options.deterministic
     if options.reduce_scatter_with_fp32_accumulation and options.strategy is ShardingStrategy.no_shard:
         raise ConfigurationError(
             f"{_FP32_SUMS}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
@@ -337,15 +337,6 @@ def _check_options(sharding: Sharding) -> None:
             "homes has compute_weights elsewhere, and outer ranks share out the main weights (HFSDP), whose gathers "
             "write into the shards on the device; leave compute_weights out, or use outer_dp_sharding_strategy 0"
         )
-    lack = None
-    if len(dense.axes) == 1 or dense.axes[0].num_ranks == 1:
-        lack = "needs an outer axis of two ranks or more; pass dp_outer_dim and hybrid_fsdp_group"
-    elif deterministic is not None:
-        lack = f'rounds sums of ranks, and deterministic="{deterministic}" allows none; leave that out'
-    elif is_tensor_parallel:
-        lack = "would round a parameter that tensor-parallel ranks hold whole differently on each; use no tp_dim"
-    if outer_format is not None and lack is not None:
-        raise ConfigurationError(f"outer_grad_comm_format={outer_format!r} {lack}, or leave outer_grad_comm_format out")
 
 
 def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:

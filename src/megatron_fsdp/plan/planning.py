@@ -205,18 +205,17 @@ class RankMemory:
     compute_weights: int  # weights that forward and backward use
     main_weights: int  # weights that the optimizer updates, where they are memory of their own
     main_gradients: int  # accumulated gradients; only from a backward until they are cleared
-    outer_errors: int  # what rounding gradients for the outer axis has lost, which is added to the next ones
     optimizer: int  # optimizer state, counters of steps included
     module_buffers: int  # buffers of modules, which every rank holds
     input_bytes: int  # inputs of a microbatch
-    away_bytes: int  # of these, but errors, what rests elsewhere than on the device, and is not counted in them
+    away_bytes: int  # of the first four what rests elsewhere than on the device, and is not counted in them
     saving_bytes: int  # host memory that a checkpoint in the background takes for its copy; saving at once takes none
     peak: Moment  # the moment of the step that holds most on top of all but main gradients
 
     @property
     def held(self) -> dict[str, int]:
         """What is held when the optimizer steps, by name."""
-        names = ("compute_weights", "main_weights", "main_gradients", "outer_errors", "optimizer", "module_buffers")
+        names = ("compute_weights", "main_weights", "main_gradients", "optimizer", "module_buffers")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -483,7 +482,6 @@ def _candidates(setup: Setup, machine: Machine) -> Iterator[Setup]:
     flat = replace(
         setup,
         ranks=replace(ranks, dp_shard=data_ranks, dp_outer=1),
-        policy=replace(setup.policy, outer_grad_comm_format=None),
         outer_strategy=ShardingStrategy.no_shard,
     )
     # Experts that are divided over ranks are sharded with everything else.

@@ -24,7 +24,6 @@ from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, 
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, held_bytes, home_step_s, step_bytes
-from megatron_fsdp.sharding.gradient_formats import row_numel
 
 INNER, OUTER = "dp_shard", "dp_outer"
 _META = torch.device("meta")
@@ -129,8 +128,8 @@ def replay_step(
 # ---- a unit, as the executor sees it: what its collectives send and allocate, by the engine's plans of its groups ----
 
 
-def _sent_bytes(group: GroupPlan, axis: str, *, is_gather: bool) -> list[int]:
-    """List what one rank sends over an axis in a gather of a group's weights, or in reductions of its gradients."""
+def _sent_bytes(group: GroupPlan, axis: str, *, is_gather: bool) -> int:
+    """Count the bytes that a rank sends over an axis in a gather of a group's weights, or to reduce its gradients."""
     if axis == INNER:
         ranks, is_cut = group.axis.num_ranks, group.needs_all_gather
         weights, gradients = group.sent_bytes, group.bucket_bytes
@@ -138,27 +137,18 @@ def _sent_bytes(group: GroupPlan, axis: str, *, is_gather: bool) -> list[int]:
         ranks, is_cut = group.axes[0].num_ranks, group.gathers_outer and group.requires_grad
         weights, gradients = group.sent_bytes // group.axis.num_ranks, group.crossing_bytes
     if is_gather:
-        return [weights - weights // ranks] if is_cut else []
+        return weights - weights // ranks if is_cut else 0
     passes = 1 if is_cut else 2  # an all-reduce is a reduce-scatter and an all-gather
-    sent = gradients - gradients // ranks
-    return [sent] * passes if axis == OUTER and group.outer_format is not None else [sent * passes]
+    return passes * (gradients - gradients // ranks)
 
 
 def _allocated_across(group: GroupPlan) -> int:
     """Count the bytes that a group's reduction over the outer ranks allocates."""
     crossing = group.crossing_bytes
-    if group.outer_format is not None:
-        return crossing + group.received_bytes
     allocated = crossing if group.precision.grad_comm != group.precision.main_grads else 0
     if group.gathers_outer:
         allocated += group.received_bytes or crossing // group.axes[0].num_ranks
     return allocated
-
-
-def _borrowed_to_round(group: GroupPlan) -> int:
-    """Count the bytes that are borrowed to round what a group sends over the outer axis."""
-    form, ranks = group.outer_format, group.axes[0].num_ranks
-    return 0 if form is None else form.borrowed_bytes(ranks, row_numel(group.inner_region.numel, ranks))
 
 
 class _Passing:
@@ -208,22 +198,19 @@ class _Unit:
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
         self.exchanges_inner, self.reduces_outer = bool(exchanged), bool(crossing)
         self._messages = {
-            (axis, is_gather): [
-                (sent, group.is_expert) for group in groups for sent in _sent_bytes(group, axis, is_gather=is_gather)
-            ]
+            (axis, is_gather): [(_sent_bytes(group, axis, is_gather=is_gather), group.is_expert) for group in groups]
             for axis in (INNER, OUTER)
             for is_gather in (False, True)
         }
         self.gathered_bytes = pack_bytes([group.gathered_bytes for group in groups])[1]
         self.bucket_bytes = pack_bytes([group.bucket_bytes for group in groups])[1]
         self.reads_weights = not (self.gathered_bytes and all(group.is_looked_up for group in groups))  # in backward
-        _, _, self.main_bytes, _ = held_bytes(trained)
+        _, _, self.main_bytes = held_bytes(trained)
         cast = [group for group in trained if group.precision.main_grads != group.precision.main_params]
         self.cast_bytes = sum(group.main_region.numel * group.precision.main_params.itemsize for group in cast)
         self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
         self._pending_bytes = sum(group.inner_region.numel * group.precision.main_grads.itemsize for group in crossing)
         self._across_bytes = sum(map(_allocated_across, trained))
-        self._rounding_bytes = max(map(_borrowed_to_round, crossing), default=0)
         narrow = [group for group in exchanged if group.precision.grad_comm.itemsize < _SUM_ITEMSIZE]
         self._local_sum_bytes = max((group.inner_region.numel * _SUM_ITEMSIZE for group in narrow), default=0)
         kept = [info for group in groups if group.keeps_transposed for info in group.spec.parameters]
@@ -310,12 +297,10 @@ class _Unit:
         self.has_inner_sum, self.has_main = False, True
         allocated = self._across_bytes if block is None else 0
         self._passing.add(allocated)
-        self._passing.borrow(self._rounding_bytes)
         end_s = self._send(OUTER, is_gather=False)
 
         def wait() -> None:
             self._wires.wait(end_s)
-            self._passing.borrow(self._rounding_bytes)
             self._passing.add(-allocated - self._pending_bytes)
 
         return _Ticket(wait), ()

@@ -118,8 +118,6 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     sizes = " x ".join(f"{name} {size}" for name, size in vars(ranks).items() if size > 1 and name != "ep") or "1 rank"
     experts = f", experts over {ranks.ep}" if ranks.ep > 1 else ""
     outer = f", outer {setup.outer.name}" if setup.outer is not None else ""
-    crossing = setup.policy.outer_grad_comm_format
-    outer += f" with gradients in {crossing}" if crossing is not None else ""
     own = "" if plan.model.numel == work.total_numel else f", {plan.model.numel:,} of them on the place of a rank"
     batches = "1 microbatch" if setup.microbatches == 1 else f"{setup.microbatches} microbatches"
     found = [

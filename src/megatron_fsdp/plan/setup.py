@@ -272,12 +272,6 @@ class Setup:
             raise ConfigurationError(
                 f'outer strategy "{self.outer_strategy.name}" needs an outer axis of 2 ranks or more; leave it out'
             )
-        outer_format = self.policy.outer_grad_comm_format
-        if outer_format is not None and (self.ranks.dp_outer == 1 or self.ranks.tp > 1):
-            raise ConfigurationError(
-                f"outer_grad_comm_format={outer_format!r} needs an outer axis of 2 ranks or more, and no tensor "
-                "parallelism; leave it out"
-            )
         placements_for(self.strategy, self.outer)
         if not self.may_rest(self.homes):
             raise ConfigurationError(

@@ -147,12 +147,12 @@ def _domain(setup: Setup, inner: int) -> Domain:
 # ---- what a rank holds between steps --------------------------------------------------------------------------------
 
 
-def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int, int, int, int]:
+def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int, int, int]:
     """Count the bytes of compute weights, of main weights with memory of their own, and of main gradients of a rank.
 
-    Last those of what rounding for the outer axis has lost. On the device; or those `away` from it.
+    On the device; or those `away` from it.
     """
-    compute = main = gradients = errors = 0
+    compute = main = gradients = 0
     for group in groups:
         precision, numel = group.precision, group.main_region.numel
         if group.compute_home.is_away is away:
@@ -162,8 +162,7 @@ def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int,
             main += numel * precision.main_params.itemsize
         if group.requires_grad and group.homes.main_gradients.is_away is away:
             gradients += numel * precision.main_grads.itemsize
-        errors += 0 if away else group.outer_error_bytes
-    return compute, main, gradients, errors
+    return compute, main, gradients
 
 
 def optimizer_bytes(model: PlannedModel, *, away: bool = False) -> int:
