@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/finetune_hf.py examples/finetune_hf.yaml
 
-A second argument replaces that line: `... examples/finetune_hf.yaml megatron_fsdp`. Bytes are tokens, so that no
-tokenizer has to be downloaded.
+A second argument replaces that line: `... examples/finetune_hf.yaml megatron_fsdp`. A model's folder brings its
+tokenizer; the small model that is made where no folder is named takes bytes as tokens.
 """
 
 import sys
@@ -43,7 +43,7 @@ def main() -> None:
         optimizer = connect_optimizer(model, torch.optim.AdamW(model.parameters(), lr=float(training["learning_rate"])))
         if training["batch"] % context.sizes.dp:  # else ranks would have different numbers of rows to average over
             raise SystemExit(f"training.batch={training['batch']} is no multiple of {context.sizes.dp} ranks")
-        tokens = read_tokens(Path(training["text"]))
+        tokens = read_tokens(Path(training["text"]), training["model"])
 
         generator = torch.Generator().manual_seed(0)  # the same on every rank: together they read one batch
         for step in range(training["steps"]):
@@ -93,13 +93,16 @@ def make_small_model(folder: Path) -> str:
     return str(folder)
 
 
-def read_tokens(folder: Path) -> torch.Tensor:
-    """All text below a folder as one row of bytes."""
+def read_tokens(folder: Path, model: str | None) -> torch.Tensor:
+    """Return all text below a folder as one row of tokens of the model's tokenizer, or of bytes without a model."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".txt"))
     text = b"\n\n".join(path.read_bytes() for path in files)
     if not text:
         raise SystemExit(f"{folder} has no .md or .txt file; name a folder that has, as training.text")
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    if model is None:
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+    return torch.tensor(tokenizer(text.decode("utf-8", errors="replace"))["input_ids"])
 
 
 def shared(folder: str) -> str:

@@ -22,8 +22,12 @@ require("lightning", "megatron_fsdp.lightning")
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricStrategy  # noqa: E402 - checked before
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
 from lightning.pytorch import Trainer  # noqa: E402
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging  # noqa: E402
 from lightning.pytorch.strategies.ddp import DDPStrategy as TrainerStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+_COPY_THE_MODEL = (WeightAveraging, StochasticWeightAveraging, ModelPruning)
+"""Callbacks that copy the module or mask its weights before it is sharded, and then compare with the shards."""
 
 
 class MegatronFSDPStrategy(TrainerStrategy):
@@ -37,7 +41,8 @@ class MegatronFSDPStrategy(TrainerStrategy):
 
     Raises:
         ConfigurationError: At `fit`: the module optimizes by itself (`automatic_optimization=False`, which several
-            optimizers need), another trainer has sharded it, or an argument cannot be honoured.
+            optimizers need), another trainer has sharded it, a callback averages or prunes weights, or an argument
+            cannot be honoured.
     """
 
     def __init__(self, **sharding: Any) -> None:
@@ -50,6 +55,7 @@ class MegatronFSDPStrategy(TrainerStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        _check_callbacks(trainer)
         if self._sharded is None or self._sharded.module is not self.lightning_module:
             if any(hasattr(param, "_megatron_fsdp_model") for param in self.lightning_module.parameters()):
                 raise ConfigurationError(
@@ -57,7 +63,8 @@ class MegatronFSDPStrategy(TrainerStrategy):
                     "give this one a new module and the other's checkpoint (ckpt_path=)"
                 )
             module = self.precision_plugin.convert_module(self.lightning_module)
-            self._sharded = fully_shard_model(module, **_with_mesh(self._sharding, self.root_device))
+            self._sharding = _with_mesh(self._sharding, self.root_device)
+            self._sharded = fully_shard_model(module, **self._sharding)
         self.model = self._sharded
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -173,7 +180,8 @@ class FabricMegatronFSDPStrategy(FabricStrategy):
 
     def setup_module(self, module: nn.Module) -> MegatronFSDP:  # type: ignore[override]  # Fabric takes any module
         """Shard a model; build its optimizer afterwards, for `setup_optimizers`."""
-        return fully_shard_model(module, **_with_mesh(self._sharding, self.root_device))
+        self._sharding = _with_mesh(self._sharding, self.root_device)
+        return fully_shard_model(module, **self._sharding)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Connect an optimizer that was built on a sharded model."""
@@ -284,6 +292,16 @@ class _Rest:
 
     def load_state_dict(self, state: Any) -> None:
         (self.content,) = state
+
+
+def _check_callbacks(trainer: Trainer) -> None:
+    """Refuse callbacks that hold whole weights of their own."""
+    refused = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _COPY_THE_MODEL)]
+    if refused and trainer.state.fn == TrainerFn.FITTING:
+        raise ConfigurationError(
+            f"{', '.join(refused)} copies or masks whole weights, of which each rank has a shard; leave it out. An "
+            'average over steps is kept by the eight lines under "An average of the weights" in docs/integrations.md'
+        )
 
 
 def _with_mesh(sharding: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -77,6 +78,30 @@ _PREFIX = "module."
 
 
 logger = logging.getLogger("megatron_fsdp")
+
+
+class _with_signature_of_module:  # noqa: N801 (a decorator)
+    """Bind `forward` with the signature of the wrapped model, by which trainers choose the columns of a batch."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, wrapper: MegatronFSDP | None, owner: type | None = None) -> Any:
+        return self._function if wrapper is None else _BoundForward(self._function, wrapper)
+
+
+class _BoundForward:
+    """Bound method `forward` of a wrapper."""
+
+    def __init__(self, function: Callable[..., Any], wrapper: MegatronFSDP) -> None:
+        self._function, self._wrapper = function, wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._wrapper, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._wrapper.module.forward)
 
 
 class MegatronFSDP(nn.Module):
@@ -328,6 +353,7 @@ class MegatronFSDP(nn.Module):
 
     # ---- forward, backward, step --------------------------------------------------------------------------------
 
+    @_with_signature_of_module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.module(*args, **kwargs)
@@ -490,6 +516,17 @@ class MegatronFSDP(nn.Module):
     def self_reference(self) -> MegatronFSDP:
         """Return this object itself, also when called through a weak proxy."""
         return self
+
+    def save_pretrained(self, *_args: Any, **_options: Any) -> None:
+        """Refuse; the method of transformers and of peft would write this rank's shards.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError(
+            "save_pretrained would write the shards of one rank; call save_hf(model, folder) of "
+            "megatron_fsdp.checkpoint.hf on all ranks, or save_adapter(model, folder) for the adapters of peft"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MegatronFSDP:
         """Refuse; the shards, hooks and process groups of a model belong to it alone."""

@@ -9,7 +9,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import tokenizers
 import torch.distributed as dist
+import transformers
 import yaml
 
 from tests.automodel.process_groups import groups_destroyed
@@ -61,6 +63,10 @@ def run_example(settings: str) -> str:
 def test_one_line_of_yaml_is_another_strategy(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     # In ranks that are joined already only the first would save the small model.
     model = runpy.run_path(str(EXAMPLE))["make_small_model"](tmp_path / "small")
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()  # one token for each byte
+    of_model = tokenizers.Tokenizer(tokenizers.models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    of_model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=of_model).save_pretrained(model)
     first, second = run_ranks(2, run_as_a_rank, str(write_settings(tmp_path, name, model=model)))
     assert_trained(first, tmp_path)
     assert second == ""

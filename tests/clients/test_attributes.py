@@ -1,5 +1,6 @@
 """What clients read from, set on and call of a wrapped model is that of the model inside."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard_model
+from megatron_fsdp.errors import ConfigurationError
 from tests.ordinary.test_hugging_face import UNITS, build_llama
 from tests.support.on_ranks import fixed_seed, on_ranks
 
@@ -31,6 +33,9 @@ def test_attributes_are_those_of_the_model_inside() -> None:
     assert model.get_input_embeddings() is model.module.model.embed_tokens
     assert model.base_model_prefix == "model"
     assert callable(model.generate)
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)  # where trainers look for columns
+    with pytest.raises(ConfigurationError, match=r"call save_hf\(model, folder\) .* on all ranks, or save_adapter"):
+        model.save_pretrained("folder")
     with pytest.raises(AttributeError, match=r"neither MegatronFSDP nor the LlamaForCausalLM .* attribute 'missing'"):
         _ = model.missing
     assert not hasattr(model, "is_last_microbatch")  # absent until it is set, also where the model has one

@@ -156,6 +156,9 @@ def test_accumulation_communicates_once_and_callbacks_keep_checkpoints(tmp_path:
         by_hand.automatic_optimization = False
         with pytest.raises(ConfigurationError, match="Regression sets automatic_optimization=False"):
             runner.fit(by_hand, data())
+        averaging = lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
+        with pytest.raises(ConfigurationError, match="EMAWeightAveraging copies or masks whole weights"):
+            trainer(folder, 3, max_epochs=1, callbacks=[averaging]).fit(Regression(), data())
 
 
 # ---- Fabric ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Finding units: by class, by path, by what the model says, by repetition; and who owns tied parameters."""
 
+from collections import UserList
+
 import pytest
 import torch
 from torch import nn
@@ -110,6 +112,10 @@ def test_tuples_and_sets_are_as_good_as_lists() -> None:
         assert names(find_units(Model(1), given)) == ["", "layers.0"]  # type: ignore[arg-type]
     plan = find_units(Model(1), {nn.Linear, nn.Embedding, Block})  # type: ignore[arg-type]
     assert plan.source == "given classes Block, Linear, Embedding"  # by module, then name
+
+
+def test_any_sequence_lists_classes() -> None:
+    assert names(find_units(Model(1), UserList([Block]))) == ["", "layers.0"]  # as a configuration library gives it
 
 
 def test_no_classes_or_a_root_that_matches_leave_everything_to_the_root() -> None:

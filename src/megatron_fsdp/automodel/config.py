@@ -7,6 +7,7 @@ NeMo AutoModel's `components.distributed.config`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, fields
 from typing import Any, List, Optional, TypeAlias, Union  # noqa: UP035 (the published annotations)
 
@@ -217,9 +218,8 @@ class MegatronFSDPConfig(_Config):
         resolve_homes(self.homes, resolve_strategy(self.zero_dp_strategy))
         EnginePolicy(weight_format=self.weight_format)
         units: object = self.megatron_fsdp_unit_modules
-        if units is not None and not (
-            isinstance(units, list | tuple) and all(isinstance(unit, type | str) and unit for unit in units)
-        ):
+        is_list = isinstance(units, Sequence) and not isinstance(units, str)
+        if units is not None and not (is_list and all(isinstance(unit, type | str) and unit for unit in units)):
             raise ConfigurationError(
                 f"MegatronFSDPConfig.megatron_fsdp_unit_modules={units!r}; give a list of import paths of module "
                 "classes, or None"

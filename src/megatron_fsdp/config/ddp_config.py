@@ -6,7 +6,7 @@ data, from which the documentation is made.
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -158,7 +158,7 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
 
 
 def _patterns(name: str, value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, Sequence) or isinstance(value, str):
         raise ConfigurationError(f"{name}={value!r} is not a tuple of strings; write a tuple such as ('*norm*',).")
     for index, pattern in enumerate(value):
         if not isinstance(pattern, str):

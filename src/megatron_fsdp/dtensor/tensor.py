@@ -97,8 +97,10 @@ class UnevenDTensor(DTensor):
         """
         raise ShardOperationError(
             "a sharded tensor has no storage of all its elements, so that one rank's file (such as that of "
-            "accelerator.save_state) would lack those of the others; save with save_checkpoint of "
-            "megatron_fsdp.checkpoint, as docs/integrations.md shows"
+            "accelerator.save_state or of save_pretrained) would lack those of the others; call on all "
+            "ranks save_checkpoint(model, optimizer, folder) of megatron_fsdp.checkpoint to resume, save_hf(model, "
+            "folder) or save_adapter(model, folder) of megatron_fsdp.checkpoint.hf to write files that transformers or "
+            "peft loads"
         )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ unit and the root, since it is needed outside any one unit.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Literal
@@ -167,14 +168,14 @@ def find_units(
 
 
 def _resolve_classes(module: nn.Module, given: object) -> tuple[type[nn.Module], ...]:
-    if not isinstance(given, (list, tuple, set, frozenset)):
+    if not isinstance(given, Sequence | AbstractSet) or isinstance(given, str):
         shown = given.__name__ if isinstance(given, type) else repr(given)
         raise TypeError(
             f"fsdp_unit_modules={shown} is not a list of classes or import paths; write fsdp_unit_modules=[...], "
             'or "auto" to look for repeated blocks.'
         )
     classes = [_resolve_class(module, entry) for entry in given]
-    if isinstance(given, (set, frozenset)):  # whose order differs from run to run
+    if isinstance(given, AbstractSet):  # whose order differs from run to run
         classes.sort(key=lambda cls: (cls.__module__, cls.__qualname__))
     return tuple(dict.fromkeys(classes))
 
