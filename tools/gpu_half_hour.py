@@ -361,7 +361,7 @@ def away(session: Session) -> None:
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     adamw = partial(torch.optim.AdamW, lr=0.01, fused=True)
     expected = {kind: _train_main_weights(session, kind, adamw, batches) for kind in (session.device, CPU)}
-    for where in (None, "optimizer_state", "activations", "compute_weights", "main_weights", "host"):
+    for where in (None, "optimizer_state", "compute_weights", "main_weights", "host"):
         for strategy in (1, 3) if where not in ("compute_weights", "host") else (3,):
             model, optimizer = small(
                 session,
@@ -912,15 +912,13 @@ def homes(session: Session) -> None:
     for name, (where, host_bytes) in HOMES.items():
         session.free()
         for depth in (n for n in depths if n * numel * host_bytes < _free_host_bytes()):
-            if _fits(session, name, where, replace(sizes, layers=depth), recomputes=True):
+            if _fits(session, name, where, replace(sizes, layers=depth)):
                 break
-    for name, where in (("kept", None), ("kept on the host", {"activations": "host"})):
-        _fits(session, f"activations {name}", where, replace(sizes, layers=depths[-1]), recomputes=False)
     for name, (where, _) in HOMES.items():  # what they cost where all fit
-        _fits(session, f"small, {name}", where, replace(sizes, layers=depths[-1]), recomputes=True)
+        _fits(session, f"small, {name}", where, replace(sizes, layers=depths[-1]))
 
 
-def _fits(session: Session, name: str, where: Any, sizes: Sizes, recomputes: bool) -> bool:
+def _fits(session: Session, name: str, where: Any, sizes: Sizes) -> bool:
     """Train a few steps on 16k and on 32k tokens, and return whether memory sufficed for the first.
 
     Where main weights rest on the host, optimizers step after backward and in it.
@@ -934,7 +932,7 @@ def _fits(session: Session, name: str, where: Any, sizes: Sizes, recomputes: boo
     try:
         plain = layers(sizes, session.device, torch.bfloat16)
         numel = sum(param.numel() for param in plain.parameters())
-        for layer in plain.children() if recomputes else ():
+        for layer in plain.children():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
         model, optimizer = fully_shard(
             plain,

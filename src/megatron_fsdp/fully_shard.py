@@ -230,9 +230,9 @@ def fully_shard_model(
             microbatch j of rank r is number ``j * ranks + r`` of the step and all microbatches are of one shape.
             On one data-parallel axis, with `calculate_per_token_loss` (docs/sharded_models.md).
         homes: Where each kind of state rests, such as `{"main_weights": "host", "optimizer_state": "host"}`: "device",
-            "host" (pinned for CUDA), "file:FOLDER" (a mapped file), or a mapping of `home` and `fraction`. The kinds
-            are main_weights, optimizer_state, main_gradients, compute_weights and activations. "host" alone, or
-            torch's `CPUOffloadPolicy()`, moves all but activations. Results are the same (docs/memory.md).
+            "host" (pinned for CUDA), or a mapping of `home` and `fraction`. The kinds are main_weights,
+            optimizer_state, main_gradients and compute_weights. "host" alone, or torch's `CPUOffloadPolicy()`, moves
+            all. Results are the same (docs/memory.md).
 
     Returns:
         The wrapped model.

@@ -19,7 +19,6 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.comm.lanes import Lane, Launch, StreamLane, Ticket, _Relay
 from megatron_fsdp.engine import gradients
 from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.saved_tensors import _Content, _Saved
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.optim import local_step
 from tests.conftest import RunRanks
@@ -43,7 +42,7 @@ POLICIES = {
     "bfloat16, shared": MixedPrecisionPolicy(None, None),
     "fp8": MixedPrecisionPolicy(weight_format="fp8"),
 }
-SAMPLES = 32  # of a rank: what autograd saves is large enough to leave
+SAMPLES = 32  # of a rank
 
 
 class PlannedError(RuntimeError):
@@ -107,8 +106,6 @@ def homes_of(draws: random.Random, strategy: int) -> dict[str, Any]:
             where[kind] = draws.choice(["host", "host", half])
         if strategy == 3 and draws.random() < 0.6:
             where["compute_weights"] = draws.choice(["host", "host", half])
-        if draws.random() < 0.5:
-            where["activations"] = draws.choice(["host", {"home": "host", "bytes": 8000}])
     return where
 
 
@@ -264,17 +261,6 @@ def main_gradients_go_home_before_they_are_reduced() -> AbstractContextManager[A
     return patch.object(gradients, "submit_through", unordered)
 
 
-def activations_come_back_before_they_have_left() -> AbstractContextManager[Any]:
-    """The memory on the device is kept, so that only the two lanes, one for each direction, can meet."""
-    kept = []
-
-    def drop(content: _Content) -> None:
-        kept.append(content.on_device)
-        content.on_device = None
-
-    return patch.object(_Content, "drop", drop)
-
-
 def the_host_waits_for_one_direction(of: str) -> AbstractContextManager[Any]:
     settle = StreamLane.settle
     return patch.object(StreamLane, "settle", lambda lane: settle(lane) if lane._name == of else None)
@@ -292,9 +278,6 @@ FAULTS: Mapping[str, Fault] = {
     "a unit steps before its state has come": partial(without_tickets, local_step._Turn, "receive"),
     "memory of state is taken again before it has left": partial(without_tickets, local_step._Turns, "_let_go"),
     "the host does not wait for state": partial(patch.object, local_step, "finish_stream", nothing),
-    "activations are dropped before they have left": partial(without_tickets, _Content, "drop"),
-    "activations come back before they have left": activations_come_back_before_they_have_left,
-    "activations are read before they are back": partial(without_tickets, _Saved, "restore"),
 }
 """What is left out or done too early."""
 

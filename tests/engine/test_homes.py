@@ -1,10 +1,7 @@
 """State that rests elsewhere: the results of the resident run, bit for bit, and the bytes on the device."""
 
-import errno
-import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +14,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.config.homes import Home, Place
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.memory import StateMemory, allocate
+from megatron_fsdp.engine.memory import StateMemory
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.arrangements import FLAT, hybrid
+from tests.support.arrangements import hybrid
 from tests.support.formulas import footprints_of, persistent_bytes
 from tests.support.models import DENSE
-from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
 
@@ -59,43 +55,36 @@ def train_in_every_way(run: Run) -> None:
     run.train(7)
 
 
-def folders(where: Any, folder: str) -> Any:
-    """Put a folder into homes that say FOLDER."""
-    if isinstance(where, dict):
-        return {key: folders(value, folder) for key, value in where.items()}
-    return where.replace("FOLDER", folder) if isinstance(where, str) else where
-
-
 EVERYWHERE: dict[str, Any] = {
     "host": "host",
     "state": {"optimizer_state": "host"},
-    "half": {"main_weights": HALF, "activations": "host"},
-    "mixed": {"main_weights": "host", "optimizer_state": "file:FOLDER", "main_gradients": "file:FOLDER"},
+    "half": {"main_weights": HALF},
+    "shards": {"compute_weights": "host"},
 }
 
 
 @pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_steps_equal_those_of_the_resident_run_bit_for_bit(run_ranks: RunRanks, num_ranks: int, tmp_path: Path) -> None:
+def test_steps_equal_those_of_the_resident_run_bit_for_bit(run_ranks: RunRanks, num_ranks: int) -> None:
     scenario = Scenario(train_in_every_way, DENSE, adamw)
     jobs = [
-        (scenario, Setting(strategy, options=(("homes", folders(homes, str(tmp_path))),)))
+        (strategy, name, Setting(strategy, options=(("homes", homes),)))
         for strategy in (0, 1, 3)
-        for homes in (None, *EVERYWHERE.values())
+        for name, homes in {"none": None, **EVERYWHERE}.items()
+        if strategy == 3 or name != "shards"
     ]
-    by_rank = run_ranks(num_ranks, run_sharded, jobs)
-    for number, strategy in enumerate((0, 1, 3)):
-        first, *others = list(zip(*by_rank, strict=True))[number * 5 : number * 5 + 5]
-        assert_parity(first, reference(scenario, num_ranks), FP32)
-        for name, other in zip(EVERYWHERE, others, strict=True):
-            assert [each.losses for each in other] == [each.losses for each in first], (strategy, name)
-            assert [each.digest for each in other] == [each.digest for each in first], (strategy, name)
-    assert not os.listdir(tmp_path)  # noqa: PTH208
+    by_job = zip(*run_ranks(num_ranks, run_sharded, [(scenario, setting) for *_, setting in jobs]), strict=True)
+    for (strategy, name, _), found in zip(jobs, by_job, strict=True):
+        if name == "none":
+            first = found
+            assert_parity(first, reference(scenario, num_ranks), FP32)
+        assert [each.losses for each in found] == [each.losses for each in first], (strategy, name)
+        assert [each.digest for each in found] == [each.digest for each in first], (strategy, name)
 
 
 @pytest.mark.full(short=["half precision"])
 @pytest.mark.parametrize("kind", ["half precision", "formats", "shared outside", "whole tensors"])
-def test_other_kinds_of_runs_do_too(run_ranks: RunRanks, kind: str, tmp_path: Path) -> None:
+def test_other_kinds_of_runs_do_too(run_ranks: RunRanks, kind: str) -> None:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     setting: dict[str, Any] = {}
     num_ranks, homes = 2, dict(EVERYWHERE)
@@ -104,15 +93,13 @@ def test_other_kinds_of_runs_do_too(run_ranks: RunRanks, kind: str, tmp_path: Pa
     elif kind == "whole tensors":
         optimizer = adafactor
         homes = {name: EVERYWHERE[name] for name in ("host", "half")}
-        homes["weights in a file"] = {"main_weights": "file:FOLDER", "optimizer_state": "host"}
     else:
         num_ranks = 4
         setting["arrangement"] = hybrid(2, 2)
         setting["outer_strategy"] = 1
-        del homes["host"]  # shards on the host are refused there
+        del homes["host"], homes["shards"]  # shards on the host are refused there
     scenario = Scenario(train_in_every_way, DENSE, optimizer)
-    settings = [{"homes": folders(where, str(tmp_path))} for where in (None, *homes.values())]
-    jobs = [(scenario, Setting(3, options=tuple(options.items()), **setting)) for options in settings]
+    jobs = [(scenario, Setting(3, options=(("homes", where),), **setting)) for where in (None, *homes.values())]
     first, *others = zip(*run_ranks(num_ranks, run_sharded, jobs), strict=True)
     for name, other in zip(homes, others, strict=True):
         assert [each.losses for each in other] == [each.losses for each in first], name
@@ -148,7 +135,7 @@ def test_state_of_scalars_that_the_optimizer_makes_before_sharding_moves_too() -
         return [value for _, each in sorted(model.full_parameters().items()) for value in each.flatten().tolist()]
 
     resident = train(None)
-    for homes in ({"optimizer_state": "host"}, {"optimizer_state": "file:/tmp"}, "host", {"compute_weights": "host"}):
+    for homes in ({"optimizer_state": "host"}, "host", {"compute_weights": "host"}):
         assert train(homes) == resident, homes
 
 
@@ -162,8 +149,8 @@ def test_steps_on_dtensors_are_refused_only_where_state_rests_elsewhere_than_wei
         optimizer.step()
 
     step("host")
-    step({"compute_weights": "host", "activations": "host"})
-    with pytest.raises(ConfigurationError, match='give optimizer_state the home "host" in homes where main_weights'):
+    step({"compute_weights": "host"})
+    with pytest.raises(ConfigurationError, match='give main_weights the home "host", too'):
         step({"optimizer_state": "host"})
 
 
@@ -253,7 +240,7 @@ def save_and_resume(folder: str, before: str | None, after: str | None) -> tuple
     def build(name: str | None) -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = Tower((32, 32, 32))
-        homes = None if name is None else folders(EVERYWHERE[name], folder)
+        homes = None if name is None else EVERYWHERE[name]
         return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], homes=homes)
 
     def train(model: Any, optimizer: Any, steps: range) -> list[float]:
@@ -276,80 +263,3 @@ def save_and_resume(folder: str, before: str | None, after: str | None) -> tuple
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return straight, train(model, optimizer, range(2, 4))
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_has_no_name_and_holds_what_is_written(tmp_path: Path) -> None:
-    memory = allocate(Home(Place.FILE, tmp_path), 1000, torch.float32, torch.device("cpu"))
-    assert memory.shape == (1000,)
-    assert not memory.any()
-    memory.copy_(torch.arange(1000.0))
-    assert memory.sum() == 499_500.0
-    assert not list(tmp_path.iterdir())
-    assert allocate(Home(Place.FILE, tmp_path), 0, torch.float32, torch.device("cpu")).numel() == 0
-
-
-@contextmanager
-def full_on_rank_one() -> Iterator[None]:
-    def is_full(_file: int, _offset: int, _length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(os, "posix_fallocate", is_full)
-        yield
-
-
-@on_ranks(2)
-def test_a_disk_that_is_full_is_told_on_all_ranks() -> None:
-    """When wrapping, and in the first step, where the optimizer makes its state."""
-    model = Tower((32, 32))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with (
-        full_on_rank_one(),
-        pytest.raises(ConfigurationError, match=r"rank 1.*No space left on device; free") as refused,
-    ):
-        fully_shard(model, optimizer, fsdp_unit_modules=[Floor], homes={"main_weights": "file:/tmp"})
-    same_on_ranks(str(refused.value))
-    model = Tower((32, 32))
-    model, optimizer = fully_shard(
-        model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], homes={"optimizer_state": "file:/tmp"}
-    )
-    tower_loss(model, torch.randn(2, FEATURES)).backward()
-    with (
-        full_on_rank_one(),
-        pytest.raises(ConfigurationError, match=r"^keeping optimizer state failed \(rank 1: Conf.*No space"),
-    ):
-        optimizer.step()
-    optimizer.step()  # there is room again: what the first step has made goes there
-    counters = 4 * sum(1 for _ in model.parameters())
-    moments = 2 * sum(param.to_local().nbytes for param in model.parameters())
-    assert model.memory().away["optimizer_state"] == moments + counters
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_what_homes_cannot_be_combined_with_is_refused_on_all_ranks() -> None:
-    def refusal(optimizer: Any = torch.optim.AdamW, **options: Any) -> str:
-        model = Tower((32, 32))
-        with pytest.raises(ConfigurationError) as refused:
-            fully_shard(model, optimizer(model.parameters(), lr=0.1), fsdp_unit_modules=[Floor], **options)
-        return str(same_on_ranks(str(refused.value)))
-
-    assert "cuda_graph_mode=True and homes contradict" in refusal(homes="host", cuda_graph_mode=True)
-    assert "cannot rest elsewhere than its parameters" in refusal(
-        torch.optim.Adafactor, homes={"optimizer_state": "host"}
-    )
-
-
-@on_ranks(4)
-def test_shards_that_outer_ranks_share_out_stay_on_the_device() -> None:
-    model = Tower((32, 32))
-    arguments = {**FLAT.arguments(), **hybrid(2, 2).arguments(), "outer_dp_sharding_strategy": 1}
-    with pytest.raises(ConfigurationError) as refused:
-        fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], homes="host", **arguments)
-    assert "outer ranks share out the main weights (HFSDP)" in same_on_ranks(str(refused.value))

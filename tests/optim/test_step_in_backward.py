@@ -100,7 +100,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "2": {"zero_dp_strategy": 2},
     "3": {"zero_dp_strategy": 3, "homes": "host"},
     "half": {"homes": HALF},
-    "file": {"homes": {"main_weights": "host", "optimizer_state": "file:/tmp"}},
 }
 
 

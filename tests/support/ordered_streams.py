@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_fsdp.checkpoint import background
 from megatron_fsdp.comm.lanes import StreamLane
 from megatron_fsdp.config.homes import Home
-from megatron_fsdp.engine import executor, gradients, param_group, saved_tensors
+from megatron_fsdp.engine import executor, gradients, param_group
 from megatron_fsdp.engine import memory as engine_memory
 from megatron_fsdp.optim import local_step
 
@@ -301,7 +301,6 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
         patch.object(engine_memory, "allocate", allocate),
         patch.object(param_group, "allocate", allocate),
         patch.object(gradients, "allocate", allocate),
-        patch.object(saved_tensors, "allocate", allocate),
         patch.object(param_group, "on_device", on_device),
         patch.object(local_step, "finish_stream", lambda device: streams.current_stream(device).synchronize()),
         patch.object(background, "_is_remote", lambda _device: True),

@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from enum import Enum
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 
-_FILE = "file:"
-
-
-class Place(Enum):
-    """A kind of memory."""
-
-    DEVICE = "device"
-    HOST = "host"
-    FILE = "file"
+_DEVICE, _HOST = "device", "host"
 
 
 @dataclass(frozen=True)
 class Home:
     """Where one kind of state rests."""
 
-    place: Place = Place.DEVICE  # host memory is pinned where the device is a CUDA device
-    # For `Place.FILE`, where the files are; they lose their names once they are mapped, so none is left. Ranks
-    # may have different ones.
-    folder: Path | None = field(default=None, repr=False)
+    is_away: bool = False  # in host memory, which is pinned where the device is a CUDA device; else on the device
     # share of the elements that rests there, 0 to 1, in whole units; the rest stays on the device
     fraction: float = 1.0
-    limit_bytes: int | None = None  # for saved activations, the most that is kept there at a time, if limited
-
-    @property
-    def is_away(self) -> bool:
-        """Whether it is another place than the device."""
-        return self.place is not Place.DEVICE
 
     def __str__(self) -> str:
         """Return what `homes` takes for it."""
-        return f"{_FILE}{self.folder}" if self.place is Place.FILE else self.place.value
+        return _HOST if self.is_away else _DEVICE
 
 
 ON_DEVICE = Home()
@@ -56,7 +37,6 @@ class Homes:
     # the accumulated ones, that `.grad` shows: beside the main weights, as torch wants it
     main_gradients: Home = ON_DEVICE
     compute_weights: Home = ON_DEVICE  # this rank's shard of the weights that are gathered; strategy 3 only
-    activations: Home = ON_DEVICE  # what autograd saves in the forward of a unit, other than weights
 
     @property
     def are_away(self) -> bool:
@@ -64,9 +44,9 @@ class Homes:
         return any(getattr(self, name).is_away for name in _KINDS)
 
     def __str__(self) -> str:
-        """Return the kinds that rest elsewhere, and where; without folders, which may differ between ranks."""
+        """Return the kinds that rest elsewhere, and where."""
         homes = ((name, getattr(self, name)) for name in _KINDS)
-        return ", ".join(f"{name} {home.place.value}" for name, home in homes if home.is_away)
+        return ", ".join(f"{name} {home}" for name, home in homes if home.is_away)
 
     def for_share(self, offset: float) -> Homes:
         """Return the homes of a unit, without fractions.
@@ -95,9 +75,9 @@ def resolve_homes(given: HomesArgument, strategy: ShardingStrategy) -> Homes:
     """Resolve what was asked for.
 
     Args:
-        given: For each kind of state "device", "host", "file:FOLDER", or a mapping with such a `home` and a `fraction`
-            (or, for activations, a limit in `bytes`). One such string alone, or torch's `CPUOffloadPolicy()`, moves all
-            state but activations. State of the optimizer and gradients follow the main weights unless they are named.
+        given: For each kind of state "device", "host", or a mapping with such a `home` and a `fraction`. One such
+            string alone, or torch's `CPUOffloadPolicy()`, moves all state. State of the optimizer and gradients follow
+            the main weights unless they are named.
         strategy: The strategy on the sharding axis.
 
     Raises:
@@ -107,7 +87,7 @@ def resolve_homes(given: HomesArgument, strategy: ShardingStrategy) -> Homes:
     if given is None or kind_given == "OffloadPolicy":
         return Homes()
     if kind_given == "CPUOffloadPolicy":
-        given = Place.HOST.value
+        given = _HOST
     if isinstance(given, str):
         is_sharded = strategy is ShardingStrategy.optim_grads_params
         given = dict.fromkeys(("main_weights", *(["compute_weights"] if is_sharded else [])), given)
@@ -129,26 +109,16 @@ def resolve_homes(given: HomesArgument, strategy: ShardingStrategy) -> Homes:
 def _home(kind: str, given: object) -> Home:
     """Read the home of one kind of state."""
     options: Mapping[str, Any] = {"home": given} if not isinstance(given, Mapping) else given
-    allowed = ("home", "bytes") if kind == "activations" else ("home", "fraction")
-    where, fraction, limit = options.get("home"), options.get("fraction", 1.0), options.get("bytes")
-    if set(options) - set(allowed) or not isinstance(where, str):
-        raise ConfigurationError(
-            f"homes[{kind!r}]={given!r}; give a home, or a mapping with {' and '.join(map(repr, allowed))}"
-        )
+    where, fraction = options.get("home"), options.get("fraction", 1.0)
+    if set(options) - {"home", "fraction"} or not isinstance(where, str):
+        raise ConfigurationError(f"homes[{kind!r}]={given!r}; give a home, or a mapping with 'home' and 'fraction'")
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         raise ConfigurationError(f"homes[{kind!r}] has the fraction {fraction!r}; give a number from 0 to 1")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-        raise ConfigurationError(f"homes[{kind!r}] has the limit {limit!r}; give a whole number of bytes")
-    if where == Place.DEVICE.value and len(options) > 1:
+    if where not in (_DEVICE, _HOST):
+        raise ConfigurationError(f'homes[{kind!r}]={where!r} does not exist; give "{_DEVICE}" or "{_HOST}"')
+    if where == _DEVICE and len(options) > 1:
         raise ConfigurationError(f"homes[{kind!r}]={given!r}: it stays on the device; give that alone")
-    if where in (Place.DEVICE.value, Place.HOST.value):
-        return Home(Place(where), None, float(fraction), limit)
-    folder = Path(where.removeprefix(_FILE))
-    if not where.startswith(_FILE) or not folder.name:
-        raise ConfigurationError(f'homes[{kind!r}]={where!r} does not exist; give "device", "host" or "file:FOLDER"')
-    if not folder.is_dir():
-        raise ConfigurationError(f"homes[{kind!r}]={where!r}: {folder} is no folder; make it first, on every host")
-    return Home(Place.FILE, folder, float(fraction), limit)
+    return Home(where == _HOST, float(fraction))
 
 
 def _check(homes: Homes, strategy: ShardingStrategy) -> None:

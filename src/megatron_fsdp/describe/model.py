@@ -63,7 +63,6 @@ def memory_of(engine: Engine) -> MemoryUse:
     }
     away = {kind: sum(count for is_away, count in parts if is_away) for kind, parts in held.items()}
     away["optimizer_state"] = _state_bytes(engine, is_away=True)
-    away["activations"] = 0 if engine.saved_tensors is None else engine.saved_tensors.held_bytes
     compute, main, grads = (sum(count for is_away, count in parts if not is_away) for parts in held.values())
     compute += sum(group.weights.codec.num_bytes for group in groups if group.weights.codec is not None)
     return MemoryUse(

@@ -16,7 +16,6 @@ from megatron_fsdp.comm.axis import Traffic, broadcast
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.lanes import is_capturing
 from megatron_fsdp.comm.registration import UserBuffers
-from megatron_fsdp.config.homes import Home
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
 from megatron_fsdp.engine.executor import Executor
@@ -25,12 +24,11 @@ from megatron_fsdp.engine.fp8_linear import emulation_note
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, UsageAgreement, direct_hook, match_waiting_sums
 from megatron_fsdp.engine.group_plan import Sharding
-from megatron_fsdp.engine.memory import on_device, storage_of
+from megatron_fsdp.engine.memory import on_device
 from megatron_fsdp.engine.memory_plan import MemoryPlan, bucket_count, prefetch_depth, unit_numels
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.optimizer_checks import ReplacedParameters, UnreducedGradients
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.saved_tensors import SavedTensors, UnitTensors
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.engine.weight_codec import agree_on_amaxes
@@ -75,7 +73,6 @@ class ForwardCall:
     module_index: int
     weights_version: int
     reads_weights: bool = True
-    saved: UnitTensors | None = None  # what autograd has saved, where that rests elsewhere
     last_backward: int = -1
 
 
@@ -124,7 +121,6 @@ class Engine:
         options = self.sharding.options
         self.device = self.sharding.device
         self.observers = self.executor.observers
-        self.saved_tensors = self._make_saved_tensors(options.homes.activations)
         self._finite_check = next((each for each in self.gradient_checks if isinstance(each, FiniteCheck)), None)
         self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
@@ -157,20 +153,6 @@ class Engine:
         self._ending = False  # inside `_post_backward`, whose checks conclude later
         for group in self.groups():
             self._inspect_gradients(group)
-
-    def _make_saved_tensors(self, home: Home) -> SavedTensors | None:
-        """Make what moves saved activations, where they have another home."""
-        if not home.is_away:
-            return None
-        whole = {storage_of(group.weights.compute.local) for group in self.groups()}
-        executor, memory = self.executor, self.executor.weight_memory
-        return SavedTensors(
-            home,
-            self.device,
-            executor.going_lane,
-            executor.coming_lane,
-            lambda number: number in whole or number in memory.storages,
-        )
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -211,8 +193,6 @@ class Engine:
             )
         self.executor.run(self.scheduler.forward_begins(unit_index))
         self.units[unit_index].show_unsharded(module_index)
-        if self.saved_tensors is not None and unit_index != ROOT_UNIT and not self.scheduler.in_backward:
-            self.saved_tensors.begin(unit_index)
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, unit_index)
 
@@ -246,9 +226,6 @@ class Engine:
         `reads_weights`: whether its backward may read the weights.
         """
         unit, depth = self.units[unit_index], self.scheduler.forward_depth(unit_index)
-        saved = None
-        if self.saved_tensors is not None:
-            saved = self.saved_tensors.end(unit_index, needs_backward)
         if not depth:
             return ForwardCall(unit_index, module_index, _NEVER)  # another hook failed before the forward began
         if self.observers.active:
@@ -262,7 +239,7 @@ class Engine:
                 unit.check_untouched(module_index)
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
-        return ForwardCall(unit_index, module_index, weights_version, reads_weights, saved)
+        return ForwardCall(unit_index, module_index, weights_version, reads_weights)
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
@@ -383,8 +360,6 @@ class Engine:
         if call.last_backward == self.backward_number:
             return
         call.last_backward = self.backward_number
-        if self.saved_tensors is not None and call.saved is not None:
-            self.saved_tensors.fetch(call.saved)
         self.observers.backward_pauses()
         if torch.is_grad_enabled() and self.units[call.unit].shards_compute_weights:  # autograd's create_graph=True
             raise ScheduleError(
@@ -642,8 +617,6 @@ class Engine:
         if self.delayed is not None:
             self.delayed.clear()
         self._unsharded_for_backward.clear()
-        if self.saved_tensors is not None:
-            self.saved_tensors.reset()
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())
         for unit in self.units:

@@ -19,21 +19,17 @@ that is taken at wrap time and in which the same block lies at the same offset o
 
 from __future__ import annotations
 
-import os
-import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.config.homes import Home, Place
+from megatron_fsdp.config.homes import Home
 from megatron_fsdp.engine.memory_plan import PoolPlan, Use, WeightPlan, WeightStorage
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
 
@@ -107,52 +103,26 @@ def padding_ranges(layout: Layout) -> tuple[tuple[int, int], ...]:
 
 
 def allocate(home: Home, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros (numel,) in a home, pinned where that is host memory and `device`, the model's, is a CUDA device.
-
-    Files are deleted as soon as they are mapped: their space is free again when the memory is, also after a kill.
-
-    Raises:
-        ConfigurationError: The folder of a file cannot be written to, or has no room for it.
-    """
-    if home.place is Place.DEVICE:
-        return torch.zeros(numel, dtype=dtype, device=device)
-    if home.place is Place.HOST:
+    """Allocate zeros (numel,) in a home: on the model's device, or in host memory, which is pinned beside CUDA."""
+    if home.is_away:
         return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
-    if not numel:
-        return torch.zeros(0, dtype=dtype)  # nothing to map
-    num_bytes = numel * dtype.itemsize
-    try:
-        number, path = tempfile.mkstemp(prefix="mfsdp-", suffix=".state", dir=home.folder)
-        try:
-            os.posix_fallocate(number, 0, num_bytes)  # a file with holes would end the process when the disk is full
-            return torch.from_file(path, shared=True, size=numel, dtype=dtype)
-        finally:
-            os.close(number)
-            Path(path).unlink()
-    except OSError as error:
-        raise ConfigurationError(
-            f"{num_bytes} bytes of state cannot rest in {home.folder}: {error.strerror}; free space there, or choose "
-            "another home"
-        ) from error
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 class StateMemory:
-    """The optimizer state of one parameter group that is shaped as its parameters, where it rests."""
+    """The optimizer state of one parameter group that is shaped as its parameters, where it rests.
 
-    def __init__(self, home: Home, layout: Layout, region: Region, device: torch.device, *, is_paged: bool) -> None:
+    A step works on copies on the device, unit by unit.
+    """
+
+    def __init__(self, home: Home, layout: Layout, region: Region, device: torch.device) -> None:
         """Allocate nothing: which states there are, and their dtypes, is known after the first step."""
-        self.is_paged = is_paged  # a step works on copies on the device, unit by unit; else where the state rests
-        self.was_refused = False  # no room on some rank, so that all ask again in the next step
         self._home, self._layout, self._region, self._device = home, layout, region, device
         self._buffers: dict[tuple[str, torch.dtype], FlatBuffer] = {}
         self._pieces: dict[tuple[str, int], torch.Tensor] = {}
 
-    def has_room(self, key: str, dtype: torch.dtype) -> bool:
-        """Return whether there is memory for a state already."""
-        return (key, dtype) in self._buffers
-
     def place(self, key: str, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return where a state of parameter `index` rests: always the same tensor for a dtype; no room is an error."""
+        """Return where a state of parameter `index` rests: always the same tensor for a dtype."""
         found = self._pieces.get((key, index))
         if found is None or found.dtype != dtype:
             buffer = self._buffers.get((key, dtype))
@@ -411,11 +381,6 @@ class WeightMemory:
             block.hold(block.num_bytes)
         self._note_peak()
         return block
-
-    @property
-    def storages(self) -> set[int]:
-        """The numbers of the storages that gathered weights have been in; see `storage_of`."""
-        return {block.storage for block in self._blocks.values()}
 
     def give_back(self, unit: int) -> bool:
         """Release a unit's block; return whether its memory was freed."""

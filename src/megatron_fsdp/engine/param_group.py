@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import address_of, addresses_of
-from megatron_fsdp.config.homes import Place
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
 from megatron_fsdp.dtensor.reduction import unite_gradients
@@ -349,10 +348,9 @@ class ParameterGroup:
     def _make_state_memory(self) -> StateMemory | None:
         """Return where optimizer state rests, if not where torch makes it, beside the main weights."""
         plan, home = self.plan, self.plan.homes.optimizer_state
-        is_paged = not plan.main_home.is_away
-        if not home.is_away or not plan.requires_grad or (home.place is Place.HOST and not is_paged):
+        if not home.is_away or not plan.requires_grad or plan.main_home.is_away:
             return None
-        return StateMemory(home, plan.layout, self.weights.main.region, plan.device, is_paged=is_paged)
+        return StateMemory(home, plan.layout, self.weights.main.region, plan.device)
 
     @staticmethod
     def _move(param: nn.Parameter, piece: torch.Tensor, frame: ShardFrame) -> None:

@@ -29,7 +29,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.engine.memory import StateMemory
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.step import Step, engine_of, model_of, params_of
+from megatron_fsdp.optim.step import Step, engine_of, params_of
 
 _SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.ASGD: frozenset({"ax"}),
@@ -253,8 +253,6 @@ class _Turns(list[dict[str, Any]]):
         self._groups, self._states, self._sharded, self._lanes = groups, states, sharded, lanes
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._error: ConfigurationError | None = None
-        self._taking_room: set[StateMemory] = set()
         self._going: deque[tuple[Ticket, list[Tensor]]] = deque()
         turns = list(self._find_turns())
         try:
@@ -277,13 +275,6 @@ class _Turns(list[dict[str, Any]]):
             self._let_go(0)
         for device in {turn.device for turn in turns}:
             finish_stream(device)  # the host reads what rests there
-        if self._taking_room:  # in the first step, on all ranks alike
-            for memory in self._taking_room:
-                memory.was_refused = True
-            first = next(param for group in self._groups for param in group["params"])
-            model_of(first).raise_together(self._error, "keeping optimizer state")
-            for memory in self._taking_room:
-                memory.was_refused = False
 
     def _find_turns(self) -> Iterator[_Turn]:
         for shown, group in zip(super().__iter__(), self._groups, strict=True):
@@ -295,7 +286,7 @@ class _Turns(list[dict[str, Any]]):
     def _fetch(self, turn: _Turn) -> None:
         """Start to bring the state of a turn."""
         memory, pairs = turn.memory, []
-        for local, _ in turn.members if memory is not None and memory.is_paged else ():
+        for local, _ in turn.members if memory is not None else ():
             assert memory is not None
             state = self._states[local]
             for key in _tensors(state, self._sharded):
@@ -312,12 +303,7 @@ class _Turns(list[dict[str, Any]]):
             state = self._states[local]
             for key in _tensors(state, self._sharded):
                 value = state[key]
-                if memory.was_refused or not memory.has_room(key, value.dtype):
-                    self._taking_room.add(memory)
-                try:
-                    state[key] = memory.place(key, index, value.dtype)
-                except ConfigurationError as error:
-                    self._error = error  # nothing is lost: it stays where the step has made it
+                state[key] = memory.place(key, index, value.dtype)
                 if state[key] is not value:
                     pairs.append((value, state[key]))
         if pairs:
@@ -374,8 +360,8 @@ def _pages(optimizer: Optimizer) -> bool:
 def _cannot_page(optimizer: Optimizer) -> ConfigurationError:
     return ConfigurationError(
         f"the state of {type(optimizer).__name__} cannot rest elsewhere than its parameters, since its step does not "
-        'go element by element through local tensors of one dtype; give optimizer_state the home "host" in homes where '
-        "main_weights rest elsewhere than on the device, and leave it out where they do not"
+        'go element by element through local tensors of one dtype; give main_weights the home "host", too, or leave '
+        "optimizer_state out of homes"
     )
 
 

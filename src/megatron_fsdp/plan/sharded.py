@@ -171,7 +171,7 @@ def optimizer_bytes(model: PlannedModel, *, away: bool = False) -> int:
 
 
 def away_bytes(model: PlannedModel) -> int:
-    """Count the bytes of this rank that rest elsewhere than on the device, activations left out."""
+    """Count the bytes of this rank that rest elsewhere than on the device."""
     return sum(held_bytes(model.groups, away=True)) + optimizer_bytes(model, away=True)
 
 

@@ -251,7 +251,6 @@ class TrainingOptions:
         grad_reduce_in_bf16: Reduce gradients in bfloat16 in place of float32; they accumulate in float32 anyway.
         calculate_per_token_loss: Every token counts alike, in place of every sample; gradients are summed over ranks.
         deterministic: Give the same bits of losses, gradients and weights on any number of data-parallel ranks.
-        cpu_offloading: What autograd saves in a block rests in host memory until its backward.
         recompute_granularity: Recompute whole blocks, or the core of attention, in backward.
         recompute_method: With granularity full: block recomputes the first blocks, uniform all of them, one by one.
         recompute_num_layers: How many of the first blocks to recompute, with granularity full; default: all. With
@@ -274,7 +273,6 @@ class TrainingOptions:
     grad_reduce_in_bf16: bool = False
     calculate_per_token_loss: bool = False
     deterministic: Literal["world"] | None = None
-    cpu_offloading: bool = False
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: Count | None = None
@@ -310,7 +308,6 @@ class OptimizerOptions:
         optimizer_cpu_offload: Main weights, main gradients and optimizer state rest in host memory, where the optimizer
             steps.
         optimizer_offload_fraction: The share of the model whose state rests there; the rest stays on the device.
-        optimizer_offload_folder: A folder for files in which it rests in place of memory.
     """
 
     optimizer: Literal["adam", "sgd", "muon", "adamw8bit"] = "adam"
@@ -333,7 +330,6 @@ class OptimizerOptions:
     clip_grad: NotNegative = 1.0
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: Part = 1.0
-    optimizer_offload_folder: Path | None = None
 
     @property
     def planned_name(self) -> str:
@@ -507,14 +503,9 @@ class Options:
     @property
     def homes(self) -> dict[str, Any]:
         """What the engine is told of where state rests."""
-        optimizer, found = self.optimizer, dict[str, Any]()
-        if optimizer.optimizer_cpu_offload:
-            folder = optimizer.optimizer_offload_folder
-            where = "host" if folder is None else f"file:{folder}"
-            found["main_weights"] = {"home": where, "fraction": optimizer.optimizer_offload_fraction}
-        if self.training.cpu_offloading:
-            found["activations"] = "host"
-        return found
+        if not self.optimizer.optimizer_cpu_offload:
+            return {}
+        return {"main_weights": {"home": "host", "fraction": self.optimizer.optimizer_offload_fraction}}
 
     def value(self, name: str) -> Any:
         """Return the value of an option, by its name."""

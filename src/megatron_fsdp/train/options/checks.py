@@ -36,7 +36,7 @@ NEEDS: Mapping[str, str] = {
     "finetune no_load_optim no_load_rng strict_fsdp_dtensor_load verify_integrity": "--load",
     "wandb_exp_name": "--wandb-project",
     "log_digests_interval": "--deterministic world",
-    "optimizer_offload_fraction optimizer_offload_folder": "--optimizer-cpu-offload",
+    "optimizer_offload_fraction": "--optimizer-cpu-offload",
 }
 """Options -> the flag (or its values) without which they have no effect: the user's are refused, a preset's dropped."""
 
@@ -59,7 +59,6 @@ ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("deterministic", "ddp_average_in_collective", "a back end that averages adds up in an order of its own"),
     ("deterministic", "use_torch_fsdp2", "FSDP2 leaves the order of sums to the back end"),
     ("optimizer_cpu_offload", "use_torch_fsdp2", "the engine of this package moves state"),
-    ("cpu_offloading", "use_torch_fsdp2", "the engine of this package moves what is saved"),
     ("fp16", "check_for_nan_in_loss_and_grad", _OVERFLOWS),
     ("fp16", "check_for_large_grads", _OVERFLOWS),
 )
