@@ -281,7 +281,7 @@ def formats(session: Session) -> None:
 
     start_alone(session.device)
     batches = batches_of(REHEARSAL, session.device, torch.bfloat16)
-    for name in ("fp8", "fp8_row", "fp8_tile", "mxfp8", "nvfp4", "fp8_compute", "fp8_row_compute"):
+    for name in ("fp8", "mxfp8", "nvfp4", "fp8_compute"):
         policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, weight_format=name)
         model, optimizer = small(session, torch.bfloat16, mixed_precision_policy=policy)
         found = train(model, optimizer, batches)
@@ -312,11 +312,11 @@ def _train_rounded(session: Session, name: str, batches: list[list[Tensor]]) -> 
             if param.ndim < 2:
                 param.data.copy_(main)
                 continue
-            flat, shape = main.reshape(-1), tuple(main.shape)
-            scales = weight_format.scales(weight_format.amaxes(flat, 0, shape))
+            flat = main.reshape(-1)
+            scale = weight_format.scales(weight_format.amax(flat))
             codes = torch.empty(encoded_bytes(weight_format, flat.numel()), dtype=torch.uint8, device=flat.device)
-            weight_format.encode(flat, 0, shape, scales, codes)
-            weight_format.decode(codes, 0, shape, scales, param.data.view(-1))
+            weight_format.encode(flat, scale, codes)
+            weight_format.decode(codes, scale, param.data.view(-1))
         for main in mains:
             main.grad = torch.zeros_like(main)
         for x in microbatches:
@@ -863,7 +863,7 @@ def compiled(session: Session) -> None:
 def weight_formats(session: Session) -> None:
     """Time layers whose weights are gathered in weight formats, and in one of which linears multiply them."""
     start_alone(session.device)
-    for form in (None, "fp8", "mxfp8", "nvfp4", "fp8_compute", "fp8_row_compute"):
+    for form in (None, "fp8", "mxfp8", "nvfp4", "fp8_compute"):
         session.note(str(form), ms=_step_ms(session, form))
 
 

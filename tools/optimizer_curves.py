@@ -22,6 +22,8 @@ from statistics import mean
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "optimizer-curves.json"
 STEPS, WINDOW = 2000, 20
@@ -72,10 +74,7 @@ class CurveRun:
         return [*(str(word) for pair in asked.items() for word in pair), *sharded]
 
 
-FORMATS = {
-    name: CurveRun("adam", weight_format=name)
-    for name in ("fp8", "fp8_compute", "fp8_row", "fp8_row_compute", "fp8_tile", "mxfp8", "nvfp4")
-}
+FORMATS = {name: CurveRun("adam", weight_format=name) for name in WEIGHT_FORMAT_NAMES}
 """Runs by their weight format."""
 
 RUNS = (

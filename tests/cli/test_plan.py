@@ -102,10 +102,10 @@ def test_weights_in_few_bits_send_and_hold_less(capsys: pytest.CaptureFixture[st
     assert "is a format of sharded weights, and strategy optim_grads keeps them whole" in capsys.readouterr().err
     assert main(["plan", *SMALL, "--strategy", "3", "--weight-format", "=fp8"]) == 2
     assert "weight format '=fp8' has no pattern before '='" in capsys.readouterr().err
-    by_row = ["--strategy", "3", "--weight-format", "fp8_row_compute", "--keep-fp8-transpose-cache"]
-    assert main(["plan", *SMALL, *by_row, "--json"]) == 0
+    by_name = ["--strategy", "3", "--weight-format", "*norm*=none,*=fp8_compute", "--keep-fp8-transpose-cache"]
+    assert main(["plan", *SMALL, *by_name, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["flags"][-2:] == ["--megatron-fsdp-weight-format", "*=fp8_row_compute"]
+    assert told["flags"][-2:] == ["*norm*=none", "*=fp8_compute"]
     assert any("fully_shard(keep_fp8_transpose_cache=True) keeps these" in note for note in told["workload"]["notes"])
 
 

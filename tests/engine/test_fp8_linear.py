@@ -73,15 +73,6 @@ def test_values_are_scaled_by_the_largest_and_rounded_to_the_nearest(kind: torch
     assert torch.equal(to_float8(torch.zeros(4), kind)[0].float(), torch.zeros(4))
 
 
-def test_rows_have_scales_of_their_own() -> None:
-    values = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 5)[:, None]
-    codes, scales = to_float8(values, E5M2, by_row=True)
-    for row, (own, scale) in zip(values, zip(codes, scales, strict=True), strict=True):
-        wanted, wanted_scale = to_float8(row[None], E5M2)
-        assert torch.equal(own.float(), wanted[0].float())
-        assert scale == wanted_scale
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_shows_in_every_element(bad: float) -> None:
     left, scale = to_float8(torch.tensor([[1.0, bad], [2.0, 3.0]]), E4M3)
@@ -101,7 +92,6 @@ class Job:
     recomputes: bool = False
     keeps: bool = False
     compiles: bool = False
-    weight_format: str = "fp8_compute"
 
     @property
     def num_ranks(self) -> int:
@@ -136,24 +126,21 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, _weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> Any:
         ctx.save_for_backward(x, codes, scale)
-        ctx.by_row = scale.ndim > 0
-        rows, own = float8(x.flatten(0, -2), E4M3, ctx.by_row)
-        return ((rows @ codes.T) * (own * (scale.T if ctx.by_row else scale))).to(x.dtype).view(*x.shape[:-1], -1)
+        rows, own = float8(x.flatten(0, -2), E4M3)
+        return ((rows @ codes.T) * (own * scale)).to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, codes, scale = ctx.saved_tensors
         rows = grads[0].flatten(0, -2)
-        scaled, scale = (rows.float() * scale.float().T, torch.ones(())) if ctx.by_row else (rows, scale)
-        own_codes, own = float8(scaled, E5M2, ctx.by_row)
+        own_codes, own = float8(rows, E5M2)
         x_grad = ((own_codes @ codes) * (own * scale)).to(x.dtype).view(x.shape)
         return x_grad, rows.T.mm(x.flatten(0, -2)), None, None
 
 
-def float8(values: torch.Tensor, kind: torch.dtype, by_row: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scale, float64; with `by_row` one for each row (rows, 1)."""
-    amax = values.abs().amax(1, keepdim=True) if by_row else values.abs().max()
-    scale = (amax.float() / torch.finfo(kind).max).clamp_min(2.0**-126)
+def float8(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scale, float64."""
+    scale = (values.abs().max().float() / torch.finfo(kind).max).clamp_min(2.0**-126)
     return (values.float() / scale).to(kind).double(), scale.double()
 
 
@@ -182,7 +169,7 @@ def reference(job: Job) -> Result:
         for name, param in model.named_parameters():
             param.data = masters[name].to(job.dtype)
         for name, linear in linears.items():
-            linear.encoded = float8(masters[f"{name}.weight"], E4M3, "row" in job.weight_format)
+            linear.encoded = float8(masters[f"{name}.weight"], E4M3)
         total = {name: torch.zeros_like(master) for name, master in masters.items()}
         for microbatch in range(MICROBATCHES):
             parts = []
@@ -213,7 +200,7 @@ def wrap(job: Job, **arguments: Any) -> tuple[MegatronFSDP, torch.optim.Optimize
         model,
         sgd(list(model.parameters())),
         fsdp_unit_modules=list(CASE.unit_classes),
-        mixed_precision_policy=MixedPrecisionPolicy(FP32, FP32, weight_format=job.weight_format),
+        mixed_precision_policy=MixedPrecisionPolicy(FP32, FP32, weight_format="fp8_compute"),
         keep_fp8_transpose_cache=job.keeps,
         calculate_per_token_loss=True,
         **arguments,
@@ -246,8 +233,6 @@ JOBS = [
     pytest.param(Job((2,), compiles=True), marks=pytest.mark.full),
     Job((3,), FP32),
     Job((2, 2), outer_strategy="optim"),
-    Job((2,), keeps=True, weight_format="fp8_row_compute"),
-    pytest.param(Job((2, 2), FP32, weight_format="fp8_row_compute"), marks=pytest.mark.full),
 ]
 
 
@@ -355,18 +340,18 @@ class Pair(nn.Module):
         return self.down(self.up(x).tanh())
 
 
-def pair(weight_format: str) -> tuple[Pair, torch.Tensor, bool]:
-    """Return the model, inputs of two ranks (2, 3, 5, 12), and whether rows have scales."""
+def pair() -> tuple[Pair, torch.Tensor]:
+    """Return the model, and inputs of two ranks (2, 3, 5, 12)."""
     torch.manual_seed(0)
-    return Pair(), torch.randn(2, 3, 5, 12), "row" in weight_format
+    return Pair(), torch.randn(2, 3, 5, 12)
 
 
-def parts_of_pair(weight_format: str) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
+def parts_of_pair() -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
     """Compute in one process: each half of a weight is a tensor of its own, and halves are added up.
 
     Returns outputs and input gradients of both batches, and the sums of the weight gradients.
     """
-    model, batches, by_row = pair(weight_format)
+    model, batches = pair()
     leaves = {name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()}
     places = (("up.weight", 0), ("up.bias", 0), ("down.weight", 1))
     ups, biases, downs = (leaves[name].chunk(2, dim) for name, dim in places)
@@ -376,8 +361,8 @@ def parts_of_pair(weight_format: str) -> tuple[list[torch.Tensor], list[torch.Te
         x = batch_.clone().requires_grad_()
         halves = []
         for up, bias, down in zip(ups, biases, downs, strict=True):
-            middle = (_Multiply.apply(x, up, *float8(up.detach(), E4M3, by_row)) + bias).tanh()
-            halves.append(_Multiply.apply(middle, down, *float8(down.detach(), E4M3, by_row)))
+            middle = (_Multiply.apply(x, up, *float8(up.detach(), E4M3)) + bias).tanh()
+            halves.append(_Multiply.apply(middle, down, *float8(down.detach(), E4M3)))
         outputs.append(halves[0] + halves[1] + leaves["down.bias"])
         x_grad, *found = torch.autograd.grad(outputs[-1].square().sum(), [x, *leaves.values()], retain_graph=True)
         grads.append(x_grad)
@@ -386,9 +371,9 @@ def parts_of_pair(weight_format: str) -> tuple[list[torch.Tensor], list[torch.Te
     return outputs, grads, total
 
 
-def run_parts(weight_format: str) -> Any:
+def run_parts() -> Any:
     """Compute on this rank: two data-parallel ranks, each of two tensor-parallel ones; returns its batch, too."""
-    model, batches, _ = pair(weight_format)
+    model, batches = pair()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     model, _ = fully_shard(
@@ -397,7 +382,7 @@ def run_parts(weight_format: str) -> Any:
         device_mesh=mesh,
         dp_shard_dim="dp",
         tp_dim="tp",
-        mixed_precision_policy=MixedPrecisionPolicy(weight_format=weight_format),
+        mixed_precision_policy=MixedPrecisionPolicy(weight_format="fp8_compute"),
         calculate_per_token_loss=True,
         keep_fp8_transpose_cache=True,
     )
@@ -410,10 +395,9 @@ def run_parts(weight_format: str) -> Any:
     return number, output.detach(), x.grad, weights
 
 
-@pytest.mark.parametrize("weight_format", ["fp8_compute", "fp8_row_compute"])
-def test_parts_of_weights_multiply_as_tensors_of_their_own(run_ranks: RunRanks, weight_format: str) -> None:
-    outputs, x_grads, weight_grads = parts_of_pair(weight_format)
-    for number, output, x_grad, weights in run_ranks(4, run_parts, weight_format):
+def test_parts_of_weights_multiply_as_tensors_of_their_own(run_ranks: RunRanks) -> None:
+    outputs, x_grads, weight_grads = parts_of_pair()
+    for number, output, x_grad, weights in run_ranks(4, run_parts):
         assert torch.equal(output, outputs[number])
         assert torch.equal(x_grad, x_grads[number])
         assert [name for name in weights if not torch.equal(weights[name], weight_grads[name])] == []
@@ -547,7 +531,7 @@ def test_patterns_choose_what_computes_and_what_is_decoded() -> None:
     ("asked", "keeps", "words"),
     [
         ({"own.*": "fp8_compute"}, False, "has 'own.*', of whose parameters (own.weight, own.bias) none is the weight"),
-        ({"experts.*": "fp8_row_compute"}, False, "nor a stack of experts); give 'fp8_row' there, to gather the same"),
+        ({"experts.*": "fp8_compute"}, False, "nor a stack of experts); give 'fp8' there, to gather the same"),
         ("fp8", True, "keep_fp8_transpose_cache=True has no effect, since no linear multiplies float8 weights"),
         (None, True, "keep_fp8_transpose_cache=True has no effect"),
     ],

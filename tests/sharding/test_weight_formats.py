@@ -36,26 +36,12 @@ def scale_of(largest: float, most: float) -> np.float32:
     return max(np.float32(largest) / np.float32(most), np.float32(2.0**-126))
 
 
-def by_part(values: np.ndarray, part: np.ndarray) -> list[float]:
-    """fp8: each element by the scale of its part."""
-    found = []
-    for x, own in zip(values, part, strict=True):
-        scale = scale_of(np.abs(values[part == own]).max(), 448)
-        found.append(float(np.float32(float(nearest(divided(x, scale), E4M3))) * scale))
-    return found
-
-
 def expected(name: str, weight: torch.Tensor) -> list[float]:
     """Round a matrix by the definition of a format, element by element."""
-    values, columns = weight.float().reshape(-1).numpy(), weight[0].numel()
-    index = np.arange(values.size)
-    name = name.removesuffix("_compute")
-    if name == "fp8":
-        return by_part(values, index * 0)
-    if name == "fp8_row":
-        return by_part(values, index // columns)
-    if name == "fp8_tile":
-        return by_part(values, index // columns // 128 * 1000 + index % columns // 128)
+    values = weight.float().reshape(-1).numpy()
+    if name.removesuffix("_compute") == "fp8":
+        scale = scale_of(np.abs(values).max(), 448)
+        return [float(np.float32(float(nearest(divided(x, scale), E4M3))) * scale) for x in values]
     found: list[float] = []
     size = 32 if name == "mxfp8" else 16
     whole = scale_of(np.abs(values).max(), 6 * 448)
@@ -75,20 +61,18 @@ def expected(name: str, weight: torch.Tensor) -> list[float]:
     return found
 
 
-def encode(
-    form: WeightFormat, piece: torch.Tensor, start: int, shape: tuple[int, ...], scales: torch.Tensor
-) -> torch.Tensor:
+def encode(form: WeightFormat, piece: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     out = torch.empty(encoded_bytes(form, piece.numel()), dtype=torch.uint8)
-    form.encode(piece, start, shape, scales, out)
+    form.encode(piece, scale, out)
     return out
 
 
 def rounded(form: WeightFormat, weight: torch.Tensor) -> torch.Tensor:
-    flat, shape = weight.reshape(-1), tuple(weight.shape)
-    scales = form.scales(form.amaxes(flat, 0, shape))
+    flat = weight.reshape(-1)
+    scale = form.scales(form.amax(flat))
     out = torch.empty_like(flat)
-    form.decode(encode(form, flat, 0, shape, scales), 0, shape, scales, out)
-    return out.view(shape)
+    form.decode(encode(form, flat, scale), scale, out)
+    return out.view(weight.shape)
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -123,29 +107,26 @@ def test_values_are_those_of_the_definition(name: str) -> None:
 @given(st.data())
 def test_cut_shards_encode_to_cut_bytes(name: str, data: st.DataObject) -> None:
     form = WEIGHT_FORMATS[name]
-    shape = data.draw(st.tuples(st.integers(1, 300), st.integers(1, 150)))
-    numel = math.prod(shape)
+    numel = data.draw(st.integers(1, 45_000))
     blocks = -(-numel // form.block_numel)
     inner = data.draw(st.lists(st.integers(0, blocks), max_size=7))
     ends = [0, *(min(numel, cut * form.block_numel) for cut in sorted(inner)), numel]
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9))))
-    pieces = [(start, weight[start:stop]) for start, stop in itertools.pairwise(ends)]
-    agreed = torch.stack([form.amaxes(piece, start, shape) for start, piece in pieces]).amax(dim=0)
-    assert torch.equal(agreed, form.amaxes(weight, 0, shape))
-    assert agreed.numel() == form.amax_numel(shape)
-    scales = form.scales(agreed)
-    gathered = torch.cat([encode(form, piece, start, shape, scales) for start, piece in pieces])
-    assert torch.equal(gathered, encode(form, weight, 0, shape, scales))
+    pieces = [weight[start:stop] for start, stop in itertools.pairwise(ends)]
+    agreed = torch.stack([form.amax(piece) for piece in pieces]).amax(dim=0)
+    assert torch.equal(agreed, form.amax(weight))
+    scale = form.scales(agreed)
+    assert torch.equal(torch.cat([encode(form, piece, scale) for piece in pieces]), encode(form, weight, scale))
 
 
 def test_no_largest_element_needs_to_be_clamped() -> None:
-    """Rounding takes it beyond 448, but not as far as 464, which would become NaN; here each row has one element."""
+    """Rounding takes it beyond 448, but not as far as 464, which would become NaN; each has its own scale."""
     fractions = torch.randint(1 << 23, (255, 4000), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    rows = ((torch.arange(255, dtype=torch.int32)[:, None] << 23) + fractions).view(torch.float32).view(-1, 1)
-    form = WEIGHT_FORMATS["fp8_row"]
-    scales = form.scales(form.amaxes(rows.view(-1), 0, rows.shape))
-    assert (rows[:, 0] / scales).max() > 448
-    assert encode(form, rows.view(-1), 0, rows.shape, scales).view(torch.float8_e4m3fn).float().max() == 448
+    values = ((torch.arange(255, dtype=torch.int32)[:, None] << 23) + fractions).view(torch.float32).view(-1)
+    form = WEIGHT_FORMATS["fp8"]
+    scales = form.scales(values)
+    assert (values / scales).max() > 448
+    assert encode(form, values, scales).view(torch.float8_e4m3fn).float().max() == 448
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -153,7 +134,7 @@ def test_what_is_not_finite_shows_in_the_magnitudes(name: str) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         piece = torch.ones(64)
         piece[40] = bad
-        assert WEIGHT_FORMATS[name].amaxes(piece, 0, (8, 8)).isinf().any()
+        assert WEIGHT_FORMATS[name].amax(piece).isinf().all()
 
 
 RATIOS = {"mxfp8": 33 / 64, "nvfp4": 9 / 32}

@@ -8,7 +8,7 @@ import torch
 from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.errors import ConfigurationError
 
-WEIGHT_FORMAT_NAMES = ("fp8", "fp8_compute", "fp8_row", "fp8_row_compute", "fp8_tile", "mxfp8", "nvfp4")
+WEIGHT_FORMAT_NAMES = ("fp8", "fp8_compute", "mxfp8", "nvfp4")
 """Names of the weight formats, which `megatron_fsdp.sharding.weight_formats` has."""
 
 _ALLOWED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -29,7 +29,7 @@ class MixedPrecisionPolicy:
             and gathered under strategy 3; they are decoded into their dtype, so that the model computes with rounded
             weights. None: weights are gathered in their dtype. A mapping gives one, or None, for `fnmatch` patterns of
             parameter names, the first that matches: ``{"lm_head.*": None, "*.experts.*": "nvfp4", "*": "fp8"}``.
-            With "fp8_compute" and "fp8_row_compute" plain `nn.Linear` multiply the gathered float8 weights themselves.
+            With "fp8_compute" plain `nn.Linear` multiply the gathered float8 weights themselves.
 
     Raises:
         TypeError: A dtype is neither None nor a ``torch.dtype`` (names such as ``"bf16"`` are not accepted here).

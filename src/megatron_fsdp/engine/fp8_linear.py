@@ -5,9 +5,7 @@
                                         backward           output gradient in e5m2  x codes     -> input gradient
                                         as without format  output gradient^T        x input     -> weight gradient
 
-Input and output gradient are scaled by the largest magnitude of each, on this rank, in each call. Where weights have a
-scale per row ("fp8_row_compute"), each row of these has one, too; and since backward adds up over the rows of the
-weight, the output gradient takes over their scales before it is rounded. A device with float8
+Input and output gradient are scaled by the largest magnitude of each, on this rank, in each call. A device with float8
 products adds up as it does; others emulate: the sum in float64, where products of e4m3 are added without rounding, then
 times both scales, rounded to the dtype of the output. The bias is added to that, as a sum of its own.
 
@@ -29,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_fsdp.engine.group_plan import GroupPlan, TensorParallelPart
 from megatron_fsdp.engine.weight_codec import WrappingCodec
 from megatron_fsdp.sharding.placement import Region
-from megatron_fsdp.sharding.weight_formats import Fp8Compute, Fp8RowCompute, largest_magnitudes, scale_to
+from megatron_fsdp.sharding.weight_formats import Fp8Compute, largest_magnitudes, scale_to
 
 if TYPE_CHECKING:
     from megatron_fsdp.engine.param_group import ParameterGroup
@@ -48,24 +46,20 @@ def multiplies_float8(device: torch.device) -> bool:
     return bool(cuda.is_available()) and cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
-def _emulates(device: torch.device, shape: Sequence[int], row_dtype: torch.dtype | None = None) -> bool:
-    """Return whether codes of a shape are multiplied by emulation; `row_dtype` is that of products by rows."""
-    lacks_sides = any(size % _MULTIPLE for size in shape)
-    return not multiplies_float8(device) or lacks_sides or row_dtype not in (None, torch.bfloat16)
+def _emulates(device: torch.device, shape: Sequence[int]) -> bool:
+    """Return whether codes of a shape are multiplied by emulation."""
+    return not multiplies_float8(device) or any(size % _MULTIPLE for size in shape)
 
 
-def to_float8(values: torch.Tensor, dtype: torch.dtype, by_row: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round values (m, k) to a float8 dtype; returns codes and the scale, float32 (), or (m, 1) with one per row.
+def to_float8(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round values (m, k) to a float8 dtype; returns codes and the scale, float32 ().
 
-    What is not finite makes all codes or the scale so, and with them every element of a product, or of its row.
+    What is not finite makes all codes or the scale so, and with them every element of a product.
     """
-    if values.numel():
-        amax = largest_magnitudes(values, 1 if by_row else None)
-    else:
-        amax = values.new_zeros((values.shape[0], 1) if by_row else (), dtype=torch.float32)
+    amax = largest_magnitudes(values) if values.numel() else values.new_zeros((), dtype=torch.float32)
     scale, codes = scale_to(torch.finfo(dtype).max, amax), torch.empty_like(values, dtype=dtype)
     # A scale without dimensions would be rounded to half precision, if that is what values have.
-    return torch.div(values, scale if by_row else scale.view(1), out=codes), scale
+    return torch.div(values, scale.view(1), out=codes), scale
 
 
 def scaled_product(
@@ -76,10 +70,7 @@ def scaled_product(
     dtype: torch.dtype,
     emulates: bool = True,
 ) -> torch.Tensor:
-    """Multiply float8 codes (m, k) and (n, k), the latter transposed, and their scales; returns (m, n) of `dtype`.
-
-    Scales are () and (), or (m, 1) and (1, n).
-    """
+    """Multiply float8 codes (m, k) and (n, k), the latter transposed, and their scales; returns (m, n) of `dtype`."""
     if not emulates and left.numel():
         scales = (left_scale, _aligned(right_scale))
         return torch._scaled_mm(left.contiguous(), right.t(), *scales, out_dtype=dtype)
@@ -99,21 +90,17 @@ def emulation_note(groups: Iterable[ParameterGroup], device: torch.device) -> st
         for group in groups
         if isinstance(group.plan.weight_format, Fp8Compute)
         for name, shape in zip(group.names, group.plan.layout.shapes, strict=True)
-        if _emulates(device, shape, _row_dtype(group.plan))
+        if _emulates(device, shape)
     ]
     if not names:
         return ""
-    sides = f"their sides are no multiples of {_MULTIPLE}, or rows have scales and the model is not in bfloat16"
+    sides = f"their sides are no multiples of {_MULTIPLE}"
     device_lack = f"this {device.type} has no float8 products"
     lack = sides if multiplies_float8(device) else device_lack
     return (
         f"fp8_compute: {len(names)} weights (first: {names[0]}) are multiplied in float64, exactly and slowly, since "
         f"{lack}; weight_format='fp8' gathers as few bytes, and multiplies in the dtype of the model"
     )
-
-
-def _row_dtype(plan: GroupPlan) -> torch.dtype | None:
-    return plan.precision.compute if isinstance(plan.weight_format, Fp8RowCompute) else None
 
 
 class _Gathered:
@@ -129,22 +116,16 @@ class _Gathered:
         part: TensorParallelPart | None,
     ) -> None:
         self.codes, self.scale, self.dtype, self.linear, self.part = codes, scale, dtype, linear, part
-        self._keeps_transposed, self._by_row = keeps_transposed, scale.ndim > 0
-        self._emulates = _emulates(codes.device, codes.shape, dtype if self._by_row else None)
+        self._keeps_transposed, self._emulates = keeps_transposed, _emulates(codes.device, codes.shape)
         self.transposed: torch.Tensor | None = None
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """Round inputs (m, in_features) to float8, and multiply them by the codes, transposed."""
-        scale = self.scale.t() if self._by_row else self.scale
-        return scaled_product(*to_float8(rows, _E4M3, self._by_row), self.codes, scale, rows.dtype, self._emulates)
+        return scaled_product(*to_float8(rows, _E4M3), self.codes, self.scale, rows.dtype, self._emulates)
 
     def multiply_back(self, rows: torch.Tensor) -> torch.Tensor:
         """Round output gradients (m, out_features) to float8, and multiply them by the codes."""
-        scaled, scale, right = rows, self.scale, self.transpose()
-        if self._by_row:
-            # In memory of its own: the product of a GPU takes no expanded scales.
-            scaled, scale = rows * self.scale.t(), self.scale.new_ones((1, right.shape[0]))
-        return scaled_product(*to_float8(scaled, _E5M2, self._by_row), right, scale, rows.dtype, self._emulates)
+        return scaled_product(*to_float8(rows, _E5M2), self.transpose(), self.scale, rows.dtype, self._emulates)
 
     def transpose(self) -> torch.Tensor:
         """Return the codes transposed in memory (in_features, out_features)."""
@@ -293,11 +274,9 @@ class Fp8Codec(WrappingCodec):
 
     def wrap(self, index: int, codes: torch.Tensor) -> torch.Tensor:
         """Return the tensor that modules compute with, around codes of tensor `index`."""
-        scale = self._own(self._scales, index)
-        scale = scale.view(-1, 1) if isinstance(self.format, Fp8RowCompute) else scale[0]
         part = self._parts[index]
         part = part if part is not None and part.is_dtensor else None
-        return Fp8Weight(_Gathered(codes, scale, self._dtype, self._keeps_transposed, self._linear, part))
+        return Fp8Weight(_Gathered(codes, self._scales[index], self._dtype, self._keeps_transposed, self._linear, part))
 
     def point(self, index: int, made: Any, codes: torch.Tensor) -> None:
         """Let a tensor that `wrap` made be around other codes."""

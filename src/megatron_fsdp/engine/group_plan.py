@@ -277,7 +277,7 @@ class GroupPlan:
     def scale_bytes(self) -> int:
         """Bytes of the magnitudes that ranks agree on for the weight format, and of scales that linears multiply by."""
         form = self.weight_format
-        numel = 0 if form is None else sum(form.amax_numel(shape) for shape in self.layout.shapes)
+        numel = len(self.layout.shapes) if form is not None and form.agrees_on_amax else 0
         return numel * torch.float32.itemsize * (2 if isinstance(form, Fp8Compute) else 1)
 
     @property

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,15 +23,15 @@ from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
 from megatron_fsdp.sharding.units import ParameterSites, parameter_sites
-from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, Fp8Compute, WeightFormat, encoded_bytes
+from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, Fp8, Fp8Compute, WeightFormat, encoded_bytes
 
 if TYPE_CHECKING:
     from megatron_fsdp.engine.param_group import ParameterGroup
 
 _CHUNK_NUMEL = 1 << 22  # elements that are decoded at a time, through float32; a multiple of every block
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_DECODED = {form.name: form.name.removesuffix("_compute") for form in WEIGHT_FORMATS.values() if form.stays_encoded}
-"""By format, that of what is asked to be computed with and cannot be: it gathers the same bytes."""
+_MULTIPLIED, _DECODED = Fp8Compute().name, Fp8().name
+"""The format that linears multiply, and the one of what no linear multiplies: it gathers the same bytes."""
 
 
 def encoded_parameters(
@@ -41,16 +40,16 @@ def encoded_parameters(
     """Return the weight format of each parameter that has one, by name; the module is only read.
 
     Those with two dimensions or more do, but for embeddings and what is tied to one, and as the policy's patterns say.
-    Where these say "fp8_compute", what no plain linear multiplies is decoded as "fp8"; rows likewise. `strategy` is
-    that on the sharding axis; `keeps_transposed`: "fp8_compute" keeps transposed codes (`keep_fp8_transpose_cache`).
+    Where these say "fp8_compute", what no plain linear multiplies is decoded as "fp8". `strategy` is that on the
+    sharding axis; `keeps_transposed`: "fp8_compute" keeps transposed codes (`keep_fp8_transpose_cache`).
     Refused are a format without sharded weights, a pattern that takes effect on no parameter, and keeping where nothing
     is transposed.
     """
     patterns, names = policy.weight_formats, [name for name, _ in module.named_parameters()]
-    if keeps_transposed and not _DECODED.keys() & set(patterns.values()):
+    if keeps_transposed and _MULTIPLIED not in patterns.values():
         raise ConfigurationError(
             "keep_fp8_transpose_cache=True has no effect, since no linear multiplies float8 weights; set "
-            f"MixedPrecisionPolicy(weight_format={min(_DECODED)!r}), or leave it out"
+            f"MixedPrecisionPolicy(weight_format={_MULTIPLIED!r}), or leave it out"
         )
     if not patterns:
         return {}
@@ -72,7 +71,7 @@ def encoded_parameters(
         is_looked_up = any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner, _ in at)
         if form is None or is_looked_up or param.ndim < 2 or param.dtype not in _DTYPES or is_guest(param):
             continue
-        made = WEIGHT_FORMATS[form if _is_multiplied(param, at) else _DECODED.get(form, form)]
+        made = WEIGHT_FORMATS[_DECODED if form == _MULTIPLIED and not _is_multiplied(param, at) else form]
         found[name] = replace(made, keeps_transposed=keeps_transposed) if isinstance(made, Fp8Compute) else made
     _check_patterns(asked, patterns, chosen, names, found)
     return found
@@ -103,12 +102,12 @@ def _check_patterns(
                 f"{'and others ' * (len(chosen[pattern]) > 2)}are embeddings or tied to one, have fewer than two "
                 "dimensions, another dtype or a class that gathers in its own way; leave it out"
             )
-        if form in _DECODED and not any(name in found and found[name].stays_encoded for name in chosen[pattern]):
+        if form == _MULTIPLIED and not any(name in found and found[name].stays_encoded for name in chosen[pattern]):
             raise ConfigurationError(
                 f"{asked} has {pattern!r}, of whose parameters ({', '.join(chosen[pattern][:2])}"
                 f"{', ...' * (len(chosen[pattern]) > 2)}) none is the weight of a plain torch.nn.Linear, which alone "
                 "multiplies float8 weights (not a subclass, as with delay_wgrad_compute, nor a stack of experts); "
-                f"give {_DECODED[form]!r} there, to gather the same bytes and decode them"
+                f"give {_DECODED!r} there, to gather the same bytes and decode them"
             )
 
 
@@ -127,9 +126,8 @@ class WeightCodec:
     def __init__(self, weight_format: WeightFormat, layout: Layout, device: torch.device) -> None:
         self.format = weight_format
         self._layout = layout
-        self._ends = (0, *accumulate(weight_format.amax_numel(shape) for shape in layout.shapes))
-        # float32, of all tensors: this rank's after `measure`, until ranks agree
-        self.amaxes = torch.zeros(self._ends[-1], device=device)
+        # float32, one of each tensor, if any: this rank's after `measure`, until ranks agree
+        self.amaxes = torch.zeros(len(layout.shapes) if weight_format.agrees_on_amax else 0, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -142,20 +140,19 @@ class WeightCodec:
 
     def measure(self, main: FlatBuffer) -> None:
         """Set `amaxes` to the largest magnitudes that are here."""
-        for index, shape in enumerate(self._layout.shapes):
-            start, _ = self._layout.range_in(index, main.region)
-            self._own(self.amaxes, index).copy_(self.format.amaxes(main.piece(index).view(-1), start, shape))
+        for index in range(self.amaxes.numel()):
+            self._own(self.amaxes, index).copy_(self.format.amax(main.piece(index).view(-1)))
 
     def is_finite(self, index: int) -> bool:
-        """Return whether the magnitudes of tensor `index` are finite."""
+        """Return whether the magnitude of tensor `index` is finite."""
         return bool(self._own(self.amaxes, index).isfinite().all())
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region into uint8 `out`."""
         scales = self.format.scales(self.amaxes)
-        for index, start, piece, codes in self._chunks(region, local, out):
+        for index, piece, codes in self._chunks(region, local, out):
             values = piece.float() if piece.dtype is torch.float64 else piece
-            self.format.encode(values, start, self._layout.shapes[index], self._own(scales, index), codes)
+            self.format.encode(values, self._own(scales, index), codes)
 
     def decode(self, encoded: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Decode the bytes of a region into `out` (region.numel,), whose last bytes `encoded` may be.
@@ -164,8 +161,8 @@ class WeightCodec:
         in the order of their places: so none is overwritten before it is read.
         """
         scales = self.format.scales(self.amaxes)
-        for index, start, piece, codes in self._chunks(region, out, encoded):
-            self.format.decode(codes, start, self._layout.shapes[index], self._own(scales, index), piece)
+        for index, piece, codes in self._chunks(region, out, encoded):
+            self.format.decode(codes, self._own(scales, index), piece)
 
     def round_into(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Round the elements of a region as encoding and decoding do."""
@@ -175,10 +172,10 @@ class WeightCodec:
 
     def _chunks(
         self, region: Region, local: torch.Tensor, encoded: torch.Tensor
-    ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Iterate over parts of a region, in the order of their places.
 
-        Of each come the index of its tensor, where it begins in that, and views of its elements and of its bytes.
+        Of each come the index of its tensor, and views of its elements and of its bytes.
         """
         offsets = self._layout.offsets
         for index in sorted(range(len(offsets)), key=offsets.__getitem__):
@@ -186,11 +183,11 @@ class WeightCodec:
             for first in range(start, stop, _CHUNK_NUMEL):
                 numel, place = min(_CHUNK_NUMEL, stop - first), offsets[index] + first - region.start
                 codes = encoded[self.bytes_of(place) :][: self.bytes_of(numel)]
-                yield index, first, local[place : place + numel], codes
+                yield index, local[place : place + numel], codes
 
     def _own(self, shared: torch.Tensor, index: int) -> torch.Tensor:
         """Return what of magnitudes or scales is that of tensor `index`."""
-        return shared[self._ends[index] : self._ends[index + 1]]
+        return shared[index : index + 1]
 
 
 class WrappingCodec(WeightCodec):

@@ -1,9 +1,8 @@
-# ruff: noqa: ARG002 (not all formats need every argument)
 """Weight formats: how weights are rounded and packed into bytes before they are gathered.
 
 An encoded buffer is a linear image of the flat buffer: every `block_numel` elements become `block_bytes` bytes (a
 block's own scale, if it has one, and codes). So `gather(encode(x))` is `encode(gather(x))` for any cut between blocks.
-What more elements than a block share (the largest magnitude of a tensor, a row, a tile) ranks agree on beforehand.
+What more elements than a block share (the largest magnitude of a tensor) ranks agree on beforehand.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import gcd, inf, prod
+from math import inf
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-_TILE = 128
 _E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
 _E8M0_BIAS = 127  # as in float32
@@ -28,8 +26,6 @@ _BELOW = 1 - 2.0**-24  # times a power of two or a short fraction: the next smal
 _E2M1_ENDS = (0.25, 0.75 * _BELOW, 1.25, 1.75 * _BELOW, 2.5, 3.5 * _BELOW, 5.0)
 """The largest float32 that rounds to each of the seven smallest magnitudes: a tie goes to the even code."""
 _LEAST_SCALE = 2.0**-126  # the smallest normal float32: all-zero tensors divide by it
-_Places = Tensor | slice
-Shape = tuple[int, ...]
 
 
 def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
@@ -55,14 +51,14 @@ def largest_magnitudes(values: Tensor, dim: int | None = None) -> Tensor:
 class WeightFormat:
     """What every format is: a rounding of weights, as functions of pieces of flattened tensors; knows no ranks.
 
-    A piece is elements ``start`` to ``start + n`` of a flattened tensor of `shape`; `start` is a multiple of the block.
-    Blocks go along the flattened tensor; zeros fill the last.
+    A piece is a run of elements of a flattened tensor that begins at a block. Blocks go along the flattened tensor;
+    zeros fill the last.
     """
 
     name: str  # what users call it
     block_numel: int = 1  # elements that are encoded together, which no cut may separate
     block_bytes: int = 1
-    largest: float = _E4M3_MAX  # what a magnitude that ranks agree on is encoded as
+    largest: float = _E4M3_MAX  # what the largest magnitude of a tensor is encoded as
 
     @property
     def stays_encoded(self) -> bool:
@@ -74,39 +70,29 @@ class WeightFormat:
         """Whether a cut between blocks may lie inside of a row."""
         return True
 
-    def amax_numel(self, shape: Shape) -> int:
-        """Return how many magnitudes of a tensor ranks have to agree on: one, that of the tensor."""
-        return 1
+    @property
+    def agrees_on_amax(self) -> bool:
+        """Whether ranks agree on the largest magnitude of each tensor."""
+        return True
 
-    def amaxes(self, piece: Tensor, start: int, shape: Shape) -> Tensor:
-        """Return the largest magnitudes in a piece (n,), float32 (amax_numel,): 0 for what is elsewhere, NaN as inf."""
-        found = torch.zeros(self.amax_numel(shape), device=piece.device)
+    def amax(self, piece: Tensor) -> Tensor:
+        """Return the largest magnitude in a piece (n,), float32 (1,): 0 where nothing is here, infinity for NaN."""
         if not piece.numel():
-            return found
-        length, places = self._segments(start, piece.numel(), shape, piece.device)
-        segments = piece.view(-1, length)
-        largest = largest_magnitudes(segments, 1 if len(segments) > 1 else None).view(-1).nan_to_num_(inf, inf)
-        if isinstance(places, Tensor):
-            return found.scatter_reduce_(0, places, largest, "amax")
-        found[places] = largest
-        return found
-
-    def _segments(self, start: int, numel: int, shape: Shape, device: torch.device) -> tuple[int, _Places]:
-        """Cut a piece into segments with one magnitude each; returns their length, and which magnitudes those are."""
-        return max(1, numel), slice(0, 1)
+            return torch.zeros(1, device=piece.device)
+        return largest_magnitudes(piece).view(1).nan_to_num_(inf, inf)
 
     def scales(self, amaxes: Tensor) -> Tensor:
         """Return the scales of any magnitudes that ranks agreed on."""
         return scale_to(self.largest, amaxes)
 
-    def encode(self, piece: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
+    def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:
         """Encode a piece (n,), float32 or narrower, to the nearest into `out`, uint8 (encoded_bytes(n),).
 
-        `scales` are those of agreed, finite magnitudes.
+        `scale`, (1,), is that of an agreed, finite magnitude.
         """
         raise NotImplementedError
 
-    def decode(self, encoded: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
+    def decode(self, encoded: Tensor, scale: Tensor, out: Tensor) -> None:
         """Decode uint8 (encoded_bytes(n),) into `out` (n,), rounding once; all is read before anything is written."""
         raise NotImplementedError
 
@@ -117,16 +103,14 @@ class Fp8(WeightFormat):
 
     name: str = "fp8"
 
-    def encode(self, piece: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
-        """Divide each element by its scale and round to the nearest e4m3."""
-        length, places = self._segments(start, piece.numel(), shape, piece.device)
+    def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:
+        """Divide each element by the scale and round to the nearest e4m3."""
         # Rounding alone leaves a quotient beyond 448, far from 464, from where on conversion would return NaN.
-        torch.div(piece.view(-1, length), scales[places, None], out=out.view(_E4M3).view(-1, length))
+        torch.div(piece, scale, out=out.view(_E4M3))
 
-    def decode(self, encoded: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
-        """Multiply each element by its scale in float32 and round once."""
-        length, places = self._segments(start, out.numel(), shape, out.device)
-        _multiply(encoded.view(_E4M3).to(out.dtype).view(-1, length), scales[places, None], out)
+    def decode(self, encoded: Tensor, scale: Tensor, out: Tensor) -> None:
+        """Multiply each element by the scale in float32 and round once."""
+        _multiply(encoded.view(_E4M3).to(out.dtype), scale, out)
 
 
 @dataclass(frozen=True)
@@ -143,49 +127,6 @@ class Fp8Compute(Fp8):
 
 
 @dataclass(frozen=True)
-class Fp8Row(Fp8):
-    """e4m3 with one float32 scale per row, that is, per index of the first dimension."""
-
-    name: str = "fp8_row"
-
-    def amax_numel(self, shape: Shape) -> int:
-        """Return the number of rows."""
-        return shape[0]
-
-    def _segments(self, start: int, numel: int, shape: Shape, device: torch.device) -> tuple[int, _Places]:
-        columns = max(1, prod(shape[1:]))
-        length = gcd(start, numel, columns)
-        ends = start // length, (start + numel) // length
-        if length == columns:
-            return length, slice(*ends)
-        return length, torch.arange(*ends, device=device) // (columns // length)
-
-
-@dataclass(frozen=True)
-class Fp8RowCompute(Fp8Row, Fp8Compute):
-    """The bytes of "fp8_row", which linears multiply as they are gathered."""
-
-    name: str = "fp8_row_compute"
-
-
-@dataclass(frozen=True)
-class Fp8Tile(Fp8):
-    """e4m3 with one float32 scale per tile of 128 x 128 (DeepSeek-V3); columns are all dimensions but the first."""
-
-    name: str = "fp8_tile"
-
-    def amax_numel(self, shape: Shape) -> int:
-        """Return the number of tiles, those at the edges included."""
-        return -(-shape[0] // _TILE) * -(-prod(shape[1:]) // _TILE)
-
-    def _segments(self, start: int, numel: int, shape: Shape, device: torch.device) -> tuple[int, _Places]:
-        columns = max(1, prod(shape[1:]))
-        length = gcd(start, numel, columns, _TILE)
-        segment, in_row = torch.arange(start // length, (start + numel) // length, device=device), columns // length
-        return length, segment // (in_row * _TILE) * -(-columns // _TILE) + segment % in_row // (_TILE // length)
-
-
-@dataclass(frozen=True)
 class Mxfp8(WeightFormat):
     """e4m3 in blocks of 32 with a power of two as scale (e8m0), the least that keeps the block within 448.
 
@@ -196,7 +137,7 @@ class Mxfp8(WeightFormat):
     block_numel: int = 32
     block_bytes: int = 33
 
-    def encode(self, piece: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
+    def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:  # noqa: ARG002
         """Divide each block by its scale and round to the nearest e4m3."""
         blocks, rows = _in_blocks(piece, self.block_numel), out.view(-1, self.block_bytes)
         fraction, exponents = torch.frexp(largest_magnitudes(blocks, 1) / _E4M3_MAX)
@@ -205,7 +146,7 @@ class Mxfp8(WeightFormat):
         rows[:, :1] = codes
         torch.mul(blocks, _powers(2 * _E8M0_BIAS - codes), out=rows[:, 1:].view(_E4M3))
 
-    def decode(self, encoded: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
+    def decode(self, encoded: Tensor, scale: Tensor, out: Tensor) -> None:  # noqa: ARG002
         """Multiply each block by its scale in float32 and round once."""
         rows = encoded.view(-1, self.block_bytes)
         _multiply(rows[:, 1:].view(_E4M3).to(out.dtype), _powers(rows[:, :1].int()), out)
@@ -223,20 +164,20 @@ class Nvfp4(WeightFormat):
     block_bytes: int = 9
     largest: float = _E2M1_MAX * _E4M3_MAX
 
-    def encode(self, piece: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
+    def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:
         """Divide each block by both scales and round to the nearest e2m1, ties to even."""
         blocks, rows = _in_blocks(piece, self.block_numel), out.view(-1, self.block_bytes)
         block_scales = rows[:, :1].view(_E4M3)
-        torch.div(largest_magnitudes(blocks, 1) / _E2M1_MAX, scales, out=block_scales)
-        scaled = blocks / _both(block_scales, scales).neg_()
+        torch.div(largest_magnitudes(blocks, 1) / _E2M1_MAX, scale, out=block_scales)
+        scaled = blocks / _both(block_scales, scale).neg_()
         codes = torch.bucketize(scaled.view(torch.int32), _tables(piece)[0], out_int32=True)
         torch.add(codes[:, ::2], codes[:, 1::2], alpha=16, out=rows[:, 1:])
 
-    def decode(self, encoded: Tensor, start: int, shape: Shape, scales: Tensor, out: Tensor) -> None:
+    def decode(self, encoded: Tensor, scale: Tensor, out: Tensor) -> None:
         """Multiply each block by both scales in float32 and round once."""
         rows = encoded.view(-1, self.block_bytes)
         pairs = _tables(out)[1].index_select(0, rows[:, 1:].int().view(-1)).view(out.dtype)
-        _multiply(pairs.view(-1, self.block_numel), _both(rows[:, :1].view(_E4M3), scales), out)
+        _multiply(pairs.view(-1, self.block_numel), _both(rows[:, :1].view(_E4M3), scale), out)
 
 
 @dataclass(frozen=True)
@@ -256,9 +197,10 @@ class GuestFormat(WeightFormat):
         """Whether a cut between blocks may lie inside of a row: the class encodes whole ones."""
         return False
 
-    def amax_numel(self, shape: Shape) -> int:
-        """Return 0: the class agrees on its scales itself."""
-        return 0
+    @property
+    def agrees_on_amax(self) -> bool:
+        """Whether ranks agree on the largest magnitude of each tensor: the class agrees on its scales itself."""
+        return False
 
 
 def _in_blocks(piece: Tensor, block_numel: int) -> Tensor:
@@ -268,7 +210,7 @@ def _in_blocks(piece: Tensor, block_numel: int) -> Tensor:
 
 
 def _multiply(values: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Multiply blocks of values of the dtype of `out`, (n, block), by scales (n, 1), rounding once."""
+    """Multiply blocks of values of the dtype of `out`, (n, block), by scales (n, 1), or all by one, rounding once."""
     if out.numel() == values.numel():
         torch.mul(values, scales, out=out.view(values.shape))
     else:
@@ -310,7 +252,5 @@ def _tables(like: Tensor) -> tuple[Tensor, Tensor]:
     return (_make_tables if isinstance(like, FakeTensor) else _keep_tables)(like.device, like.dtype)
 
 
-WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
-    each.name: each for each in (Fp8(), Fp8Compute(), Fp8Row(), Fp8RowCompute(), Fp8Tile(), Mxfp8(), Nvfp4())
-}
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in (Fp8(), Fp8Compute(), Mxfp8(), Nvfp4())}
 """The weight formats by name."""
