@@ -244,7 +244,7 @@ def batches_of(sizes: Sizes, device: torch.device, dtype: torch.dtype, part: sli
 
 def alone(session: Session) -> None:
     """Compare every strategy at world size 1 with plain torch, and with itself under injected delays, bit for bit."""
-    from megatron_fsdp.debug.delays import inject_delays
+    from tests.support.delays import inject_delays
 
     start_alone(session.device)
     for precision, dtype in POLICIES.items():

@@ -30,11 +30,9 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import (
     checked_timeout,
     resolve_check_lifetimes,
-    resolve_delays,
     resolve_hang_log,
     resolve_verify_ranks,
 )
-from megatron_fsdp.debug.delays import DelayObserver
 from megatron_fsdp.debug.lifetimes import check_lifetimes
 from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
@@ -1114,9 +1112,6 @@ class MegatronFSDP(nn.Module):
             self.observe(RankVerifier(group, engine.units, timeout_s, engine.reduces_in_fixed_order))
         if resolve_check_lifetimes():
             self.check_lifetimes()
-        delays = resolve_delays()
-        if delays is not None:
-            self.observe(DelayObserver(*delays, self.device))
 
     def _log_if_asked(self) -> None:
         """Keep a log if the environment asks for one; ranks have agreed on that before."""

@@ -3,10 +3,8 @@
 import itertools
 
 import pytest
-import torch
 
-from megatron_fsdp.config.switches import resolve_check_lifetimes, resolve_delays
-from megatron_fsdp.debug.delays import DelayObserver
+from megatron_fsdp.config.switches import resolve_check_lifetimes
 from megatron_fsdp.debug.lifetimes import (
     AT_REST,
     LEGAL,
@@ -50,13 +48,3 @@ def test_switch() -> None:
         assert resolve_check_lifetimes({"MFSDP_CHECK_LIFETIMES": value}) is expected
     with pytest.raises(ConfigurationError, match="MFSDP_CHECK_LIFETIMES='yes' is not a switch; give 1 or 0"):
         resolve_check_lifetimes({"MFSDP_CHECK_LIFETIMES": "yes"})
-
-
-def test_delays_of_the_environment() -> None:
-    assert resolve_delays({}) is None
-    assert resolve_delays({"MFSDP_DELAYS": "3:0.01"}) == (3, 0.01)
-    for value in ("3", "0.1", "a:0.1", "1:b", "1:0", "1:-1", "1:nan", "1:inf"):
-        with pytest.raises(ConfigurationError, match=r"MFSDP_DELAYS|up_to_s"):
-            resolve_delays({"MFSDP_DELAYS": value})
-    with pytest.raises(ConfigurationError, match=r"up_to_s=0.0 is no delay; give seconds, more than 0 and at most 60"):
-        DelayObserver(0, 0.0, torch.device("cpu"))

@@ -26,9 +26,6 @@ import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
 
-_CYCLES_PER_S = 1.5e9
-"""Clock rate of a CUDA device, roughly."""
-
 Launch = Callable[[bool], "dist.Work | None"]
 """Starts a collective. Its argument is torch's `async_op`: whether to return a handle to wait on."""
 Finish = Callable[[], None]
@@ -238,13 +235,6 @@ def reached(device: torch.device) -> Callable[[], None]:
 
 def _do_nothing() -> None:
     pass
-
-
-def hold_up(device: torch.device, host_s: float, device_s: float) -> None:
-    """Sleep on the host, and on CUDA also delay what is queued next on the current stream, by about `device_s`."""
-    time.sleep(host_s)
-    if device.type == "cuda":
-        torch.cuda._sleep(int(device_s * _CYCLES_PER_S))
 
 
 class Clock(Protocol):

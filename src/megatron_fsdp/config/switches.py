@@ -11,14 +11,12 @@ from pathlib import Path
 
 from megatron_fsdp.errors import ConfigurationError
 
-DELAYS_VARIABLE = "MFSDP_DELAYS"
 LIFETIMES_VARIABLE = "MFSDP_CHECK_LIFETIMES"
 VERIFY_VARIABLE = "MFSDP_VERIFY_RANKS"
 FOLDER_VARIABLE = "MFSDP_HANG_LOG"
 TIMEOUT_VARIABLE = "MFSDP_HANG_TIMEOUT"
 VERIFY_TIMEOUT_S = 300.0
 """How long ranks that are compared wait for one another, where nothing else is said."""
-_LONGEST_DELAY_S = 60.0
 _SWITCH = {"": False, "0": False, "1": True}
 
 
@@ -61,29 +59,6 @@ def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool
     if value not in _SWITCH:
         raise ConfigurationError(f"{LIFETIMES_VARIABLE}={value!r} is not a switch; give 1 or 0")
     return _SWITCH[value]
-
-
-def resolve_delays(environment: Mapping[str, str] = os.environ) -> tuple[int, float] | None:
-    """Read `MFSDP_DELAYS=seed:seconds`; return the seed and the longest delay, in seconds, or None for no delays."""
-    value = environment.get(DELAYS_VARIABLE, "")
-    if not value:
-        return None
-    seed, _, seconds = value.partition(":")
-    try:
-        return int(seed), checked_delay(float(seconds))
-    except ValueError:
-        raise ConfigurationError(
-            f"{DELAYS_VARIABLE}={value!r} is not a seed and seconds; give for example {DELAYS_VARIABLE}=1:0.002"
-        ) from None
-
-
-def checked_delay(up_to_s: float) -> float:
-    """Return the longest delay, in seconds."""
-    if not 0.0 < up_to_s <= _LONGEST_DELAY_S:
-        raise ConfigurationError(
-            f"up_to_s={up_to_s!r} is no delay; give seconds, more than 0 and at most {_LONGEST_DELAY_S:g}"
-        )
-    return up_to_s
 
 
 def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:

@@ -1,1 +1,1 @@
-"""Debugging tools for a run: lifetimes of gathered weights, verification across ranks, injected delays."""
+"""Debugging tools for a run: lifetimes of gathered weights, verification across ranks."""

@@ -10,22 +10,27 @@ never shows. On CUDA the streams of communication and of compute are delayed as 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.lanes import Moment, hold_up
-from megatron_fsdp.config.switches import checked_delay
+from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.observer import Observer, Phase
-
-if TYPE_CHECKING:
-    from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 _MOMENTS = (Moment.LAUNCHES, Moment.LAUNCHED, Moment.WAITS)
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INSTALL)
+_CYCLES_PER_S = 1.5e9  # clock rate of a CUDA device, roughly
+
+
+def hold_up(device: torch.device, host_s: float, device_s: float) -> None:
+    """Sleep on the host, and on CUDA also delay what is queued next on the current stream, by about `device_s`."""
+    time.sleep(host_s)
+    if device.type == "cuda":
+        torch.cuda._sleep(int(device_s * _CYCLES_PER_S))
 
 
 class DelayObserver(Observer):
@@ -34,7 +39,7 @@ class DelayObserver(Observer):
     def __init__(self, seed: int, up_to_s: float, device: torch.device) -> None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._random = random.Random(seed + rank)
-        self._up_to_s = checked_delay(up_to_s)
+        self._up_to_s = up_to_s
         self._device = device
         self.count = 0  # delays so far
 
@@ -57,18 +62,9 @@ class DelayObserver(Observer):
 
 @contextmanager
 def inject_delays(model: MegatronFSDP, seed: int, up_to_s: float) -> Iterator[DelayObserver]:
-    """Delay a wrapped model inside the block, at random; results stay the same, bit for bit.
+    """Delay a wrapped model inside the block, at random; yields the observer, which counts the delays.
 
-    Args:
-        model: A `MegatronFSDP` or `DistributedDataParallel`.
-        seed: Give every rank the same one; each adds its own rank.
-        up_to_s: The longest delay, in seconds. A step has some ten of them for each unit.
-
-    Yields:
-        The observer, which counts the delays.
-
-    Raises:
-        ConfigurationError: `up_to_s` is not positive, or more than a minute.
+    A step has some ten delays for each unit. Every rank is given the same seed.
     """
     observer = DelayObserver(seed, up_to_s, model.device)
     model.observe(observer)
