@@ -47,30 +47,22 @@ def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
     """Return all runs on the CPU, most important first; about 15 minutes on two quiet cores, or 4."""
     few = rounds or 3
     if is_quick:
-        quick = (_compared("many-small", 2, few, *EVERYBODY), *_phases(few), _muon("many-small", 2, few))
-        return (*quick, _ablation("many-small", few))
+        return (_compared("many-small", 2, few, *EVERYBODY), *_phases(few), _muon("many-small", 2, few))
     each = rounds or 4
     return (
         *(_compared(model, 2, each, *EVERYBODY) for model in ("many-small", "large", "llama", "moe")),
         *_phases(rounds or 8),
         *(_muon(model, ranks, each) for model in ("many-small", "large", "llama") for ranks in (2, 4)),
-        _ablation("many-small", each),
         Run("checkpoints", "checkpoints.py", ("--model", "large", "--rounds", str(each))),
         _accumulating("many-small", few),
         *(_offloaded(model, few) for model in ("many-small", "large")),
         *(_compared(model, 4, few, "wire-3", "ours-3", "fsdp2", "ddp") for model in ("many-small", "large")),
-        _ablation("large", few),
     )
 
 
 def _compared(model: str, ranks: int, rounds: int, *contenders: str) -> Run:
     sizes = ("--model", model, "--ranks", str(ranks), "--steps", str(rounds), "--warmup", "2")
     return Run(f"{model}-{ranks}", "compare.py", (*sizes, "--contenders", *contenders), 1200)
-
-
-def _ablation(model: str, rounds: int) -> Run:
-    arguments = ("--model", model, "--ranks", "2", "--steps", str(rounds), "--warmup", "2", "--ablation")
-    return Run(f"ablation-{model}", "compare.py", arguments, 1200)
 
 
 def _accumulating(model: str, rounds: int) -> Run:

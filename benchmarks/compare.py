@@ -17,9 +17,8 @@ import torch
 
 from benchmarks.contenders import DDP, FLOOR, FSDP2, NAMES, OURS
 from benchmarks.launching import describe_machine, measure_on_ranks, write_document
-from benchmarks.page import ablation_table, comparison_table, notes
+from benchmarks.page import comparison_table, notes
 from benchmarks.report import TOLERANCES, Request, RunReading, document
-from benchmarks.variants import MAIN, OPTIMISATIONS, ablation
 from benchmarks.worker import measure_here
 from benchmarks.workloads import WORKLOADS
 from megatron_fsdp.errors import ConfigurationError
@@ -44,9 +43,6 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
         metavar="NAME",
         help=f"besides the floor: {', '.join(NAMES[1:])}",
     )
-    parser.add_argument(
-        "--ablation", action="store_true", help="the engine without each optimisation, beside the whole"
-    )
     parser.add_argument("--bucket-mib", type=_size, default=25.0, metavar="MIB", help="of all that cut by size")
     parser.add_argument("--grad-accumulation", type=_positive, default=1, metavar="N", help="microbatches per step")
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="of all that is stored or sent")
@@ -66,7 +62,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
         device_type,
         given.steps,
         given.warmup,
-        tuple(dict.fromkeys((FLOOR, *(ablation() if given.ablation else given.contenders)))),
+        tuple(dict.fromkeys((FLOOR, *given.contenders))),
         given.grad_accumulation,
         given.dtype,
         given.bucket_mib,
@@ -86,11 +82,7 @@ def measure(request: Request, argv: Sequence[str] = ()) -> dict[str, Any]:
         "threads per rank": os.environ["OMP_NUM_THREADS"],
         "tokens per rank and step": str(tokens_per_rank(request)),
     }
-    found = document(reading, request, facts)
-    if set(ablation()) <= set(request.contenders):
-        listed = [(each.name, each.title, MAIN) for each in OPTIMISATIONS]
-        found |= {"what": "ablation", "optimisations": listed}
-    return found
+    return document(reading, request, facts)
 
 
 def tokens_per_rank(request: Request) -> int:
@@ -105,8 +97,6 @@ def main(argv: Sequence[str]) -> int:
     found = measure(request, argv)
     results = {f"{request.model}, {request.ranks} ranks": found}
     print(comparison_table(results), notes(results), sep="\n\n")
-    if "optimisations" in found:
-        print(ablation_table(found))
     write_document(found, file)
     return EXIT_DISAGREEMENT if any(line["disagrees"] for line in found["contenders"]) else 0
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from types import MappingProxyType
 from typing import Any, cast
 from unittest import mock
 
@@ -20,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from benchmarks.variants import Variant, variants
 from benchmarks.workloads import Microbatch, Workload, blocks_of, build_model, loss_of, make_batch
 from megatron_fsdp import (
     DistributedDataParallel,
@@ -45,16 +43,20 @@ UNTRAINED = (FLOOR, *WIRES)
 FSDP2, FSDP2_DEFERRED = "fsdp2", "fsdp2-deferred"
 DDP, DDP_ZERO = "ddp", "ddp-zero"
 FSDP2_HOST = "fsdp2-host"
-"""With all state but activations in host memory, as `ours-3-host`."""
+"""With all state in host memory."""
 PEERS = (FSDP2, FSDP2_DEFERRED, FSDP2_HOST, DDP, DDP_ZERO)
 OURS = tuple(f"ours-{strategy}" for strategy in range(4))
+OURS_DEFERRED = "ours-3-deferred"
+"""Strategy 3, of which only the last of several microbatches is reduced, as `fsdp2-deferred`."""
+OURS_HOST = "ours-3-host"
+"""Strategy 3 with all state in host memory, as `fsdp2-host`."""
 OUR_DDP, OUR_DDP_OPTIM = "mddp", "mddp-optim"
 OURS_BY_BUCKETS = (OUR_DDP, OUR_DDP_OPTIM)
 DEEPSPEED_HOST, DEEPSPEED_RELEASES = "deepspeed-host", "deepspeed-host-releases"
-"""DeepSpeed's ZeRO-3 with all state but activations in host memory, where it is installed; see `_deepspeed`."""
+"""DeepSpeed's ZeRO-3 with all state in host memory, where it is installed; see `_deepspeed`."""
 NAMES = (
     *(FLOOR, *WIRES, *OURS, *OURS_BY_BUCKETS, *PEERS, DEEPSPEED_HOST, DEEPSPEED_RELEASES),
-    *(name for name in variants() if name not in OURS),
+    *(OURS_DEFERRED, OURS_HOST),
 )
 """Everybody that steps AdamW, in table order."""
 OUR_MUON, FSDP2_MUON = "ours-muon", "fsdp2-muon"
@@ -112,14 +114,12 @@ class Contender:
     optimizer: torch.optim.Optimizer | Several  # AdamW, or that inside of ZeRO's
     # surrounds every microbatch of a step but the last
     deferring: Callable[[], AbstractContextManager[None]] = nullcontext
-    around: Callable[[], AbstractContextManager[object]] = nullcontext  # surrounds every step
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Train on one step's microbatches of this rank; returns this rank's mean loss, a scalar, detached."""
-        with self.around():
-            loss = self.backward(microbatches)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        loss = self.backward(microbatches)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return loss
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Tensor:
@@ -154,8 +154,6 @@ class Wire(Contender):
 def build_contender(name: str, setting: Setting, model: nn.Module | None = None) -> Contender:
     """Build one contender by name, around a model or the workload's own; collective."""
     model = build_model(setting.workload, setting.dtype, setting.device) if model is None else model
-    if name in variants():
-        return _varied(name, variants()[name], model, setting)
     if name == FLOOR:
         return Contender(name, model, make_optimizer(model))
     if name in WIRES:
@@ -164,8 +162,8 @@ def build_contender(name: str, setting: Setting, model: nn.Module | None = None)
         return _our_ddp(name, model, setting)
     if name in (OUR_MUON, FSDP2_MUON):
         return _muon(name, model, setting)
-    if name in OURS:
-        return _ours(OURS.index(name), model, setting)
+    if name in (*OURS, OURS_DEFERRED, OURS_HOST):
+        return _ours(name, model, setting)
     if name in (DEEPSPEED_HOST, DEEPSPEED_RELEASES):
         return _deepspeed(name, model, setting)
     return _fsdp2(name, model, setting) if name.startswith(FSDP2) else _ddp(name, model, setting)
@@ -192,17 +190,9 @@ def _our_ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
     return Contender(name, wrapped, fully_shard_optimizer(make_optimizer(wrapped)), wrapped.no_sync)
 
 
-def _varied(name: str, variant: Variant, model: nn.Module, setting: Setting) -> Contender:
-    with variant.around():
-        whole = _ours(3, model, setting, variant.options)
-    deferring = cast(MegatronFSDP, whole.model).no_sync if variant.defers else nullcontext
-    return replace(whole, name=name, deferring=deferring, around=variant.around)
-
-
-def _ours(
-    strategy: int, model: nn.Module, setting: Setting, options: Mapping[str, object] = MappingProxyType({})
-) -> Contender:
+def _ours(name: str, model: nn.Module, setting: Setting) -> Contender:
     """Dtypes follow the model's. Where gradients are whole until the sync (0 and 1), they defer as DDP's does."""
+    strategy = OURS.index(name) if name in OURS else 3
     sharded, optimizer = fully_shard(
         model,
         make_optimizer(model),
@@ -211,9 +201,10 @@ def _ours(
         mixed_precision_policy=MixedPrecisionPolicy(
             main_params_dtype=None, main_grads_dtype=None, grad_comm_dtype=setting.narrow_dtype
         ),
-        **cast(Any, options),
+        homes="host" if name == OURS_HOST else None,
     )
-    return Contender(OURS[strategy], sharded, optimizer, sharded.no_sync if strategy < 2 else nullcontext)
+    defers = strategy < 2 or name == OURS_DEFERRED
+    return Contender(name, sharded, optimizer, sharded.no_sync if defers else nullcontext)
 
 
 def _collectives(name: str, model: nn.Module, setting: Setting) -> list[Callable[[], object]]:

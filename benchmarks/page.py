@@ -1,14 +1,12 @@
-"""docs/performance.md out of the results of runs: ratios, exact counts, targets, phases, optimisations (pure)."""
+"""docs/performance.md out of the results of runs: ratios, exact counts, phases (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from benchmarks.operators import engine_copies
-from benchmarks.variants import MAIN
 
 Results = Mapping[str, Mapping[str, Any]]
 """By the name of a run, its document; runs that failed are not there."""
@@ -17,7 +15,6 @@ PUBLISHED = "benchmarks/results/bench-2xcpu.json"
 MET, MISSED, OPEN = "met", "missed", "not measured"
 _MEBIBYTE = 2**20
 _PEER_SAVER = "fsdp2, dcp"
-_SMALL = 0.02
 MODELS = {
     "many-small-2": "48 layers, width 128, 965 tensors, 9.8 M parameters",
     "large-2": "8 layers, width 512, vocabulary 8,192, 33.7 M",
@@ -62,10 +59,7 @@ def render(results: Results) -> str:
         return f"{_METHOD}\n## Results\n\nNo run has been published yet.\n"
     parts = [_METHOD.rstrip(), "## Results", facts(results), comparison_table(comparisons(results))]
     parts += [wire_shares(comparisons(results)), notes(results)]
-    parts += ["## Targets", targets_table(judge(results))]
     parts += ["## Phases", phase_table({name: found for name, found in results.items() if "rows" in found})]
-    ablations = [found for found in results.values() if found.get("what") == "ablation"]
-    parts += ["## What each optimisation gave", *map(ablation_table, ablations)] if ablations else []
     saved = {name: found for name, found in results.items() if found.get("what") == "checkpoints"}
     parts += ["## Checkpoints", checkpoint_table(saved)] if saved else []
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -176,91 +170,8 @@ def _mib(num_bytes: float, digits: int = 1) -> str:
     return f"{num_bytes / _MEBIBYTE:.{digits}f}"
 
 
-# ---- targets ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Target:
-    """One promise."""
-
-    title: str
-    limit: float  # the largest value that meets it
-    # results to the value; raises KeyError or TypeError where something was not measured
-    read: Callable[[Results], float]
-
-
-def judge(results: Results) -> list[tuple[Target, float | None]]:
-    """Hold every target against the results; None where it was not measured."""
-    return [(target, _read(target, results)) for target in TARGETS]
-
-
-def verdict(target: Target, value: float | None) -> str:
-    """Return `MET`, `MISSED` or `OPEN`."""
-    return OPEN if value is None else MET if value <= target.limit else MISSED
-
-
-def targets_table(judged: Sequence[tuple[Target, float | None]]) -> str:
-    """Set every target beside what was reached."""
-    rows = [
-        [target.title, f"at most {target.limit:g}", "-" if value is None else f"{value:.3g}", verdict(target, value)]
-        for target, value in judged
-    ]
-    words = [row[-1] for row in rows]
-    counts = ", ".join(f"{words.count(word)} {word}" for word in (MET, MISSED, OPEN))
-    return f"{len(rows)} targets: {counts}.\n\n{table(('what', 'target', 'reached', 'verdict'), rows)}"
-
-
-def _read(target: Target, results: Results) -> float | None:
-    try:
-        return float(target.read(results))
-    except (KeyError, TypeError, ZeroDivisionError):
-        return None
-
-
 def _contender(results: Results, run: str, name: str) -> Mapping[str, Any]:
     return {each["name"]: each for each in results[run]["contenders"]}[name]
-
-
-def time_ratio(run: str, rival: str, kind: str = "wall_over", name: str = MAIN) -> Callable[[Results], float]:
-    """Read the median ratio of times of a contender to a rival."""
-    return lambda results: _contender(results, run, name)[kind][rival]["median"]
-
-
-def peak_ratio(run: str, rival: str, name: str = MAIN) -> Callable[[Results], float]:
-    """Read the live bytes at the peak over those of a rival."""
-    return lambda results: (
-        _contender(results, run, name)["live"]["peak"] / _contender(results, run, rival)["live"]["peak"]
-    )
-
-
-def sent_over_parts(run: str, parts: int, name: str = MAIN) -> Callable[[Results], float]:
-    """Read what is sent over some times what all but its own part of the float32 weights are to a rank."""
-
-    def read(results: Results) -> float:
-        line, ranks = _contender(results, run, name), results[run]["request"]["ranks"]
-        sent = max(line["moved"]["gloo_bytes"], line["sent"]["gather_bytes"] + line["sent"]["reduce_bytes"])
-        return sent / (parts * 4 * results[run]["parameter_numel"] * (ranks - 1) / ranks)
-
-    return read
-
-
-def engine_copied(run: str) -> Callable[[Results], float]:
-    """Read the elements that the engine copies outside of collectives, per parameter."""
-    return lambda results: (
-        engine_copies(_contender(results, run, MAIN)["moved"]["copied_by"]) / results[run]["parameter_numel"]
-    )
-
-
-def phase_ratio(run: str, phase: str) -> Callable[[Results], float]:
-    """Read the median ratio of wall time of a phase to FSDP2's."""
-    return lambda results: {(row["phase"], row["name"]): row for row in results[run]["rows"]}[phase, MAIN]["wall_over"][
-        "median"
-    ]
-
-
-def host_us(run: str, phase: str) -> Callable[[Results], float]:
-    """Read the host time per unit of one pass, in microseconds."""
-    return lambda results: results[run]["host_us_by_pass"][phase][MAIN]
 
 
 def saver_ratio(found: Mapping[str, Any], who: str, act: str, kind: str = "wall_s") -> float:
@@ -275,39 +186,7 @@ def saver_ratio(found: Mapping[str, Any], who: str, act: str, kind: str = "wall_
     return median(own / peer for own, peer in zip(ours, peers, strict=True))
 
 
-def _targets() -> list[Target]:
-    wall = {"many-small": 0.4, "large": 0.65, "llama": 0.7, "moe": 1.0}
-    found = []
-    for model, limit in wall.items():
-        run = f"{model}-2"
-        found += [
-            Target(f"{run}: wall time of a step over fsdp2's", limit, time_ratio(run, "fsdp2")),
-            Target(f"{run}: CPU time of a step over fsdp2's", limit, time_ratio(run, "fsdp2", "cpu_over")),
-            Target(f"{run}: peak of live bytes over fsdp2's", 0.9, peak_ratio(run, "fsdp2")),
-            Target(f"{run}: wall time of mddp over ddp's", 1.02, time_ratio(run, "ddp", name="mddp")),
-        ]
-    step, start = "step-many-small-fused", "start-many-small"
-    return [
-        *found,
-        Target("large-2: bytes sent over 3 P (N - 1) / N", 1.0, sent_over_parts("large-2", 3)),
-        Target("large-2: bytes sent over 2 P (N - 1) / N, ours-1", 1.01, sent_over_parts("large-2", 2, "ours-1")),
-        Target("large-2: elements the engine copies, per parameter", 1.001, engine_copied("large-2")),
-        Target("many-small: optimizer.step over fsdp2's", 0.4, phase_ratio(step, "optimizer.step")),
-        Target("many-small: clip_grad_norm_ over fsdp2's", 0.2, phase_ratio(step, "clip_grad_norm_")),
-        Target("many-small: time to wrap over fsdp2's", 1.0, phase_ratio(start, "wrapping")),
-        Target("many-small: first step over fsdp2's", 1.0, phase_ratio(start, "first step")),
-        Target("host time per unit of 20 parameters, forward, us", 100.0, host_us("host", "forward")),
-        Target("host time per unit of 20 parameters, backward, us", 100.0, host_us("host", "backward")),
-        Target("large: time to save over fsdp2's", 1.0, lambda r: saver_ratio(r["checkpoints"], "ours", "save")),
-        Target("large: time to load over fsdp2's", 1.0, lambda r: saver_ratio(r["checkpoints"], "ours", "load")),
-    ]
-
-
-TARGETS: tuple[Target, ...] = tuple(_targets())
-"""Every promise that this benchmark checks."""
-
-
-# ---- phases, optimisations, checkpoints ------------------------------------------------------------------------------
+# ---- phases, checkpoints ---------------------------------------------------------------------------------------------
 
 
 def phase_table(results: Results) -> str:
@@ -323,51 +202,6 @@ def phase_table(results: Results) -> str:
             each = ", ".join(f"{who} {value:.0f} us" for who, value in sorted(values.items()))
             told.append(f"- {name}, {phase}: host time per unit beyond the bare model: {each}")
     return "\n\n".join([table(head, rows), "\n".join(told)]).strip() if rows else ""
-
-
-def ablation_table(found: Mapping[str, Any]) -> str:
-    """Tell what each optimisation gave: before, without it, and after, with it; both in the same run."""
-    lines = {line["name"]: line for line in found["contenders"]}
-    rows, missing = [], []
-    for name, title, base in found["optimisations"]:
-        without, whole = lines.get(name), lines.get(base)
-        if without is None or whole is None or without["disagrees"] or whole["disagrees"]:
-            why = found["absent"].get(name) or (without or whole or {}).get("disagrees") or "it took no part"
-            missing.append(f"- {title} was not measured: {why}")
-        else:
-            rows.append([f"{title} (`{name}`)", *_gain(without, whole)])
-    request = found["request"]
-    about = (
-        f"{request['model']}, {request['ranks']} ranks, {request['steps']} rounds; before -> after, medians; what is "
-        f"saved is taken within a round. Everything is there but the optimisation before."
-    )
-    head = ("optimisation", "CPU ms", "CPU saved", "wall ms", "wall saved", "sent MiB", "peak MiB", "")
-    return "\n\n".join(part for part in (about, table(head, rows), "\n".join(missing)) if part)
-
-
-def _gain(without: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
-    """Return the cells of one optimisation; the last one marks what gives less than 2 % in everything."""
-    cells, saved = [], []
-    for kind in ("cpu", "wall"):
-        over = whole[f"{kind}_over"][without["name"]]
-        times = [f"{1000 * line[f'{kind}_s']['median']:.1f}" for line in (without, whole)]
-        cells += [_change(*times), f"{1 - over['median']:.1%} [{1 - over['upper']:.1%}, {1 - over['lower']:.1%}]"]
-        saved.append(1 - over["median"])
-    for counts in ([_sent(line) for line in (without, whole)], [line["live"]["peak"] for line in (without, whole)]):
-        cells.append(_change(*(_mib(count, 2) for count in counts)))
-        saved.append(1 - counts[1] / counts[0] if counts[0] else 0.0)
-    return [*cells, f"under {_SMALL:.0%}" if max(saved) < _SMALL else ""]
-
-
-def _sent(line: Mapping[str, Any]) -> int:
-    """Return what goes over the wire, by the engine's counters or as seen below it, whichever is more."""
-    sent, moved = line["sent"], line["moved"]
-    counted = 0 if sent is None else int(sent["gather_bytes"] + sent["reduce_bytes"])
-    return max(counted, 0 if moved is None else int(moved["gloo_bytes"]))
-
-
-def _change(before: str, after: str) -> str:
-    return before if before == after else f"{before} -> {after}"
 
 
 def checkpoint_table(results: Results) -> str:

@@ -1,8 +1,8 @@
-"""Check and measure the package on one GPU within forty minutes, in four parts of at most 9 minutes each.
+"""Check and measure the package on one GPU within half an hour, in four parts of at most 9 minutes each.
 
     python tools/gpu_half_hour.py --part 1 --out DIR     # right: parity, real streams, ranks that share the GPU
     python tools/gpu_half_hour.py --part 2 --out DIR     # fast: layers of an 8B model beside plain torch and FSDP2
-    python tools/gpu_half_hour.py --part 3 --out DIR     # open questions: graphs, fp8, registered memory
+    python tools/gpu_half_hour.py --part 3 --out DIR     # graphs of steps and of units
     python tools/gpu_half_hour.py --part 4 --out DIR     # homes: full training of an 8B model beside resident runs
 
 It needs a checkout and a Python with torch, and neither pip nor network. Every section runs in a process of its own
@@ -40,7 +40,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-PART_S = {1: 540.0, 2: 540.0, 3: 540.0, 4: 540.0}
+PART_S = {1: 540.0, 2: 540.0, 3: 240.0, 4: 540.0}
 LEAST_S = 5.0
 """A section is not started for less."""
 
@@ -684,7 +684,7 @@ def predicted(session: Session) -> None:
             )
 
 
-# ---- part 3: open questions ------------------------------------------------------------------------------------------
+# ---- part 3: graphs --------------------------------------------------------------------------------------------------
 
 
 def graphs(session: Session) -> None:
@@ -788,110 +788,12 @@ def unit_graphs(world_size: int, session: Session) -> None:
             )
 
 
-def products(session: Session) -> None:
-    """Time products of the 8B shapes: bf16, bf16 into fp32, and fp8."""
-    sizes = LLAMA_8B if session.is_gpu else REHEARSAL
-    rows, columns, depth = sizes.tokens[0], sizes.hidden, sizes.dim
-    made: dict[str, Any] = {"device": session.device, "dtype": torch.bfloat16}
-    a, b = torch.randn(rows, depth, **made), torch.randn(columns, depth, **made)
-    grad = torch.randn(rows, columns, **made)
-    main = torch.zeros(columns, depth, device=session.device)
-    scale = torch.ones((), device=session.device)
-    tries: dict[str, Callable[[], Any]] = {
-        "bf16": lambda: a @ b.t(),
-        "weight gradient, then added in fp32": lambda: main.add_(grad.t() @ a),
-        "weight gradient into fp32 (addmm out_dtype)": lambda: torch.addmm(main, grad.t(), a, out_dtype=torch.float32),
-        "fp8 (_scaled_mm)": lambda: torch._scaled_mm(
-            a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), scale, scale, out_dtype=torch.bfloat16
-        ),
-        "cast to fp8 and back": lambda: b.to(torch.float8_e4m3fn).to(torch.bfloat16),
-    }
-    for name, run in tries.items():
-        try:
-            run()
-            session.note(name, ms=round(measure(session, run, 10)[0], 4))
-        except Exception as error:  # noqa: BLE001 (whether it exists is the question)
-            session.note(name, error=f"{type(error).__name__}: {str(error)[:200]}")
-
-
-def registered_memory(session: Session) -> None:
-    """Register communication memory as a model does, with and without symmetric windows, and reduce in it."""
-    from megatron_fsdp.comm.axis import Axis
-    from megatron_fsdp.comm.registration import UserBuffers
-
-    start_alone(session.device)
-    device = torch.device("cuda", 0) if session.is_gpu else session.device
-    for symmetric in (False, True):
-        try:
-            # Of more than one rank, since one that is alone registers nothing.
-            buffers = UserBuffers([Axis(dist.group.WORLD, 0, 2)], (), device, symmetric)
-            memory = buffers.allocate(1 << 20).add_(1)
-            begin = time.perf_counter()
-            buffers.register()
-            register_ms = round((time.perf_counter() - begin) * 1e3, 3)
-            dist.all_reduce(memory)
-            session.finish()
-            works = bool(memory.sum().item() == 1 << 20)
-            session.note(f"symmetric={symmetric}", works=works, told=buffers.notice, register_ms=register_ms)
-            del buffers
-        except Exception as error:  # noqa: BLE001 (whether it works is the question)
-            session.note(f"symmetric={symmetric}", error=f"{type(error).__name__}: {str(error)[:200]}")
-
-
-def kept_memory(session: Session) -> None:
-    """Compare the host's time with memory that is taken as needed and memory that keeps its addresses, rank 0 of 8."""
-    start_alone(session.device, 8)
-    x = torch.randn(2, 16, REHEARSAL.dim, device=session.device, dtype=torch.bfloat16)
-    for name, nccl_ub in (("as needed", False), ("kept", True)):
-        model, optimizer = small(session, torch.bfloat16, nccl_ub=nccl_ub)
-        step = stepping(model, optimizer, x)
-        step()
-        device_ms, host_ms = measure(session, step, 10)
-        told = model.describe().memory.pool_bytes
-        session.note(name, device_ms=round(device_ms, 3), host_ms=round(host_ms, 3), pool_bytes=told)
-        del model, optimizer, step
-        session.free()
-
-
-def compiled(session: Session) -> None:
-    """Time layers that torch compiles, sharded under strategy 3, beside the same without."""
-    start_alone(session.device)
-    for compiles in (False, True):
-        session.note("compiled" if compiles else "eager", ms=_step_ms(session, None, compiles))
-
-
-def weight_formats(session: Session) -> None:
-    """Time layers whose weights are gathered in weight formats, and in one of which linears multiply them."""
-    start_alone(session.device)
-    for form in (None, "fp8", "mxfp8", "nvfp4", "fp8_compute"):
-        session.note(str(form), ms=_step_ms(session, form))
-
-
-def _step_ms(session: Session, weight_format: str | None, compiles: bool = False) -> float:
-    """Time a step of sharded layers, in milliseconds of the device."""
-    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-
-    session.free()
-    sizes = LLAMA_8B if session.is_gpu else REHEARSAL
-    x = torch.randn(1, sizes.tokens[0], sizes.dim, device=session.device, dtype=torch.bfloat16)
-    model = layers(sizes, session.device, torch.bfloat16)
-    for layer in model.children() if compiles else ():
-        layer.compile()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=session.is_gpu)
-    policy = MixedPrecisionPolicy(weight_format=weight_format)
-    sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Layer], mixed_precision_policy=policy)
-    step = stepping(sharded, optimizer, x)
-    for _ in range(3):
-        step()
-    return measure(session, step, 5)[0]
-
-
 # ---- part 4: homes ---------------------------------------------------------------------------------------------------
 
 HOMES: dict[str, tuple[Any, int]] = {
     "resident": (None, 0),
     "optimizer state on the host": ({"optimizer_state": "host"}, 9),
-    "all but activations on the host": ("host", 20),
+    "all state on the host": ("host", 20),
 }
 """Homes, and the bytes that they take of the host for each parameter, with some to spare."""
 DEPTHS = (32, 24, 16, 8, 4)
@@ -901,8 +803,7 @@ DEPTHS = (32, 24, 16, 8, 4)
 def homes(session: Session) -> None:
     """Train with AdamW on 16k and 32k tokens a step, with state on the GPU and away, from the largest model that fits.
 
-    Every layer is recomputed, so that state is what takes memory. At last come a few layers that keep what autograd
-    saves, on the GPU and away.
+    Every layer is recomputed, so that state is what takes memory.
     """
     torch.set_num_threads(os.cpu_count() or 1)  # the optimizer steps on the host
     start_alone(session.device)
@@ -1011,11 +912,6 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section(graphs_of_8, 40),
         Section(partial(unit_graphs, 1), 60, "unit_graphs"),
         Section(partial(unit_graphs, 8), 60, "unit_graphs_of_8"),
-        Section(products, 30),
-        Section(registered_memory, 40),
-        Section(kept_memory, 40),
-        Section(compiled, 80),
-        Section(weight_formats, 80),
     ),
     4: (Section(machine, 30), Section(homes, 500)),
 }
