@@ -1,4 +1,4 @@
-"""Folders of timelines: exact data back, refusals that say what is wrong, and events by the rules of their format."""
+"""Folders of traces: what was written back, refusals that say what is wrong, events by the rules of their format."""
 
 import json
 from collections import defaultdict
@@ -16,10 +16,11 @@ from megatron_fsdp.trace.files import (
     KEY,
     STEPS_THREAD,
     chrome_events,
-    read_timelines,
-    write_chrome,
+    merge_traces,
+    read_traces,
     write_timeline,
 )
+from megatron_fsdp.trace.summary import summarise
 from megatron_fsdp.trace.timeline import Timeline
 from tests.trace.synthetic import KNOWN, collective
 from tests.trace.test_summary import nested_timelines
@@ -33,12 +34,27 @@ def test_what_is_written_comes_back_and_viewers_can_read_it(tmp_path: Path) -> N
         path = write_timeline(tmp_path / "new", timeline)
         assert path == tmp_path / "new" / f"trace-rank{timeline.rank}.json"
         check(json.loads(path.read_text())["traceEvents"])
-    assert read_timelines(tmp_path / "new") == (KNOWN, second)
+    for trace, timeline in zip(read_traces(tmp_path / "new"), (KNOWN, second), strict=True):
+        assert (trace.rank, trace.steps) == (timeline.rank, summarise(timeline))
+        assert list(trace.events) == chrome_events(timeline)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["trace-rank0.json", "trace-rank1.json"]
-    write_chrome(tmp_path / "all.json", [KNOWN, second])
+    merge_traces(tmp_path / "all.json", read_traces(tmp_path / "new"))
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     check(events)
     assert {event["pid"] for event in events} == {0, 1}
+
+
+def test_aligned_ranks_share_a_clock_and_others_are_shifted_by_their_wall_clocks(tmp_path: Path) -> None:
+    def starts(folder: Path, *timelines: Timeline) -> list[tuple[int, float]]:
+        for timeline in timelines:
+            write_timeline(folder, timeline)
+        merge_traces(folder / "all.json", read_traces(folder))
+        events = json.loads((folder / "all.json").read_text())["traceEvents"]
+        return [(event["pid"], event["ts"]) for event in events if event["name"] == "step 0"]
+
+    late = replace(KNOWN, rank=1, started_unix_ns=KNOWN.started_unix_ns + 250)
+    assert starts(tmp_path / "aligned", KNOWN, late) == [(0, 0.0), (1, 0.0)]
+    assert starts(tmp_path / "other", replace(KNOWN, is_aligned=False), late) == [(0, 0.0), (1, 0.25)]
 
 
 def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
@@ -55,13 +71,10 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "other JSON": (lambda told: told.pop(KEY), "is JSON of something else"),
-    "newer": (_set("format", to=1), "has format 1; this version reads 3"),
+    "newer": (_set("format", to=1), "has format 1; this version reads 4"),
     "no rank": (lambda told: told[KEY].pop("rank"), "is damaged: KeyError: 'rank'"),
-    "half a row": (_set("spans", "rows", 0, to=[0, 0]), "is damaged: ValueError"),
-    "other columns": (_set("memory", "columns", to=["a"]), "the columns of memory are ['a']"),
-    "a unit too many": (_set("spans", "rows", 0, 1, to=3), "step 0 or unit 3 is not there"),
-    "a negative unit": (_set("memory", "rows", 0, 1, to=-1), "step 0 or unit -1 is not there"),
-    "an unknown step": (_set("collectives", "rows", 0, 1, to=9), "step 9 or unit 1 is not there"),
+    "no events": (lambda told: told.pop("traceEvents"), "is damaged: KeyError: 'traceEvents'"),
+    "half a step": (_set("steps", to=[{"rank": 0, "step": 0}]), "is damaged: TypeError"),
     "no list of ranks": (_set("peers", to=None), "is damaged: TypeError"),
     "another rank": (_set("rank", to=4), "is of rank 4; do not rename"),
 }
@@ -75,7 +88,7 @@ def test_damage_is_refused_with_the_name_of_the_file(tmp_path: Path, what: str) 
     change(told)
     path.write_text(json.dumps(told))
     with pytest.raises(TraceError) as raised:
-        read_timelines(tmp_path)
+        read_traces(tmp_path)
     assert message in str(raised.value)
     assert "trace-rank0.json" in str(raised.value)
 
@@ -84,25 +97,25 @@ def test_damage_is_refused_with_the_name_of_the_file(tmp_path: Path, what: str) 
 def test_what_is_no_timeline_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace-rank0.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(TraceError, match=r"trace-rank0\.json is (not JSON|JSON of something else)"):
-        read_timelines(tmp_path)
+        read_traces(tmp_path)
 
 
 def test_folders_without_timelines_and_files_that_were_cut_off_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"holds no trace-rank\*\.json; write_timeline makes them"):
-        read_timelines(tmp_path)
+        read_traces(tmp_path)
     with pytest.raises(TraceError, match="is not a folder"):
-        read_timelines(tmp_path / "nowhere")
+        read_traces(tmp_path / "nowhere")
     path = write_timeline(tmp_path, KNOWN)
     path.write_text(path.read_text()[:-20])
     with pytest.raises(TraceError, match=r"trace-rank0\.json is not JSON, or was cut off: .*; record it again"):
-        read_timelines(tmp_path)
+        read_traces(tmp_path)
 
 
 def test_recordings_of_different_jobs_are_not_mixed(tmp_path: Path) -> None:
     write_timeline(tmp_path, KNOWN)
-    write_timeline(tmp_path, replace(KNOWN, rank=1, units=("(root)", "a", "b")))
-    with pytest.raises(TraceError, match="mixes recordings: units differs between ranks 0 and 1"):
-        read_timelines(tmp_path)
+    write_timeline(tmp_path, replace(KNOWN, rank=1, world_size=3))
+    with pytest.raises(TraceError, match="mixes recordings: world_size differs between ranks 0 and 1"):
+        read_traces(tmp_path)
 
 
 @pytest.mark.parametrize("others", ["earlier", ""])
@@ -111,7 +124,7 @@ def test_a_stale_file_of_an_earlier_recording_of_the_same_job_is_not_mixed_in(tm
     write_timeline(tmp_path, replace(KNOWN, rank=1, recording=others, peers=(0, 1)))
     for partial in (False, True):
         with pytest.raises(TraceError, match="mixes recordings: recording differs between ranks 0 and 1; write each"):
-            read_timelines(tmp_path, partial=partial)
+            read_traces(tmp_path, partial=partial)
 
 
 def test_ranks_that_recorded_too_are_missed_unless_told_otherwise(tmp_path: Path) -> None:
@@ -120,11 +133,11 @@ def test_ranks_that_recorded_too_are_missed_unless_told_otherwise(tmp_path: Path
     for timeline in (one, other):
         write_timeline(tmp_path, timeline)
     with pytest.raises(TraceError, match=r"lacks the files of ranks 0, 5, which recorded too; bring .*\(--partial\)"):
-        read_timelines(tmp_path)
-    assert read_timelines(tmp_path, partial=True) == (one, other)
+        read_traces(tmp_path)
+    assert [trace.rank for trace in read_traces(tmp_path, partial=True)] == [2, 3]
     for rank in (0, 5):
         write_timeline(tmp_path, replace(one, rank=rank))
-    assert [timeline.rank for timeline in read_timelines(tmp_path)] == [0, 2, 3, 5]
+    assert [trace.rank for trace in read_traces(tmp_path)] == [0, 2, 3, 5]
 
 
 # ---- events for viewers ----------------------------------------------------------------------------------------------
@@ -178,7 +191,7 @@ def _check_nesting(events: list[tuple[float, float]]) -> None:
 
 
 def test_a_timeline_as_events() -> None:
-    events = chrome_events([KNOWN])
+    events = chrome_events(KNOWN)
     check(events)
     complete = {(e["tid"], e["name"]): e for e in events if e["ph"] == "X"}
     lane = complete[100, "gather layers.0"]
@@ -197,7 +210,7 @@ def test_a_timeline_as_events() -> None:
 
 def test_collectives_that_overlap_get_threads_of_their_own() -> None:
     both = (collective((100, 100), 300, None), collective((200, 200), 400, None, number=1))
-    events = chrome_events([replace(KNOWN, collectives=both)])
+    events = chrome_events(replace(KNOWN, collectives=both))
     check(events)
     assert {e["tid"] for e in events if e["ph"] == "X" and e["tid"] >= 100} == {100, 101}
     names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
@@ -207,4 +220,4 @@ def test_collectives_that_overlap_get_threads_of_their_own() -> None:
 @settings(max_examples=40)
 @given(nested_timelines())
 def test_any_timeline_makes_good_events(timeline: Timeline) -> None:
-    check(chrome_events([timeline, replace(timeline, rank=7)]))
+    check(chrome_events(timeline))

@@ -63,9 +63,8 @@ def test_a_recording_on_streams(run_ranks: RunRanks, ranks: int) -> None:
         assert Counter(one.purpose for one in timeline.collectives) == Counter(
             {purpose: count for purpose, count in sent.items() if count}
         )
-        for step in summarise(timeline).steps:
-            assert step.times.total + step.outside_ns == step.duration_ns
-            assert 0 <= step.exposed_ns <= step.communication_ns
+        for step in summarise(timeline):
+            assert 0 <= step.exposed_ns <= step.communication_ns <= step.duration_ns
 
 
 def _known_wait() -> tuple[bool, int]:

@@ -72,16 +72,10 @@ def _check_all(without: dict[str, Any], values: dict[str, Any], timeline: Timeli
     for axis, sent in values["by_axis"].items():
         assert _sent(timeline, axis) == sent
     assert sum(span.num_bytes for span in timeline.spans) == sum(one.num_bytes for one in timeline.collectives)
-    summary = summarise(timeline)
-    assert [step.step for step in summary.steps] == [0, 1]
-    assert sum(step.gather_bytes + step.reduce_bytes for step in summary.steps) == sum(
-        one.num_bytes for one in timeline.collectives
-    )
-    assert sum(step.collectives for step in summary.steps) == len(timeline.collectives)
-    for step in summary.steps:
-        assert step.times.total + step.outside_ns == step.duration_ns
-        assert 0 <= step.exposed_ns <= step.communication_ns
-        assert step.outside_ns >= 0
+    steps = summarise(timeline)
+    assert [step.step for step in steps] == [0, 1]
+    for step in steps:
+        assert 0 <= step.exposed_ns <= step.communication_ns <= step.duration_ns
     for one in timeline.collectives:
         assert one.launch_ns <= one.launched_ns <= one.wait_ns <= one.arrived_ns <= one.waited_ns  # type: ignore[operator]
         assert one.done_ns <= one.arrived_ns  # type: ignore[operator]
@@ -97,11 +91,11 @@ def test_strategies(run_ranks: RunRanks, strategy: int) -> None:
         assert timeline.rank == rank
         assert timeline.units == ("(root)", *(f"floors.{floor}" for floor in range(FLOORS)))
         expected = step_traffic(values["footprints"], ShardingStrategy(strategy))
-        steps = summarise(timeline).steps
-        assert [step.gather_bytes for step in steps] == [expected.gather_bytes] * 2
-        assert [step.reduce_bytes for step in steps] == [expected.reduce_bytes] * 2
-        assert [step.collectives for step in steps] == [expected.gathers + expected.reductions] * 2
         for step in (0, 1):
+            launched = [one for one in timeline.collectives if one.step == step]
+            assert sum(one.num_bytes for one in launched if one.purpose == "gather") == expected.gather_bytes
+            assert sum(one.num_bytes for one in launched if one.purpose == "reduce") == expected.reduce_bytes
+            assert len(launched) == expected.gathers + expected.reductions
             phases = Counter((span.phase, span.unit) for span in timeline.spans if span.step == step)
             for unit in range(FLOORS + 1):
                 assert phases["forward", unit] == phases["backward", unit] == phases["reduce", unit] == 1
@@ -233,7 +227,6 @@ def test_a_step_that_fails_is_survived(where: str) -> None:
     assert [s.phase for s in late.spans].count("optimizer") == 2
     last = max(late.spans, key=lambda span: span.end_ns)
     assert (last.phase, last.depth) == ("optimizer", 0)
-    assert all(step.outside_ns >= 0 for step in summarise(late).steps)
 
 
 def _evaluate_then_train() -> tuple[Timeline, Timeline]:
@@ -266,7 +259,7 @@ def test_evaluation_is_one_step_and_weights_installed_before_the_first_forward_e
         assert [span.phase for span in trained.spans].count("install") == 2
     for alone in run_ranks(1, _evaluate_then_train)[0]:
         assert alone.collectives == ()
-        assert summarise(alone).hidden is None
+        assert [step.hidden for step in summarise(alone)] == [None]
 
 
 def _hooks() -> tuple[int, int]:

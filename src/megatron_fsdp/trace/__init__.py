@@ -1,25 +1,24 @@
-"""Timelines of training: when each unit computed and communicated, and what was hidden behind what."""
+"""Timelines of training: when each unit computed and communicated, and how much was hidden behind what."""
 
-from megatron_fsdp.trace.files import chrome_events, read_timelines, write_chrome, write_timeline
+from megatron_fsdp.trace.files import RankTrace, chrome_events, merge_traces, read_traces, write_timeline
 from megatron_fsdp.trace.recorder import Recorder, trace
-from megatron_fsdp.trace.summary import Comparison, Row, Summary, compare, summarise
+from megatron_fsdp.trace.summary import StepTimes, hidden_part, summarise
 from megatron_fsdp.trace.timeline import Collective, MemorySample, Span, StepWindow, Timeline
 
 __all__ = [
     "Collective",
-    "Comparison",
     "MemorySample",
+    "RankTrace",
     "Recorder",
-    "Row",
     "Span",
+    "StepTimes",
     "StepWindow",
-    "Summary",
     "Timeline",
     "chrome_events",
-    "compare",
-    "read_timelines",
+    "hidden_part",
+    "merge_traces",
+    "read_traces",
     "summarise",
     "trace",
-    "write_chrome",
     "write_timeline",
 ]

@@ -1,4 +1,4 @@
-"""A folder of timelines: `trace-rank{r}.json` of every rank, trace events for viewers and the exact data.
+"""A folder of traces: `trace-rank{r}.json` of every rank, trace events for viewers and the times of its steps.
 
 Perfetto and chrome://tracing show the events ("Trace Event Format", Google, 2016): "X" (complete), "C" (counter), "s"
 and "f" (flow) and "M" (metadata), with times in microseconds. A rank is a process. Its threads are the steps, the
@@ -11,24 +11,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.errors import TraceError
-from megatron_fsdp.trace.timeline import (
-    BLOCKED,
-    LANES,
-    OPTIMIZER,
-    TABLES,
-    Collective,
-    Interval,
-    MemorySample,
-    Span,
-    Timeline,
-)
+from megatron_fsdp.trace.summary import StepTimes, summarise
+from megatron_fsdp.trace.timeline import BLOCKED, LANES, OPTIMIZER, Interval, Timeline
 
 STEPS_THREAD, COMPUTE_THREAD = 0, 1
 _FIRST_LANE_THREAD = 100
@@ -38,10 +28,29 @@ _FLOWS_PER_RANK = 1_000_000_000
 Event = dict[str, Any]
 
 KEY = "megatronFsdpTimeline"
-"""The key of the data in the file; viewers ignore it."""
+"""The key of what viewers ignore in the file."""
 
-FORMAT = 3
+FORMAT = 4
 _NAME = re.compile(r"trace-rank(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What is read of one rank: fields of its timeline, the times of its steps, and its trace events."""
+
+    rank: int
+    world_size: int
+    device: str
+    started_unix_ns: int
+    is_aligned: bool
+    is_cut: bool
+    recording: str
+    peers: tuple[int, ...]
+    steps: tuple[StepTimes, ...]
+    events: tuple[Event, ...]
+
+
+_OF_TIMELINE = tuple(field.name for field in fields(RankTrace) if field.name not in ("steps", "events"))
 
 
 def write_timeline(folder: str | os.PathLike[str], timeline: Timeline) -> Path:
@@ -50,17 +59,28 @@ def write_timeline(folder: str | os.PathLike[str], timeline: Timeline) -> Path:
     The folder, the same for all ranks, is made if it is not there; an older file is replaced.
     """
     path = Path(folder) / f"trace-rank{timeline.rank}.json"
-    _write(path, {"traceEvents": chrome_events([timeline]), "displayTimeUnit": "ms", KEY: _to_json(timeline)})
+    told = {name: getattr(timeline, name) for name in _OF_TIMELINE}
+    steps = [asdict(step) for step in summarise(timeline)]
+    _write(path, {"traceEvents": chrome_events(timeline), KEY: {"format": FORMAT, **told, "steps": steps}})
     return path
 
 
-def write_chrome(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
-    """Write the trace events of several ranks into one file, for viewers."""
-    _write(Path(path), {"traceEvents": chrome_events(timelines), "displayTimeUnit": "ms"})
+def merge_traces(path: str | os.PathLike[str], traces: Sequence[RankTrace]) -> None:
+    """Write the trace events of several ranks into one file, for viewers.
+
+    Ranks that were aligned share a clock; others are shifted by when their recordings started on their wall clocks.
+    """
+    first_ns = min((trace.started_unix_ns for trace in traces), default=0)
+    are_aligned = all(trace.is_aligned for trace in traces)
+    events: list[Event] = []
+    for trace in traces:
+        shift_us = 0.0 if are_aligned else _us(trace.started_unix_ns - first_ns)
+        events += [event | {"ts": event["ts"] + shift_us} if "ts" in event else event for event in trace.events]
+    _write(Path(path), {"traceEvents": sorted(events, key=_place)})
 
 
-def read_timelines(folder: str | os.PathLike[str], *, partial: bool = False) -> tuple[Timeline, ...]:
-    """Read the timelines that `write_timeline` wrote into a folder, by rank.
+def read_traces(folder: str | os.PathLike[str], *, partial: bool = False) -> tuple[RankTrace, ...]:
+    """Read the traces that `write_timeline` wrote into a folder, by rank.
 
     A file that is missing, damaged or of another recording is a `TraceError`. `partial` reads what is there; recordings
     whose ranks were not aligned may be of some ranks only, so no file is missed then.
@@ -71,21 +91,21 @@ def read_timelines(folder: str | os.PathLike[str], *, partial: bool = False) -> 
     named = {int(found[1]): path for path in place.iterdir() if (found := _NAME.fullmatch(path.name))}
     if not named:
         raise TraceError(f"{place} holds no trace-rank*.json; write_timeline makes them")
-    timelines = tuple(_read(path, rank) for rank, path in sorted(named.items()))
-    for timeline in timelines[1:]:
-        for name in ("world_size", "units", "device", "clock", "recording"):
-            if getattr(timeline, name) != getattr(timelines[0], name):
+    traces = tuple(_read(path, rank) for rank, path in sorted(named.items()))
+    for trace in traces[1:]:
+        for name in ("world_size", "device", "recording"):
+            if getattr(trace, name) != getattr(traces[0], name):
                 raise TraceError(
-                    f"{place} mixes recordings: {name} differs between ranks {timelines[0].rank} and {timeline.rank}; "
+                    f"{place} mixes recordings: {name} differs between ranks {traces[0].rank} and {trace.rank}; "
                     "write each recording into a folder of its own"
                 )
-    missing = sorted(set(timelines[0].peers) - named.keys())
+    missing = sorted(set(traces[0].peers) - named.keys())
     if missing and not partial:
         raise TraceError(
             f"{place} lacks the files of ranks {', '.join(map(str, missing))}, which recorded too; bring them here, or "
             "ask for what is there with partial=True (--partial)"
         )
-    return timelines
+    return traces
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
@@ -99,16 +119,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _to_json(timeline: Timeline) -> dict[str, Any]:
-    """Return tables as rows of their fields, everything else by name."""
-    tables = {}
-    for name, row in TABLES.items():
-        columns = [field.name for field in fields(row)]
-        tables[name] = {"columns": columns, "rows": [*map(attrgetter(*columns), getattr(timeline, name))]}
-    return {"format": FORMAT, **vars(timeline), **tables}
-
-
-def _read(path: Path, rank: int) -> Timeline:
+def _read(path: Path, rank: int) -> RankTrace:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -119,46 +130,27 @@ def _read(path: Path, rank: int) -> Timeline:
     if data.get("format") != FORMAT:
         raise TraceError(f"{path} has format {data.get('format')!r}; this version reads {FORMAT}")
     try:
-        timeline = _from_json(data)
-    except (KeyError, TypeError, ValueError) as error:
+        known = {name: data[name] for name in _OF_TIMELINE}
+        steps = tuple(StepTimes(**step) for step in data["steps"])
+        trace = RankTrace(**known | {"peers": tuple(data["peers"])}, steps=steps, events=tuple(told["traceEvents"]))
+    except (KeyError, TypeError) as error:
         raise TraceError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-    if timeline.rank != rank:
-        raise TraceError(f"{path} is of rank {timeline.rank}; do not rename these files")
-    return timeline
-
-
-def _from_json(data: dict[str, Any]) -> Timeline:
-    values = {field.name: data[field.name] for field in fields(Timeline)}
-    for name, row in TABLES.items():
-        columns = [field.name for field in fields(row)]
-        if data[name]["columns"] != columns:
-            raise ValueError(f"the columns of {name} are {data[name]['columns']}, not {columns}")
-        values[name] = tuple(row(**dict(zip(columns, cells, strict=True))) for cells in data[name]["rows"])
-    timeline = Timeline(**values | {"units": tuple(data["units"]), "peers": tuple(data["peers"])})
-    known = {window.index for window in timeline.steps}
-    items: list[Span | Collective | MemorySample] = [*timeline.spans, *timeline.collectives, *timeline.memory]
-    for item in items:
-        if not 0 <= item.unit < len(timeline.units) or item.step not in known:
-            raise ValueError(f"step {item.step} or unit {item.unit} is not there")
-    return timeline
+    if trace.rank != rank:
+        raise TraceError(f"{path} is of rank {trace.rank}; do not rename these files")
+    return trace
 
 
 # ---- events for viewers ----------------------------------------------------------------------------------------------
 
 
-def chrome_events(timelines: Iterable[Timeline]) -> list[Event]:
-    """Make the trace events of some ranks: metadata first, then by time.
+def chrome_events(timeline: Timeline) -> list[Event]:
+    """Make the trace events of a rank: metadata first, then by time."""
+    return sorted(_events_of(timeline), key=_place)
 
-    Ranks that were aligned share a clock; others are shifted by when their recordings started on their wall clocks.
-    """
-    ranks = tuple(timelines)
-    first_ns = min((timeline.started_unix_ns for timeline in ranks), default=0)
-    are_aligned = all(timeline.is_aligned for timeline in ranks)
-    events: list[Event] = []
-    for timeline in ranks:
-        shift_us = 0.0 if are_aligned else _us(timeline.started_unix_ns - first_ns)
-        events += [event | {"ts": event["ts"] + shift_us} if "ts" in event else event for event in _events_of(timeline)]
-    return sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
+
+def _place(event: Event) -> tuple[bool, float]:
+    """Return the place of an event among others: metadata first, then by time."""
+    return event["ph"] != "M", event.get("ts", 0.0)
 
 
 def _events_of(timeline: Timeline) -> Iterator[Event]:

@@ -127,10 +127,6 @@ class Timeline:
     memory: tuple[MemorySample, ...] = ()  # by time
 
 
-TABLES: dict[str, type] = {"steps": StepWindow, "spans": Span, "collectives": Collective, "memory": MemorySample}
-"""Fields of a `Timeline` that are rows of one class each."""
-
-
 # ---- from the raw log of a recorder: marks become times, phases get their ends, moments become collectives ----------
 # Records are plain tuples, since named ones take several times as long to make while a model trains:
 #

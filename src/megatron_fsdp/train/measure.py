@@ -214,7 +214,7 @@ def recording_waits(trained: Trained, *, is_wanted: bool) -> Iterator[Callable[[
     recorder, step_s = Recorder(model, steps=2, align=False, memory=False), math.nan
 
     def exposed_share() -> float:
-        exposed_ns = sum(step.exposed_ns for step in summarise(recorder.result()).steps)
+        exposed_ns = sum(step.exposed_ns for step in summarise(recorder.result()))
         share = Tensor([exposed_ns / 1e9 / step_s]).to(trained.device)
         dist.all_reduce(share)
         return float(share) / dist.get_world_size()
