@@ -35,12 +35,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_fsdp.checkpoint import safe_read
-from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load_tensor
+from megatron_fsdp.checkpoint.archive import load_object, load_tensor
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
 from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.checkpoint.safe_read import load_metadata
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder
-from megatron_fsdp.checkpoint.torch_save import from_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import CheckpointError
@@ -558,7 +557,7 @@ NO_FILES: list[Callable[[Path], None]] = [_pipe, _endless, _socket, Path.mkdir]
 def test_what_is_no_file_is_not_waited_for(folder: Path, name: str, make: Callable[[Path], None]) -> None:
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
-    for words in (["inspect"], ["verify"], ["show", WEIGHT], ["to-torch", str(folder / "out.pt")]):
+    for words in (["inspect"], ["verify"], ["show", WEIGHT]):
         assert main(["checkpoint", words[0], str(folder), *words[1:]]) in (0, 1, 2)
     if name in ("manifest.json", ".metadata", "__0_0.distcp"):
         refused(lambda: CheckpointFolder(folder))
@@ -580,12 +579,6 @@ def test_weights_that_are_no_file(tmp_path: Path, name: str, make: Callable[[Pat
     (tmp_path / name).unlink(missing_ok=True)
     make(tmp_path / name)
     refused(lambda: open_folder(tmp_path), name if name != "model.safetensors" else "part.safetensors is missing")
-
-
-@pytest.mark.parametrize("make", NO_FILES)
-def test_a_state_dict_that_is_no_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "state.pt")
-    refused(lambda: load_object_file(tmp_path / "state.pt"), "cannot be read: it is a folder, pipe, socket or device")
 
 
 # ---- messages, and what is printed -----------------------------------------------------------------------------------
@@ -680,16 +673,13 @@ def test_numbers_in_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     "name", ["lists that hold each other", "a list that holds itself", "a huge number", "a long text"]
 )
-def test_commands_that_print_objects_say_one_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_commands_that_print_objects_say_one_line(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     hostile.plant(folder, STEP, hostile.archive_of(multipliers()[name]))
-    for words in (["show", str(folder), STEP], ["to-torch", str(folder), str(tmp_path / "out.pt")]):
-        assert main(["checkpoint", *words]) == 2
-        told = capsys.readouterr()
-        assert told.err.count("\n") == 1
-        assert len(told.err) < LONGEST_MESSAGE + 100
-        assert STEP in told.err
+    assert main(["checkpoint", "show", str(folder), STEP]) == 2
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1
+    assert len(told.err) < LONGEST_MESSAGE + 100
+    assert STEP in told.err
     assert main(["checkpoint", "verify", str(folder)]) == 1
 
 
@@ -697,13 +687,6 @@ def test_what_nests_too_deep_to_be_shown_is_one_line(folder: Path, capsys: pytes
     hostile.plant(folder, STEP, hostile.archive_of(hostile.whole(b"N" + b"\x85" * 100_000)))
     assert main(["checkpoint", "show", str(folder), STEP]) == 2
     assert capsys.readouterr().err == "error: what it holds nests too deep for this\n"
-
-
-def test_flat_keys_are_counted_before_they_are_made(tmp_path: Path) -> None:
-    """Each of 30,000 leaves would be called by the name of 100 KB above it."""
-    torch.save({"k" * 100_000: dict.fromkeys(map(str, range(30_000)))}, tmp_path / "state.pt")
-    refused(lambda: from_torch_save(tmp_path / "state.pt", tmp_path / "out"), "far more memory")
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_error_of_a_checkpoint_keeps_begin_and_end() -> None:

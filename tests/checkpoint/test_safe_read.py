@@ -5,16 +5,14 @@ import collections
 import io
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load_tensor, write_archive
+from megatron_fsdp.checkpoint.archive import load_object, load_tensor, write_archive
 from megatron_fsdp.checkpoint.safe_read import Opaque, load_metadata
-from megatron_fsdp.errors import CheckpointError
 from tests.support import hostile
 from tests.support.hostile import saved_bytes
 
@@ -96,21 +94,6 @@ def test_tensors_that_share_their_elements_still_do() -> None:
     found["a"][1] = 9.0
     assert found["b"].tolist() == [9.0, 0.0, 0.0]
     assert found["same"] is found["a"]
-
-
-def test_a_file_is_mapped_and_never_written(tmp_path: Path) -> None:
-    path = tmp_path / "state.pt"
-    torch.save({"w": torch.arange(5.0), "n": 1}, path)
-    before = path.read_bytes()
-    found = load_object_file(path)
-    assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    found["w"].add_(1)
-    assert path.read_bytes() == before
-    path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"state\.pt"):
-        load_object_file(path)
-    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
-        load_object_file(tmp_path / "nothing.pt")
 
 
 def test_big_endian_files() -> None:

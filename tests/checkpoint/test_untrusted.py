@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load_tensor
+from megatron_fsdp.checkpoint.archive import load_object, load_tensor
 from megatron_fsdp.checkpoint.safe_read import load_metadata
 from megatron_fsdp.errors import CheckpointError
 from tests.support import hostile
@@ -78,7 +78,6 @@ def test_in_the_common_file_of_megatron(folder: Path, tmp_path: Path, name: str)
     raw, told = hostile.payloads(marker)[name]
     (folder / "common.pt").write_bytes(hostile.archive_of(raw))
     refused(by_verify, folder, marker, told, "common.pt")
-    refused(load_object_file, folder / "common.pt", marker, told, "common.pt")
 
 
 class Evil:

@@ -58,7 +58,7 @@ print(json.dumps(found))
 
 COMMANDS = ("plan", "doctor", "describe", "trace", "hang", "checkpoint")
 OF_CHECKPOINTS = {
-    "verify": 1, "inspect": 1, "show": 2, "map": 1, "diff": 2, "to-torch": 2, "from-torch": 2, "convert": 2
+    "verify": 1, "inspect": 1, "show": 2, "map": 1, "diff": 2, "convert": 2
 }  # fmt: skip
 FROM_CHECKOUT = "which is not installed; run pip install -e '.[{}]' in the checkout of mfsdp"
 HF = f"the package transformers, {FROM_CHECKOUT.format('hf')}"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 from megatron_fsdp.checkpoint import load_checkpoint
-from megatron_fsdp.cli.main import main as mfsdp
 from tests.coming_from.scripts import FOLDER, HELD_OUT, LOSS, run_script, script, told
 from tests.conftest import RunRanks
 from tests.support.real_torchrun import real_torchrun
@@ -82,7 +82,7 @@ def moved(run_ranks: RunRanks, trained: Losses, saved: Path, tmp_path_factory: p
     folder = tmp_path_factory.mktemp("moved")
     iteration = f"iter_{FIRST:07}"
     (folder / "ddp_after").mkdir()
-    assert mfsdp(["checkpoint", "from-torch", str(saved / "ddp_before"), str(folder / "ddp_after" / iteration)]) == 0
+    torch_save_to_dcp(saved / "ddp_before", folder / "ddp_after" / iteration)
     for origin in ("fsdp2", "megatron_fsdp"):
         shutil.copytree(saved / f"{origin}_before", folder / f"{origin}_after" / iteration)
     jobs = {name: (script(name), folder / name, LAST) for name in AFTER if name != "deepspeed_after"}
@@ -104,7 +104,7 @@ def test_consolidated_weights_of_deepspeed_become_a_checkpoint(tmp_path: Path) -
     """One `torch.save` file of weights under the model's own names, as `zero_to_fp32.py` writes it."""
     source = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     torch.save({"model": source.state_dict()}, tmp_path / "weights.pt")
-    assert mfsdp(["checkpoint", "from-torch", str(tmp_path / "weights.pt"), str(tmp_path / "weights")]) == 0
+    torch_save_to_dcp(tmp_path / "weights.pt", tmp_path / "weights")
     target = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     report = load_checkpoint(target, None, tmp_path / "weights")
     assert not report.missing

@@ -7,15 +7,13 @@ import struct
 import sys
 import zipfile
 import zlib
-from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 
 from megatron_fsdp.checkpoint.safe_read import (
     ReadingBudget,
     RestrictedUnpickler,
-    open_file,
     printable,
     reading,
 )
@@ -63,18 +61,6 @@ def load_object(raw: bytes, where: str) -> Any:
     """Read one object as data, its tensors on the CPU; objects of packages such as Megatron are kept as `Opaque`."""
     with reading(where):
         return _ArchiveUnpickler(_Archive(io.BytesIO(raw), where, check=True)).load()
-
-
-def load_object_file(path: Path) -> Any:
-    """As `load_object`, of a file whose tensors stay on disk until they are looked at (a private memory map)."""
-    where = str(path)
-    try:
-        with open_file(path) as file, reading(where):
-            archive = _Archive(file, where)
-            mapped = torch.UntypedStorage.from_file(where, False, archive.nbytes)
-            return _ArchiveUnpickler(archive, mapped=cast(torch.UntypedStorage, mapped)).load()
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
 
 
 class _Archive:
@@ -137,11 +123,11 @@ class _Archive:
 
 
 class _ArchiveUnpickler(RestrictedUnpickler):
-    """Reads the pickle of an archive; its storages are read, views of what is mapped, or (`on_meta`) without memory."""
+    """Reads the pickle of an archive; its storages are read, or (`on_meta`) without memory."""
 
-    def __init__(self, archive: _Archive, *, mapped: torch.UntypedStorage | None = None, on_meta: bool = False) -> None:
+    def __init__(self, archive: _Archive, *, on_meta: bool = False) -> None:
         super().__init__(archive.read("data.pkl").numpy().tobytes(), archive.where)
-        self._archive, self._mapped, self._on_meta = archive, mapped, on_meta
+        self._archive, self._on_meta = archive, on_meta
         order = archive.read("byteorder").numpy().tobytes() if "byteorder" in archive else b"little"
         if order not in (b"little", b"big"):
             raise CheckpointError(f"{self.where} is damaged: byte order {order!r:.50}")
@@ -169,10 +155,7 @@ class _ArchiveUnpickler(RestrictedUnpickler):
             storage = torch.UntypedStorage(length, device="meta")
             storage._checkpoint_offset = None if self._swapped else start
             return storage
-        if self._mapped is None or start % dtype.itemsize:
-            storage = self._archive.read(f"data/{key}").untyped_storage()
-        else:
-            storage = self._mapped[start : start + length]
+        storage = self._archive.read(f"data/{key}").untyped_storage()
         if self._swapped:
             storage.byteswap(dtype)
         return storage

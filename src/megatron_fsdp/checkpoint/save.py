@@ -211,19 +211,18 @@ def write_state(
     *,
     paths: Mapping[str, KeyPath] | None = None,
     progress: Callable[[int], None] | None = None,
-    is_alone: bool = False,
 ) -> None:
     """Write a nested state into a folder, which is made and published by the caller, with its manifest; collective.
 
     What is not in memory stands in the state as a source, which is read when it is written. `paths` say where each key
     is in the nested state, where `state` is flat (empty: keys are not nested); boxes that several ranks have are then
-    those of the first. `is_alone`: this process writes alone, whether or not there are others.
+    those of the first.
     """
     if group is None and not dist.is_initialized():
         _require_whole(state)
     writer, planner = SealingWriter(folder, progress), SealingPlanner(paths)
     try:
-        if is_alone or world_size_of(group) == 1:
+        if world_size_of(group) == 1:
             save_alone(state, storage_writer=writer, planner=planner)
         else:
             save(dict(state), storage_writer=writer, planner=planner, process_group=group)

@@ -515,7 +515,7 @@ def require_seen(folder: Path, patience_s: float) -> None:
         time.sleep(_LOOK_AGAIN_S)
 
 
-# ---- other new folders and files -------------------------------------------------------------------------------------
+# ---- other new folders -------------------------------------------------------------------------------------
 
 
 def require_apart(target: Path, source: Path | None = None) -> None:
@@ -528,19 +528,6 @@ def require_apart(target: Path, source: Path | None = None) -> None:
             raise CheckpointError(f"{target} is {where}; give a folder outside of it")
     if wanted == Path(os.path.realpath(".")):
         raise CheckpointError(f"{target} is the current folder, which cannot be replaced; give a folder that is not")
-
-
-@contextmanager
-def new_file(target: Path) -> Iterator[Path]:
-    """Make a file under a temporary name beside `target`, and rename it when the block ends well."""
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target} exists already; give a name that does not")
-    temporary = _beside(target)
-    try:
-        yield temporary
-        _rename(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def replace_text(target: Path, text: str) -> None:

@@ -33,7 +33,6 @@ from megatron_fsdp.checkpoint.inspect import GROUP_META, as_json, dtype_name, in
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
 from megatron_fsdp.checkpoint.report import together
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of, locate
-from megatron_fsdp.checkpoint.torch_save import RepackReport, from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import run_guarded
 from megatron_fsdp.cli.output import in_bytes, write_error, write_facts, write_json, write_line, write_table
@@ -269,37 +268,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 # ---- to other files --------------------------------------------------------------------------------------------------
-
-
-@_command(
-    "to-torch",
-    "a checkpoint as one torch.save file",
-    "Write the whole state dict of a checkpoint, nested as it was saved, as one file that "
-    "torch.load(weights_only=True) reads.",
-    _DIR,
-    _arg("file", metavar="FILE", type=Path, help="must not exist"),
-)
-def _to_torch(args: argparse.Namespace) -> int:
-    return _write_repacked(args.file, to_torch_save(_opened(args.checkpoint_dir), args.file))
-
-
-@_command(
-    "from-torch",
-    "a torch.save file as a checkpoint",
-    "Write the state dict of a torch.save file as a checkpoint that torch.distributed.checkpoint.load reads on any "
-    "number of ranks. The file is read without running code from it.",
-    _arg("file", metavar="FILE", type=Path, help="of torch.save, in the zip format (torch 1.6 and later)"),
-    _arg("output_dir", metavar="DIR", **_OUTPUT),
-)
-def _from_torch(args: argparse.Namespace) -> int:
-    return _write_repacked(args.output_dir, from_torch_save(args.file, args.output_dir))
-
-
-def _write_repacked(target: Path, found: RepackReport) -> int:
-    write_line(f"{target}: {found.tensors} tensors, {in_bytes(found.nbytes)}, {found.objects} other values")
-    for note in found.notes:
-        write_line(f"note: {note}")
-    return EXIT_SAME
 
 
 @_command(

@@ -45,7 +45,7 @@ def save_cut(tensors: Mapping[str, tuple[torch.Tensor, Sequence[Box]]], path: Pa
         key: TensorSource(tuple(values.shape), values.dtype, boxes, partial(_box_of, values))
         for key, (values, boxes) in tensors.items()
     }
-    write_state(sources, path, paths={}, is_alone=True)
+    write_state(sources, path, paths={})
     return CheckpointFolder(path)
 
 

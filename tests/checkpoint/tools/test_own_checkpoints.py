@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.diff import diff
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.inspect import inspect_folder
 from megatron_fsdp.checkpoint.store import locate
-from megatron_fsdp.checkpoint.torch_save import from_torch_save, to_torch_save
-from megatron_fsdp.checkpoint.verify import require_sound
 from tests.checkpoint.test_load import contents, step, wrap
 from tests.conftest import RunRanks
 from tests.support.on_ranks import assert_equal_tensors
@@ -35,7 +34,7 @@ def load(roots: list[str]) -> list[dict[str, torch.Tensor]]:
     model, optimizer = wrap(MODEL, STRATEGY, 3)
     found = []
     for root in roots:
-        load_checkpoint(model, optimizer, root, verify=True)
+        load_checkpoint(model, optimizer, root)
         found.append(contents(model, optimizer)[0])
     return found
 
@@ -57,9 +56,8 @@ def test_our_own_checkpoints(run_ranks: RunRanks, tmp_path: Path) -> None:
     )
 
     back = tmp_path / "back" / "iter_0000005"
-    to_torch_save(three, tmp_path / "all.pt")
-    from_torch_save(tmp_path / "all.pt", back)
-    require_sound(CheckpointFolder(back), 0, 1)
+    dcp_to_torch_save(three.path, tmp_path / "all.pt")  # torch's own converters read and write what we do
+    torch_save_to_dcp(tmp_path / "all.pt", back)
     assert diff(three, CheckpointFolder(back), pattern=r"^(model|optimizer\.state)\.").is_same
     assert "optimizer.param_groups.0.lr" in CheckpointFolder(back).objects
 
