@@ -12,13 +12,18 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.checkpoint.store import POINTER, CheckpointStore, FileOps, folder_name, iteration_of, to_prune
+from megatron_fsdp.checkpoint.store import CLAIM, POINTER, CheckpointStore, FileOps, folder_name, iteration_of, to_prune
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
 
 
 def fill(folder: Path) -> None:
     (folder / ".metadata").write_text("whole")
+
+
+def listed(root: Path) -> list[str]:
+    """The names in a folder, but for the file that is locked."""
+    return sorted(path.name for path in root.iterdir() if path.name != CLAIM)
 
 
 def write_each(store: CheckpointStore, *iterations: int) -> None:
@@ -35,7 +40,7 @@ def test_a_run_is_laid_out_as_megatron_does(tmp_path: Path) -> None:
     assert store.iterations() == []
     assert store.write(10, fill) == tmp_path / "runs" / "a" / "iter_0000010"
     write_each(store, 12_345_678)
-    assert sorted(path.name for path in store.root.iterdir()) == ["iter_0000010", "iter_12345678", POINTER]
+    assert listed(store.root) == ["iter_0000010", "iter_12345678", POINTER]
     assert (store.root / POINTER).read_text() == "12345678"
     assert store.iterations() == [10, 12_345_678]
     assert store.latest() == store.resolve() == store.resolve(12_345_678) == store.root / "iter_12345678"
@@ -120,7 +125,7 @@ def test_what_is_no_iteration_is_refused(tmp_path: Path, iteration: object) -> N
     if iteration is not None:
         with pytest.raises(ConfigurationError, match="give a whole number from 0"):
             store.resolve(iteration)  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
+    assert listed(tmp_path) == []
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, True, "2"])
@@ -172,9 +177,9 @@ def test_what_cannot_be_deleted_is_a_warning_and_is_deleted_later(tmp_path: Path
     with pytest.warns(RuntimeWarning, match="iter_0000010 could not be deleted .PermissionError"):
         stubborn.write(20, fill)
     assert stubborn.iterations() == [20]
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(listed(tmp_path)) == 3
     write_each(CheckpointStore(tmp_path, keep_last=1), 30)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000030", POINTER]
+    assert listed(tmp_path) == ["iter_0000030", POINTER]
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
@@ -195,7 +200,7 @@ def test_an_iteration_is_not_overwritten_unasked(tmp_path: Path) -> None:
     store.write(10, lambda folder: (folder / ".metadata").write_text("again"), overwrite=True)
     assert (store.resolve() / ".metadata").read_text() == "again"
     assert store.latest() == store.path_of(10)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(listed(tmp_path)) == 4
 
 
 def test_what_holds_no_metadata_is_not_published(tmp_path: Path) -> None:
@@ -203,7 +208,7 @@ def test_what_holds_no_metadata_is_not_published(tmp_path: Path) -> None:
     write_each(store, 10)
     with pytest.raises(CheckpointError, match=r"the writer has left no \.metadata in"):
         store.write(20, lambda folder: (folder / "data").write_text("x"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", POINTER]
+    assert listed(tmp_path) == ["iter_0000010", POINTER]
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
@@ -217,7 +222,7 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, raised: type[BaseE
 
     with pytest.raises(KeyboardInterrupt if raised is KeyboardInterrupt else CheckpointError, match="enough"):
         store.write(20, interrupted)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", POINTER]
+    assert listed(tmp_path) == ["iter_0000010", POINTER]
 
 
 def test_two_runs_that_save_one_iteration_at_once_do_not_replace_each_other(tmp_path: Path) -> None:
@@ -229,7 +234,7 @@ def test_two_runs_that_save_one_iteration_at_once_do_not_replace_each_other(tmp_
     with pytest.raises(CheckpointError, match=r"another process has saved .*iter_0000003 meanwhile"):
         CheckpointStore(tmp_path).write(3, write)
     assert [path.name for path in (tmp_path / "iter_0000003").iterdir()] == [".metadata"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", POINTER]
+    assert listed(tmp_path) == ["iter_0000003", POINTER]
 
 
 def test_a_root_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
@@ -289,7 +294,7 @@ def save_on_ranks(root: Path) -> dict[str, Any]:
     done["latest"] = latest is not None and latest == elsewhere.path_of(10)
     done["numbers"] = elsewhere.iterations()
     dist.barrier()
-    done["left"] = sorted(path.name for path in root.iterdir())
+    done["left"] = listed(root)
     return done
 
 

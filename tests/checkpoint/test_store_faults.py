@@ -408,6 +408,59 @@ def check(root: Path, newest: int) -> int:
     return found
 
 
+def saved_by_a_child(root: Path, iteration: int, *, waits: bool = False) -> tuple[int, str]:
+    """Save in a forked process, which may stay alive with its store; its id, and what it was told."""
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        told = "saved"
+        store = CheckpointStore(root, keep_last=2)
+        try:
+            save_files(store, iteration, "first")
+        except CheckpointError as error:
+            told = str(error)
+        os.write(there, told.encode())
+        os.close(there)
+        while waits:
+            time.sleep(1)
+        os._exit(0)
+    os.close(there)
+    with os.fdopen(here, encoding="utf-8") as stream:
+        told = stream.read()
+    if not waits:
+        os.waitpid(child, 0)
+    return child, told
+
+
+def test_one_process_saves_in_a_folder(tmp_path: Path) -> None:
+    """Until it closes its store, or is killed; loading, and other stores of its own, go on."""
+    root = tmp_path / "run"
+    child, told = saved_by_a_child(root, 1, waits=True)
+    assert told == "saved"
+    store = CheckpointStore(root, keep_last=2)
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"run: another process saves its checkpoints in it now; give each run"
+        ):
+            save_files(store, 2, "first")
+    assert store.iterations() == [1]
+    assert not store._folder.hidden()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    save_files(store, 2, "first")
+    other = CheckpointStore(root, keep_last=2)
+    save_files(other, 3, "first")
+    assert "another process saves" in saved_by_a_child(root, 4)[1]
+    other.close()
+    save_files(store, 4, "first")
+    assert "another process saves" in saved_by_a_child(root, 5)[1]
+    store.close()
+    assert saved_by_a_child(root, 5)[1] == "saved"
+    latest = store.latest()
+    assert latest is not None
+    assert iteration_in(latest) == 5
+
+
 @pytest.mark.full
 def test_a_whole_checkpoint_is_found_whenever_the_saver_is_killed(tmp_path: Path) -> None:
     root = tmp_path / "run"

@@ -32,7 +32,8 @@ class Checkpointer:
                 ...
                 checkpoints.save(step + 1, model, optimizer, extra={"schedule": schedule})
 
-    A save is published whole or not at all (docs/checkpoints.md). Memory: in the foreground one block of 64 Ki elements
+    A save is published whole or not at all (docs/checkpoints.md), and from the first one to `close` no other process
+    may save in the folder. Memory: in the foreground one block of 64 Ki elements
     while checksums are taken, and one tensor of this rank where it has to be copied from a device; in the background
     one copy of this rank's shards in host memory, kept for the next save.
 
@@ -163,14 +164,19 @@ class Checkpointer:
             self._saver.wait()
 
     def close(self) -> None:
-        """Finish, and free memory and group; call it before torch.distributed is shut down.
+        """Finish, free memory and group, and let other processes save in the folder.
+
+        Call it before torch.distributed is shut down.
 
         Raises:
             CheckpointError: As `wait`.
         """
         self._is_closed = True
-        if self._saver is not None:
-            self._saver.close()
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            self.store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -197,8 +203,8 @@ def save_checkpoint(
 
     Arguments and errors as of `Checkpointer` and its `save`.
     """
-    checkpointer = Checkpointer(root, keep_last=keep_last, group=group)
-    return checkpointer.save(iteration, model, optimizer, extra=extra, with_rng=with_rng, overwrite=overwrite)
+    with Checkpointer(root, keep_last=keep_last, group=group) as checkpointer:
+        return checkpointer.save(iteration, model, optimizer, extra=extra, with_rng=with_rng, overwrite=overwrite)
 
 
 def collect(

@@ -6,6 +6,7 @@
 <root>/.iter_0000010.replaced-<serial>/               being replaced; counts until another one has its name
 <root>/.iter_0000005.discarded-<serial>/              being deleted
 <root>/.latest_checkpointed_iteration.txt.partial-<serial>   the next pointer
+<root>/.claim-of-checkpoints                          locked by the process that saves
 
 Whenever a process is killed, the previous checkpoint or the new one is found (docs/checkpoints.md has the steps).
 """
@@ -21,6 +22,7 @@ import shutil
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 POINTER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 MARK_OF_WHOLE = ".metadata"
+CLAIM = ".claim-of-checkpoints"
 
 Writer = Callable[[Path], object]
 """Writes this rank's files of a checkpoint into a folder; called on every rank."""
@@ -267,7 +270,8 @@ class FileOps:
 def claim(path: Path, held: ExitStack) -> bool:
     """Lock a file or folder until `held` ends, or the process, however that ends; False where another one has it.
 
-    Without locks in the file system, or where nothing can be opened, every claim succeeds. On NFS a lock of a file
+    Without locks in the file system, or where nothing can be opened, every claim succeeds. Claims of one process
+    exclude each other, and its children inherit them. On NFS a lock of a file
     holds for all machines, that of a folder for this one.
     """
     try:
@@ -283,6 +287,67 @@ def claim(path: Path, held: ExitStack) -> bool:
         return True
     held.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # also where a forked child still has it open
     return True
+
+
+class RunClaim:
+    """This process's claim to save in the folder of a run, until `release` or the end of the process, even a kill.
+
+    A record lock (`fcntl.lockf`) of a file that is removed again: it is the process's own, so all its claims of one
+    folder are one, and children do not inherit it. Releasing one ends it for the others too, until they take it again.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / CLAIM
+        self._descriptor: int | None = None
+        self._let_go: Callable[[], object] = lambda: None
+
+    def take(self) -> bool:
+        """Claim the folder, which exists; False where another process has it.
+
+        Without locks in the file system, or where nothing can be opened, every claim succeeds.
+        """
+        while True:
+            try:
+                if self._descriptor is None:
+                    self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+                    self._let_go = weakref.finalize(self, _let_go, self._path, self._descriptor)
+                is_held = _lock(self._descriptor)
+            except OSError:
+                return True
+            if not is_held or _is_open(self._path, self._descriptor):
+                return is_held
+            self.release()  # it was removed, or made anew, before it was locked
+
+    def release(self) -> None:
+        """Give the folder up."""
+        self._let_go()
+        self._descriptor = None
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file for this process; False where another one has it."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _is_open(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def _let_go(path: Path, descriptor: int) -> None:
+    """Remove a locked file if it is this process's, and close it."""
+    with contextlib.suppress(OSError):
+        if _lock(descriptor) and _is_open(path, descriptor):
+            path.unlink()
+    os.close(descriptor)
 
 
 def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> list[int]:
@@ -301,7 +366,8 @@ class CheckpointStore:
 
     A folder counts as a checkpoint when it has its published name and holds `.metadata`. All methods but `path_of` are
     collective, and give the same on every rank: rank 0 looks, since a shared file system may show ranks different
-    things for a while. They work without torch.distributed, too. One save at a time.
+    things for a while. They work without torch.distributed, too. One save at a time, by one process: the first save
+    claims the folder until `close`.
 
     `keep_last` says how many checkpoints to keep, up to the one that the pointer names; None: all.
     """
@@ -323,7 +389,12 @@ class CheckpointStore:
         self.group = group
         self._patience_s = patience_s
         self._folder = RunFolder(self.root)
+        self._claim = RunClaim(self.root)
         self._ops = FileOps() if ops is None else ops
+
+    def close(self) -> None:
+        """Let other processes save in the folder; another save claims it again."""
+        self._claim.release()
 
     def path_of(self, iteration: int) -> Path:
         """Return where the checkpoint of an iteration is published (as `RunFolder.path_of`); not collective."""
@@ -363,8 +434,9 @@ class CheckpointStore:
         background save needs; None: the store's.
 
         Raises:
-            CheckpointError: A rank has met an error, the ranks share no file system, or the iteration exists; the same
-                message on every rank. Nothing was published, and what was written is removed.
+            CheckpointError: A rank has met an error, the ranks share no file system, another process saves in the
+                folder, or the iteration exists; the same message on every rank. Nothing was published, and what was
+                written is removed.
             ConfigurationError: The iteration is no whole number from 0, or ranks give different ones.
         """
         group = self.group if group is None else group
@@ -397,17 +469,29 @@ class CheckpointStore:
                 f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}); save in another folder, which holds "
                 "nothing but the run's checkpoints"
             )
+        with contextlib.suppress(FileExistsError):  # a file is in the way: what is made in it says so
+            self.root.mkdir(parents=True, exist_ok=True)
+        if not self._claim.take():
+            raise CheckpointError(
+                f"{self.root}: another process saves its checkpoints in it now; give each run a folder of its own, or "
+                "start again when that one has ended"
+            )
         may_replace = iteration in self._clear_leftovers() or overwrite
         found = self._folder.find(iteration)
         if (found or target.exists()) and not may_replace:
             state = "exists" if found else f"exists, without a {MARK_OF_WHOLE}"
             raise CheckpointError(f"{target} {state}; pass overwrite=True to replace it, or save another iteration")
+        staging = self._make_hidden(target.name, self._ops.make_folder, claims)
+        return staging.name, may_replace, f"saving {target}"
+
+    def _make_hidden(self, name: str, make: Callable[[Path], None], claims: ExitStack) -> Path:
+        """Make a file or folder under a new hidden name, and claim it for this save."""
         while True:
-            staging = self.root / hidden_name(target.name, "partial")
-            self._ops.make_folder(staging)
-            if claim(staging, claims) and staging.exists():
-                return staging.name, may_replace, f"saving {target}"
-            # Another process took it for left over before it was claimed.
+            path = self.root / hidden_name(name, "partial")
+            make(path)
+            if claim(path, claims) and path.exists():
+                return path
+            # Another thread that saves here took it for left over before it was claimed.
 
     def _publish(self, staging: Path, iteration: int, may_replace: bool, claims: ExitStack) -> None:
         """Rename a written folder, point the pointer to it, and delete what is not kept.
@@ -418,11 +502,14 @@ class CheckpointStore:
         if not is_whole(staging):
             raise CheckpointError(f"the writer has left no {MARK_OF_WHOLE} in {staging}")
         self._ops.sync_tree(staging)
-        target, pointer = self.path_of(iteration), self.root / hidden_name(POINTER, "partial")
+        target = self.path_of(iteration)
         with ExitStack() as undo:
-            undo.callback(self._ops.remove, pointer)
-            self._ops.write_file(pointer, str(iteration))
-            claim(pointer, claims)
+
+            def write_pointer(path: Path) -> None:
+                undo.callback(self._ops.remove, path)
+                self._ops.write_file(path, str(iteration))
+
+            pointer = self._make_hidden(POINTER, write_pointer, claims)
             if target.exists():
                 if not may_replace:
                     raise CheckpointError(
