@@ -12,6 +12,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint.checkpointer import collect
 from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
+from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed
@@ -50,6 +51,29 @@ def contents(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> tuple[Who
                 state[f"{names[id(param)]}/{slot}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return model.full_parameters(), {key: value.clone() for key, value in state.items()}, options
+
+
+@pytest.mark.parametrize("slot", ["step", "exp_avg_sq", "max_exp_avg_sq"])
+def test_state_without_what_a_step_needs_is_refused_before_anything_changes(tmp_path: Path, slot: str) -> None:
+    """As in a checkpoint that was converted from one without step counts."""
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    first, second = (torch.optim.AdamW(model.parameters(), amsgrad=True) for model in models)
+    models[0](torch.ones(1, 3)).sum().backward()
+    first.step()
+    state = collect(models[0], first, 2)
+    for slots in state["optimizer"]["state"].values():
+        del slots[slot]
+    (tmp_path / "lacking").mkdir()
+    write_state(state, tmp_path / "lacking")
+    before = [param.clone() for param in models[1].parameters()]
+    with pytest.raises(CheckpointError, match=rf"optimizer\.state\.module\.weight\.{slot}"):
+        load_checkpoint(models[1], second, tmp_path / "lacking")
+    assert all(map(torch.equal, before, models[1].parameters()))
+    assert not second.state
+    report = load_checkpoint(models[1], second, tmp_path / "lacking", strict=False)
+    assert sorted(report.missing) == [f"optimizer.state.module.{name}.{slot}" for name in ("bias", "weight")]
+    models[1](torch.ones(1, 3)).sum().backward()
+    second.step()
 
 
 def save(name: ModelName, strategy: int, folder: str) -> tuple[Whole, Whole, list[dict[str, Any]]]:

@@ -11,6 +11,8 @@ Loaded is also what others store: state by position, `optimizer.state.<number>.<
 
 from __future__ import annotations
 
+import inspect
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -133,6 +135,7 @@ class OptimizerMatch:
             for name, by_slot in slots.items():
                 self._match_state(name, by_slot)
             self._read_options()
+            self._leave_incomplete_state(slots)
             if slots:
                 self._note_what_lacks(slots.keys())
             if self._kind not in (None, kind_of(optimizer)):
@@ -225,6 +228,19 @@ class OptimizerMatch:
                 self.leaves.setdefault(name, {})[slot] = target
         match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
 
+    def _leave_incomplete_state(self, slots: Mapping[str, Mapping[KeyPath, str]]) -> None:
+        """Record slots that the optimizer's steps need and the checkpoint lacks; such state is not loaded."""
+        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
+            for name in names:
+                options = self.options.get(name, {})
+                told = {path[0] for path in slots.get(name, ())} | ({"step"} & options.keys())
+                needed = _slots_of_a_step(self._optimizer, {**group, **options}, self._params[name]) if told else ()
+                if lacking := [slot for slot in needed if slot not in told]:
+                    missing = (f"{_STATE}{PREFIX}{name}.{slot}" for slot in lacking)
+                    self._match.missing += [key for key in missing if key not in self._match.missing]
+                    self.leaves.pop(name, None)
+                    self.kept.add(name)
+
     def _note_what_lacks(self, with_state: Collection[str]) -> None:
         """Record missing state, unless the parameter had no state when it was saved, and missing options."""
         without = [name for name in self._params if name not in with_state]
@@ -293,6 +309,29 @@ class OptimizerMatch:
                 )
             wanted[key] = tuple(value) if isinstance(group.get(key), tuple) and isinstance(value, list) else value
         return wanted
+
+
+def _slots_of_a_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: torch.Tensor
+) -> Collection[str]:
+    """Name the state that the first step of one of torch's optimizers makes for a parameter; of others none.
+
+    `_init_group` makes it; it is called on an object of the class that has a tiny parameter and its own state.
+    """
+    kind = type(optimizer)
+    if not (kind.step.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")):
+        return ()
+    tiny = torch.zeros((1,) * param.dim(), dtype=param.dtype)
+    tiny.grad = torch.zeros_like(tiny)
+    probe: Any = object.__new__(kind)
+    probe.__dict__ = {**optimizer.__dict__, STATE: defaultdict(dict)}
+    num_lists = len(inspect.signature(probe._init_group).parameters) - 1
+    switches = {name: False for name in ("fused", "capturable") if name in group}
+    try:
+        probe._init_group({**group, **switches, "params": [tiny]}, *([] for _ in range(num_lists)))
+    except Exception:  # noqa: BLE001  # a stored option may be anything; loading it says what is wrong
+        return ()
+    return tuple(probe.state[tiny])
 
 
 def _split(rest: str, known: set[str]) -> tuple[str | None, str]:
