@@ -71,6 +71,18 @@ def read_file(path: Path, at_most: int = MAX_OBJECT_BYTES) -> bytes:
         return file.read(nbytes)
 
 
+def resolve_inside(path: Path, folder: Path) -> Path:
+    """Follow the links of an entry of a folder that somebody else may have made; it may not lead out of the folder.
+
+    Where the folder is a snapshot in a cache of the hub, its files are links to `blobs` beside the snapshots.
+    """
+    home, real = folder.resolve(), path.resolve(strict=True)
+    places = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(real.is_relative_to(place) for place in places):
+        raise CheckpointError(f"{path} is a link that leads out of its folder, to {real}; put the file itself there")
+    return real
+
+
 def read_json(path: Path, at_most: int = _MAX_JSON_BYTES) -> Any:
     """Return what a JSON file holds."""
     try:

@@ -1,6 +1,7 @@
 """A checkpoint becomes a Hugging Face folder in one process, whatever ranks saved it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import save_checkpoint
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.hf import export_hf
+from megatron_fsdp.checkpoint.hf import export_hf, save_hf
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, stored, tokens
@@ -57,6 +58,50 @@ def test_transformers_loads_what_the_command_writes(run_ranks: RunRanks, tmp_pat
     assert files.keys() - weights == {
         "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"
     }  # fmt: skip
+
+
+LINKS = {
+    "notes.txt": ("/etc/passwd", "is a link that leads out of its folder"),
+    "vocab.json": ("/dev/zero", "is a link that leads out of its folder"),
+    "merges.txt": ("nowhere", "No such file"),
+    "additional_chat_templates": ("/etc", "is a link that leads out of its folder"),
+    "config.json": ("../elsewhere/config.json", "is a link that leads out of its folder"),
+}
+
+
+@pytest.mark.parametrize("name", [*LINKS, "a pipe", "a large file"])
+def test_only_files_of_the_config_folder_are_exported(tmp_path: Path, name: str) -> None:
+    model = build("llama")
+    source = saved_plainly(tmp_path / "source", model)
+    config, out = config_folder(tmp_path / "config", "llama"), tmp_path / "out"
+    config_folder(tmp_path / "elsewhere", "llama")
+    told = "where a file should be"
+    if name in LINKS:
+        target, told = LINKS[name]
+        (config / name).unlink(missing_ok=True)
+        (config / name).symlink_to(target)
+    elif name == "a pipe":
+        os.mkfifo(config / "vocab.txt")
+    else:
+        with (config / "vocab.txt").open("wb") as file:
+            file.truncate(1 << 40)
+        told = "what is beside weights may have 1024 MiB in all"
+    for export in (lambda: export_hf(source, out, config), lambda: save_hf(model, out, carry_from=config)):
+        with pytest.raises((CheckpointError, ConfigurationError), match=told):
+            export()
+        assert not out.exists()
+
+
+def test_files_of_a_cache_of_the_hub_are_exported(tmp_path: Path) -> None:
+    source = saved_plainly(tmp_path / "source", build("llama"))
+    config = config_folder(tmp_path / "cache" / "snapshots" / "abc", "llama")
+    (tmp_path / "cache" / "blobs").mkdir()
+    for number, path in enumerate(sorted(config.iterdir())):
+        path.rename(tmp_path / "cache" / "blobs" / str(number))
+        path.symlink_to(Path("..", "..", "blobs", str(number)))
+    export_hf(source, tmp_path / "out", config)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokens"
+    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
 
 
 def saved_plainly(folder: Path, model: nn.Module) -> CheckpointFolder:

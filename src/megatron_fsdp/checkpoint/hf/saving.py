@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
+from megatron_fsdp.checkpoint.hf.configs import CONFIG_FILE, build_from_config, read_config
 from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, write_file
 from megatron_fsdp.checkpoint.hf.live import FileTensor, LiveTensor, file_tensors, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
 from megatron_fsdp.checkpoint.rearranged import Part, RearrangedFolder
 from megatron_fsdp.checkpoint.report import decided_by_first, together
-from megatron_fsdp.checkpoint.safe_read import read_json
+from megatron_fsdp.checkpoint.safe_read import read_file, read_json, resolve_inside
 from megatron_fsdp.checkpoint.save import TensorSource, write_state
 from megatron_fsdp.checkpoint.store import new_folder, new_shared_folder, require_apart
 from megatron_fsdp.checkpoint.verify import share_out
 from megatron_fsdp.comm.agreement import gather_objects, rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.optional_packages import require
 
 Files = Mapping[str, Sequence[StoredTensor]]
 """The tensors of each file, by its name."""
@@ -37,12 +37,12 @@ Naming = Callable[[Mapping[str, tuple[int, ...]]], dict[str, FileTensor]]
 _SHARDS = ".shards"
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
-_CONFIG_FILE = "config.json"
 _SHOWN = 4
 
 _SUFFIXES = frozenset({".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".spm", ".py"})
 _NAMES = frozenset({"LICENSE", "NOTICE"})
 _FOLDERS = frozenset({"additional_chat_templates"})
+_MAX_CARRIED_BYTES = 1 << 30
 _NOT_CARRIED = frozenset({"adapter_config.json", "trainer_state.json", "manifest.json"})
 
 
@@ -126,27 +126,42 @@ def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: M
 
 def _carry_files(source: Path, target: Path, dtype: torch.dtype | None) -> None:
     """Copy everything but weights from one folder of a model to another, and set the dtype in the config."""
-    if not (source / _CONFIG_FILE).is_file():
-        raise CheckpointError(f"{source} has no {_CONFIG_FILE}; give the local folder of a model")
-    for path in sorted(source.iterdir()):
-        if path.is_dir():
-            if path.name in _FOLDERS:
-                shutil.copytree(path, target / path.name)
-            continue
-        is_of_weights = path.name.endswith(".index.json") or path.name in _NOT_CARRIED  # or of a training run
-        if not is_of_weights and (path.suffix in _SUFFIXES or path.name.partition(".")[0] in _NAMES):
-            shutil.copyfile(path, target / path.name)
+    if not (source / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{source} has no {CONFIG_FILE}; give the local folder of a model")
+    left = _MAX_CARRIED_BYTES
+    for path in _files_to_carry(source):
+        try:
+            contents = read_file(resolve_inside(path, source), left)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be carried along ({error.strerror}; what is beside weights may have "
+                f"{_MAX_CARRIED_BYTES >> 20} MiB in all); remove it, or put a regular file there"
+            ) from error
+        left -= len(contents)
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(contents)
     if dtype is not None:
-        described = read_json(target / _CONFIG_FILE)
+        described = read_json(target / CONFIG_FILE)
         field = "torch_dtype" if "torch_dtype" in described and "dtype" not in described else "dtype"
         described[field] = str(dtype).removeprefix("torch.")
-        (target / _CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        (target / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _files_to_carry(source: Path) -> Iterator[Path]:
+    """List what lies beside the weights of a model and belongs to it."""
+    for path in sorted(source.iterdir()):
+        is_of_weights = path.name.endswith(".index.json") or path.name in _NOT_CARRIED  # or of a training run
+        if path.is_dir():
+            yield from sorted(each for each in path.rglob("*") if not each.is_dir()) if path.name in _FOLDERS else ()
+        elif not is_of_weights and (path.suffix in _SUFFIXES or path.name.partition(".")[0] in _NAMES):
+            yield path
 
 
 def _write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dtype | None) -> None:
     """Write config.json and generation_config.json, unless they were copied."""
     chosen: Any = config if config is not None else getattr(module, "config", None)
-    is_wanted = config is not None or not (folder / _CONFIG_FILE).exists()
+    is_wanted = config is not None or not (folder / CONFIG_FILE).exists()
     if is_wanted and hasattr(chosen, "save_pretrained"):
         chosen = copy.deepcopy(chosen)
         chosen.architectures = [own_class(module).__name__]
@@ -323,7 +338,7 @@ def export_hf(
     if not config.is_dir():
         raise ConfigurationError(f"config={str(config)!r} is no folder; give the local folder of the model")
     require_apart(folder, source.path)
-    model = _model_of(config)
+    model = build_from_config(read_config(config), torch.get_default_dtype(), None)
     keys = _stored_keys(source, model)
     shapes = {name: source.tensors[key].shape for name, key in keys.items()}
     tensors = file_tensors(model, shapes)
@@ -335,24 +350,6 @@ def export_hf(
         _write_index(files, temporary)
         write_files(files, parts, source, temporary)
     return tuple(files)
-
-
-def _model_of(folder: Path) -> nn.Module:
-    """Build the model of a config without memory; code that lies beside it is not run."""
-    transformers: Any = require("transformers", "a Hugging Face folder")
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        kind: Any = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-        with torch.device("meta"):
-            build = kind if is_model else transformers.AutoModelForCausalLM.from_config
-            model: nn.Module = build(config)
-    except Exception as error:
-        raise ConfigurationError(
-            f"{folder} has no config from which transformers {transformers.__version__} builds a model ({error}); give "
-            "the local folder of the model that was trained"
-        ) from error
-    return model
 
 
 def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
