@@ -74,7 +74,8 @@ def test_what_is_not_the_default_of_the_trainer_becomes_flags(capsys: pytest.Cap
     told = json.loads(capsys.readouterr().out)
     hybrid = ["--num-distributed-optimizer-instances", "2", "--outer-dp-sharding-strategy", "optim"]
     chosen = ["--optimizer", "adamw8bit", "--megatron-fsdp-main-params-dtype", "bfloat16"]
-    assert told["flags"][4:] == hybrid + chosen
+    dtypes = ["--megatron-fsdp-main-grads-dtype", "auto", "--megatron-fsdp-grad-comm-dtype", "auto"]
+    assert told["flags"][4:] == [*hybrid, "--bf16", *chosen, *dtypes]
     assert [axis["axis"] for axis in told["traffic_per_step"]] == ["dp_shard", "dp_outer"]
 
 
@@ -91,7 +92,7 @@ def test_weights_in_few_bits_send_and_hold_less(capsys: pytest.CaptureFixture[st
     assert gathered[1] == pytest.approx(gathered[0], rel=0.01)  # decoded in a slot of the same size
     assert gathered[2] < 0.9 * gathered[1]  # what no linear multiplies stays as it is
     assert gathered[2] < gathered[3]
-    assert [told["flags"][-2:] for told in found[1:]] == [
+    assert [told["flags"][-6:-4] for told in found[1:]] == [
         ["--megatron-fsdp-weight-format", "*=fp8"],
         ["*norm*=none", "*=fp8_compute"],
         ["--fp8-param-gather", "--keep-fp8-transpose-cache"],
@@ -105,7 +106,7 @@ def test_weights_in_few_bits_send_and_hold_less(capsys: pytest.CaptureFixture[st
     by_name = ["--strategy", "3", "--weight-format", "*norm*=none,*=fp8_compute", "--keep-fp8-transpose-cache"]
     assert main(["plan", *SMALL, *by_name, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["flags"][-2:] == ["*norm*=none", "*=fp8_compute"]
+    assert told["flags"][-6:-4] == ["*norm*=none", "*=fp8_compute"]
     assert any("fully_shard(keep_fp8_transpose_cache=True) keeps these" in note for note in told["workload"]["notes"])
 
 
@@ -148,6 +149,8 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "deepseek-v3" in text
     assert "cpu-small" in text
     assert "h200: 989 TFLOP/s" in text
+    assert "4090: 165 TFLOP/s" in text
+    assert "8 devices per node of 24.0 GiB, 64.0 GiB of the host for each" in text
 
 
 @pytest.mark.parametrize(
@@ -271,6 +274,78 @@ def test_a_config_and_the_same_said_by_flags_have_one_plan(
     assert by_config["memory"] == by_flags["memory"]
     assert by_config["traffic_per_step"] == by_flags["traffic_per_step"]
     assert by_config["model"]["parameters"] == by_flags["model"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "--strategy 3",
+        "--strategy 1 --main-grads-dtype fp32",
+        "--strategy 3 --main-grads-dtype bf16 --grad-comm-dtype fp32 --recompute full",
+        "--strategy 3 --outer 2 --outer-strategy optim --main-params-dtype auto --weight-format fp8",
+        "--strategy 3 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --main-grads-dtype fp32",
+        "--strategy 3 --dtype fp32 --optimizer adamw8bit",
+        "--strategy 2 --tp 2 --outer-strategy no_shard",
+    ],
+)
+def test_the_flags_of_a_plan_give_that_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str) -> None:
+    model, words = small_config(tmp_path), asked.split()
+    words += [] if "--optimizer" in words else ["--optimizer", "adamw-fused"]
+    batch = ["--sequence-length", "128", "--micro-batch-size", "2"]
+    assert main(["plan", model, "--ranks", "4", *batch, *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["without_flags"] == []
+    count = 4 // (2 if "--tp" in words else 1)
+    text = f"hf_config: {model}/config.json\nseq_length: 128\nmicro_batch_size: 2\nglobal_batch_size: {2 * count}\n"
+    text += "train_iters: 9\nlr: 0.1\n"
+    values: dict[str, list[str]] = {}
+    for word in told["flags"]:
+        if word.startswith("--"):
+            values[name := word[2:].replace("-", "_")] = []
+        else:
+            values[name].append(word)
+    for name, given in values.items():
+        text += (
+            f"{name}: {json.dumps(given if len(given) > 1 or 'format' in name else given[0]) if given else 'true'}\n"
+        )
+    assert main(["plan", "--config", str(written(tmp_path, text)), "--ranks", "4", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["memory"] == told["memory"]
+    assert again["traffic_per_step"] == told["traffic_per_step"]
+    assert again["flags"] == told["flags"]
+
+
+def test_gradients_are_cast_where_they_are_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    """fp32 gradients of bf16 ones, on the host: what reductions take on the device does not depend on the cast."""
+    args = [
+        "plan",
+        *SMALL[:1],
+        "--ranks",
+        "1",
+        "--sequence-length",
+        "128",
+        "--strategy",
+        "3",
+        "--optimizer-cpu-offload",
+    ]
+    found = []
+    for dtype in ("bf16", "fp32"):
+        assert main([*args, "--main-grads-dtype", dtype, "--grad-comm-dtype", "bf16", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    in_bf16, in_fp32 = found
+    numel = in_bf16["model"]["parameters"]
+    assert in_bf16["memory"]["peak"]["passing_bytes"] <= in_fp32["memory"]["peak"]["passing_bytes"] < numel
+    assert in_bf16["memory"]["away"] == pytest.approx(in_fp32["memory"]["away"] + 2 * numel, rel=0.01)
+
+
+def test_the_shortage_of_the_host_stands_in_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "llama-3-8b", "--ranks", "1", "--machine", "4090", "--recompute", "full"]
+    assert main([*args, "--sequence-length", "512"]) == 1
+    text = capsys.readouterr().out
+    assert "rest there, and it has 64.0 GiB for each device; if yours has more, say so: --machine-set" in text
+    assert "compute_weights on the host (homes=)" in text
+    assert "let state rest on the host" not in text
+    assert main([*args, "--sequence-length", "512", "--machine-set", "host_memory_bytes=2e11"]) == 0
 
 
 @pytest.mark.parametrize(

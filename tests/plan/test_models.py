@@ -1,5 +1,7 @@
 """Models on the meta device: published sizes, every way to say which, and what is refused."""
 
+import contextlib
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -88,8 +90,17 @@ def test_every_way_to_give_a_model(tmp_path: Path) -> None:
         ("lama-3-8b", r"'lama-3-8b' is no preset, .*; did you mean 'llama-3-8b'\? choose one of gpt2, "),
         ({"hidden_size": 8}, r"the config has no model_type \(hidden_size\)"),
         ({"model_type": "nonesuch"}, r"knows no model_type 'nonesuch'"),
-        ({**SMALL, "n_head": "two"}, r"gpt2.* is not valid|builds no AutoModelForCausalLM from GPT2Config"),
-        ({"model_type": "resnet"}, r"builds no AutoModelForCausalLM from ResNetConfig"),
+        ({**SMALL, "n_head": "two"}, r"gpt2.* is not valid|builds no model from GPT2Config"),
+        (
+            {**SMALL, "architectures": ["OwnModel"]},
+            r"names the class 'OwnModel', and transformers .* has no such model",
+        ),
+        (
+            {**SMALL, "architectures": ["BertModel"]},
+            r"is a GPT2Config and names the class BertModel, which takes a Bert",
+        ),
+        ({"model_type": "clip_text_model_x"}, r"knows no model_type 'clip_text_model_x'"),
+        ({"model_type": "siglip_text_model"}, r"has no model of SiglipTextConfig alone"),
         (build_real, r"weight has memory on cpu; build the model under torch.device\('meta'\)"),
         (build_nothing, r"build_nothing returned a int; it must return a model"),
         (f"{__name__}:SMALL", r"is a dict; give a function or class to call"),
@@ -100,6 +111,72 @@ def test_every_way_to_give_a_model(tmp_path: Path) -> None:
 def test_what_is_no_model_is_refused(spec: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         build_meta_model(spec)
+
+
+WHOLE = {
+    "bart": ("BartForConditionalGeneration", "AutoModelForSeq2SeqLM", 406_291_456),
+    "t5": ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM", None),
+    "vit": ("ViTModel", "AutoModel", None),
+    "clip": ("CLIPModel", "AutoModel", None),
+    "whisper": ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq", None),
+    "gemma3": ("Gemma3ForConditionalGeneration", "AutoModelForImageTextToText", None),
+    "bert": ("BertLMHeadModel", "AutoModelForCausalLM", None),
+}
+
+
+@pytest.mark.parametrize("model_type", WHOLE)
+def test_a_config_gives_its_whole_model(model_type: str) -> None:
+    class_name, auto, count = WHOLE[model_type]
+    model = build_meta_model({"model_type": model_type})
+    with torch.device("meta"):
+        expected = getattr(transformers, auto).from_config(transformers.AutoConfig.for_model(model_type))
+    assert (type(model).__name__, type(expected).__name__) == (class_name, class_name)
+    assert numel(model) == numel(expected)
+    assert count in (None, numel(model))
+
+
+def test_a_config_gives_the_class_that_it_names() -> None:
+    small = {"model_type": "bart", "encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "vocab_size": 50}
+    for name in ("BartForCausalLM", "BartForConditionalGeneration", "BartModel", "BartForSequenceClassification"):
+        assert type(build_meta_model({**small, "architectures": [name]})).__name__ == name
+
+
+def shortened(config: Any) -> Any:
+    """The config with two layers of each kind: what it names does not depend on their number."""
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):
+        if isinstance(count := getattr(config, name, None), int) and count > 2:
+            with contextlib.suppress(Exception):
+                setattr(config, name, 2)
+    for name in getattr(config, "sub_configs", None) or ():
+        if (inner := getattr(config, name, None)) is not None:
+            shortened(inner)
+    return config
+
+
+@pytest.mark.full
+def test_no_config_gives_a_part_of_its_model() -> None:
+    """Every family of transformers: all of the base model is there; what is refused transformers does not build."""
+    built = 0
+    for model_type in sorted(transformers.CONFIG_MAPPING):
+        try:
+            config = shortened(transformers.CONFIG_MAPPING[model_type]())
+        except Exception:  # noqa: BLE001  # some need fields
+            continue
+        base: nn.Module | None
+        try:
+            with torch.device("meta"):
+                base = transformers.AutoModel.from_config(copy.deepcopy(config))
+        except Exception:  # noqa: BLE001  # has none, or needs a package
+            base = None
+        try:
+            model = build_meta_model(config)
+        except ConfigurationError:
+            assert base is None, model_type
+            continue
+        built += 1
+        holds_base = base is None or any(type(part) is type(base) for part in model.modules())
+        assert holds_base or numel(model) >= numel(base), model_type
+    assert built > 400
 
 
 def test_dtypes_that_do_not_apply_are_refused() -> None:

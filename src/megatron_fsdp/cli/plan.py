@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine-set and the flags of output are possible"
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help=config)
-    parser.add_argument("--list", action="store_true", help="list presets of models and machines")
+    parser.add_argument("--list", action="store_true", help="list presets of models and machines, with their memory")
     for title, options in _OPTIONS.items():
         group = parser.add_argument_group(title)
         for name, (default, words) in options.items():
@@ -256,7 +256,9 @@ def _show(plan: Plan, tried: Recommendation | None, *, with_units: bool) -> None
     write_facts(report.time_rows(plan))
     write_line(f"assumed: {report.machine_words(plan.machine)}\n")
     write_line(report.verdict(plan))
-    write_line("flags: " + " ".join(report.flags(plan.setup)))
+    if left_out := report.without_flags(plan):
+        write_line(f"the trainer has no flag for: {'; '.join(left_out)}")
+    write_line("flags: " + " ".join(report.flags(plan)))
 
 
 # ---- what the trainer would run: its presets, and `mfsdp train --config FILE` ---------------------------------------

@@ -128,6 +128,31 @@ def _doublings(count: int) -> int:
     return math.ceil(math.log2(count)) if count > 1 else 0
 
 
+def _card(
+    name: str,
+    gib: int,
+    flops: float,
+    memory_bytes_per_s: float,
+    *,
+    pcie_bytes_per_s: float = 25e9,
+    fp8_flops: float = 0.0,
+) -> Machine:
+    """Describe a node of cards on PCIe, with 64 GiB of the host and a network of 25 Gb/s for each."""
+    return Machine(
+        name,
+        8,
+        gib * GIB,
+        GIB,
+        flops,
+        memory_bytes_per_s,
+        pcie_bytes_per_s,
+        3.125e9,
+        fp8_flops=fp8_flops,
+        host_memory_bytes=64 * GIB,
+        host_link_bytes_per_s=pcie_bytes_per_s,
+    )
+
+
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
@@ -136,9 +161,18 @@ MACHINES: dict[str, Machine] = {
         Machine("h800", 8, 80 * GIB, 4 * GIB, 989e12, 3.35e12, 200e9, 50e9, fp8_flops=1979e12),
         Machine("h200", 8, 141 * 10**9, 5 * GIB, 989e12, 4.8e12, 450e9, 50e9, fp8_flops=1979e12),
         Machine("b200", 8, 180 * 10**9, 6 * GIB, 2250e12, 8.0e12, 900e9, 50e9, fp8_flops=4500e12),
+        _card("3090", 24, 71e12, 0.936e12),
+        _card("4090", 24, 165.2e12, 1.008e12, fp8_flops=330.3e12),
+        _card("5090", 32, 209.5e12, 1.792e12, pcie_bytes_per_s=50e9, fp8_flops=419e12),
+        _card("l4", 24, 121e12, 0.3e12, fp8_flops=242.5e12),
+        _card("l40s", 48, 362e12, 0.864e12, fp8_flops=733e12),
+        _card("a40", 48, 149.7e12, 0.696e12),
+        _card("a10", 24, 125e12, 0.6e12),
+        _card("a6000", 48, 154.8e12, 0.768e12),
     )
 }
-"""Nodes of eight accelerators with one 400 Gb/s adapter each (a100: 200 Gb/s); PCIe 5 to the host (a100: PCIe 4)."""
+"""Nodes of eight accelerators with one 400 Gb/s adapter each (a100: 200 Gb/s); PCIe 5 to the host (a100: PCIe 4); then
+cards without a fast link, by the makers' figures of products that add up in fp32."""
 
 
 def find_machine(name: str) -> Machine:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp.checkpoint.hf.configs import build_from_config, first_words, read_config
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
@@ -37,7 +38,7 @@ def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Mo
             else torch's default. Functions and models have their own and take none.
 
     Returns:
-        The model; causal language models for configs.
+        The model; of a config the whole one that it names.
 
     Raises:
         ConfigurationError: There is no such preset, file, function or family, transformers is missing, or parameters
@@ -79,42 +80,6 @@ def _resolve(text: str) -> Mapping[str, Any] | Path | Callable[[], nn.Module]:
     return one_of(what, text, PRESETS)
 
 
-def read_config(source: str | Path) -> Any:
-    """Read a transformers config from a local folder or file; code that lies beside it is not run."""
-    transformers: Any = require("transformers", str(source))
-    try:
-        # None, the default of transformers, would ask on standard input whether to run code of the folder.
-        return transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise ConfigurationError(
-            f"{source} has no config that transformers {transformers.__version__} reads: {_first_words(error)}"
-        ) from error
-
-
-def build_from_config(config: Any, dtype: torch.dtype, kind: str = "AutoModelForCausalLM", **options: Any) -> nn.Module:
-    """Build a transformers model on the meta device, with tied weights and the dtypes that it would be loaded in.
-
-    `options` are further arguments of `from_config` of the auto class `kind`.
-    """
-    transformers: Any = require("transformers", kind)
-    try:
-        with torch.device("meta"):
-            model: Any = getattr(transformers, kind).from_config(
-                config, dtype=dtype, trust_remote_code=False, **options
-            )
-    except Exception as error:
-        raise ConfigurationError(
-            f"transformers {transformers.__version__} builds no {kind} from {type(config).__name__}: "
-            f"{_first_words(error)}"
-        ) from error
-    model.tie_weights()
-    for pattern, kept in model._get_dtype_plan(dtype).items():
-        for name, param in model.named_parameters():
-            if pattern in name and param.dtype != kept:
-                param.data = param.data.to(kept)
-    return model.train()
-
-
 def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
     transformers: Any = require(
         "transformers",
@@ -132,7 +97,7 @@ def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"dtype={dtype!r} is no torch.dtype; give one such as torch.bfloat16")
-    return build_from_config(config, dtype or getattr(config, "dtype", None) or torch.get_default_dtype())
+    return build_from_config(config, dtype or getattr(config, "dtype", None) or torch.get_default_dtype(), None)
 
 
 def _config(transformers: Any, fields: Mapping[str, Any]) -> Any:
@@ -151,7 +116,7 @@ def _config(transformers: Any, fields: Mapping[str, Any]) -> Any:
     try:
         return transformers.AutoConfig.for_model(kind, **rest)
     except Exception as error:
-        raise ConfigurationError(f"the config of {kind!r} is not valid: {_first_words(error)}") from error
+        raise ConfigurationError(f"the config of {kind!r} is not valid: {first_words(error)}") from error
 
 
 def _checked(model: nn.Module) -> nn.Module:
@@ -162,16 +127,6 @@ def _checked(model: nn.Module) -> nn.Module:
                 "constructors name no device"
             )
     return model
-
-
-def _first_words(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
-        return (
-            "it needs code of its own (auto_map), which is never run here; run it yourself, and register its classes "
-            "with transformers first (AutoConfig.register, AutoModelForCausalLM.register)"
-        )
-    return text[:400]
 
 
 @contextmanager

@@ -89,6 +89,11 @@ class Workload:
     share: DecoderShare | None = None  # where formulas stand for the module's forward; None: it is run without memory
     notes: tuple[str, ...] = ()  # what was assumed, in words
 
+    @property
+    def class_name(self) -> str:
+        """The class of the whole model."""
+        return type(self.module if self.share is None else self.share.model).__name__
+
 
 def make_workload(
     model: ModelSpec,
@@ -166,17 +171,21 @@ def _notes(module: nn.Module, sequence_length: int) -> Iterator[str]:
 
 
 def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> Mapping[str, Any]:
-    """Make tokens and labels on the meta device for a causal language model of transformers.
+    """Make tokens and labels on the meta device for a language model of transformers.
 
     A cache of keys and values is for generation; in training it would grow when layers are computed again.
     """
-    if not hasattr(getattr(module, "config", None), "vocab_size"):
+    config: Any = getattr(module, "config", None)
+    arguments = inspect.signature(module.forward).parameters
+    takes_tokens = hasattr(config, "vocab_size") and getattr(module, "main_input_name", "input_ids") == "input_ids"
+    if not takes_tokens or getattr(config, "sub_configs", None) or "labels" not in arguments:
         raise ConfigurationError(
-            f"{type(module).__name__} has no config.vocab_size, so what it takes is not known; give inputs= (tensors "
-            "on the meta device) and, where it does not return a loss, loss_fn="
+            f"{type(module).__name__} is no language model that takes tokens alone and returns its loss; give inputs= "
+            "(tensors on the meta device; on the command line --inputs package.module:function) and, where it returns "
+            "no loss, loss_fn= (--loss)"
         )
     tokens = torch.empty((micro_batch, sequence_length), dtype=torch.long, device="meta")
-    without_cache = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    without_cache = {"use_cache": False} if "use_cache" in arguments else {}
     return {"input_ids": tokens, "labels": tokens, **without_cache}
 
 

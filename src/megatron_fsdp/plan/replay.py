@@ -23,7 +23,7 @@ from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, S
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
-from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, held_bytes, home_step_s, step_bytes
+from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, cast_bytes, held_bytes, home_step_s, step_bytes
 
 INNER, OUTER = "dp_shard", "dp_outer"
 _META = torch.device("meta")
@@ -206,8 +206,7 @@ class _Unit:
         self.bucket_bytes = pack_bytes([group.bucket_bytes for group in groups])[1]
         self.reads_weights = not (self.gathered_bytes and all(group.is_looked_up for group in groups))  # in backward
         _, _, self.main_bytes = held_bytes(trained)
-        cast = [group for group in trained if group.precision.main_grads != group.precision.main_params]
-        self.cast_bytes = sum(group.main_region.numel * group.precision.main_params.itemsize for group in cast)
+        self.cast_bytes = sum(map(cast_bytes, trained))
         self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
         self._pending_bytes = sum(group.inner_region.numel * group.precision.main_grads.itemsize for group in crossing)
         self._across_bytes = sum(map(_allocated_across, trained))

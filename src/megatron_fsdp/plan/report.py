@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp.config.precision import resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.plan.machine import Machine
@@ -28,6 +29,7 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
     told: dict[str, Any] = {
         "model": {
             "name": work.name,
+            "class": work.class_name,
             "parameters": work.total_numel,
             "parameters_of_rank": plan.model.numel,
             "units": len(plan.model.units) - 1,
@@ -61,7 +63,8 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
             "homes_hide_from_tokens": plan.hides_homes_from_tokens,
         },
         "timeline": [{**vars(moment), "total_bytes": moment.total_bytes} for moment in plan.step.moments],
-        "flags": flags(setup),
+        "flags": flags(plan),
+        "without_flags": without_flags(plan),
     }
     if tried is not None:
         told["tried"] = [
@@ -121,7 +124,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     own = "" if plan.model.numel == work.total_numel else f", {plan.model.numel:,} of them on the place of a rank"
     batches = "1 microbatch" if setup.microbatches == 1 else f"{setup.microbatches} microbatches"
     found = [
-        ("model", f"{work.name}: {work.total_numel:,} parameters{own}"),
+        ("model", f"{work.name} ({work.class_name}): {work.total_numel:,} parameters{own}"),
         ("units", f"{len(plan.model.units) - 1} besides the root ({plan.model.source})"),
         ("ranks", f"{ranks.world:,}: {sizes}{experts}"),
         ("strategy", f"{setup.strategy.name}{outer}; recompute {setup.recompute}; {setup.optimizer.name}"),
@@ -161,7 +164,7 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
         "gathered weights": peak.gathered_bytes,
         "buckets and scratch": peak.bucket_bytes,
         "reductions and casts": peak.passing_bytes,
-        f"activations (peak at {peak.label.removesuffix('+')})": peak.activation_bytes,
+        f"activations ({_moment_words(peak.label)})": peak.activation_bytes,
         "peak": memory.peak_bytes,
         "usable": plan.machine.usable_bytes,
         **({"in host memory or files": memory.away_bytes} if memory.away_bytes else {}),
@@ -184,6 +187,15 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
         )
 
 
+def _moment_words(label: str) -> str:
+    """Name a moment of a step: `B0` is the backward of the root, `F3>` the forward of unit 3, `E` after backward."""
+    kind, unit = label[:1], label[1:].rstrip("<>+")
+    passes = {"F": "forward", "B": "backward"}
+    if kind in passes and unit.isdecimal():
+        return f"peak: {passes[kind]} of {'the root' if unit == '0' else f'unit {unit}'}"
+    return {"E": "peak: end of backward"}.get(label.rstrip("+"), f"peak: {label}")
+
+
 def time_rows(plan: Plan) -> list[tuple[str, str]]:
     """List the speeds, under the machine's assumptions."""
     hidden, enough, speed = plan.hidden_from_tokens, plan.hides_homes_from_tokens, plan.tokens_per_s
@@ -192,12 +204,12 @@ def time_rows(plan: Plan) -> list[tuple[str, str]]:
         found.append(("pipeline bubble", f"{100 * plan.bubble:.1f} % of the work"))
     found += [
         ("exposed communication", f"{plan.step.exposed_s:.3f} s ({100 * plan.exposed_fraction:.1f} %)"),
-        ("communication hides from", "nothing is sent" if hidden is None else f"{hidden:,.0f} tokens per rank"),
+        ("communication is hidden from", "nothing is sent" if hidden is None else f"{hidden:,.0f} tokens per rank on"),
     ]
     if enough is not None:
         found += [
             ("step on the host, and copies", f"{plan.home_step_s:.3f} s of each step"),
-            ("at most a tenth from", f"{enough:,.0f} tokens per rank and step"),
+            ("that is under 10 % of a step from", f"{enough:,.0f} tokens per rank and step on"),
         ]
     copy = f"{in_bytes(plan.memory.saving_bytes)} of host memory for its copy; none if at once"
     return [
@@ -214,18 +226,26 @@ def machine_words(machine: Machine) -> str:
         f"{machine.name}: {machine.flops / 1e12:,.0f} TFLOP/s x {machine.flops_efficiency:g}, memory "
         f"{machine.memory_bytes_per_s / 1e12:.2f} TB/s x {machine.memory_efficiency:g}, link "
         f"{machine.link_bytes_per_s / 1e9:,.0f} GB/s and network {machine.network_bytes_per_s / 1e9:,.0f} GB/s per "
-        f"device x {machine.network_efficiency:g}, {machine.devices_per_node} devices per node"
+        f"device x {machine.network_efficiency:g}, {machine.devices_per_node} devices per node of "
+        f"{in_bytes(machine.memory_bytes)}, {in_bytes(machine.host_memory_bytes)} of the host for each"
     )
 
 
 def advice(plan: Plan) -> str:
     """Advise what to try where nothing fits."""
     ranks = ranks_that_fit(plan)
+    away, room = plan.memory.away_bytes, in_bytes(plan.machine.host_memory_bytes)
+    host = "let state rest on the host (--optimizer-cpu-offload)"
+    if not plan.fits_host:
+        host = (
+            f"give the host more memory ({in_bytes(away)} rest there, and it has {room} for each device; if yours has "
+            f"more, say so: --machine-set host_memory_bytes={away:.3g})"
+        )
     more = f"use more ranks (about {ranks:,} with every rank holding a share), d" if ranks else "d"
     return (
         f"Nothing fits; what follows is the arrangement that takes least. To fit, {more}ivide the model further (--tp, "
-        "--pp, --ep), let state rest on the host (--optimizer-cpu-offload), shorten or divide sequences "
-        "(--sequence-length, --cp), recompute more (--recompute full), or use devices with more memory (--machine)."
+        f"--pp, --ep), {host}, shorten or divide sequences (--sequence-length, --cp), recompute more (--recompute "
+        "full), or use devices with more memory (--machine)."
     )
 
 
@@ -241,9 +261,12 @@ def verdict(plan: Plan) -> str:
     return f"It fits: {in_bytes(left)} of {in_bytes(usable)} are left at the peak."
 
 
-def flags(setup: Setup) -> list[str]:
+def flags(plan: Plan) -> list[str]:
     """Return the flags to type for the trainer and in Megatron-LM's scripts."""
-    ranks, policy, recompute = setup.ranks, setup.policy, setup.recompute
+    setup, ranks, policy, recompute = plan.setup, plan.setup.ranks, plan.setup.policy, plan.setup.recompute
+    compute, fraction = _compute_dtype(plan), setup.homes.main_weights.fraction
+    resolved = resolve_precision(policy, compute)
+    is_usual = resolved.main_grads == resolved.grad_comm == torch.float32  # so does the trainer unless told otherwise
     is_full, is_hybrid = recompute == "full", ranks.dp_outer > 1
     keeps_transposed = setup.keep_fp8_transpose_cache and policy.weight_formats == {"*": "fp8_compute"}
     formats = [f"{pattern}={form or 'none'}" for pattern, form in policy.weight_formats.items()]
@@ -257,20 +280,61 @@ def flags(setup: Setup) -> list[str]:
         "--pipeline-model-parallel-size": ranks.pp > 1 and [ranks.pp],
         "--context-parallel-size": ranks.cp > 1 and [ranks.cp],
         "--expert-model-parallel-size": ranks.ep > 1 and [ranks.ep],
+        "--sequence-parallel": ranks.tp > 1 and setup.sequence_parallel,
+        "--bf16": compute is torch.bfloat16,
+        "--fp16": compute is torch.float16,
+        "--overlap-param-gather": setup.strategy < ShardingStrategy.optim_grads_params
+        and setup.memory.forward_prefetch_units > 0,
+        "--overlap-grad-reduce": setup.strategy < ShardingStrategy.optim_grads and setup.overlap_grad_reduce,
         "--recompute-granularity": recompute in ("full", "selective") and [recompute],
         "--recompute-method": is_full and ["uniform"],
         "--recompute-num-layers": is_full and [1],
         "--optimizer-cpu-offload": setup.homes.main_weights.is_away,
+        "--optimizer-offload-fraction": setup.homes.main_weights.is_away and fraction != 1.0 and [fraction],
         "--optimizer": setup.optimizer.name in _OF_TRAINER and [_OF_TRAINER[setup.optimizer.name]],
         "--fp8-param-gather": keeps_transposed,
         "--keep-fp8-transpose-cache": keeps_transposed,
         "--megatron-fsdp-weight-format": not keeps_transposed and formats,
-        "--megatron-fsdp-main-params-dtype": policy.main_params_dtype not in (None, torch.float32)
-        and [_plain(policy.main_params_dtype)],
+        "--megatron-fsdp-main-params-dtype": policy.main_params_dtype is not torch.float32
+        and [_dtype_word(policy.main_params_dtype)],
+        "--megatron-fsdp-main-grads-dtype": not is_usual and [_dtype_word(policy.main_grads_dtype)],
+        "--megatron-fsdp-grad-comm-dtype": not is_usual and [_dtype_word(policy.grad_comm_dtype)],
     }
     return [
         str(word) for flag, values in wanted.items() if values for word in (flag, *(() if values is True else values))
     ]
+
+
+def without_flags(plan: Plan) -> list[str]:
+    """List what the flags leave out of a plan, since the trainer has none for it."""
+    setup, homes = plan.setup, plan.setup.homes
+    is_usual = setup.optimizer.name in ("adamw-fused", *_OF_TRAINER)
+    alone = homes.optimizer_state.is_away and not homes.main_weights.is_away
+    accumulation = "last" if setup.strategy <= ShardingStrategy.optim else "every"
+    found = {
+        f"--optimizer {setup.optimizer.name} (its AdamW is adamw-fused)": not is_usual,
+        f"recompute {setup.recompute}": setup.recompute not in ("none", "full", "selective"),
+        "compute_weights on the host (homes=)": homes.compute_weights.is_away,
+        "optimizer_state alone on the host (homes=)": alone,
+        "--fp8": setup.fp8,
+        "--virtual-stages": setup.virtual_stages > 1,
+        "--overlap-exchanges": setup.overlap_exchanges,
+        f"--accumulation {setup.accumulation}": setup.microbatches > 1 and setup.accumulation != accumulation,
+    }
+    return [what for what, is_left_out in found.items() if is_left_out]
+
+
+def _compute_dtype(plan: Plan) -> torch.dtype:
+    """Return the dtype of most weights that compute uses."""
+    sizes = Counter[torch.dtype]()
+    for group in plan.model.groups:
+        sizes[group.precision.compute] += group.layout.payload_numel
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _dtype_word(dtype: torch.dtype | None) -> str:
+    """Write a dtype as the trainer's flags take it."""
+    return "auto" if dtype is None else str(_plain(dtype))
 
 
 _OF_TRAINER = {"muon": "muon", "adamw8bit": "adamw8bit", "momentum": "sgd", "sgd": "sgd"}

@@ -170,9 +170,21 @@ def optimizer_bytes(model: PlannedModel, *, away: bool = False) -> int:
     return sum(piece.state_bytes for piece in model.pieces() if piece.state_is_away is away)
 
 
+def cast_bytes(group: GroupPlan, *, away: bool = False) -> int:
+    """Count the bytes of `.grad` in the dtype of the main weights, where main gradients have another.
+
+    They are cast where main gradients are: on the device, or `away` from it.
+    """
+    precision = group.precision
+    is_cast = group.requires_grad and precision.main_grads != precision.main_params
+    is_here = group.homes.main_gradients.is_away is away
+    return group.main_region.numel * precision.main_params.itemsize if is_cast and is_here else 0
+
+
 def away_bytes(model: PlannedModel) -> int:
     """Count the bytes of this rank that rest elsewhere than on the device."""
-    return sum(held_bytes(model.groups, away=True)) + optimizer_bytes(model, away=True)
+    casts = sum(cast_bytes(group, away=True) for group in model.groups)
+    return sum(held_bytes(model.groups, away=True)) + optimizer_bytes(model, away=True) + casts
 
 
 def step_bytes(model: PlannedModel) -> int:
