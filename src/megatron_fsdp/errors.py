@@ -1,8 +1,9 @@
-"""The exceptions of this library: one small family, each also a standard type, so that callers may catch either."""
+"""The exceptions of this library: one small family, each also a standard type; warnings, and what may be printed."""
 
 from __future__ import annotations
 
 import sys
+import unicodedata
 import warnings
 
 _NOT_THE_USER = (__name__.partition(".")[0], "dataclasses", "contextlib")
@@ -20,6 +21,11 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def has_control_characters(text: str) -> bool:
+    """Return whether a text cannot be printed or written as it is: control characters steer terminals."""
+    return any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
 class MegatronFSDPError(Exception):

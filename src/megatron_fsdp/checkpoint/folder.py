@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_fsdp.checkpoint.archive import load_object, load_tensor, place_of_elements
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
-from megatron_fsdp.checkpoint.naming import is_key
 from megatron_fsdp.checkpoint.safe_read import (
     ELEMENT_BYTES,
     MAX_DEPTH,
@@ -34,7 +33,7 @@ from megatron_fsdp.checkpoint.safe_read import (
     read_file,
     reading,
 )
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.errors import CheckpointError, has_control_characters
 from megatron_fsdp.sharding.shards import Box
 
 _MAX_NAME_BYTES = 255
@@ -107,7 +106,7 @@ def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], d
     for key, found in sorted(described.items(), key=lambda item: str(item[0])):
         if not isinstance(key, str):
             raise CheckpointError(f"{where} has a key that is not text but {type(key).__name__}")
-        if not is_key(key):
+        if has_control_characters(key):
             raise CheckpointError(f"{where} has a key with control characters: {key!a:.200}")
         if len(key) > _MAX_KEY_LENGTH or key.count(".") > MAX_DEPTH:
             raise CheckpointError(

@@ -14,7 +14,6 @@ and that the head is a copy where it is tied to input embeddings in another stag
 
 from __future__ import annotations
 
-import unicodedata
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
 
 from megatron_fsdp.comm.agreement import gather_objects
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, has_control_characters
 
 KeyPath = tuple[str, ...]
 
@@ -64,7 +63,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath
     paths: dict[str, KeyPath] = {}
     for path, value in _leaves(state, ()):
         key = ".".join(path)
-        if not is_key(key):
+        if has_control_characters(key):
             raise ConfigurationError(f"{key!a} holds control characters, which no key of a checkpoint may; rename it")
         if key in leaves:
             raise ConfigurationError(f"two values of the state would be stored as {key}; rename one of them")
@@ -78,11 +77,6 @@ def unflatten(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
     for path, value in leaves.items():
         set_element(nested, path, value)
     return nested
-
-
-def is_key(key: str) -> bool:
-    """Return whether a text may be a key: control characters affect terminals, and surrogates cannot be written."""
-    return not any(unicodedata.category(character) in ("Cc", "Cs") for character in key)
 
 
 def _leaves(state: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

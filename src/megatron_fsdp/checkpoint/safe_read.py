@@ -139,7 +139,7 @@ SECONDS_PER_BYTE = 10e-6
 """The same for the time of the processor; honest files take up to 0.6 us for a byte."""
 
 MAX_DEPTH = 100
-"""How deep the names in a key of a checkpoint may nest."""
+"""How deep the names in a key of a checkpoint, and the parts of an object, may nest."""
 TOO_MANY = 1 << 62
 """More elements than any tensor has."""
 
@@ -284,15 +284,22 @@ class RestrictedUnpickler(pickle._Unpickler):
     def load(self) -> Any:
         """Run the pickle."""
         made = super().load()
-        left = [made]
-        while left:  # what contains itself has no end
-            here = left.pop()
-            parts = _parts(here)
-            contents = here.nbytes if isinstance(here, np.ndarray | np.generic) else 0
-            texts = sum(len(part) for part in parts if type(part) in _TEXTS)
-            self._budget.spend(ELEMENT_BYTES * (1 + len(parts)) + contents + texts)
-            left += [part for part in parts if type(part) not in _ATOMS]
-        return made
+        level = [made]
+        for _ in range(MAX_DEPTH):
+            parts_of_all: list[Any] = []
+            for here in level:
+                parts = _parts(here)
+                contents = here.nbytes if isinstance(here, np.ndarray | np.generic) else 0
+                texts = sum(len(part) for part in parts if type(part) in _TEXTS)
+                self._budget.spend(ELEMENT_BYTES * (1 + len(parts)) + contents + texts)
+                parts_of_all += [part for part in parts if type(part) not in _ATOMS]
+            if not parts_of_all:
+                return made
+            level = parts_of_all
+        raise CheckpointError(
+            f"{self.where} is refused: what it holds nests more than {MAX_DEPTH} deep, or contains itself; no "
+            "checkpoint needs that"
+        )
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return the entry of the table."""

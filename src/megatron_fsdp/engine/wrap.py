@@ -48,7 +48,7 @@ from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
 from megatron_fsdp.engine.state_dict import register_state_dict_hooks
 from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
-from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, has_control_characters, warn_caller
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_domain
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
@@ -485,6 +485,9 @@ def check_module(module: nn.Module, init_meta: bool | str) -> None:
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
+    for name in (*params, *dict(module.named_buffers())):
+        if has_control_characters(name):
+            raise ConfigurationError(f"{name!a} holds control characters, which no key of a checkpoint may; rename it")
     sharded = [name for name, param in params.items() if hasattr(param, "_megatron_fsdp_model")]
     if sharded:
         raise ConfigurationError(
