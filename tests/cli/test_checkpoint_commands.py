@@ -110,6 +110,12 @@ def test_diff_tells_by_its_status(mfsdp: Mfsdp, tmp_path: Path) -> None:
     assert json.loads(out)["differences"][0]["values"]["index"] == [1]
 
 
+def test_what_is_no_folder_cannot_be_verified(mfsdp: Mfsdp, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "nowhere"):
+        assert mfsdp("verify", path) == (2, "", f"error: {path} is not a folder; give a checkpoint or a run\n")
+
+
 def test_no_gpu_no_nccl_and_no_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,6 @@ from megatron_fsdp.checkpoint.convert.names import ALL, AUTO, NONE
 from megatron_fsdp.checkpoint.convert.plan import FP32, MODEL, ConvertOptions
 from megatron_fsdp.checkpoint.diff import Tolerance, diff
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
-from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
 from megatron_fsdp.checkpoint.inspect import GROUP_META, as_json, dtype_name, inspect_folder, recognise, show
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
@@ -39,6 +38,7 @@ from megatron_fsdp.cli.output import in_bytes, write_error, write_facts, write_j
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME, Parser
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 from megatron_fsdp.package_info import __version__
+from megatron_fsdp.train.models.export import export_run
 
 _DESCRIPTION = "Look into checkpoints, compare and convert them. One process on the CPU is enough for all of it."
 
@@ -240,6 +240,8 @@ def _diff(args: argparse.Namespace) -> int:
 )
 def _verify(args: argparse.Namespace) -> int:
     given, pointer_problem = args.checkpoint_dir, None
+    if not given.is_dir():
+        raise CheckpointError(f"{given} is not a folder; give a checkpoint or a run")
     folders = [given]
     if iteration_of(given.name) is not None or (given / METADATA).exists() or (given / FILE_NAME).exists():
         if args.all:
@@ -253,10 +255,7 @@ def _verify(args: argparse.Namespace) -> int:
         except CheckpointError as error:
             pointer_problem = str(error)
         if not folders and pointer_problem is None:
-            what = f"holds no checkpoint: neither {METADATA} nor {POINTER} nor iter_* folders"
-            raise CheckpointError(
-                f"{given} {what if given.is_dir() else 'is not a folder; give a checkpoint or a run'}"
-            )
+            raise CheckpointError(f"{given} holds no checkpoint: neither {METADATA} nor {POINTER} nor iter_* folders")
     reports = [verify(folder, deep=not args.quick) for folder in folders]
     if args.json:
         write_json({"checkpoints": [report.to_dict() for report in reports], "pointer": pointer_problem})
@@ -274,17 +273,23 @@ def _verify(args: argparse.Namespace) -> int:
     "to-hf",
     "a checkpoint as a Hugging Face folder",
     "Write the weights of a checkpoint of a transformers model as a folder that from_pretrained loads: safetensors "
-    "files with an index, and beside them the config, generation config and tokenizer of another folder.",
+    "files with an index, and beside them the config, generation config and tokenizer of another folder. The trainer's "
+    "own decoder becomes a Llama, where it computes what one does.",
     _DIR,
     _arg("output_dir", metavar="OUT", **_OUTPUT),
-    _arg("--config", metavar="FOLDER", type=Path, required=True, help="with config.json and tokenizer of the model"),
+    _arg(
+        "--config",
+        metavar="FOLDER",
+        type=Path,
+        help="with config.json and tokenizer of the model; for the trainer's own decoder a config can be written",
+    ),
     _arg("--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point weights; default: as stored"),
     _arg("--max-shard-bytes", type=int, metavar="N", default=DEFAULT_SHARD_BYTES, help="of one file (default 5 GiB)"),
 )
 def _to_hf(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     source = _opened(args.checkpoint_dir)
-    files = export_hf(source, args.output_dir, args.config, max_shard_bytes=args.max_shard_bytes, dtype=dtype)
+    files = export_run(source, args.output_dir, args.config, max_shard_bytes=args.max_shard_bytes, dtype=dtype)
     nbytes = sum((args.output_dir / name).stat().st_size for name in files)
     write_line(f"{args.output_dir}: {len(files)} weight files, {in_bytes(nbytes)}")
     return EXIT_SAME

@@ -105,7 +105,7 @@ def _without_memory(model: Any) -> Any:
 
 def _class_named(transformers: Any, config: Any, name: str) -> Any:
     """Return a class of transformers, or one that was registered for such configs, by its name."""
-    kind = getattr(transformers, name, None) if name.isidentifier() else None
+    kind: Any = getattr(transformers, name, None) if name.isidentifier() else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         kind = next((each for _, each in _classes_of(transformers, config) if each.__name__ == name), None)
     if kind is None:

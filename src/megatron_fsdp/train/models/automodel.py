@@ -36,10 +36,10 @@ from megatron_fsdp.automodel.meshes import MeshContext
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.stages import tied_embeddings
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
+from megatron_fsdp.checkpoint.hf.configs import build_from_config
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.models import build_from_config
 from megatron_fsdp.train.data.tokens import Batch
 from megatron_fsdp.train.models.build import build_decoder, check_fits, transformers_config
 from megatron_fsdp.train.models.trained import (

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_fsdp.checkpoint.hf.configs import build_from_config, read_config
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.activations import profile_compute
-from megatron_fsdp.plan.models import build_from_config, read_config
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape, next_token_loss, recompute
 from megatron_fsdp.train.options import ModelOptions, flag_for
 from megatron_fsdp.train.options.checks import uses_transformers

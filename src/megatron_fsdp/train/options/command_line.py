@@ -22,6 +22,7 @@ from megatron_fsdp.train.options.megatron_flags import ALIASES, FIXED, IDLE, REF
 PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
 
+_BESIDE_FILE = {"hf_config", "hf_model", "tokenizer_model"}
 _USAGE = "%(prog)s [--config FILE] [--preset NAME] [--FLAG [VALUE]] ..."
 
 _SECTIONS = (*SECTIONS, "ddp")
@@ -77,7 +78,8 @@ class TrainParser(Parser):
     def read_file(self, path: Path) -> dict[str, Any]:
         """Read options by name from a file; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
 
-        Every key is read as if its flag stood on the command line. Nothing in the file is executed.
+        Every key is read as if its flag stood on the command line; a model that is not in the current folder may be
+        beside the file. Nothing in the file is executed.
         """
         try:
             found, _ = read_mapping(path)
@@ -94,6 +96,9 @@ class TrainParser(Parser):
                 self.problems.append(str(error))
             place = f"{path}:{lines[key]}: " if key in lines else f"{path}: "
             self.problems[told:] = [place + problem for problem in self.problems[told:]]
+        for name in _BESIDE_FILE & given.keys():
+            if not Path(given[name]).exists() and (beside := path.parent / given[name]).exists():
+                given[name] = beside
         return given
 
     def words_of(self, key: str, value: Any) -> list[str]:
