@@ -76,6 +76,18 @@ def test_state_without_what_a_step_needs_is_refused_before_anything_changes(tmp_
     second.step()
 
 
+def test_complex_weights_do_not_become_real_ones(tmp_path: Path) -> None:
+    source, target = nn.Linear(3, 2), nn.Linear(3, 2)
+    state = collect(source, None, 2)
+    state["model"]["module.weight"] = source.weight.detach().to(torch.complex64)
+    (tmp_path / "odd").mkdir()
+    write_state(state, tmp_path / "odd")
+    before = [param.clone() for param in target.parameters()]
+    with pytest.raises(CheckpointError, match=r"module\.weight"):
+        load_checkpoint(target, None, tmp_path / "odd")
+    assert all(map(torch.equal, before, target.parameters()))
+
+
 def save(name: ModelName, strategy: int, folder: str) -> tuple[Whole, Whole, list[dict[str, Any]]]:
     model, optimizer = wrap(name, strategy, 0)
     for seed in (1, 2):

@@ -315,6 +315,10 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
         lambda _: fully_shard_model(nn.Sequential(nn.LazyLinear(3))),
         "2 parameters are not initialised yet (such as 0.weight)",
     ),
+    "a newline in a name": (
+        lambda _: fully_shard_model(nn.ModuleDict({"a\nb": nn.Linear(2, 2)})),
+        r"'a\nb.weight' holds control characters, which no key of a checkpoint may; rename it",
+    ),
     "fused SGD": (
         lambda model: fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=True)),
         "SGD with fused=True cannot update sharded parameters",

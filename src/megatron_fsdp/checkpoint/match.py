@@ -59,6 +59,10 @@ class Match(Findings):
         if entry.shape != tuple(target.shape):
             self.reshaped[key] = (entry.shape, tuple(target.shape))
             return False
+        if entry.dtype.is_complex and not target.dtype.is_complex:
+            self.missing.append(key)
+            self.notes.append(f"{key} is complex in the checkpoint and real here")
+            return False
         self.tensors[key] = target
         return True
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.config.homes import resolve_homes
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Exchange
 from megatron_fsdp.plan.machine import Machine, find_machine
@@ -186,7 +186,8 @@ def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> 
         )
     tokens = torch.empty((micro_batch, sequence_length), dtype=torch.long, device="meta")
     without_cache = {"use_cache": False} if "use_cache" in arguments else {}
-    return {"input_ids": tokens, "labels": tokens, **without_cache}
+    decoded = {"decoder_input_ids": tokens} if "decoder_input_ids" in arguments else {}
+    return {"input_ids": tokens, "labels": tokens, **decoded, **without_cache}
 
 
 def _samples(inputs: Any) -> int:
@@ -390,14 +391,23 @@ def _profile(workload: Workload, model: PlannedModel) -> ComputeProfile:
     setup, names = model.setup, [path for unit in model.units for path in unit.modules]
     if workload.share is not None:
         return share_profile(workload.share, setup, workload.module, names)
-    return profile_compute(
-        workload.module,
-        workload.inputs,
-        unit_names=names,
-        loss_fn=workload.loss_fn,
-        kernels="cpu" if setup.backend == "gloo" else "cuda",
-        recompute=setup.recompute,
-    )
+    try:
+        return profile_compute(
+            workload.module,
+            workload.inputs,
+            unit_names=names,
+            loss_fn=workload.loss_fn,
+            kernels="cpu" if setup.backend == "gloo" else "cuda",
+            recompute=setup.recompute,
+        )
+    except MegatronFSDPError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{workload.class_name} cannot be run without memory on what it was given ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}); give other inputs= (--inputs) and loss_fn= (--loss), on which its "
+            "forward does not depend on values"
+        ) from error
 
 
 def _traffic(

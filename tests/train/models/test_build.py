@@ -75,6 +75,9 @@ def test_file_or_folder_of_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigurationError, match=r"has no config that transformers .* reads"):
         config_of({**base, "hf_config": str(tmp_path)})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bart"}))
+    with pytest.raises(ConfigurationError, match=r"encoder-decoder \(bart\), and the trainer trains decoders"):
+        config_of({**base, "hf_config": str(tmp_path)})
 
 
 def test_data_that_do_not_fit_are_refused_with_both_numbers() -> None:

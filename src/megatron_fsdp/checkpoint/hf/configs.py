@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.checkpoint.safe_read import read_file, resolve_inside
+from megatron_fsdp.checkpoint.safe_read import read_file
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
 
@@ -29,7 +29,7 @@ def read_config(source: str | Path) -> Any:
     try:
         if path.exists():  # transformers would wait for a pipe, and read a device for ever
             file = path / CONFIG_FILE if path.is_dir() else path
-            read_file(resolve_inside(file, file.parent), _MAX_CONFIG_BYTES)
+            read_file(file, _MAX_CONFIG_BYTES)
         # None, the default of transformers, would ask on standard input whether to run code of the folder.
         return transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except Exception as error:

@@ -70,7 +70,13 @@ def transformers_config(options: ModelOptions, vocab_size: int) -> Any:
     if not source.exists():
         flag = "--hf-model" if source == options.hf_model else "--hf-config"
         raise ConfigurationError(f"{flag} {source} does not exist: give a local folder or file of transformers")
-    return read_config(source)
+    config = read_config(source)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigurationError(
+            f"{source} is the config of an encoder-decoder ({config.model_type}), and the trainer trains decoders, "
+            "which are a part of it: give the folder of a causal language model"
+        )
+    return config
 
 
 def check_fits(config: Any, vocab_size: int, seq_length: int) -> None:

@@ -28,6 +28,8 @@ _FACTS = "trainer.facts"
 _OF_MODEL = " of the model"
 _FLAGS = {"--norm-epsilon": "rms_norm_eps", "--num-attention-heads": "num_attention_heads"}
 """Options of runs that say nothing of the model's fields, and the fields that they become."""
+_NOT_COMPUTED = ("max_position_embeddings", "token_id", "dropout", "pdrop")
+"""How fields end that change nothing of what trained weights compute."""
 _KEY = re.compile(rf"{MODEL}\.(?:module\.)*(.+)")
 _NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -216,7 +218,7 @@ def _require_agreement(folder: Path, said: Mapping[str, Any], run: Path) -> None
         here: Any = config
         for part in name.split("."):
             here = getattr(here, part, None)
-        if here is None or name == "max_position_embeddings":
+        if here is None or value is None or name.endswith(_NOT_COMPUTED):
             continue
         differs = here != value
         if isinstance(here, Mapping) and isinstance(value, Mapping):
