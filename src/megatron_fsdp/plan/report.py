@@ -209,7 +209,7 @@ def time_rows(plan: Plan) -> list[tuple[str, str]]:
     if enough is not None:
         found += [
             ("step on the host, and copies", f"{plan.home_step_s:.3f} s of each step"),
-            ("that is under 10 % of a step from", f"{enough:,.0f} tokens per rank and step on"),
+            ("the host's step takes under 10 % from", f"{enough:,.0f} tokens per rank and step on"),
         ]
     copy = f"{in_bytes(plan.memory.saving_bytes)} of host memory for its copy; none if at once"
     return [
