@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.configs import build_from_config, read_config
+from megatron_fsdp.config.hf_config import build_from_config, read_config
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.models import PRESETS, build_meta_model
 from tests.support.language_models import folder_with_code

@@ -38,10 +38,10 @@ from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, set_
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline, PipelineConfig, build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.stages import merge_stages
 from megatron_fsdp.checkpoint.hf import load_hf, save_adapter, save_hf
-from megatron_fsdp.checkpoint.hf.configs import build_from_config, read_config
 from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.checkpoint.hf.live import unwrap
 from megatron_fsdp.checkpoint.report import LoadReport, decided_by_first, together
+from megatron_fsdp.config.hf_config import build_from_config, read_config
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
 from megatron_fsdp.optional_packages import require
 

@@ -136,7 +136,7 @@ def random_tokens(vocabulary_size: int, samples: int, length: int, seed: int) ->
 def _config(path: str, layers: int | None) -> Any:
     if not Path(path).exists():
         raise ConfigurationError(f"--hf-config {path}: there is no such file or folder; give a local one")
-    from megatron_fsdp.checkpoint.hf.configs import read_config
+    from megatron_fsdp.config.hf_config import read_config
 
     config = read_config(path)
     if layers is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.configs import build_from_config, first_words, read_config
+from megatron_fsdp.config.hf_config import build_from_config, first_words, read_config
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
-from megatron_fsdp.checkpoint.hf.configs import CONFIG_FILE, build_from_config, read_config
 from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, write_file
 from megatron_fsdp.checkpoint.hf.live import FileTensor, LiveTensor, file_tensors, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
@@ -28,6 +27,7 @@ from megatron_fsdp.checkpoint.save import TensorSource, write_state
 from megatron_fsdp.checkpoint.store import new_folder, new_shared_folder, require_apart
 from megatron_fsdp.checkpoint.verify import share_out
 from megatron_fsdp.comm.agreement import gather_objects, rank_of, world_size_of
+from megatron_fsdp.config.hf_config import CONFIG_FILE, build_from_config, read_config
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 Files = Mapping[str, Sequence[StoredTensor]]

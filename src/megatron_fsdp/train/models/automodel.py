@@ -36,8 +36,8 @@ from megatron_fsdp.automodel.meshes import MeshContext
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.stages import tied_embeddings
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
-from megatron_fsdp.checkpoint.hf.configs import build_from_config
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
+from megatron_fsdp.config.hf_config import build_from_config
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.tokens import Batch

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_fsdp.checkpoint.hf.configs import build_from_config, read_config
+from megatron_fsdp.config.hf_config import build_from_config, read_config
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.activations import profile_compute

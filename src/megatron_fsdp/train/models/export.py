@@ -17,9 +17,9 @@ import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.hf import export_hf
-from megatron_fsdp.checkpoint.hf.configs import read_config
 from megatron_fsdp.checkpoint.naming import MODEL
 from megatron_fsdp.checkpoint.rearranged import Part, RearrangedFolder
+from megatron_fsdp.config.hf_config import read_config
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.sharding.shards import Box

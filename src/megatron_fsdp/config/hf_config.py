@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.checkpoint.safe_read import read_file
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
 
@@ -27,15 +27,22 @@ def read_config(source: str | Path) -> Any:
     transformers: Any = require("transformers", str(source))
     path = Path(source)
     try:
-        if path.exists():  # transformers would wait for a pipe, and read a device for ever
-            file = path / CONFIG_FILE if path.is_dir() else path
-            read_file(file, _MAX_CONFIG_BYTES)
+        _require_small_file(path / CONFIG_FILE if path.is_dir() else path)
         # None, the default of transformers, would ask on standard input whether to run code of the folder.
         return transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigurationError(
             f"{source} has no config that transformers {transformers.__version__} reads: {first_words(error)}"
         ) from error
+
+
+def _require_small_file(path: Path) -> None:
+    """Refuse what transformers would wait for, as a pipe, or read for ever, as a device."""
+    if not path.exists():
+        return  # transformers says so
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_CONFIG_BYTES:
+        raise ConfigurationError(f"{path} is no regular file of at most {_MAX_CONFIG_BYTES >> 20} MiB")
 
 
 def build_from_config(config: Any, dtype: torch.dtype, kind: str | None = CAUSAL, **options: Any) -> nn.Module:
