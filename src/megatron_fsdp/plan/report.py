@@ -167,7 +167,7 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
         f"activations ({_moment_words(peak.label)})": peak.activation_bytes,
         "peak": memory.peak_bytes,
         "usable": plan.machine.usable_bytes,
-        **({"in host memory or files": memory.away_bytes} if memory.away_bytes else {}),
+        **({"in host memory": memory.away_bytes} if memory.away_bytes else {}),
     }
     yield ("memory of a rank at the peak", "bytes"), [(name, in_bytes(count)) for name, count in at_peak.items()]
     if plan.traffic:
