@@ -69,7 +69,7 @@ test-full: $(READY)
 test-torch:
 	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH)
 
-# Faults planted one at a time: which test finds each (CONTRIBUTING.md); ARGS="--only norm", ARGS="--list".
+# Faults planted one at a time: which test finds each (docs/testing.md); ARGS="--only norm", ARGS="--list".
 mutants: $(READY)
 	$(PY) tools/mutants.py $(ARGS)
 

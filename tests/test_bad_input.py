@@ -96,7 +96,7 @@ class Box(nn.Module):
 
 AROUND_DDP = (
     "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded",
-    "train the sharded model as it is, and hand it to nothing that wraps models (docs/integrations.md",
+    "train the sharded model as it is, and hand it to nothing that wraps models (mfsdp docs integrations",
 )
 
 CONFIGURATION_ERRORS: dict[str, tuple[Any, ...]] = {

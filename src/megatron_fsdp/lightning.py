@@ -300,7 +300,7 @@ def _check_callbacks(trainer: Trainer) -> None:
     if refused and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigurationError(
             f"{', '.join(refused)} copies or masks whole weights, of which each rank has a shard; leave it out. An "
-            'average over steps is kept by the eight lines under "An average of the weights" in docs/integrations.md'
+            'average over steps is kept by the eight lines under "An average of the weights" of mfsdp docs integrations'
         )
 
 

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from megatron_fsdp.cli.main import main
-from tests.support.source_tree import SOURCE
+from tests.support.source_tree import ROOT, SOURCE
 
-COMMANDS = ("train", "plan", "doctor", "describe", "trace", "hang", "checkpoint")
+COMMANDS = ("train", "plan", "doctor", "describe", "trace", "hang", "checkpoint", "docs")
 
 
 def test_help_names_every_command_and_does_not_wait_for_torch() -> None:
@@ -38,3 +38,12 @@ def test_a_misspelled_command_is_refused_with_the_nearest_one(capsys: pytest.Cap
         main(["doktor"])
     assert ended.value.code == 2
     assert "did you mean doctor?" in capsys.readouterr().err
+
+
+def test_pages_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs", "debugging"]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
+    assert main(["docs"]) == 0
+    assert "debugging\ndesign\n" in capsys.readouterr().out
+    assert main(["docs", "debuging"]) == 2
+    assert capsys.readouterr().err == "error: there is no page 'debuging'; did you mean 'debugging'?\n"

@@ -25,12 +25,6 @@ def test_faults_can_be_planted_and_their_first_tests_are_there() -> None:
         assert [test for test in mutant.tests if not is_there(test)] == [], mutant.name
 
 
-def test_the_table_of_the_guide_has_these_faults() -> None:
-    rows = [line.split(" | ") for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("| ")]
-    names = {row[0].removeprefix("| ") for row in rows}
-    assert [mutant.name for mutant in MUTANTS if mutant.name not in names] == []
-
-
 def test_a_fault_whose_text_has_moved_is_stale(tmp_path: Path) -> None:
     fault = Mutant("x", "a.py", "+ 1", "+ 2", ("tests",))
     for text in ("n + 2", "n + 1 + 1"):

@@ -21,6 +21,7 @@ _COMMANDS = {
     "trace": "look into recorded timelines",
     "hang": "name the rank that the others wait for, its unit and what it does",
     "checkpoint": "inspect, compare and convert",
+    "docs": "print a page of the documentation",
 }
 """Each is a module here with `add_arguments(parser)`, but for the trainer, which has a command line of its own."""
 

@@ -72,7 +72,7 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     "choices": {
         "strategy": (_AUTO, f"{', '.join(ShardingStrategy.__members__)}, 0 to 3, or auto: the cheapest that fits"),
         "outer-strategy": (str, "no_shard or optim (no_shard)"),
-        "recompute": (str, f"{', '.join(get_args(Recompute))} (docs/plan.md); with --strategy auto none and full"),
+        "recompute": (str, f"{', '.join(get_args(Recompute))} (mfsdp docs plan); with --strategy auto none and full"),
         "optimizer": ("adamw", ", ".join(OPTIMIZERS) + " (for matrices, with adamw)"),
         "dtype": (str, "of the weights that compute uses, for configs (bf16)"),
         "optimizer-cpu-offload": (False, "main weights, gradients and optimizer state rest on the host"),

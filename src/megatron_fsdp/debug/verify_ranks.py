@@ -187,7 +187,7 @@ class RankVerifier(Observer):
         self._lost = (
             f"rank {_listed(self._ranks[p] for p in absent)} did not come within {self._timeout_s:g} s while rank "
             f"{self._ranks[self._me]} {mine.describe(self._units)} ({did}); every rank has to call the same units in "
-            "the same order, and one that has nothing to compute calls model.take_part (docs/debugging.md)"
+            "the same order, and one that has nothing to compute calls model.take_part (mfsdp docs debugging)"
         )
         raise ScheduleError(self._lost) from cause
 
@@ -201,13 +201,13 @@ class RankVerifier(Observer):
             counts = ", ".join(f"{number} on rank {_listed(those)}" for number, those in sorted(steps.items()))
             return (
                 f"ranks differ in the number of optimizer steps: {counts}, so their weights do not belong together; "
-                "every rank has to step its optimizer as often (docs/debugging.md)"
+                "every rank has to step its optimizer as often (mfsdp docs debugging)"
             )
         parts = sorted(doing.items(), key=lambda item: (len(item[1]), item[1]))
         actions = " while ".join(f"rank {_listed(ranks)} {what}" for what, ranks in parts)
         return (
             f"{actions}; every rank has to call the same units in the same order, and one that has nothing to compute "
-            "with a unit calls model.take_part(unit, hidden) in its place (docs/debugging.md)"
+            "with a unit calls model.take_part(unit, hidden) in its place (mfsdp docs debugging)"
         )
 
 

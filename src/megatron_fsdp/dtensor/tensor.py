@@ -85,7 +85,7 @@ class UnevenDTensor(DTensor):
             raise ConfigurationError(
                 "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded and whose "
                 "gradients it reduces; train the sharded model as it is, and hand it to nothing that wraps models "
-                "(docs/integrations.md has recipes for accelerate, Lightning and Fabric)"
+                "(mfsdp docs integrations has recipes for accelerate, Lightning and Fabric)"
             )
         return super().detach()
 

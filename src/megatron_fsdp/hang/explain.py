@@ -17,7 +17,7 @@ _SILENT_S = 5.0
 """Seconds by which a rank on another machine must fall silent before the others to count as gone."""
 _ADVICE = (
     "every rank has to call the same units in the same order, and what takes all ranks (norms, whole tensors) on every "
-    "rank or on none (docs/debugging.md)"
+    "rank or on none (mfsdp docs debugging)"
 )
 _ROWS_SHOWN = 16
 _FRAMES_SHOWN = 4

@@ -262,7 +262,7 @@ class DecoderShare:
 
     def notes(self, setup: Setup) -> tuple[str, ...]:
         """List the assumptions, in words."""
-        ranks, found = self.ranks, ["Computed by formulas: fused kernels, no dropout (docs/plan.md)."]
+        ranks, found = self.ranks, ["Computed by formulas: fused kernels, no dropout (mfsdp docs plan)."]
         if ranks.tp > 1:
             which = "with" if setup.sequence_parallel else "without"
             found.append(f"Tensor parallelism {which} sequence parallelism; loss over a divided vocabulary.")
