@@ -253,6 +253,7 @@ PRESETS = (
 )
 """The configurations in examples/presets, with their ranks and machine."""
 
+
 def planted_faults() -> str:
     """Return the table of faults that `make mutants` plants, each with the tests that are run first."""
     rows = [(each.name, Path(each.file).name, ", ".join(f"`{test}`" for test in each.tests)) for each in load_mutants()]

@@ -24,8 +24,8 @@ from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
 _HANG_ADVICE = (
-    "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (mfsdp docs debugging), and MFSDP_VERIFY_RANKS=1 "
-    "finds the first difference between ranks (mfsdp docs debugging)"
+    "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does, and MFSDP_VERIFY_RANKS=1 finds the first "
+    "difference between ranks (mfsdp docs debugging)"
 )
 
 
