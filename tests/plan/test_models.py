@@ -122,6 +122,7 @@ WHOLE = {
     "whisper": ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq", None),
     "gemma3": ("Gemma3ForConditionalGeneration", "AutoModelForImageTextToText", None),
     "bert": ("BertLMHeadModel", "AutoModelForCausalLM", None),
+    "reformer": ("ReformerForMaskedLM", "AutoModelForMaskedLM", None),
 }
 
 

@@ -86,7 +86,10 @@ def _whole_model(transformers: Any, config: Any, dtype: torch.dtype) -> Any:
     for auto in (*_LANGUAGE, _MASKED):
         if auto not in found:
             continue
-        model = found[auto]._from_config(config, dtype=dtype)
+        try:
+            model = found[auto]._from_config(config, dtype=dtype)
+        except Exception:  # noqa: BLE001  # a class may want another field, as is_decoder
+            continue
         if base_kind is None or any(type(part) is base_kind for part in model.modules()):
             return model
         base = base_kind._from_config(config, dtype=dtype) if base is None else base
