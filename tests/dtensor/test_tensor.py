@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -253,6 +254,57 @@ def test_a_tensor_that_every_rank_has_whole_takes_any_operation() -> None:
     check(failures, "row", (tensor * row).full_tensor(), whole * whole[0])  # type: ignore[attr-defined]
     check(failures, "into plain", torch.zeros(4, 3).copy_(tensor), whole)
     assert failures == []
+
+
+@on_ranks(2)
+def test_equal_and_allclose_compare_tensors_that_are_cut_differently_or_plain() -> None:
+    first, second = (case for case in CASES if case.shape == (5, 3) and case.sizes == (2,))
+    mesh = make_mesh(first.sizes)
+    tensor, other, whole = first.tensor(mesh), second.tensor(mesh), first.whole()
+    near = whole.clone()
+    near[4, 2] += 1e-7
+    for left, right in ((tensor, other), (other, tensor), (tensor, whole), (whole, tensor)):
+        assert torch.equal(left, right)
+        assert torch.allclose(left, right)
+    assert not torch.equal(tensor, near)
+    assert torch.allclose(near, other)
+    assert not torch.allclose(tensor, near + 1)
+    assert not torch.equal(tensor, whole[:2])
+
+
+@on_ranks(2)
+def test_reading_the_memory_of_a_sharded_tensor_is_refused_in_words() -> None:
+    case = next(case for case in CASES if case.name == "inside rows")
+    tensor = case.tensor(make_mesh(case.sizes))
+    attempts: list[Callable[[], object]] = [
+        tensor.tolist,
+        tensor.numpy,
+        lambda: numpy.asarray(tensor),
+        lambda: torch.from_dlpack(tensor),
+        tensor.untyped_storage,
+        tensor.share_memory_,
+        lambda: torch.compile(lambda given: given + 1, backend="eager")(tensor),
+    ]
+    for attempt in attempts:
+        with pytest.raises(Exception, match=r"no storage of all its elements|use an optimizer of torch.optim"):
+            attempt()
+
+
+@on_ranks(2)
+def test_initialisations_that_address_elements_are_those_of_one_process() -> None:
+    register_with_torch()
+    case = next(case for case in CASES if case.name == "inside rows")
+    tensor, whole = case.tensor(make_mesh(case.sizes)), case.whole()
+    initialise: list[Callable[[Tensor], Tensor]] = [
+        nn.init.eye_,
+        nn.init.orthogonal_,
+        lambda given: nn.init.sparse_(given, 0.4),
+    ]
+    for each in initialise:
+        for given in (tensor, whole):
+            torch.manual_seed(3)
+            each(given)
+        assert torch.equal(tensor.full_tensor(), whole)
 
 
 def test_a_torch_that_passes_subclasses_over_gets_a_rule_for_every_operation() -> None:

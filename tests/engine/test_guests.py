@@ -122,6 +122,23 @@ class Halves(Int8Gather):
         return ["values", "values"], None
 
 
+class Dequantised(Int8Gather):
+    """A class that makes a plain tensor of what was gathered."""
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        made = gathered[0].to(dtype) * metadata[0]
+        return (made, gathered) if out is None else out.copy_(made)
+
+
+class Quantised(Coded):
+    """Codes and scales that do not say how they are gathered, as frozen weights of torchao."""
+
+    @staticmethod
+    def __new__(cls: type["Quantised"], values: torch.Tensor, scale: torch.Tensor | None = None) -> "Quantised":
+        codes = (values * 9).to(torch.int8) if scale is None else values
+        return Coded.__new__(cls, codes, torch.tensor(1 / 9) if scale is None else scale)
+
+
 class HalfAGuest(torch.Tensor):
     """A class without the second method."""
 
@@ -256,7 +273,7 @@ def refusals_on_meshes() -> list[str]:
 
 def refusal(kind: type[torch.Tensor], options: dict[str, Any], is_odd: bool) -> str:
     """Return the error of wrapping; with `is_odd` only the second rank has the class."""
-    make = kind if issubclass(kind, Int8Gather) else lambda values: values.as_subclass(kind)
+    make = kind if issubclass(kind, Int8Gather | Quantised) else lambda values: values.as_subclass(kind)
     model = build(None if is_odd and dist.get_rank() == 0 else make)
     with pytest.raises(ConfigurationError) as caught:
         fully_shard(model, torch.optim.SGD(model.parameters(), lr=1.0), **options)
@@ -274,6 +291,8 @@ def refusal(kind: type[torch.Tensor], options: dict[str, Any], is_odd: bool) -> 
             False,
             "fsdp_pre_all_gather of Pair wants 2 tensors gathered, (1, 6) torch.int8, (0, 6) torch.uint8, for rows",
         ),
+        (Dequantised, {}, False, "fsdp_post_all_gather of Dequantised returns a Tensor, with memory of its own"),
+        (Quantised, {"zero_dp_strategy": 0}, False, "is a Quantised, a tensor class that flattens into codes, scale"),
         (Int8Gather, {"zero_dp_strategy": 2}, False, "strategy optim_grads, which gathers none"),
     ],
 )

@@ -147,12 +147,22 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
     return made
 
 
-def equal(_func: Any, args: Args, _kwargs: Kwargs) -> bool:
-    """Run `torch.equal` over all ranks."""
-    first, second = args
+def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Run `torch.equal` or `allclose` over all ranks; the two tensors may be cut differently, or one be plain."""
+    first, second, *rest = args
     if first.shape != second.shape:
-        return False
-    return bool((first == second).all().item())
+        return False if _name(func) == "equal" else _refuse(func, args, kwargs)
+    frame = _frame_of_result((first, second), {})
+    agree = func(*(_cut_alike(frame, each) for each in (first, second)), *rest, **kwargs)
+    part = torch.tensor(-int(agree), device=first.device)
+    return bool(resolve([Reduction(part, Combine.MAX, frame.groups, torch.bool, negate=True)])[0])
+
+
+def _cut_alike(frame: ShardFrame, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements of a tensor as `frame` cuts them; gathers it where it is cut differently."""
+    if isinstance(value, UnevenDTensor) and value.shard_frame == frame:
+        return value._local_tensor
+    return frame.take(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def local_operand(frame: ShardFrame, value: Any, func: Any, elementwise: bool = True) -> Any:
@@ -272,17 +282,23 @@ def unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation of which an argument is an `UnevenDTensor`."""
+    """Run an operation of which an argument is an `UnevenDTensor`.
+
+    Operations on local tensors count in their version counters, which their views share: so the engine sees a write
+    into main weights, whichever alias of a parameter it goes through.
+    """
     if func._schema.is_mutable:
         _check_unused(func, args)
-    return _rule(func)(func, args, kwargs)
+    with _counts_versions():
+        return _rule(func)(func, args, kwargs)
+
+
+# What counts is excluded where torch calls `__torch_dispatch__`, since the DTensor itself was counted.
+_counts_versions = functools.partial(torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def _check_unused(func: Any, args: Args) -> None:
-    """Refuse to change gradients that an optimizer has used in backward, as clipping and scalers do before a step.
-
-    Rules write into local tensors below autograd, where version counters do not see it.
-    """
+    """Refuse to change gradients that an optimizer has used in backward, as clipping and scalers do before a step."""
     written = args[0] if args else None
     for each in written if isinstance(written, list | tuple) else (written,):
         if isinstance(each, UnevenDTensor) and each.used_for:
@@ -303,9 +319,19 @@ def _rule(func: Any) -> Rule:
         return elementwise_on_lists
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _unless_whole(_random if name in _FILLS or name in _DRAWS else _refuse)
-    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+    if torch.Tag.inplace_view in func.tags:
+        return _refuse_reshaping
+    if _is_elementwise(name):
         return _elementwise
     return _unless_whole(_refuse)
+
+
+def _is_elementwise(name: str) -> bool:
+    """Return whether torch tags an operation as pointwise, or what it is the in-place form or the backward of."""
+    names = {name, name.replace("__i", "__")} | {name.removesuffix(each) for each in ("_", "_backward", "_copy")}
+    packets = [getattr(torch.ops.aten, each) for each in names if hasattr(torch.ops.aten, each)]
+    tagged = any(torch.Tag.pointwise in getattr(each, form).tags for each in packets for form in each.overloads())
+    return tagged or name.endswith("_like") or not names.isdisjoint(_UNTAGGED)
 
 
 def _unless_whole(rule: Rule, reduces: bool = False) -> Rule:
@@ -429,14 +455,29 @@ def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return tensor
 
 
+def _alias(_func: Any, args: Args, _kwargs: Kwargs) -> Any:
+    """Wrap the same local tensor, which an assignment to `data` moves elsewhere for all its aliases."""
+    return UnevenDTensor.wrap(args[0]._local_tensor, args[0].shard_frame)
+
+
+def _refuse_reshaping(func: Any, args: Args, _kwargs: Kwargs) -> Any:
+    """Refuse to give a tensor another shape or other memory in place, unless it is its own."""
+    target = args[0]
+    if _name(func) == "set_" and len(args) == 2 and _local(args[1]) is _local(target):
+        return target
+    raise ShardOperationError(
+        f"{func} would change the shape or the memory of a tensor of shape {tuple(target.shape)}, which sharded "
+        "tensors cannot in place: copy into it, or change the model before it is sharded"
+    )
+
+
 def _same_shape_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """View or expand a tensor to its own shape."""
     tensor, size = args[0], args[1]
-    if isinstance(tensor, UnevenDTensor):
+    if isinstance(tensor, UnevenDTensor) and isinstance(size, list | tuple):
         wanted = [own if n == -1 else n for n, own in zip(size, tensor.shape, strict=False)]
         if len(size) == tensor.ndim and wanted == list(tensor.shape):
-            local = tensor._local_tensor
-            return UnevenDTensor.wrap(local.view(local.shape), tensor.shard_frame)
+            return _alias(func, args, kwargs)
     return _unless_whole(_refuse)(func, args, kwargs)
 
 
@@ -478,15 +519,13 @@ def _refuse(func: Any, args: Args, kwargs: Kwargs) -> Any:
 _FILLS = frozenset(("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"))
 _DRAWS = frozenset(("rand_like", "randn_like", "randint_like"))
 
-_ELEMENTWISE = frozenset(
+_UNTAGGED = frozenset(
     (
-        "_conj", "_to_copy", "__and__", "__iand__", "__ior__", "__or__", "__xor__", "alias", "clone", "copy_",
-        "copysign_", "detach", "detach_", "empty_like", "fill", "fill_", "floor_divide", "floor_divide_", "full_like",
-        "lift_fresh",
-        "masked_fill", "masked_fill_", "nan_to_num_", "ones_like", "polar", "where", "zero", "zero_", "zeros_like",
+        "_add_relu", "_conj", "_to_copy", "alias", "complex", "copy", "detach", "fill", "floor_divide", "hardswish",
+        "lift", "lift_fresh", "log_sigmoid", "log_sigmoid_forward", "polar", "zero",
     )
 )  # fmt: skip
-"""Elementwise operations that torch does not tag as such."""
+"""Elementwise operations that torch does not tag as such, by their names out of place."""
 
 _BY_NAME: dict[str, Rule] = {
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
@@ -495,6 +534,10 @@ _BY_NAME: dict[str, Rule] = {
     "_foreach_powsum": _refuse,
     "_local_scalar_dense": lambda _func, args, _kwargs: args[0].full_tensor().item(),
     "_unsafe_view": _same_shape_view,
+    "alias": _alias,
+    "allclose": equal,
+    "detach": _alias,
+    "detach_": lambda _func, args, _kwargs: args[0],
     "equal": equal,
     "expand": _same_shape_view,
     "is_pinned": _local_only,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
@@ -22,6 +23,24 @@ from megatron_fsdp.dtensor.frame import LocalChunks, ShardFrame, gather_full, no
 from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from megatron_fsdp.sharding.shards import BufferCut, ListedCut, MeshUse, ShardDescription, TensorParallelCut
+
+DATA: Any = torch.Tensor.data
+"""Torch's own attribute."""
+
+
+def _refuse_memory(name: str) -> Any:
+    """Make a method that refuses to read memory: accelerate and safetensors ask for it before they write a file."""
+
+    def refuse(*_unused: Any, **_named: Any) -> Any:
+        raise ShardOperationError(
+            f"{name} of a sharded tensor: it has no storage of all its elements, so that one rank's file (such as that "
+            "of accelerator.save_state or of save_pretrained) would lack those of the others; use full_tensor() on "
+            "every rank, or to_local() for this rank's elements; to save, call on all ranks "
+            "save_checkpoint(model, optimizer, folder) of megatron_fsdp.checkpoint to resume, save_hf(model, folder) "
+            "or save_adapter(model, folder) of megatron_fsdp.checkpoint.hf to write files for transformers or peft"
+        )
+
+    return refuse
 
 
 class UnevenDTensor(DTensor):
@@ -74,6 +93,37 @@ class UnevenDTensor(DTensor):
 
         return dispatch(func, args, kwargs or {})
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The same elements without history; assigned to, it takes this rank's elements of the value.
+
+        What was an alias of the tensor before an assignment keeps its elements, as where memory is replaced.
+
+        Raises:
+            ShardOperationError: The value has another shape, dtype, device or cut.
+        """
+        found: torch.Tensor = DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        kept = self._local_tensor
+        if getattr(value, "_local_tensor", None) is kept:
+            return
+        for word in ("shape", "dtype", "device"):
+            given, own = getattr(value, word), getattr(self, word)
+            if given != own:
+                raise ShardOperationError(
+                    f"`data` of a sharded tensor of {word} {own} was assigned a tensor of {word} {given}; values can "
+                    f"be assigned at any time, but the {word} of a parameter is changed before the model is sharded"
+                )
+        with torch.no_grad():
+            source = as_sharded(value.detach(), self.shard_frame)
+            self._local_tensor = kept.data  # the memory, without its aliases
+            torch._C._autograd._unsafe_set_version_counter((self._local_tensor,), (kept._version,))
+            kept.data = kept.clone()
+            self.copy_(source)
+
     def detach(self) -> torch.Tensor:
         """Return the same elements without history.
 
@@ -89,19 +139,9 @@ class UnevenDTensor(DTensor):
             )
         return super().detach()
 
-    def storage(self) -> Any:
-        """Refuse; accelerate and safetensors ask for it before they write tensors to a file.
-
-        Raises:
-            ShardOperationError: Always.
-        """
-        raise ShardOperationError(
-            "a sharded tensor has no storage of all its elements, so that one rank's file (such as that of "
-            "accelerator.save_state or of save_pretrained) would lack those of the others; call on all "
-            "ranks save_checkpoint(model, optimizer, folder) of megatron_fsdp.checkpoint to resume, save_hf(model, "
-            "folder) or save_adapter(model, folder) of megatron_fsdp.checkpoint.hf to write files that transformers or "
-            "peft loads"
-        )
+    __array__, __dlpack__, numpy, share_memory_, storage, tolist, untyped_storage = map(
+        _refuse_memory, ("numpy.asarray", "dlpack", "numpy", "share_memory_", "storage", "tolist", "untyped_storage")
+    )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return this rank's elements; a gradient that comes back is this rank's gradient.
@@ -196,6 +236,12 @@ class UnevenDTensor(DTensor):
         return _unpickle, (local, frame.mesh, frame.description, self.requires_grad, is_parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if TracingContext.try_get() is not None:
+            raise ShardOperationError(
+                "torch.compile cannot trace sharded tensors of uneven shards, as in the step of an optimizer that "
+                "compiles itself (such as torchao's AdamW8bit): use an optimizer of torch.optim or megatron_fsdp's own "
+                "AdamW8bit, and compile units before fully_shard"
+            )
         return ["_local_tensor"], (self.shard_frame, self.requires_grad)
 
     @staticmethod
@@ -316,12 +362,28 @@ def register_with_torch() -> None:
     for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if UnevenDTensor not in supported:
             supported.append(UnevenDTensor)
+    for name in ("dirac_", "eye_", "orthogonal_", "sparse_"):
+        setattr(nn.init, name, _of_the_whole(getattr(nn.init, name)))
     distribute = getattr(_state_dict_utils, "_distribute_tensors", None)
     if distribute is not None:
         _state_dict_utils._distribute_tensors = functools.partial(_cut_as_ours, distribute)
     torch.serialization.add_safe_globals(
         [UnevenDTensor, _unpickle, no_write_items, ShardDescription, MeshUse, BufferCut, ListedCut, TensorParallelCut]
     )
+
+
+def _of_the_whole(initialize: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Make an initialisation that addresses rows or columns draw whole values for a sharded tensor."""
+
+    @functools.wraps(initialize)
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(tensor, UnevenDTensor) or tensor.shard_frame.is_whole:
+            return initialize(tensor, *args, **kwargs)
+        whole = initialize(tensor._local_tensor.new_empty(tensor.shape), *args, **kwargs)
+        with torch.no_grad():
+            return tensor.copy_(as_sharded(whole, tensor.shard_frame))
+
+    return run
 
 
 def _cut_as_ours(

@@ -36,32 +36,6 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
-
-class StateDictAliases:
-    """Tracks whether the tensors that state dicts have returned were written to, as a bare `dcp.load` does.
-
-    They share the memory of main weights, but not its version counters.
-    """
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
-
-    def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Follow tensors from now on, by an alias that shares their version counter and outlives them."""
-        self._seen += [(weakref.ref(tensor), tensor.detach(), tensor._version) for tensor in tensors]
-
-    @property
-    def is_written(self) -> bool:
-        """Whether any was written to since `changed` was called last."""
-        return any(alias._version != version for _, alias, version in self._seen)
-
-    def changed(self) -> bool:
-        """Return whether any was written to since the last call; dead tensors are checked once more and dropped."""
-        changed = self.is_written
-        self._seen = [(origin, alias, alias._version) for origin, alias, _ in self._seen if origin() is not None]
-        return changed
-
-
 _NEVER = -1  # the weights_version of a forward that used no weights
 
 
@@ -138,7 +112,6 @@ class Engine:
         }
         self.stepped = False
         self._unreduced = UnreducedGradients()
-        self.state_dict_aliases = StateDictAliases()
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._agreed_params: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
@@ -243,7 +216,7 @@ class Engine:
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
-        if self.state_dict_aliases.changed() or self._has_newer_weights:
+        if self.has_newer_weights:
             self.install_main_weights()
         self.release_gradients()
         for group in self.groups():
@@ -326,11 +299,12 @@ class Engine:
             group.gradients.inspect = lambda index, grad: check.record(names[index], grad)
 
     @property
-    def _has_newer_weights(self) -> bool:
+    def has_newer_weights(self) -> bool:
+        """Whether main weights were written to since they were last installed."""
         return self.stepped or any(unit.main_changed for unit in self.units)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follow a step of any optimizer. Its operations on lists of DTensors leave no trace in version counters."""
+        """Follow a step of any optimizer; kernels of its own leave no trace in version counters."""
         if optimizer in self.connected:
             return  # its own hooks install the weights
         self.replaced.check(optimizer)
@@ -448,7 +422,7 @@ class Engine:
             return
         if self.executor.early is not None:
             self.executor.early.backward_begins(self.backward_number + 1)
-        if self._has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
+        if self.has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
             self.executor.run(self.scheduler.weights_changed())
         self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
         self._callback_queued = self._has_unattached = True

@@ -129,6 +129,7 @@ def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]
         view, part = full_view(group.plan.layout, full, index).detach(), group.plan.parts[index]
         copy = nn.Parameter(view if part is None else part.wrap(view), requires_grad=False)
         copy.__dict__.update(param.__dict__)
+        del copy.set_  # a copy takes whatever it is given
         copies.append(copy)
     return copies
 

@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp.engine.group_plan import GATHER_METHODS, GroupPlan
 from megatron_fsdp.engine.memory import piece_view
@@ -84,6 +86,13 @@ def guest_of(name: str, param: torch.Tensor, module: nn.Module) -> Guest | None:
     kind: Any = type(param)
     found = [method for method in GATHER_METHODS if hasattr(kind, method)]
     if not found:
+        if not isinstance(values, DTensor) and is_traceable_wrapper_subclass(values):
+            raise ConfigurationError(
+                f"{name} is a {kind.__name__}, a tensor class that flattens into "
+                f"{', '.join(values.__tensor_flatten__()[0])} and does not say how it is sharded; call "
+                "unwrap_tensor_subclass_parameters(model) of torch._functorch._aot_autograd.subclass_parametrization "
+                "before the model is sharded, which makes plain parameters of these"
+            )
         return None
     if len(found) == 1:
         missing = next(method for method in GATHER_METHODS if method not in found)
@@ -183,6 +192,13 @@ class GuestCodec(WrappingCodec):
     def wrap(self, index: int, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the tensor that modules compute with, around codes of tensor `index`."""
         made, _ = self._finish[index](codes, self._metadata[index], self._dtype)
+        if not hasattr(made, "__tensor_flatten__"):
+            raise ConfigurationError(
+                f"fsdp_post_all_gather of {self._guests[index].kind.__name__} returns a {type(made).__name__}, with "
+                "memory of its own beside what was gathered; it has to return a tensor class around that "
+                "(__tensor_flatten__): give a plain parameter, and MixedPrecisionPolicy(weight_format=...) to gather "
+                "it in few bytes"
+            )
         return made
 
     def point(self, index: int, made: torch.Tensor, codes: tuple[torch.Tensor, ...]) -> None:

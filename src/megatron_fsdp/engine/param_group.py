@@ -18,7 +18,7 @@ from megatron_fsdp.comm.axis import address_of, addresses_of
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
 from megatron_fsdp.dtensor.reduction import unite_gradients
-from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, register_with_torch
+from megatron_fsdp.dtensor.tensor import DATA, UnevenDTensor, as_sharded, register_with_torch
 from megatron_fsdp.engine.fp8_linear import Fp8Codec
 from megatron_fsdp.engine.gradients import (
     DECOUPLED,
@@ -249,8 +249,8 @@ class ParameterGroup:
     def main_changed(self) -> bool:
         """Whether main weights were written to since they were last installed.
 
-        In-place operations count on the DTensor, on its local tensor, or on the memory behind them. Operations through
-        `param.data` and torch's private ones on lists of DTensors count nowhere; optimizers are watched instead.
+        In-place operations count on the local tensor, whichever alias of the DTensor they go through, or on the memory
+        behind it. Kernels that torch does not know count nowhere; optimizers are watched instead.
         """
         return self.weights.main_changed or self._versions() != self._seen_versions
 
@@ -261,7 +261,7 @@ class ParameterGroup:
 
     def _versions(self) -> int:
         with plain_attributes():
-            return sum(map(_version, self.sharded)) + sum(map(_version, map(_local_tensor, self.sharded)))
+            return sum(map(_version, map(_local_tensor, self.sharded)))
 
     def install(self) -> None:
         """Copy main weights into compute weights."""
@@ -292,8 +292,8 @@ class ParameterGroup:
         for index, (info, param) in enumerate(zip(self.plan.spec.parameters, self.sharded, strict=True)):
             if address_of(local_part(param)) != self._pointers[index]:
                 raise ConfigurationError(
-                    f"the data of {info.name} was replaced after the model was sharded (by param.data = ..., or by "
-                    "moving or casting the inner module); copy into the parameter instead, under torch.no_grad()"
+                    f"the data of {info.name} was replaced after the model was sharded, as by swap_tensors or by "
+                    "moving or casting the inner module; copy into the parameter instead, under torch.no_grad()"
                 )
 
     def _find_pointers(self) -> tuple[int, ...]:
@@ -356,7 +356,7 @@ class ParameterGroup:
     def _move(param: nn.Parameter, piece: torch.Tensor, frame: ShardFrame) -> None:
         """Move a sharded parameter into other memory, maybe of another dtype; it stays the same object."""
         moved: Any = param
-        moved.data = UnevenDTensor.wrap(piece.data, frame)  # sets the dtype that torch sees
+        DATA.__set__(moved, UnevenDTensor.wrap(piece.data, frame))  # sets the dtype that torch sees
         moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
 
     def decouple_gradients(self) -> None:
@@ -449,7 +449,7 @@ class ParameterGroup:
             return self._wrapping.blank_codes(index)
         if self._placeholder is None:
             self._placeholder = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
-        return self._placeholder.expand(self.plan.layout.shapes[index])
+        return self._placeholder.expand(self.plan.layout.shapes[index]).data  # its version counter is its own
 
     def _watch(self, param: nn.Parameter, index: int) -> None:
         """Register a hook on a sharded parameter, once, for gradients that autograd computes for it directly."""
@@ -476,6 +476,8 @@ class ParameterGroup:
         whole = empty if part is None or self._wrapping is not None else part.wrap(empty)
         param = nn.Parameter(whole, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
+        # Parametrizations begin by setting a parameter to itself, which would count as a change of what autograd saves.
+        param.set_ = functools.partial(_set_to_itself, self.names[index], id(param))  # type: ignore[assignment]
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
         return param
@@ -537,6 +539,16 @@ class ParameterGroup:
                 "shape, dtype and sharding"
             )
         setattr(param, self.grad_attribute, answer)
+
+
+def _set_to_itself(name: str, own_id: int, source: object, *_unused: object) -> object:
+    """Do nothing in place of `set_` of a full parameter to itself; refuse other memory."""
+    if id(source) != own_id:
+        raise ConfigurationError(
+            f"set_() of {name} inside of a forward would give it other memory than that of its unit; copy into the "
+            "parameter instead, between forwards and under torch.no_grad()"
+        )
+    return source
 
 
 def _of_autograd(

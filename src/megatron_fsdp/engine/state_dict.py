@@ -91,24 +91,16 @@ def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[Removab
     """
     reference = weakref.ref(engine)
     owners = [owner for owner in module.modules() if owner._parameters]
-    before_load, after_save = partial(_before_load, reference), partial(_note_aliases, reference)
+    before_load = partial(_before_load, reference)
     module.register_state_dict_pre_hook(partial(_before_state_dict, reference))
     for owner in owners:
         owner.register_load_state_dict_pre_hook(before_load)
-        owner.register_state_dict_post_hook(after_save)
     describe = partial(_describe, reference)
     handles = [owner.register_state_dict_post_hook(describe) for owner in owners]
     if not engine.expert_names.is_trivial:
         handles.append(module.register_state_dict_post_hook(partial(_to_global_names, reference)))
         handles.append(module.register_load_state_dict_pre_hook(partial(_to_local_names, reference)))
     return handles
-
-
-def _note_aliases(
-    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
-) -> None:
-    found = [state_dict.get(prefix + name) for name in owner._parameters]
-    live_engine(reference).state_dict_aliases.note(value._local_tensor for value in found if isinstance(value, DTensor))
 
 
 def _describe(

@@ -64,7 +64,7 @@ def as_held(models: Models, optimizer: Optimizer, state_dict: StateDict) -> Stat
             held = state_as_held(optimizer, held, model.sharded_names(), names)
     if len(params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
         return held  # torch refuses it
-    if any(model._engine.state_dict_aliases.is_written for model in alive):
+    if any(model._engine.has_newer_weights for model in alive):
         _warn_of_lost_state(optimizer, held)
     found = (
         other_shards(value, param.shard_frame)
