@@ -22,7 +22,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support import failures_at_once
+from tests.support import immediate_failures
 from tests.support.tiers import leave_out_full
 from tests.support.worker_pool import DEFAULT_TIMEOUT_S, WorkerPool, preloaded_modules
 
@@ -69,7 +69,7 @@ def run_ranks(pytestconfig: pytest.Config) -> Iterator[RunRanks]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make property tests repeatable, and free of hypothesis' own timing checks; show failures at once."""
-    failures_at_once.pytest_configure(config)
+    immediate_failures.pytest_configure(config)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):  # of a job that pytest runs in
         os.environ.pop(name, None)
     slow = [hypothesis.HealthCheck.too_slow]

@@ -16,10 +16,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
-from tests.support.models import MODEL_CASES, Block
-from tests.support.on_ranks import assert_equal_tensors, of_ranks
-from tests.support.real_torchrun import real_torchrun
-from tests.support.sharded_run import (
+from tests.support.case import (
     Run,
     Scenario,
     Setting,
@@ -29,6 +26,9 @@ from tests.support.sharded_run import (
     outcome_of,
     reference,
 )
+from tests.support.on_ranks import assert_equal_tensors, of_ranks
+from tests.support.real_torchrun import real_torchrun
+from tests.support.zoo import MODEL_CASES, Block
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("up_proj", "gate_proj")
 

@@ -33,7 +33,7 @@ from tests.fuzzing.buckets import draw_bucket_case, play_buckets_on_rank
 from tests.fuzzing.case import Case, draw_case
 from tests.fuzzing.checkpoints import draw_pair, load_on_rank, save_on_rank
 from tests.fuzzing.run import judge, play_on_rank
-from tests.fuzzing.worlds import draw_world, play_worlds
+from tests.fuzzing.same_bits import draw_world, play_worlds
 from tests.support.dcp_contents import assert_same_contents, contents
 from tests.support.worker_pool import WorkerError, WorkerPool
 

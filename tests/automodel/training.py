@@ -32,8 +32,8 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
 from megatron_fsdp.comm.agreement import gather_objects
+from tests.support.case import Tolerance, assert_values
 from tests.support.language_models import batch_of, build, label_count
-from tests.support.sharded_run import Tolerance, assert_values
 
 
 def strategy(name: str, **fields: Any) -> DistributedConfig:

@@ -24,11 +24,11 @@ from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.test_load import step, wrap
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed
 from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 from tests.support.worker_pool import WorkerPool
+from tests.support.zoo import MODEL_CASES, ModelName
 
 
 def message_of(act: Callable[[], object]) -> str:

@@ -19,8 +19,8 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES
 from tests.support.on_ranks import fixed_seed, local_of, on_ranks
+from tests.support.zoo import MODEL_CASES
 
 
 def tensors() -> dict[str, Tensor]:

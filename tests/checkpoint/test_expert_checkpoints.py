@@ -16,11 +16,11 @@ from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
+from tests.support.case import Run, Scenario, Setting
 from tests.support.dcp_contents import assert_same_contents, contents
 from tests.support.experts import Experts, ListedExperts, Sizes, build_with_experts, experts_of
-from tests.support.models import ModelCase, token_case
 from tests.support.on_ranks import assert_equal_tensors
-from tests.support.sharded_run import Run, Scenario, Setting
+from tests.support.zoo import ModelCase, token_case
 
 KINDS = {"stacked": Experts, "listed": ListedExperts}
 

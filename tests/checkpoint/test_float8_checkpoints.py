@@ -14,8 +14,8 @@ from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.cli.main import main
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
-from tests.support.coded import Coded
 from tests.support.dcp_contents import contents
+from tests.support.tensor_extension import Coded
 
 E4M3 = torch.float8_e4m3fn
 

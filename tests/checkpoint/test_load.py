@@ -14,8 +14,8 @@ from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed
+from tests.support.zoo import MODEL_CASES, ModelName
 
 Whole = dict[str, Tensor]
 

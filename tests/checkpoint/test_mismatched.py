@@ -22,7 +22,7 @@ from tests.checkpoint.test_load import contents, step, wrap
 from tests.conftest import RunRanks
 from tests.support import hostile
 from tests.support.hostile import saved_bytes
-from tests.support.models import ModelName
+from tests.support.zoo import ModelName
 
 REFUSALS = {
     "nothing there": "does not exist",

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, divide_tensors_and_sequences, hybrid, tensor_parallel
+from tests.support.case import Run, Scenario, Setting, whole_moments
 from tests.support.dcp_contents import contents
-from tests.support.models import DENSE, MODEL_CASES, ModelCase
-from tests.support.sharded_run import Run, Scenario, Setting, whole_moments
+from tests.support.zoo import DENSE, MODEL_CASES, ModelCase
 
 Places = dict[str, tuple[int, Setting]]
 

@@ -21,9 +21,9 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.test_reshard import DENSE, HYBRID, ODD, TENSOR_PARALLEL, Places, trained, whole_state
 from tests.conftest import RunRanks
-from tests.support.models import ModelCase
+from tests.support.case import Setting
 from tests.support.on_ranks import assert_equal_tensors
-from tests.support.sharded_run import Setting
+from tests.support.zoo import ModelCase
 
 PLACES: Places = {
     **{f"strategy {strategy}": (3, Setting(strategy)) for strategy in (0, 3)},

@@ -10,8 +10,8 @@ from torch import nn
 
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
-from tests.ordinary.test_hugging_face import UNITS, build_llama
 from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.usage.test_hugging_face import UNITS, build_llama
 
 pytest.importorskip("transformers")
 

@@ -16,8 +16,8 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts
 from tests.support.formulas import footprints_of, step_traffic
-from tests.support.models import MODEL_CASES
 from tests.support.on_ranks import engine_of, on_ranks
+from tests.support.zoo import MODEL_CASES
 
 Fields = dict[str, Any]
 

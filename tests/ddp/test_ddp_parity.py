@@ -10,8 +10,7 @@ from torch import nn
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
 from tests.engine.test_parity import OPTIMIZERS, SCRIPTS
-from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.sharded_run import (
+from tests.support.case import (
     FP32,
     ONE_RANK,
     DdpSetting,
@@ -26,6 +25,7 @@ from tests.support.sharded_run import (
     three_steps,
 )
 from tests.support.usage_models import ATTENTION, ENCODER, READING, Nested, Recomputed, vector_case
+from tests.support.zoo import MODEL_CASES, ModelCase
 
 RANKS = (1, 2, 3, 4)
 _BF16 = Tolerance(rtol=2**-5, atol=2**-6)

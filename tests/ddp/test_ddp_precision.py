@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
-from tests.support.models import ModelCase, make_vector_batch, vector_loss
+from tests.support.case import DdpSetting, Scenario, Tolerance, assert_parity, ddp, reference, run_sharded
 from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.sharded_run import DdpSetting, Scenario, Tolerance, assert_parity, ddp, reference, run_sharded
+from tests.support.zoo import ModelCase, make_vector_batch, vector_loss
 
 Fields = dict[str, Any]
 MICROBATCHES = 48

@@ -9,12 +9,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from tests.conftest import RunRanks
-from tests.parallel.test_expert_parallel import EXPERTS, TOP2
+from tests.meshes.test_expert_parallel import EXPERTS, TOP2
 from tests.support.arrangements import divide_tensors, tensor_parallel
-from tests.support.models import DENSE, MODEL_CASES, ModelCase
+from tests.support.case import DdpSetting, Run, Scenario, check_jobs, ddp, defer_two_of_three, whole_moments
 from tests.support.on_ranks import assert_equal_tensors, engine_of, on_ranks
-from tests.support.sharded_run import DdpSetting, Run, Scenario, check_jobs, ddp, defer_two_of_three, whole_moments
 from tests.support.usage_models import READING
+from tests.support.zoo import DENSE, MODEL_CASES, ModelCase
 
 SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
 IN_TURN: dict[str, Any] = {**SHARDS, "overlap_param_gather": True}

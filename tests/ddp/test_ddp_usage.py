@@ -16,8 +16,7 @@ from tests.engine import test_parity_recomputation as recomputation
 from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
 from tests.engine import test_recovery_everywhere as everywhere
-from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.sharded_run import (
+from tests.support.case import (
     DdpSetting,
     Run,
     Scenario,
@@ -46,6 +45,7 @@ from tests.support.usage_models import (
     Where,
     vector_case,
 )
+from tests.support.zoo import MODEL_CASES, ModelCase
 
 REPLICATED = ddp(overlap_grad_reduce=True, bucket_size=40)
 LATE = ddp(use_distributed_optimizer=True)

@@ -15,10 +15,10 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.ddp.test_ddp_usage import IN_TURN, REPLICATED, TOGETHER, Repeated
 from tests.support.arrangements import mesh_of
-from tests.support.models import MODEL_CASES
+from tests.support.case import DdpSetting, Run, Scenario, check_jobs
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
-from tests.support.sharded_run import DdpSetting, Run, Scenario, check_jobs
 from tests.support.usage_models import FEATURES, Ordered, vector_case
+from tests.support.zoo import MODEL_CASES
 
 Fields = dict[str, Any]
 

@@ -18,12 +18,12 @@ from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ScheduleError
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.case import Recording, Run, Scenario, Setting, outcome_of
 from tests.support.delays import DelayObserver, inject_delays
-from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
-from tests.support.sharded_run import Recording, Run, Scenario, Setting, outcome_of
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Failing, FailingModel, PlannedError, Recomputed, failing_at, vector_case
+from tests.support.zoo import MODEL_CASES, ModelName
 
 UP_TO_S = 0.001
 _BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)

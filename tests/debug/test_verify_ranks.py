@@ -25,9 +25,9 @@ from megatron_fsdp.config.switches import VERIFY_TIMEOUT_S, VERIFY_VARIABLE, res
 from megatron_fsdp.debug import verify_ranks as row_exchange
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
+from tests.support.case import FP32, Recording, Run, Scenario, Setting, assert_parity, reference, run_sharded
 from tests.support.on_ranks import on_ranks
 from tests.support.settling import settled
-from tests.support.sharded_run import FP32, Recording, Run, Scenario, Setting, assert_parity, reference, run_sharded
 from tests.support.usage_models import FEATURES, Layer, Ordered, vector_case
 
 _TIMEOUT_S = 300.0

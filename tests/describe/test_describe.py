@@ -20,9 +20,9 @@ from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.fully_shard import fully_shard_model
 from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, simulated_ranks
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES
 from tests.support.on_ranks import fixed_seed
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
+from tests.support.zoo import MODEL_CASES
 
 _BF16 = MixedPrecisionPolicy(
     main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16

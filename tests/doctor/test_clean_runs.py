@@ -6,11 +6,11 @@ import pytest
 
 from megatron_fsdp.doctor import ParityReport, check_parity
 from tests.conftest import RunRanks
-from tests.doctor import faults, patients
+from tests.doctor import faults, models
 
 
 def check(options: dict[str, Any]) -> ParityReport:
-    options = {"model_fn": patients.build, "batch": patients.tokens, **options}
+    options = {"model_fn": models.build, "batch": models.tokens, **options}
     return check_parity(options.pop("model_fn"), options.pop("batch"), **options)
 
 
@@ -35,13 +35,13 @@ def test_every_strategy_passes(run_ranks: RunRanks, num_ranks: int) -> None:
 
 
 def test_tied_frozen_and_unused_parameters_pass(run_ranks: RunRanks) -> None:
-    report = passed(run_ranks, 2, model_fn=patients.build_tied_frozen_and_unused, strategies=(0, 3), microbatches=2)
+    report = passed(run_ranks, 2, model_fn=models.build_tied_frozen_and_unused, strategies=(0, 3), microbatches=2)
     (_,) = (note for note in report.notes if "got no gradient in one process: `spare.weight`, `spare.bias`; " in note)
 
 
 def test_a_report_that_passed_says_what_it_cannot_see(run_ranks: RunRanks) -> None:
-    options = {"batch": patients.vectors, "loss_fn": patients.square_loss, "strategies": (3,), "steps": 1}
-    report = passed(run_ranks, 2, model_fn=patients.build_detached, **options)
+    options = {"batch": models.vectors, "loss_fn": models.square_loss, "strategies": (3,), "steps": 1}
+    report = passed(run_ranks, 2, model_fn=models.build_detached, **options)
     hint, limits = report.diagnosis()
     assert hint == (
         "note: 2 trainable parameter(s) got no gradient in one process: `0.weight`, `0.bias`; they are unused, or cut "
@@ -60,7 +60,7 @@ def test_other_ways_to_shard_pass(run_ranks: RunRanks, shard_fn: Any) -> None:
 
 
 def test_bfloat16_passes_within_its_own_tolerance(run_ranks: RunRanks) -> None:
-    report = passed(run_ranks, 2, model_fn=patients.build_bfloat16, strategies=(3,))
+    report = passed(run_ranks, 2, model_fn=models.build_bfloat16, strategies=(3,))
     assert report.part_allowed == 3e-2
 
 
@@ -68,9 +68,9 @@ def test_batch_normalisation_is_compared_slice_by_slice(run_ranks: RunRanks) -> 
     report = passed(
         run_ranks,
         2,
-        model_fn=patients.build_batch_norm,
-        batch=patients.vectors,
-        loss_fn=patients.square_loss,
+        model_fn=models.build_batch_norm,
+        batch=models.vectors,
+        loss_fn=models.square_loss,
         strategies=(0, 3),
     )
     assert "each rank normalises by its own samples" in report.notes[0]
@@ -80,9 +80,9 @@ def test_a_summed_loss_passes_where_gradients_are_summed(run_ranks: RunRanks) ->
     passed(
         run_ranks,
         3,
-        batch=patients.vectors,
-        model_fn=patients.build_linear,
-        loss_fn=patients.summed_loss,
+        batch=models.vectors,
+        model_fn=models.build_linear,
+        loss_fn=models.summed_loss,
         shard_fn=faults.summed,
         reduction="sum",
     )
@@ -91,5 +91,5 @@ def test_a_summed_loss_passes_where_gradients_are_summed(run_ranks: RunRanks) ->
 @pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_a_gradient_that_is_zero_but_for_rounding_passes(run_ranks: RunRanks, strategy: int) -> None:
-    options = {"model_fn": patients.build_key_bias, "batch": patients.pairs, "loss_fn": patients.attention_loss}
+    options = {"model_fn": models.build_key_bias, "batch": models.pairs, "loss_fn": models.attention_loss}
     passed(run_ranks, 3, **options, strategies=(strategy,), microbatches=2, checkpoint=False)

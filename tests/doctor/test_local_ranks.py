@@ -16,7 +16,7 @@ from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
 from megatron_fsdp.errors import RankError
 from tests.support.settling import LIMIT_S
 
-MODEL = ["tests.doctor.patients:build", "--batch", "tests.doctor.patients:tokens", "--steps", "1", "--no-checkpoint"]
+MODEL = ["tests.doctor.models:build", "--batch", "tests.doctor.models:tokens", "--steps", "1", "--no-checkpoint"]
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +69,8 @@ def test_the_command_names_a_fault_as_json(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.full
 def test_what_is_not_judged_is_no_difference_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["tests.doctor.patients:build_dropout", "--batch", "tests.doctor.patients:vectors"]
-    assert main(["doctor", *model, "--loss", "tests.doctor.patients:square_loss", "--ranks", "1", "--steps", "1"]) == 2
+    model = ["tests.doctor.models:build_dropout", "--batch", "tests.doctor.models:vectors"]
+    assert main(["doctor", *model, "--loss", "tests.doctor.models:square_loss", "--ranks", "1", "--steps", "1"]) == 2
     assert "NOT JUDGED: 1 rank against one process" in capsys.readouterr().out
 
 
@@ -96,7 +96,7 @@ def test_a_configuration_without_a_causal_model_is_refused_in_words(
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "vit", "num_hidden_layers": 1}))
-    batch = ["--batch", "tests.doctor.patients:vectors"]
+    batch = ["--batch", "tests.doctor.models:vectors"]
     assert main(["doctor", "--hf-config", str(path), "--ranks", "1", *batch]) == 2
     message = capsys.readouterr().err
     assert "builds no causal language model from ViTConfig" in message

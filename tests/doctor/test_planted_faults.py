@@ -12,7 +12,7 @@ from torch import nn
 from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.doctor import Difference, ParityReport, check_parity, parity
 from tests.conftest import RunRanks
-from tests.doctor import faults, patients
+from tests.doctor import faults, models
 from tests.doctor.faults import UP
 from tests.support.on_ranks import on_ranks
 
@@ -21,7 +21,7 @@ LAST = "head.weight"
 
 
 def check(shard_fn: Any, options: dict[str, Any]) -> ParityReport:
-    options = {"model_fn": patients.build, "batch": patients.tokens, "steps": 2, **options}
+    options = {"model_fn": models.build, "batch": models.tokens, "steps": 2, **options}
     model_fn, batch = options.pop("model_fn"), options.pop("batch")
     return check_parity(model_fn, batch, shard_fn=shard_fn, checkpoint=False, **options)
 
@@ -43,7 +43,7 @@ def place(found: Difference) -> tuple[str, int, str, str]:
 HEAD = "gradient", 1, LAST
 FEATURE = "gradient", 1, UP
 FIRST = "weight", 1, "embed.weight"
-FROZEN = {"model_fn": patients.build_frozen}
+FROZEN = {"model_fn": models.build_frozen}
 BY_HAND = partial(faults.by_hand, name=UP)
 # shard_fn, ranks, place, kind, part of the words, options
 FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = [
@@ -126,7 +126,7 @@ def test_weights_that_each_rank_draws_are_found(run_ranks: RunRanks, shard: Any,
 
 
 def test_gradients_that_travel_in_bfloat16_are_found(run_ranks: RunRanks) -> None:
-    options = {"model_fn": patients.build_one_output, "batch": patients.vectors, "loss_fn": patients.square_loss}
+    options = {"model_fn": models.build_one_output, "batch": models.vectors, "loss_fn": models.square_loss}
     found = first(run_ranks, 3, faults.reduced_in_bfloat16, steps=1, **options)
     assert place(found) == ("gradient", 1, "2.bias", "differs")
     assert found.ratio == pytest.approx(1, rel=1e-2)
@@ -142,13 +142,13 @@ def test_one_fault_of_all_strategies_is_told_once(run_ranks: RunRanks) -> None:
 def check_louder_rank() -> ParityReport:
     return check(
         None,
-        {"model_fn": louder_rank, "batch": patients.vectors, "loss_fn": patients.square_loss, "steps": 1},
+        {"model_fn": louder_rank, "batch": models.vectors, "loss_fn": models.square_loss, "steps": 1},
     )
 
 
 def louder_rank() -> nn.Module:
     """Doubles what rank 1 is given."""
-    return faults.Around(patients.build_linear(), lambda module, x: module(x * (1 + (dist.get_rank() == 1))))
+    return faults.Around(models.build_linear(), lambda module, x: module(x * (1 + (dist.get_rank() == 1))))
 
 
 class ForgetfulCheckpointer(Checkpointer):
@@ -164,7 +164,7 @@ class ForgetfulCheckpointer(Checkpointer):
 
 def check_with_forgetful_checkpoints() -> ParityReport:
     with patch.object(parity, "Checkpointer", ForgetfulCheckpointer):
-        return check_parity(patients.build, patients.tokens, strategies=(3,), steps=2)
+        return check_parity(models.build, models.tokens, strategies=(3,), steps=2)
 
 
 def test_a_checkpoint_that_loads_something_else_is_named(run_ranks: RunRanks) -> None:
@@ -180,13 +180,13 @@ def test_a_checkpoint_that_loads_something_else_is_named(run_ranks: RunRanks) ->
 @on_ranks(2)
 def test_the_callers_random_state_is_put_back() -> None:
     before = torch.get_rng_state()
-    report = check_parity(patients.build, patients.tokens, strategies=(3,), steps=1, checkpoint=False)
+    report = check_parity(models.build, models.tokens, strategies=(3,), steps=1, checkpoint=False)
     assert (report.passed, torch.equal(before, torch.get_rng_state())) == (True, True)
 
 
 def check_in_float32() -> ParityReport:
     with pytest.warns(UserWarning, match=r"compute in torch\.float64 and are optimised in torch\.float32"):
-        return check(None, {"model_fn": patients.build_double, "strategies": (3,), "steps": 1})
+        return check(None, {"model_fn": models.build_double, "strategies": (3,), "steps": 1})
 
 
 def test_a_float64_model_that_is_kept_in_float32_is_found(run_ranks: RunRanks) -> None:

@@ -8,11 +8,11 @@ import torch
 from megatron_fsdp.doctor import ParityReport, check_parity
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.doctor import faults, patients
+from tests.doctor import faults, models
 
 
 def check(model_fn: Any, options: dict[str, Any]) -> ParityReport:
-    options = {"strategies": (3,), "steps": 1, "checkpoint": False, "batch": patients.vectors, **options}
+    options = {"strategies": (3,), "steps": 1, "checkpoint": False, "batch": models.vectors, **options}
     return check_parity(model_fn, options.pop("batch"), **options)
 
 
@@ -20,12 +20,12 @@ class GradientOnly:
     """A mean in its value, but gradients are not those of a mean."""
 
     def __call__(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
-        loss = patients.square_loss(model, batch)
+        loss = models.square_loss(model, batch)
         return loss.detach() + (loss - loss.detach()) * len(batch)
 
 
 def test_a_loss_that_is_no_mean_by_its_gradient_is_told_by_the_gradient(run_ranks: RunRanks) -> None:
-    report = run_ranks(2, check, patients.build_linear, {"loss_fn": GradientOnly()})[0]
+    report = run_ranks(2, check, models.build_linear, {"loss_fn": GradientOnly()})[0]
     (found,) = report.differences
     assert found.kind == "not a mean"
     assert "the gradient of `0.weight` changes by up to " in found.words
@@ -33,17 +33,17 @@ def test_a_loss_that_is_no_mean_by_its_gradient_is_told_by_the_gradient(run_rank
 
 
 def test_values_of_one_process_that_are_not_finite_are_told_as_such(run_ranks: RunRanks) -> None:
-    half = run_ranks(2, check, patients.build_half, {"loss_fn": patients.half_loss})[0]
+    half = run_ranks(2, check, models.build_half, {"loss_fn": models.half_loss})[0]
     assert "the weight of `0.weight` in step 1 is not finite in one process already (float16 ends" in half.told()
-    overflow = run_ranks(2, check, patients.build_overflow, {})[0]
+    overflow = run_ranks(2, check, models.build_overflow, {})[0]
     assert "the gradient of `weight` in step 1 is not finite in one process already, and" in overflow.told()
     for report in (half, overflow):
         assert (report.judged, report.runs, len(report.findings)) == (False, (), 1)
 
 
 def test_batches_from_torchs_own_generator_are_made_once(run_ranks: RunRanks) -> None:
-    options = {"batch": patients.drawn_tokens, "steps": 2, "checkpoint": True}
-    report = run_ranks(2, check, patients.build, options)[0]
+    options = {"batch": models.drawn_tokens, "steps": 2, "checkpoint": True}
+    report = run_ranks(2, check, models.build, options)[0]
     assert report.passed, report.told()
     assert report.runs[0].cells() == ["ok"] * 6
 
@@ -58,16 +58,16 @@ def refusal(model_fn: Any, options: dict[str, Any]) -> str:
     ("model_fn", "words"),
     [
         (
-            patients.build_dropout,
+            models.build_dropout,
             "it draws random numbers (dropout) or is not deterministic. Sharding was not judged: set",
         ),
-        (patients.build_random, "model_fn gives `weight` other values each time, though torch.manual_seed is called"),
-        (patients.build_noisy, "is not deterministic. Sharding was not judged: set dropout to 0"),
-        (patients.build_broken, "the loss of the first step is nan in one process already"),
+        (models.build_random, "model_fn gives `weight` other values each time, though torch.manual_seed is called"),
+        (models.build_noisy, "is not deterministic. Sharding was not judged: set dropout to 0"),
+        (models.build_broken, "the loss of the first step is nan in one process already"),
     ],
 )
 def test_models_that_nothing_can_be_compared_with_are_named(run_ranks: RunRanks, model_fn: Any, words: str) -> None:
-    report = run_ranks(2, check, model_fn, {"loss_fn": patients.square_loss})[0]
+    report = run_ranks(2, check, model_fn, {"loss_fn": models.square_loss})[0]
     (found,) = report.differences
     assert (found.where, found.kind, report.runs) == ("one process against itself", "not repeatable", ())
     assert words in found.words
@@ -75,7 +75,7 @@ def test_models_that_nothing_can_be_compared_with_are_named(run_ranks: RunRanks,
 
 
 def test_a_summed_loss_is_named_and_sharding_is_right(run_ranks: RunRanks) -> None:
-    report = run_ranks(3, check, patients.build_linear, {"loss_fn": patients.summed_loss})[0]
+    report = run_ranks(3, check, models.build_linear, {"loss_fn": models.summed_loss})[0]
     (found,) = report.differences
     assert (found.where, found.kind) == ("loss", "not a mean")
     assert "the loss is a sum over samples, not a mean" in found.words
@@ -84,7 +84,7 @@ def test_a_summed_loss_is_named_and_sharding_is_right(run_ranks: RunRanks) -> No
 
 
 def test_a_loss_between_samples_is_named_and_sharding_is_right(run_ranks: RunRanks) -> None:
-    report = run_ranks(2, check, patients.build_linear, {"loss_fn": patients.pairwise_loss})[0]
+    report = run_ranks(2, check, models.build_linear, {"loss_fn": models.pairwise_loss})[0]
     (found,) = report.differences
     assert "the loss is not a mean over samples" in found.words
     assert report.runs[0].differences == ()
@@ -93,8 +93,8 @@ def test_a_loss_between_samples_is_named_and_sharding_is_right(run_ranks: RunRan
 
 
 def test_a_planted_fault_is_found_beside_a_loss_that_is_no_mean(run_ranks: RunRanks) -> None:
-    options = {"loss_fn": patients.summed_loss, "shard_fn": faults.summed}
-    report = run_ranks(2, check, patients.build_linear, options)[0]
+    options = {"loss_fn": models.summed_loss, "shard_fn": faults.summed}
+    report = run_ranks(2, check, models.build_linear, options)[0]
     assert [difference.where for difference in report.differences[:2]] == ["loss", "gradient"]
     assert report.differences[1].ratio == pytest.approx(2.0, rel=1e-5)
     assert (report.judged, report.verdict) == (True, "DIFFERS")
@@ -103,35 +103,35 @@ def test_a_planted_fault_is_found_beside_a_loss_that_is_no_mean(run_ranks: RunRa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": patients.odd_vectors}, "a batch of 11 samples does not divide into 1 microbatch"),
-        ({"batch": patients.uneven_batch}, "is samples, and these differ: ['x'] 12, ['weight'] 3"),
+        ({"batch": models.odd_vectors}, "a batch of 11 samples does not divide into 1 microbatch"),
+        ({"batch": models.uneven_batch}, "is samples, and these differ: ['x'] 12, ['weight'] 3"),
         ({}, "the model gave a tensor of shape (12, 3) where the loss is wanted; give loss_fn"),
         (
-            {"shard_fn": faults.only_the_model, "loss_fn": patients.square_loss},
+            {"shard_fn": faults.only_the_model, "loss_fn": models.square_loss},
             "shard_fn gave MegatronFSDP; it has to give (model, optimizer)",
         ),
         (
-            {"shard_fn": faults.nothing_at_all, "loss_fn": patients.square_loss},
+            {"shard_fn": faults.nothing_at_all, "loss_fn": models.square_loss},
             "shard_fn gave NoneType; it has to give (model, optimizer)",
         ),
-        ({"batch": patients.moody_tokens}, "batch(1) gives other samples each time"),
-        ({"batch": patients.moody_batch}, "batch gives rank(s) 1 other samples than rank 0"),
+        ({"batch": models.moody_tokens}, "batch(1) gives other samples each time"),
+        ({"batch": models.moody_batch}, "batch gives rank(s) 1 other samples than rank 0"),
         ({"steps": 0}, "steps is 0; give a whole number from 1"),
         ({"strategies": (7,)}, "is not a sharding strategy"),
         ({"reduction": "max"}, "reduction is 'max'"),
-        ({"optimizer_fn": "tests.doctor.patients:nothing"}, "'tests.doctor.patients' has no 'nothing'"),
+        ({"optimizer_fn": "tests.doctor.models:nothing"}, "'tests.doctor.models' has no 'nothing'"),
     ],
 )
 def test_what_cannot_be_run_is_refused_on_every_rank(run_ranks: RunRanks, options: Any, message: str) -> None:
-    texts = run_ranks(2, refusal, patients.build_linear, options)
+    texts = run_ranks(2, refusal, models.build_linear, options)
     assert texts[0] == texts[1]
     assert message in texts[0]
 
 
 def test_arguments_are_refused_before_ranks_are_started() -> None:
     with pytest.raises(ConfigurationError, match="ranks is 0"):
-        check_parity(patients.build, patients.tokens, ranks=0)
+        check_parity(models.build, models.tokens, ranks=0)
     with pytest.raises(ConfigurationError, match=r"give functions of a module \(not lambdas"):
-        check_parity(lambda: patients.build(), patients.tokens)
+        check_parity(lambda: models.build(), models.tokens)
     with pytest.raises(ConfigurationError, match="device is 'npu'"):
-        check_parity(patients.build, patients.tokens, device="npu")
+        check_parity(models.build, models.tokens, device="npu")

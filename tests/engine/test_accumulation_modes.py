@@ -18,8 +18,8 @@ import pytest
 
 from megatron_fsdp import MegatronFSDP
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.case import Run, Scenario, Setting, check_strategies
+from tests.support.zoo import MODEL_CASES
 
 SHOWS = ("auto", "last", "sync", "hand")
 """After these the sum of everything so far is visible as `.grad`."""

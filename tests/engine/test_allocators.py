@@ -16,6 +16,7 @@ from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
+from tests.support.case import Run, Scenario, Setting, check_strategies, two_steps
 from tests.support.counting import LiveBytes, held_bytes
 from tests.support.formulas import (
     GroupFootprint,
@@ -28,7 +29,6 @@ from tests.support.formulas import (
     transient_bytes,
 )
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, two_steps
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, Recomputed, vector_case
 

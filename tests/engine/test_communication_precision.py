@@ -27,8 +27,8 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.engine.test_precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train
 from tests.support.api_net import Layer, backward, batches, build, mesh
+from tests.support.case import Recording
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
-from tests.support.sharded_run import Recording
 
 SWITCH = "reduce_scatter_with_fp32_accumulation"
 ALL_BF16 = MixedPrecisionPolicy(FP32, FP32, BF16)

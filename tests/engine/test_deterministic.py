@@ -22,8 +22,8 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.grad_norm import exact_norm
 from megatron_fsdp.optim.optimizer import check_rounding
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, Batch, ModelName
 from tests.support.on_ranks import on_ranks
+from tests.support.zoo import MODEL_CASES, Batch, ModelName
 
 STEPS, MICROBATCHES, MAX_NORM = 2, 12, 0.05
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ShardOperationError
 from tests.conftest import RunRanks
+from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies, three_steps
 from tests.support.formulas import footprints_of, step_traffic
-from tests.support.models import Batch, ModelCase
 from tests.support.on_ranks import engine_of, on_ranks
-from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies, three_steps
+from tests.support.zoo import Batch, ModelCase
 
 # ---- small decoders with untied ends ---------------------------------------------------------------------------------
 

@@ -28,9 +28,9 @@ from megatron_fsdp.engine.fp8_linear import Fp8Weight, scaled_product, to_float8
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import hybrid
+from tests.support.zoo import MODEL_CASES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32 = torch.bfloat16, torch.float32

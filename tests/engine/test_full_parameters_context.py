@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, ScheduleError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
-from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
+from tests.support.zoo import MODEL_CASES, ModelName
 
 BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32)
 X = torch.ones(2, 5)

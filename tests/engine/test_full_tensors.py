@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.support.counting import LiveBytes, OpCounts
-from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
+from tests.support.zoo import MODEL_CASES, ModelName
 
 SIZES_BYTES = [1, 800, 2**28]
 """From one tensor at a time to whole groups."""

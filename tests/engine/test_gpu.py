@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, Batch, ModelName
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed
+from tests.support.zoo import MODEL_CASES, Batch, ModelName
 
 
 def _on_device(batch: Batch) -> Batch:

@@ -27,8 +27,8 @@ from megatron_fsdp.errors import LargeGradientError, NonFiniteGradientError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
 from tests.support.counting import OpCounts
 from tests.support.experts import FLAT, build_with_experts, experts_of
-from tests.support.models import Block, make_token_batch, token_loss
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
+from tests.support.zoo import Block, make_token_batch, token_loss
 
 CPU = torch.device("cpu")
 

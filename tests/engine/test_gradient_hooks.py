@@ -11,9 +11,9 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model,
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, weights
-from tests.support.models import MODEL_CASES
+from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.zoo import MODEL_CASES
 
 
 def wrap(strategy: int = 3, model: nn.Module | None = None, **arguments: Any) -> MegatronFSDP:

@@ -14,9 +14,9 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
-from tests.support.coded import Coded
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import hybrid
+from tests.support.tensor_extension import Coded
 
 SAMPLES, STEPS = 12, 4
 

@@ -19,11 +19,11 @@ from megatron_fsdp.engine.memory import StateMemory
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
+from tests.support.case import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded
 from tests.support.formulas import footprints_of, persistent_bytes
-from tests.support.models import DENSE
 from tests.support.on_ranks import on_ranks
-from tests.support.sharded_run import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
+from tests.support.zoo import DENSE
 
 HALF = {"home": "host", "fraction": 0.5}
 BF16 = MixedPrecisionPolicy(torch.float32, torch.float32)

@@ -26,8 +26,8 @@ from tests.support.formulas import (
     persistent_bytes,
     transient_bytes,
 )
-from tests.support.models import MODEL_CASES
 from tests.support.tower import Floor, Tower, tower_loss
+from tests.support.zoo import MODEL_CASES
 
 BF16, FP32 = torch.bfloat16, torch.float32
 STRATEGIES = list(ShardingStrategy)

@@ -17,10 +17,10 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_small_units, message_bytes
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
-from tests.support.models import ModelCase
+from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs, three_steps
 from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
-from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs, three_steps
 from tests.support.usage_models import FEATURES, Layer, NeighbourCallers, Ordered, Penalised, Recomputed, vector_case
+from tests.support.zoo import ModelCase
 
 LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
 MIB = 2**20

@@ -18,11 +18,11 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp.engine.meta_init import own_part, uninitialized_parameter, uninitialized_tensor
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
+from tests.support.case import Scenario, Setting, check_strategies, three_steps
 from tests.support.counting import LiveBytes
-from tests.support.models import MODEL_CASES, Block, TinyTransformer, token_case
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
-from tests.support.sharded_run import Scenario, Setting, check_strategies, three_steps
 from tests.support.tower import FLOORS, ROOT_NUMEL, Floor, Tower
+from tests.support.zoo import MODEL_CASES, Block, TinyTransformer, token_case
 
 # ---- models that can be built on the meta device, each with something that their initialisation finds hard -----------
 

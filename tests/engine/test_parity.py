@@ -10,8 +10,7 @@ from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, Batch, Block, ModelCase, ModelName, TinyTransformer, make_token_batch
-from tests.support.sharded_run import (
+from tests.support.case import (
     FP32,
     ONE_RANK,
     OptimizerFn,
@@ -23,6 +22,7 @@ from tests.support.sharded_run import (
     reference,
     run_sharded,
 )
+from tests.support.zoo import MODEL_CASES, Batch, Block, ModelCase, ModelName, TinyTransformer, make_token_batch
 
 RANKS = (1, 2, 3, 4)
 STRATEGIES = (0, 1, 2, 3)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES
-from tests.support.sharded_run import STRATEGIES as ALL
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, defer_two_of_three
+from tests.support.case import STRATEGIES as ALL
+from tests.support.case import Run, Scenario, Setting, check_strategies, defer_two_of_three
+from tests.support.zoo import MODEL_CASES
 
 MANUAL = tuple(Setting(strategy, auto_sync=False) for strategy in range(4))
 UNUSED, ODD = MODEL_CASES["unused"], MODEL_CASES["odd_shapes"]

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 
 from tests.conftest import RunRanks
-from tests.support.models import ModelCase
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.usage_models import Recomputed, Where, vector_case
+from tests.support.zoo import ModelCase
 
 PLACES: tuple[Where, ...] = ("units", "inside", "pairs", "all")
 

@@ -8,8 +8,7 @@ import torch
 
 from megatron_fsdp.errors import ScheduleError
 from tests.conftest import RunRanks
-from tests.support.models import ModelCase
-from tests.support.sharded_run import (
+from tests.support.case import (
     FP32,
     Run,
     Scenario,
@@ -30,6 +29,7 @@ from tests.support.usage_models import (
     Unpacking,
     vector_case,
 )
+from tests.support.zoo import ModelCase
 
 SHARDED = (Setting(3), Setting(2))
 ORDERED = vector_case(Ordered)

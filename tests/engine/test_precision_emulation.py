@@ -14,9 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
-from tests.support.models import MODEL_CASES, Batch, ModelCase, OddBlock, UnusedBlock
-from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.sharded_run import (
+from tests.support.case import (
     SAMPLES,
     Recording,
     Run,
@@ -30,6 +28,8 @@ from tests.support.sharded_run import (
     one_thread,
     run_sharded,
 )
+from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.zoo import MODEL_CASES, Batch, ModelCase, OddBlock, UnusedBlock
 
 # ---- what a policy promises, worked out on one process ---------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from megatron_fsdp.errors import MegatronFSDPError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh, own_part
 from tests.support.arrangements import hybrid
-from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.case import Run, Scenario, Setting, check_jobs, check_strategies, ddp
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_jobs, check_strategies, ddp
 from tests.support.usage_models import Nested, Recomputed, vector_case
+from tests.support.zoo import MODEL_CASES, ModelCase
 
 Chosen = Callable[[int, str], bool]
 """(number of a parameter, its name) -> whether it is frozen."""

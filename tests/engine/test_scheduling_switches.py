@@ -19,9 +19,9 @@ from megatron_fsdp.engine.schedule import Action, Operation
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
+from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.formulas import exchange_scratch_bytes, footprints_of, step_traffic, transient_bytes
 from tests.support.on_ranks import engine_of, on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, vector_case
 

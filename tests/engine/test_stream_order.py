@@ -34,7 +34,17 @@ from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
 from tests.engine import test_recovery_everywhere as everywhere
 from tests.support.arrangements import hybrid
-from tests.support.models import MODEL_CASES, Batch, ModelCase
+from tests.support.case import (
+    DdpSetting,
+    Run,
+    Scenario,
+    Setting,
+    clip_by_model,
+    clip_by_torch,
+    ddp,
+    defer_two_of_three,
+    three_steps,
+)
 from tests.support.on_ranks import engine_of
 from tests.support.ordered_streams import (
     Fault,
@@ -46,19 +56,9 @@ from tests.support.ordered_streams import (
     without_order_between_lanes,
     without_tickets,
 )
-from tests.support.sharded_run import (
-    DdpSetting,
-    Run,
-    Scenario,
-    Setting,
-    clip_by_model,
-    clip_by_torch,
-    ddp,
-    defer_two_of_three,
-    three_steps,
-)
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, Penalised, Recomputed, vector_case
+from tests.support.zoo import MODEL_CASES, Batch, ModelCase
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
-from tests.support.models import MODEL_CASES, Batch, make_token_batch
 from tests.support.on_ranks import on_ranks
+from tests.support.zoo import MODEL_CASES, Batch, make_token_batch
 
 STEPS, SAMPLES = 3, 12
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from tests.fuzzing.case import SAMPLES, Case, draw_case
 from tests.fuzzing.model import batch
 from tests.fuzzing.run import Ranks, loss_of
+from tests.support.case import whole_moments
 from tests.support.dcp_contents import contents
-from tests.support.sharded_run import whole_moments
 
 
 def draw_pair(seed: int, max_ranks: int = 4) -> tuple[Case, Case]:

@@ -27,9 +27,9 @@ from tests.support.api_net import mesh
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.counting import LiveBytes
 from tests.support.experts import FLAT, Experts, Sizes, build_with_experts, experts_of
-from tests.support.models import Block, build_dense
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.optimizer_twins import Matrices, Twins, drawn, flat, hybrid, matrices, three_steps
+from tests.support.zoo import Block, build_dense
 
 # ---- who computes what ----------------------------------------------------------------------------------------------
 

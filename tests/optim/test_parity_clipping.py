@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import NonFiniteNormError
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, ModelName, ScalarBlock
+from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.zoo import MODEL_CASES, ModelName, ScalarBlock
 
 SMALL = 0.05
 """A norm that every gradient exceeds."""

@@ -13,8 +13,8 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp.optim.statistics import ModelStatistics, TensorStatistics
 from tests.conftest import RunRanks
 from tests.support.counting import OpCounts
-from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.zoo import MODEL_CASES, ModelName
 
 
 def expected(tensor: Tensor) -> TensorStatistics:

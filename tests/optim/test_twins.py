@@ -15,9 +15,9 @@ from tests.optim.test_adamw8bit import blocks, eight_bits
 from tests.optim.test_chained import chain, chain_of_sgd, chain_of_whole_tensors, mixed
 from tests.optim.test_whole_step import Factored
 from tests.support.arrangements import divide_tensors, tensor_parallel
-from tests.support.models import Block, build_dense
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import Make, Twins, drawn, flat, hybrid, matrices, three_steps
+from tests.support.zoo import Block, build_dense
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
     "adafactor": (matrices, lambda params: torch.optim.Adafactor(params, lr=0.1, weight_decay=0.01)),

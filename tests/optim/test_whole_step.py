@@ -19,9 +19,9 @@ from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.experts import FLAT, ListedExperts, build_with_experts, experts_of
-from tests.support.models import Block, build_dense
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 from tests.support.optimizer_twins import Twins, flat, hybrid, matrices
+from tests.support.zoo import Block, build_dense
 
 
 @steps_whole_tensors

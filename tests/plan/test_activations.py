@@ -18,8 +18,8 @@ from megatron_fsdp.plan.models import PRESETS, build_meta_model
 from megatron_fsdp.plan.setup import Recompute
 from tests.support.counting import LiveBytes, on_meta, token_batch
 from tests.support.language_models import LAYERS, SMALL_MODELS, build_small, unit_names
-from tests.support.models import TinyTransformer
 from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, HIDDEN, Floor, Tower
+from tests.support.zoo import TinyTransformer
 
 SAMPLES = 10
 FLOAT = 4

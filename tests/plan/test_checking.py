@@ -16,8 +16,8 @@ from megatron_fsdp.plan.activations import call_model, scalar_loss
 from megatron_fsdp.plan.planning import Plan, plan
 from megatron_fsdp.plan.report import facts, plan_dict
 from megatron_fsdp.plan.simulate import simulated_model
-from tests.support.models import Block, TinyTransformer
 from tests.support.tower import FEATURES, Floor, Tower
+from tests.support.zoo import Block, TinyTransformer
 
 WIDE = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
 

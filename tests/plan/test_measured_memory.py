@@ -20,8 +20,8 @@ from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Se
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS
 from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes, held_bytes
-from tests.support.models import Block, TinyTransformer
 from tests.support.tower import FEATURES, Floor, Tower
+from tests.support.zoo import Block, TinyTransformer
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN = MixedPrecisionPolicy()

@@ -18,8 +18,8 @@ from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.plan.simulate import SimulatedModel, built_without_memory, simulated_model, simulated_ranks
 from tests.conftest import RunRanks
 from tests.support.formulas import footprints_of
-from tests.support.models import MODEL_CASES, ModelName
 from tests.support.on_ranks import fixed_seed
+from tests.support.zoo import MODEL_CASES, ModelName
 
 _BF16_COMPUTE = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from megatron_fsdp import fully_shard
 from megatron_fsdp.sharding.units import find_units, refine_units
 from tests.conftest import RunRanks
+from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
 from tests.support.usage_models import Layer, Ordered, vector_case
 

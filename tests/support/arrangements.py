@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.support.models import Batch
+from tests.support.zoo import Batch
 
 Values = Mapping[str, Tensor | None]
 

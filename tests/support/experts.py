@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import all_gather_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
-from tests.support.models import TinyTransformer
+from tests.support.zoo import TinyTransformer
 
 
 class Experts(nn.Module):

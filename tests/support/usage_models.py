@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MegatronFSDP
-from tests.support.models import ModelCase, make_vector_batch, vector_loss
+from tests.support.zoo import ModelCase, make_vector_batch, vector_loss
 
 FEATURES = 6
 Where = Literal["units", "inside", "pairs", "all"]

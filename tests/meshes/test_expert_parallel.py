@@ -12,17 +12,7 @@ from torch import nn
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
-from tests.support.experts import (
-    FLAT,
-    ListedExperts,
-    MixtureOfExperts,
-    Sizes,
-    build_with_experts,
-    expert_mesh,
-    experts_of,
-)
-from tests.support.models import IGNORED, gappy_case, token_case
-from tests.support.sharded_run import (
+from tests.support.case import (
     Run,
     Scenario,
     Setting,
@@ -33,6 +23,16 @@ from tests.support.sharded_run import (
     reference,
     two_steps,
 )
+from tests.support.experts import (
+    FLAT,
+    ListedExperts,
+    MixtureOfExperts,
+    Sizes,
+    build_with_experts,
+    expert_mesh,
+    experts_of,
+)
+from tests.support.zoo import IGNORED, gappy_case, token_case
 
 EXPERTS = experts_of(FLAT)
 HYBRID_SIZES: tuple[Sizes, ...] = (

@@ -14,8 +14,7 @@ from tests.conftest import RunRanks
 from tests.engine.test_parity import BF16, adamw, three_microbatches
 from tests.engine.test_parity_accumulation import say_which_is_last
 from tests.support.arrangements import hybrid
-from tests.support.models import MODEL_CASES, ModelName
-from tests.support.sharded_run import (
+from tests.support.case import (
     FP32,
     OptimizerFn,
     Run,
@@ -32,6 +31,7 @@ from tests.support.sharded_run import (
     three_steps,
 )
 from tests.support.usage_models import Branches, vector_case
+from tests.support.zoo import MODEL_CASES, ModelName
 
 MESHES = ((2, 2), (4, 1), (2, 1))
 """Outer times inner ranks."""

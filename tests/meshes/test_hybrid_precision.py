@@ -8,9 +8,9 @@ from torch import nn
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid, hybrid_arguments
-from tests.support.models import MODEL_CASES
+from tests.support.case import FP32, Run, Scenario, Setting, Tolerance, check_strategies
 from tests.support.on_ranks import on_ranks
-from tests.support.sharded_run import FP32, Run, Scenario, Setting, Tolerance, check_strategies
+from tests.support.zoo import MODEL_CASES
 
 STRATEGIES = ((0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1))
 """Inner, outer."""

@@ -21,9 +21,9 @@ from tests.support.arrangements import (
     tensor_mesh,
     tensor_parallel,
 )
-from tests.support.models import Block, ModelCase, build_dense, make_vector_batch, vector_loss
+from tests.support.case import Scenario, Setting, check_strategies, clip_by_model
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
-from tests.support.sharded_run import Scenario, Setting, check_strategies, clip_by_model
+from tests.support.zoo import Block, ModelCase, build_dense, make_vector_batch, vector_loss
 
 # ---- divided by torch ------------------------------------------------------------------------------------------------
 

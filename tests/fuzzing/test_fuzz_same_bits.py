@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conftest import RunRanks
-from tests.fuzzing.worlds import FAMILIES, draw_world, play_worlds
+from tests.fuzzing.same_bits import FAMILIES, draw_world, play_worlds
 
 CASES = 12
 

@@ -11,10 +11,10 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
+from tests.support.case import Scenario, Setting, check_strategies, three_steps
 from tests.support.experts import FLAT, MixtureOfExperts, arguments, build_with_experts, experts_of, place
-from tests.support.models import Block, token_case
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
-from tests.support.sharded_run import Scenario, Setting, check_strategies, three_steps
+from tests.support.zoo import Block, token_case
 
 HYBRID = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))
 

@@ -17,8 +17,7 @@ from tests.support.arrangements import (
     mesh_of,
     tensor_parallel,
 )
-from tests.support.models import DENSE
-from tests.support.sharded_run import (
+from tests.support.case import (
     Run,
     Scenario,
     Setting,
@@ -28,6 +27,7 @@ from tests.support.sharded_run import (
     clip_by_torch,
     two_steps,
 )
+from tests.support.zoo import DENSE
 
 PLANS: tuple[Divide, ...] = (divide_tensors, divide_tensors_and_sequences)
 each_plan = pytest.mark.parametrize("divide", PLANS)

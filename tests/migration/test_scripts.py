@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 from megatron_fsdp.checkpoint import load_checkpoint
-from tests.coming_from.scripts import FOLDER, HELD_OUT, LOSS, run_script, script, told
 from tests.conftest import RunRanks
+from tests.migration.scripts import FOLDER, HELD_OUT, LOSS, run_script, script, told
 from tests.support.real_torchrun import real_torchrun
 
 FIRST, LAST = 3, 5

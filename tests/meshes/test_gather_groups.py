@@ -12,13 +12,13 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of
+from tests.support.case import Scenario, Setting, check_strategies, two_steps
 from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.experts import FLAT as EXPERT_MESH
 from tests.support.experts import arguments, build_with_experts, expert_mesh, experts_of, place
-from tests.support.models import MODEL_CASES, Block, make_token_batch, token_case, token_loss
 from tests.support.on_ranks import of_ranks, on_ranks
-from tests.support.sharded_run import Scenario, Setting, check_strategies, two_steps
 from tests.support.tower import FLOORS, Floor, Tower, tower_loss
+from tests.support.zoo import MODEL_CASES, Block, make_token_batch, token_case, token_loss
 
 EXPERTS = token_case(build_with_experts)
 

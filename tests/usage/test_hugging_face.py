@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.conftest import RunRanks
-from tests.support.models import Batch, ModelCase
+from tests.support.case import Run, Scenario, Setting, Tolerance, check_strategies
 from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
+from tests.support.zoo import Batch, ModelCase
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, flattened, mesh_of
-from tests.support.models import DENSE, IGNORED, Batch, build_dense, divide_context, gappy_case, make_gappy_token_batch
-from tests.support.sharded_run import (
+from tests.support.case import (
     SAMPLES,
     Run,
     Scenario,
@@ -21,6 +20,7 @@ from tests.support.sharded_run import (
     defer_two_of_three,
     two_steps,
 )
+from tests.support.zoo import DENSE, IGNORED, Batch, build_dense, divide_context, gappy_case, make_gappy_token_batch
 
 UNEVEN = gappy_case(build_dense)
 """Ranks have different numbers of tokens, so that a mean of means would be wrong."""

@@ -28,8 +28,8 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from tests.support.arrangements import FLAT, Arrangement, Values
-from tests.support.models import Batch, ModelCase
 from tests.support.on_ranks import Test, assert_equal_tensors, fixed_seed
+from tests.support.zoo import Batch, ModelCase
 
 SAMPLES = 12
 """Samples of a whole batch: 1, 2, 3 and 4 ranks divide it."""

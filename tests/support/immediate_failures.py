@@ -3,7 +3,7 @@
 import pytest
 
 
-class FailuresAtOnce:
+class ImmediateFailures:
     """Prints each failure as soon as this process hears of it, from its own tests or from a process of xdist."""
 
     def __init__(self, config: pytest.Config) -> None:
@@ -21,4 +21,4 @@ class FailuresAtOnce:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(FailuresAtOnce(config))
+    config.pluginmanager.register(ImmediateFailures(config))
