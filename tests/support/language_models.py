@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """kind -> (prefix of the classes in transformers, what differs from the common sizes)."""
 
-_NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "embedding_dropout")
+NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "embedding_dropout")
 
 
 def config_of(kind: str, **changes: Any) -> Any:
@@ -56,7 +56,7 @@ def config_of(kind: str, **changes: Any) -> Any:
     sizes = _GPT2 if prefix == "GPT2" else _DENSE
     name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
     config = getattr(transformers, name)(**{**sizes, **own, **changes})
-    for field in _NO_DROPOUT:
+    for field in NO_DROPOUT:
         if hasattr(config, field) and field not in changes:
             setattr(config, field, 0.0)
     return config
@@ -102,7 +102,7 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-eager-attention": ("llama_gqa", {}, {"attn_implementation": "eager"}),
     "llama-bf16": ("llama_gqa", {}, {"dtype": torch.bfloat16}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}, {}),
-    "gpt2-dropout": ("gpt2", {**dict.fromkeys(_NO_DROPOUT[:3], 0.1), "loss_type": "ForCausalLM"}, {}),
+    "gpt2-dropout": ("gpt2", {**dict.fromkeys(NO_DROPOUT[:3], 0.1), "loss_type": "ForCausalLM"}, {}),
     "mixtral": ("mixtral", {}, {}),
     "mixtral-balanced-loss": ("mixtral", {"output_router_logits": True}, {}),
     "qwen3-moe": ("qwen3_moe", {}, {}),

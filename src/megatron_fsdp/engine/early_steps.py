@@ -39,7 +39,7 @@ def begin_early_steps(engine: Engine, take: Take | None) -> EarlySteps:
     trained = engine.groups_with_gradients()
     away = [group for group, _ in trained if group.plan.main_home.is_away]
     casts = any(gradients.shown_dtype != gradients.precision.main_grads for _, gradients in trained)
-    is_checked = bool(engine.gradient_checks)
+    is_checked = any(check.stops_steps for check in engine.gradient_checks)
     asks = bool(away) and all(engine.usage_of(group).never_knows for group in away)
     for holds, lack in (
         (not away, "main weights rest on the device"),

@@ -462,6 +462,7 @@ class Engine:
         for check in self.gradient_checks:
             with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 check.conclude()
+        self.gradient_checks = [check for check in self.gradient_checks if not check.is_done]
 
     def _fill_late(self, unit_index: int, delayed: WeightGradientQueue) -> None:
         """Copy all gradients that a backward left for a unit into its buckets, and those that wait."""

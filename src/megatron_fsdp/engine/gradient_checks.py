@@ -1,27 +1,53 @@
-"""Checks of gradients before they are reduced: NaN and infinity, and values far larger than ever before.
+"""Checks of gradients before they are reduced: NaN and infinity, values far larger than ever before, and copies.
 
 The error on every rank names parameters and ranks. For NaN and infinity gradients are checked twice: as they arrive,
 and before they are reduced. A sum of deferred microbatches, or the cast to the dtype of the main gradients or of the
-communication, can turn finite values into infinity.
+communication, can turn finite values into infinity. Copies of a parameter on tensor-parallel ranks are checked in the
+first backwards only, see `ReplicaCheck`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.axis import has_values
-from megatron_fsdp.errors import LargeGradientError, NonFiniteGradientError
+from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError, warn_caller
 
 _SHOWN = 8
 
 
 class GradientCheck(ABC):
-    """A check of every gradient of a backward, whose findings ranks compare when it ends. Making one is collective.
+    """A check of every gradient of a backward, whose findings ranks compare when it ends.
+
+    Attributes:
+        is_done: No later backward needs to be checked.
+        stops_steps: An optimizer must not use gradients before they are checked.
+    """
+
+    is_done = False
+    stops_steps: ClassVar[bool] = True
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin a backward, or a sync outside of one; drop what an earlier one, which may have failed, has left."""
+
+    @abstractmethod
+    def record(self, name: str, grad: torch.Tensor) -> None:
+        """Record what is to be known of a gradient, without a device sync."""
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """Compare over the ranks; what one of them found raises on all. Collective."""
+
+
+class CheckByName(GradientCheck):
+    """A check with one finding for each parameter. Making one is collective.
 
     Args:
         labels: The unit or bucket of each parameter of this rank, by its name; nothing is said of an empty one.
@@ -45,16 +71,8 @@ class GradientCheck(ABC):
         self._found = torch.zeros(most, dtype=self.dtype, device=device)
 
     def begin(self) -> None:
-        """Begin a backward, or a sync outside of one; drop what an earlier one, which may have failed, has left."""
+        """Forget the findings."""
         self._found.zero_()
-
-    @abstractmethod
-    def record(self, name: str, grad: torch.Tensor) -> None:
-        """Record what is to be known of a gradient, without a device sync."""
-
-    @abstractmethod
-    def conclude(self) -> None:
-        """Compare over the ranks; what one of them found raises on all. Collective."""
 
     def _gather(self) -> torch.Tensor:
         """Gather what every rank has found, (ranks, most). Collective."""
@@ -98,13 +116,13 @@ HISTORY = 10
 """Backwards. Fewer are one or two steps of most runs; more would miss the start of training, when it breaks."""
 
 
-class LargeGradientCheck(GradientCheck):
+class LargeGradientCheck(CheckByName):
     """Records the largest magnitude of each gradient during backward; the ranks compare when it ends.
 
     Where experts of different ranks have the same local name, they share their history.
 
     Args:
-        labels, groups, device: See `GradientCheck`.
+        labels, groups, device: See `CheckByName`.
         factor: How many times the largest magnitude so far is too large; above 1.
         history: Backwards with a gradient other than zero before a parameter is judged; at least 1.
     """
@@ -175,7 +193,7 @@ class LargeGradientCheck(GradientCheck):
         )
 
 
-class FiniteCheck(GradientCheck):
+class FiniteCheck(CheckByName):
     """Collects one flag per parameter during backward; the ranks compare them when it ends."""
 
     dtype = torch.uint8
@@ -195,3 +213,112 @@ class FiniteCheck(GradientCheck):
             f"the gradients of {len(bad)} parameters hold NaN or infinity before reduction: {shown} "
             "(global ranks); look at loss and learning rate, then call zero_grad and go on or stop"
         )
+
+
+# The copies of a parameter that tensor-parallel ranks hold whole stay equal only while their gradients are. Where a
+# rank has a part of a gradient that nobody sums, losses look the same on all ranks while the copies drift apart. So the
+# first gradients are compared, by sums that a missing part changes by as much as the gradient is large, and kernels
+# that add in any order by their rounding.
+
+BACKWARDS = 10
+"""How many with gradients are compared at most; fewer where each parameter had a gradient other than zero before."""
+
+_SUMS = 4  # of squares, and with signs of three patterns
+_CHUNK_NUMEL = 1 << 20
+_SIGN_BITS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)  # odd factors whose multiples have irregular bits (of xxHash)
+_OF_LARGEST = 1e-3  # times the tolerance, of the largest gradient of the model: what is below is rounding of zero
+
+
+class ReplicaCheck(GradientCheck):
+    """Compares the gradients of parameters that tensor-parallel ranks hold whole, in the first backwards.
+
+    Args:
+        dtypes: The dtype of each such parameter, by name; the same on every rank.
+        group: The tensor-parallel ranks.
+        others: The groups that reach the other ranks of the model, so that all raise alike.
+        device: Where sums are kept.
+        warns: Names of parameters of which others may sum the gradients after backward: these are warned of.
+    """
+
+    stops_steps = False  # copies that have drifted for a step are no worse than an error without it
+
+    def __init__(
+        self,
+        dtypes: Mapping[str, torch.dtype],
+        group: dist.ProcessGroup,
+        others: Sequence[dist.ProcessGroup | None],
+        device: torch.device,
+        warns: Iterable[str] = (),
+    ) -> None:
+        self._group, self._others = group, [other for other in others if other is not None]
+        self._index = {name: index for index, name in enumerate(dtypes)}
+        self._warns = frozenset(warns)
+        eps = [torch.finfo(dtype).eps if dtype.is_floating_point else 0.0 for dtype in dtypes.values()]
+        self._tolerance = torch.tensor(eps, dtype=torch.float64, device=device).mul_(8).clamp_(min=1e-3)
+        self._sums = torch.zeros(len(dtypes), _SUMS, dtype=torch.float64, device=device)
+        self._has_come = torch.zeros(len(dtypes), dtype=torch.bool, device=device)
+        self._left = BACKWARDS
+        self.is_done = not dtypes
+
+    def begin(self) -> None:
+        """Forget the sums."""
+        self._sums.zero_()
+
+    def record(self, name: str, grad: torch.Tensor) -> None:
+        """Record sums of a gradient, which is reduced over tensor-parallel ranks as far as it is to be."""
+        if name in self._index and has_values(grad):
+            self._sums[self._index[name]] += _sums(grad)
+
+    def conclude(self) -> None:
+        """Compare the sums; one all-reduce of 64 bytes per parameter over each group.
+
+        Raises:
+            ConfigurationError: Gradients of a parameter differ; the message names parameters and norms.
+        """
+        both = torch.stack([-self._sums, self._sums])
+        both[:, :, 0] = both[:, :, 0].abs().sqrt() * both[:, :, 0].sign()
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        spread, low, high = (both[0] + both[1]).amax(dim=-1), -both[0, :, 0], both[1, :, 0]
+        floor = _OF_LARGEST * high.max()
+        facts = torch.stack([spread - self._tolerance * (high + floor), high, -low])
+        for group in self._others:
+            dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=group)
+        if not has_values(facts):
+            return
+        self._has_come |= facts[1] > 0
+        self._left -= bool((facts[1] > 0).any())
+        excess, highest, lowest = facts.tolist()
+        self._judge({name: (-lowest[i], highest[i]) for name, i in self._index.items() if excess[i] > 0})
+        self.is_done = self._left <= 0 or bool(self._has_come.all())
+
+    def _judge(self, differing: Mapping[str, tuple[float, float]]) -> None:
+        for is_error in (True, False):
+            found = {name: norms for name, norms in differing.items() if (name not in self._warns) is is_error}
+            if not found:
+                continue
+            shown = _first_few(
+                f"{name} (norms from {low:.4g} to {high:.4g})" if low < high else name
+                for name, (low, high) in found.items()
+            )
+            text = (
+                f"{len(found)} parameters are whole on every tensor-parallel rank, but their gradients differ between "
+                f"these ranks: {shown}; each rank seems to have a part of a sum, and the copies would drift apart. "
+            )
+            if is_error:
+                raise ConfigurationError(
+                    text + "Sum the gradient: in a tp_plan give the module the style 'replicated_with_grad_allreduce', "
+                    "in a forward of your own use to_local(grad_placements=[Partial()]); or divide the parameter"
+                )
+            warn_caller(text + "Sum them after backward, unless your loop does (Megatron's finalize_model_grads)")
+
+
+def _sums(grad: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squares of a gradient, and its sums with signs of each pattern; float64."""
+    total = torch.zeros(_SUMS, dtype=torch.float64, device=grad.device)
+    for number, chunk in enumerate(grad.detach().reshape(-1).split(_CHUNK_NUMEL)):
+        values = chunk.to(torch.float64)
+        places = torch.arange(values.numel(), device=grad.device) + number
+        total[0] += values.square().sum()
+        for index, bits in enumerate(_SIGN_BITS, start=1):
+            total[index] += (values * (1 - 2 * ((places * bits >> 15) & 1))).sum()
+    return total

@@ -29,7 +29,7 @@ from megatron_fsdp.engine.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_checkpoints import find_expert_names
-from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, LargeGradientCheck
+from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, LargeGradientCheck, ReplicaCheck
 from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, part_of, plan_groups
 from megatron_fsdp.engine.guests import Guest, find_guests, guest_format, guest_of
 from megatron_fsdp.engine.hooks import register_hooks
@@ -221,7 +221,7 @@ def _capture_lack(sharding: Sharding) -> str:
 
 
 def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> list[GradientCheck]:
-    """Make the checks of every gradient that were asked for. Collective."""
+    """Make the checks of gradients that were asked for, and that of copies on tensor-parallel ranks. Collective."""
     options = sharding.options
     labels = {
         name: unit.label.strip("()")  # messages put it in parentheses
@@ -230,7 +230,31 @@ def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> list[Gradient
         for name in group.names
     }
     asked = {FiniteCheck: options.report_nan_in_param_grad, LargeGradientCheck: options.check_for_large_grads}
-    return [kind(labels, sharding.reaching_all, sharding.device) for kind, is_asked in asked.items() if is_asked]
+    checks: list[GradientCheck] = [
+        kind(labels, sharding.reaching_all, sharding.device) for kind, is_asked in asked.items() if is_asked
+    ]
+    if sharding.dense.tensor_parallel_group is not None:
+        checks.append(_replica_check(units, sharding, sharding.dense.tensor_parallel_group))
+    return checks
+
+
+def _replica_check(units: Sequence[Unit], sharding: Sharding, group: dist.ProcessGroup) -> ReplicaCheck:
+    """Make the check of parameters that tensor-parallel ranks hold whole; ranks have other experts, left out."""
+    whole = {
+        name: (part, param)
+        for unit in units
+        for found in unit.groups
+        for name, part, param in zip(found.names, found.plan.parts, found.full, strict=True)
+        if part is not None and not part.is_cut and not found.plan.is_expert
+    }
+    summed_later = ("sequence_parallel", "average_gradients_across_tp_domain")  # Megatron's marks, after backward
+    dtypes = {
+        name: param.dtype
+        for name, (part, param) in whole.items()
+        if part.is_dtensor or not any(getattr(param, mark, False) for mark in summed_later)
+    }
+    warns = [name for name, (part, _) in whole.items() if not part.is_dtensor]
+    return ReplicaCheck(dtypes, group, [sharding.dense.group], sharding.device, warns)
 
 
 def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: torch.device) -> Sharding:

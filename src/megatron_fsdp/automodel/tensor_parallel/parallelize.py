@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.automodel.architecture import Layers, find_layers, model_type, text_config
 from megatron_fsdp.automodel.tensor_parallel import plans
@@ -27,8 +29,10 @@ from megatron_fsdp.automodel.tensor_parallel.styles import (
     undivided_units,
     use_plain_tensors,
 )
+from megatron_fsdp.automodel.tensor_parallel.trial import Trial
 from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.comm.fingerprint import fingerprint
+from megatron_fsdp.engine.gradient_checks import ReplicaCheck
 from megatron_fsdp.engine.meta_init import random_state
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
@@ -53,6 +57,7 @@ SEQUENCE_PARALLEL_TYPES = (
 
 _AT_EDGES = (plans.COLWISE | plans.ROWWISE | {"replicated_with_grad_allreduce"}) - {"packed_colwise", "packed_rowwise"}
 
+_SHOWN = 4
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 
 
@@ -95,10 +100,12 @@ def parallelize_tensors(
     region = sequence_region(base, styles) if sequence_parallel else None
     steps = _steps(base, styles, region)
     _check(base, steps, matched, tp_mesh.size())
+    head_owners = _head_owners(styles) if plan is not None else ()
+    parts = _find_partial(base, steps, matched, tp_mesh.size(), region, head_owners)
     # What others have noted on parameters, such as that they are initialized, is kept.
     notes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     _apply(base, steps, matched, tp_mesh)
-    for module, uses in list(undivided_units(model, {base.get_submodule(name) for name in steps})):
+    for module, uses in list(undivided_units(model, {base.get_submodule(name) for name in steps}, parts)):
         for use in uses:
             place(module.get_submodule(use.path), use.name, tp_mesh, Replicate())
         use_plain_tensors(module, uses)
@@ -106,14 +113,12 @@ def parallelize_tensors(
     for name, param in model.named_parameters(remove_duplicate=False):
         vars(param).update(notes[name])
     model.register_forward_pre_hook(_FirstForward(tp_mesh), with_kwargs=True)
-    if plan is not None:
-        _count_own_heads(base, styles, tp_mesh.size())
+    FirstBackwards(tp_mesh).watch(model)
+    _count_own_heads(base, head_owners, tp_mesh.size())
     if region is not None:
         split_tokens(base, region, tp_mesh)
-    output_embeddings: Any = getattr(base, "get_output_embeddings", None)
-    head = output_embeddings() if callable(output_embeddings) else None
-    if isinstance(head, nn.Module):
-        head.register_forward_hook(_leave_no_view)
+    for name in steps:  # what follows may write into outputs; and FSDP2 warns of a view that leaves a unit
+        base.get_submodule(name).register_forward_hook(_leave_no_view)
 
 
 def _leave_no_view(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -154,6 +159,61 @@ def _check(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, ranks: in
             plans.check_parameter(name, model.get_parameter(name), own_style, ranks)
 
 
+def _find_partial(
+    model: nn.Module,
+    steps: Steps,
+    matched: plans.MatchedPlan,
+    ranks: int,
+    region: SequenceRegion | None,
+    head_owners: Sequence[str],
+) -> set[int]:
+    """Return the ids of whole parameters of whose gradient each rank computes a part; see `Trial`.
+
+    What no trial can follow (styles of torch with layouts of their own, models that take no token ids) counts as
+    whole. The first backward compares the gradients in any case.
+
+    Raises:
+        ConfigurationError: One rank's part of the model cannot compute what the whole model can.
+    """
+    own: dict[str, dict[str, Placement]] = {}
+    for name, own_style in matched.parameters.items():
+        owner, _, key = name.rpartition(".")
+        own.setdefault(owner, {})[key] = plans.parameter_placement(own_style, model.get_parameter(name).ndim)
+
+    def tried(parts: int) -> Trial:
+        divisions = {}
+        for name, (style, scatters) in steps.items():
+            found = plans.division_of(style, model.get_submodule(name), scatters, own.get(name, {}), parts)
+            divisions.update({} if found is None else {name: found})
+        blocks = region.scattering if region is not None else ()
+        return Trial(model, divisions, blocks, lambda copied: _count_own_heads(copied, head_owners, parts))
+
+    try:
+        trial, whole = tried(ranks), tried(1)
+    except Exception:  # noqa: BLE001 - a model that cannot be copied, a style that cannot be followed
+        return set()
+    lack = trial.run()
+    if lack is None:
+        return {id(model.get_parameter(name)) for name in trial.partial}
+    if whole.run() is not None:
+        return set()
+    raise ConfigurationError(
+        f"{ranks} tensor-parallel ranks cannot compute {type(model).__name__} by this plan: {lack}; give a tp_plan "
+        f"that {_advice(model, trial.failed_in, steps)}, or use tp_size=1"
+    )
+
+
+def _advice(model: nn.Module, name: str, steps: Steps) -> str:
+    """Say what a plan may do about a module that does not fit."""
+    block = name
+    while block and not any(key.startswith(f"{block}.") for key in steps):
+        block = block.rpartition(".")[0]
+    entries = [f"{key} ({style})" for key, (style, _) in steps.items() if block and key.startswith(f"{block}.")]
+    params = [key for key, _ in model.get_submodule(name).named_parameters(prefix=name, recurse=False)] if name else []
+    what = f"leaves {', '.join(entries[:_SHOWN])} out" if entries else "leaves the layers around it out"
+    return f"{what}{f', or cuts {params[0]} likewise' if params else ''}"
+
+
 def _apply(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, mesh: DeviceMesh) -> None:
     own: dict[str, dict[str, str]] = {}
     for name, own_style in matched.parameters.items():
@@ -182,11 +242,14 @@ def _placements(module: nn.Module, styles: Mapping[str, str]) -> dict[str, Place
     return {key: plans.parameter_placement(style, params[key].ndim) for key, style in styles.items()}
 
 
-def _count_own_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ranks: int) -> None:
-    """Tell attention modules how many heads they see; those with plans of transformers count by the tensors."""
-    owners = {
-        name.rpartition(".")[0] for name, style in styles.items() if style == "colwise" and plans.in_attention(name)
-    }
+def _head_owners(styles: Mapping[str, ParallelStyle | str]) -> tuple[str, ...]:
+    """Return the attention modules that are divided by heads; those with plans of transformers count by the tensors."""
+    divided = (name for name, style in styles.items() if style == "colwise" and plans.in_attention(name))
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for name in divided))
+
+
+def _count_own_heads(model: nn.Module, owners: Sequence[str], ranks: int) -> None:
+    """Tell attention modules how many heads they see."""
     for owner in owners:
         module = model.get_submodule(owner)
         for key in _HEAD_COUNTS:
@@ -248,6 +311,76 @@ class _FirstForward:
         drops_out = any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in module.modules())
         random = int(fingerprint(random_state(device)[-1])) if drops_out else 0
         ask([(self._mesh.get_group(), (_describe(args, kwargs), random))], _judge_inputs)
+
+
+class FirstBackwards:
+    """Compares the gradients of parameters that are whole on every rank, when the first backwards have ended.
+
+    It reads `.grad`, whoever has sharded the model further. Every backward through an output of the model asks the
+    other ranks, with or without gradients here, so none waits for another.
+    """
+
+    def __init__(self, tp_mesh: DeviceMesh) -> None:
+        self._mesh = tp_mesh
+        self._check: ReplicaCheck | None = None
+        self._is_queued = False
+        self._handle: RemovableHandle | None = None
+
+    def __deepcopy__(self, _: dict[int, Any]) -> FirstBackwards:
+        """Share the hook between copies of a model: process groups cannot be copied."""
+        return self
+
+    def watch(self, model: nn.Module) -> None:
+        """Register the hook of a model."""
+        self._handle = model.register_forward_hook(self)
+
+    def __call__(self, model: nn.Module, _args: Any, output: Any) -> None:
+        """Wait for the backward of this output."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._begin, model))
+
+    def _begin(self, model: nn.Module, _grad: Tensor) -> None:
+        if not self._is_queued and self._handle is not None:
+            self._is_queued = True
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(partial(self._end, model)))  # after those that set the gradients
+
+    def _end(self, model: nn.Module) -> None:
+        self._is_queued = False
+        whole = {name: param for name, param in model.named_parameters() if self._is_whole(param)}
+        if self._check is None:
+            self._check = self._make(whole)
+        self._check.begin()
+        for name, param in whole.items():
+            if isinstance(param.grad, DTensor):
+                self._check.record(name, param.grad.to_local())
+        self._check.conclude()
+        if self._check.is_done and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _is_whole(self, param: nn.Parameter) -> bool:
+        # Of ours, the engine has compared the gradients.
+        return (
+            isinstance(param, DTensor)
+            and not hasattr(param, "_megatron_fsdp_model")
+            and param.placements[self._dim_of(param.device_mesh)].is_replicate()
+        )
+
+    def _dim_of(self, mesh: DeviceMesh) -> int:
+        names = mesh.mesh_dim_names or ()
+        return names.index(self._mesh.mesh_dim_names[0]) if len(names) > 1 and self._mesh.mesh_dim_names else 0
+
+    def _make(self, whole: Mapping[str, nn.Parameter]) -> ReplicaCheck:
+        meshes: list[Any] = [param.device_mesh for param in whole.values()]  # type: ignore[attr-defined] # DTensors
+        widest = max(meshes, key=lambda mesh: mesh.ndim, default=self._mesh)
+        others = [widest.get_group(dim) for dim in range(widest.ndim) if dim != self._dim_of(widest)]
+        device = torch.empty(0, device=self._mesh.device_type).device
+        dtypes = {name: param.dtype for name, param in whole.items()}
+        return ReplicaCheck(dtypes, self._mesh.get_group(), others, device)
 
 
 def _judge_inputs(reports: Sequence[tuple[str, int]]) -> Problem | None:

@@ -34,6 +34,7 @@ from megatron_fsdp.automodel.tensor_parallel.styles import (
     packed_rowwise,
     with_summed_gradients,
 )
+from megatron_fsdp.automodel.tensor_parallel.trial import Division
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
@@ -204,6 +205,52 @@ def style_of(
             "leave that module out of the plan, and those whose input it makes"
         )
     return partial(mixed_projection, rotary_numel=rotary_numel)
+
+
+def division_of(
+    style: ParallelStyle | str, module: nn.Module, splits_tokens: bool, own: Mapping[str, Placement], ranks: int
+) -> Division | None:
+    """Return what a style does, for a trial; None: it leaves the module whole.
+
+    Raises:
+        ConfigurationError: A style of torch may do anything.
+    """
+    if isinstance(style, ParallelStyle):
+        style = _name_of(style)
+    if isinstance(module, nn.Embedding):
+        return Division(outs=ranks if style == "colwise" else 1)
+    match style:
+        case "rowwise" | "packed_rowwise":
+            return Division(ins=ranks)
+        case "rowwise_split_input" | "rowwise_rep":
+            return Division()
+        case "colwise" | "packed_colwise":
+            return Division(outs=ranks, leaves_parts=splits_tokens)
+        case "colwise_gather_output" | "colwise_rep":
+            return Division(leaves_parts=splits_tokens)
+        case "moe_tp_experts":
+            return Division() if can_divide_experts(module) else None
+        case "mla_kv_a_proj":
+            return Division(sums_gradient=True)
+        case "all_reduce" | "local_params":
+            cut = {name: where.dim for name, where in own.items() if isinstance(where, Shard)}
+            return Division(runs=True, sums=style == "all_reduce", parameters=cut, ranks=ranks)
+    return None
+
+
+def _name_of(style: ParallelStyle) -> str:
+    """Return the name of what a style of torch does."""
+    layouts = [getattr(style, name, (None,))[0] for name in ("input_layouts", "output_layouts")]
+    for kind, usual, names in (
+        (ColwiseParallel, [Replicate(), Shard(-1)], ("colwise", "colwise_gather_output")),
+        (RowwiseParallel, [Shard(-1), Replicate()], ("rowwise", "rowwise_split_input")),
+    ):
+        if type(style) is kind:
+            if layouts == usual:
+                return names[0]
+            if layouts == [Replicate(), Replicate()]:
+                return names[1]
+    raise ConfigurationError(f"{style} may do anything; a trial cannot follow it")
 
 
 def parameter_placement(style: str, ndim: int) -> Placement:

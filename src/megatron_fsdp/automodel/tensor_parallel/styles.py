@@ -88,8 +88,12 @@ def place(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -
     owner.register_parameter(name, nn.Parameter(placed, requires_grad=param.requires_grad))
 
 
-def undivided_units(model: nn.Module, planned: set[nn.Module]) -> Iterator[tuple[nn.Module, tuple[LocalUse, ...]]]:
+def undivided_units(
+    model: nn.Module, planned: set[nn.Module], partial: set[int]
+) -> Iterator[tuple[nn.Module, tuple[LocalUse, ...]]]:
     """Yield the outermost modules in which nothing is divided, with the parameters that they own; whole layers at most.
+
+    `partial`: ids of the parameters of whose gradient each rank computes a part.
 
     A module is taken with all that is in it, since some modules of transformers compute with the weights of their
     parts without calling them. Parts of a list of modules are each for themselves, since each of them may be a
@@ -102,22 +106,23 @@ def undivided_units(model: nn.Module, planned: set[nn.Module]) -> Iterator[tuple
         or any(isinstance(param, DTensor) for param in part._parameters.values())
         for part in model.modules()
     )
-    uses = tuple(_plain_uses(model, "", recurse=is_whole))
+    uses = tuple(_plain_uses(model, "", partial, recurse=is_whole))
     for child, part in () if is_whole else model.named_children():
         if type(part).__name__.startswith("Conv") and part not in planned:
-            uses += tuple(_plain_uses(part, child))
+            uses += tuple(_plain_uses(part, child, partial))
         else:
-            yield from undivided_units(part, planned)
+            yield from undivided_units(part, planned, partial)
     if uses:
         yield model, uses
 
 
-def _plain_uses(module: nn.Module, path: str, recurse: bool = True) -> Iterator[LocalUse]:
+def _plain_uses(module: nn.Module, path: str, partial: set[int], recurse: bool = True) -> Iterator[LocalUse]:
     parts = module.named_modules() if recurse else [("", module)]
     for name, part in parts:
         for key, param in part._parameters.items():
             if param is not None and not isinstance(param, DTensor):
-                yield LocalUse(".".join(filter(None, (path, name))), key, Replicate())
+                gradient = Partial() if id(param) in partial else Replicate()
+                yield LocalUse(".".join(filter(None, (path, name))), key, gradient)
 
 
 def with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -284,6 +289,8 @@ def divided_rows(module: nn.Module, mesh: DeviceMesh) -> None:
     torch's own `RowwiseParallel` computes the same, but makes a gradient of all rows on every rank.
     """
     place(module, "weight", mesh, Shard(0))
+    for part in module.children():  # such as a norm of what was looked up, of this rank's rows
+        with_summed_gradients(part, mesh)
     lookup = _Lookup(module, mesh)
     module.register_forward_pre_hook(lookup.before)
     module.register_forward_hook(lookup.after, always_call=True)

@@ -1,0 +1,300 @@
+"""A trial forward of a divided model, which tells what parameters that no plan names get a part of their gradient.
+
+A parameter that is whole on every rank gets its whole gradient on each where it meets activations that are whole, too:
+they are equal, and whoever divides them (a column-wise layer) sums their gradient over the ranks. Where it meets
+divided activations, between a column-wise and a row-wise layer, each rank computes a part of a sum. Which of the two
+holds is decided by what the model does with its tensors, so one rank's part of it runs once, on a few tokens, on a copy
+without weights: divided modules only give an output of the right size, and for each tensor it is followed whether it is
+divided, and else which parameters its gradient reaches.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from megatron_fsdp.automodel.architecture import text_config
+
+_TOKENS = 8
+_VALUE = 0.02  # of every weight and output; routers, norms and products get something to work with
+
+_CONSTANT = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_")
+"""Operations (beginnings of names) that take a shape from a tensor, and no values."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a module of a plan is divided, as far as the trial needs to know.
+
+    Attributes:
+        runs: Runs its own forward, else only gives an output of the right size.
+        ins: Into how many parts the input is cut.
+        outs: Likewise the output.
+        sums: The output is summed over the ranks, and so is the gradient of the input.
+        sums_gradient: The output may meet whole and divided activations.
+        leaves_parts: The gradient of the input is left as a part of a sum.
+        parameters: Own parameters that are cut: dimension by name.
+        ranks: Into how many parts they are cut.
+    """
+
+    runs: bool = False
+    ins: int = 1
+    outs: int = 1
+    sums: bool = False
+    sums_gradient: bool = False
+    leaves_parts: bool = False
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    ranks: int = 1
+
+
+class DivisionError(Exception):
+    """What does not fit, in words."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What is known of a tensor: this rank has a part of it, or all, and its gradient reaches `sources` (bits)."""
+
+    is_divided: bool = False
+    sources: int = 0
+
+
+_NOTHING = _Mark()
+
+
+class _Following(TorchDispatchMode):
+    """Follows marks through every operation. They belong to storages, so that views and writes into views share them.
+
+    Attributes:
+        inside: Names of the modules whose forward runs, outermost first.
+        whole: Sources (bits) whose gradient comes from whole activations somewhere.
+        partial: Sources whose gradient comes from divided activations -> the module where.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no hints
+        self.inside: list[str] = []
+        self.whole = 0
+        self.partial: dict[int, str] = {}
+        self._marks: dict[int, tuple[Any, _Mark]] = {}  # with the storage, whose address must not be used again
+
+    def of(self, *values: Any) -> _Mark:
+        """Join the marks of all tensors in nested values."""
+        marks = [self._marks.get(storage._cdata, (None, _NOTHING))[1] for storage in _storages(values)]
+        sources = 0
+        for mark in marks:
+            sources |= mark.sources
+        return _Mark(any(mark.is_divided for mark in marks), sources)
+
+    def mark(self, values: Any, mark: _Mark) -> None:
+        """Give all tensors in nested values a mark; indices have no gradient."""
+        for tensor in _tensors(values):
+            sources = mark.sources if tensor.is_floating_point() or tensor.is_complex() else 0
+            storage = tensor.untyped_storage()
+            self._marks[storage._cdata] = (storage, _Mark(mark.is_divided, sources))
+
+    def use(self, values: Any, is_partial: bool = False) -> None:
+        """Note a use of tensors that gives the whole gradient of them, or a part of it."""
+        sources = self.of(values).sources
+        if is_partial:
+            where = self.inside[-1] if self.inside else ""
+            for bit in _bits(sources):
+                self.partial.setdefault(bit, where)
+        else:
+            self.whole |= sources
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.__name__.startswith(_CONSTANT):
+            mark = self.of(args, kwargs)
+            if mark.is_divided:
+                self.use((args, kwargs), is_partial=True)
+                mark = _Mark(is_divided=True)
+            self.mark(result, mark)
+        return result
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (value for value in tree_iter(values) if isinstance(value, Tensor))
+
+
+def _storages(values: Any) -> Iterator[Any]:
+    return (tensor.untyped_storage() for tensor in _tensors(values))
+
+
+def _bits(sources: int) -> Iterator[int]:
+    while sources:
+        yield sources & -sources
+        sources &= sources - 1
+
+
+class Trial:
+    """The trial of one rank's part of a model.
+
+    Args:
+        model: Not divided yet; it is only read.
+        divisions: By name of the module.
+        blocks: Names of modules whose input is gathered from the tokens of all ranks, which sums its gradient.
+        prepare: Called with the copy of the model, before it runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        divisions: Mapping[str, Division],
+        blocks: tuple[str, ...] = (),
+        prepare: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        self._flow = _Following()
+        self._model = _of_constants(model)
+        self._names: list[str] = []  # of sources, in the order of their bits
+        self._params: set[int] = set()  # sources that are parameters which no division names
+        self.failed_in = ""
+        if prepare is not None:
+            prepare(self._model)
+        parts = dict(self._model.named_modules(remove_duplicate=False))
+        for name, part in parts.items():
+            part.register_forward_pre_hook(lambda *_, name=name: self._flow.inside.append(name))
+        for name, division in divisions.items():
+            self._divide(name, parts[name], division)
+        for name, param in self._model.named_parameters():
+            if self._flow.of(param) == _NOTHING:
+                self._params.add(self._mark_source(name, param))
+        for name in blocks:
+            parts[name].register_forward_pre_hook(self._gather, with_kwargs=True)
+        for part in parts.values():
+            part.register_forward_hook(self._leave, always_call=True)
+
+    @property
+    def partial(self) -> set[str]:
+        """The names of the whole parameters of whose gradient each rank computes a part."""
+        return {self._names[source.bit_length() - 1] for source in self._flow.partial}
+
+    def run(self) -> str | None:
+        """Run the forward on a few tokens; return what does not fit, in words."""
+        try:
+            with torch.no_grad(), self._flow:
+                self._flow.use(self._forward())
+        except Exception as error:  # noqa: BLE001 - whatever a model cannot do with parts of its weights
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return text if isinstance(error, DivisionError) else f"{self._told(self.failed_in)} fails ({text})"
+        for source, where in self._flow.partial.items():
+            if source not in self._params or source & self._flow.whole:
+                self.failed_in = where
+                return (
+                    f"{self._names[source.bit_length() - 1]} is whole on every rank, and meets activations in "
+                    f"{self._told(where)} of which each rank has a part, so no rank gets its whole gradient"
+                )
+        return None
+
+    def _forward(self) -> Any:
+        inputs = torch.arange(_TOKENS, device="cpu")[None] % 4 + 1
+        is_first = getattr(self._model, "_stage_is_first", None)  # of a stage of a pipeline
+        if is_first is None:
+            return self._model(inputs, use_cache=False)
+        hidden_shape = (1, _TOKENS, text_config(self._model).hidden_size)
+        return self._model(inputs if is_first else torch.full(hidden_shape, _VALUE, device="cpu"))
+
+    def _told(self, name: str) -> str:
+        module = self._model.get_submodule(name)
+        own = [f"{key} {list(param.shape)}" for key, param in module._parameters.items() if param is not None]
+        return f"{name} ({', '.join([type(module).__name__, *own])})" if name else "the model"
+
+    def _mark_source(self, name: str, values: Any) -> int:
+        self._names.append(name)
+        source = 1 << (len(self._names) - 1)
+        self._flow.mark(values, _Mark(sources=source))
+        return source
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        left = self._flow.inside.pop()
+        if sys.exc_info()[0] is not None:
+            self.failed_in = self.failed_in or left
+
+    def _gather(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give a module inputs whose gradient is summed for it."""
+
+        def gathered(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            self._flow.use(value)
+            return value.new_full(value.shape, _VALUE) if value.is_floating_point() else value
+
+        return tuple(map(gathered, args)), {key: gathered(value) for key, value in kwargs.items()}
+
+    def _divide(self, name: str, module: nn.Module, division: Division) -> None:
+        for key, param in list(module._parameters.items()):
+            if param is not None and key in division.parameters:
+                dim = division.parameters[key]
+                shape = [size // division.ranks if at == dim else size for at, size in enumerate(param.shape)]
+                module._parameters[key] = constant = _constant(param, shape)
+                self._flow.mark(constant, _Mark(is_divided=division.ranks > 1))
+        if not division.runs:
+            for key, param in module.named_parameters():
+                if self._flow.of(param) == _NOTHING:
+                    self._mark_source(f"{name}.{key}", param)
+            settable: Any = module
+            settable.forward = self._substitute(name, module, division)
+        elif division.sums:
+            module.register_forward_pre_hook(self._gather, with_kwargs=True)
+            module.register_forward_hook(lambda *given: self._mark_source(f"the output of {name}", given[-1]) and None)
+
+    def _substitute(self, name: str, module: nn.Module, division: Division) -> Callable[..., Tensor]:
+        """Make a forward that only gives an output of the right size."""
+
+        def forward(given: Tensor, *others: Any) -> Tensor:
+            width = given.shape[-1:].numel()
+            if isinstance(module, nn.Linear):
+                if width != module.in_features // division.ins:
+                    raise DivisionError(
+                        f"{name} gets {width} features on a rank, and has weights for "
+                        f"{module.in_features // division.ins}"
+                    )
+                width = module.out_features // division.outs
+            elif isinstance(module, nn.Embedding):
+                width = module.embedding_dim // division.outs
+            if division.ins == 1:
+                if self._flow.of(given).is_divided:
+                    raise DivisionError(f"{name} takes whole activations, and gets those that are divided already")
+                self._flow.use((given, others), is_partial=division.leaves_parts)
+            shape = given.shape if isinstance(module, nn.Embedding) else given.shape[:-1]
+            dtype = module.weight.dtype if isinstance(module, nn.Embedding) else given.dtype
+            output = given.new_full((*shape, width), _VALUE, dtype=dtype)
+            if division.outs > 1:
+                self._flow.mark(output, _Mark(is_divided=True))
+            elif not division.sums_gradient:
+                self._mark_source(f"the output of {name}", output)
+            return output
+
+        return forward
+
+
+def _constant(tensor: Tensor, shape: Any) -> nn.Parameter:
+    """Make a parameter of this dtype on the CPU, which takes no memory."""
+    value = _VALUE if tensor.is_floating_point() else 0
+    return nn.Parameter(torch.full((), value, dtype=tensor.dtype, device="cpu").expand(shape), requires_grad=False)
+
+
+def _of_constants(model: nn.Module) -> nn.Module:
+    """Copy a model without its weights to the CPU."""
+    memo: dict[int, Any] = {id(param): _constant(param, param.shape) for param in model.parameters()}
+    for part in model.modules():
+        for value in (*part._buffers.values(), *vars(part).values()):
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                is_here = not value.is_meta
+                memo[id(value)] = value.detach().cpu() if is_here else torch.zeros_like(value, device="cpu")
+    copied = copy.deepcopy(model, memo).eval()
+    config: Any = getattr(copied, "config", None)
+    if hasattr(config, "_attn_implementation"):
+        config._attn_implementation = "eager"  # others may have no kernels for the CPU
+    return copied
