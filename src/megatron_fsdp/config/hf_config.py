@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ CONFIG_FILE = "config.json"
 CAUSAL = "AutoModelForCausalLM"
 
 _MAX_CONFIG_BYTES = 64 << 20
+_MOST_MODULES = 100_000
 _LANGUAGE = ("AutoModelForMultimodalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", CAUSAL)
 _BASE = "AutoModel"
 _MASKED = "AutoModelForMaskedLM"
@@ -45,6 +47,15 @@ def _require_small_file(path: Path) -> None:
         raise ConfigurationError(f"{path} is no regular file of at most {_MAX_CONFIG_BYTES >> 20} MiB")
 
 
+def _check_counts(fields: Mapping[str, Any]) -> None:
+    """Refuse numbers of modules that would not be built in a lifetime, in a config or those inside of it."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif isinstance(value, int) and value > _MOST_MODULES and re.search("layer|expert|block|depth", name):
+            raise ConfigurationError(f"the config has {name}={value}; give at most {_MOST_MODULES}")
+
+
 def build_from_config(config: Any, dtype: torch.dtype, kind: str | None = CAUSAL, **options: Any) -> nn.Module:
     """Build a transformers model on the meta device, with tied weights and the dtypes that it would be loaded in.
 
@@ -52,6 +63,7 @@ def build_from_config(config: Any, dtype: torch.dtype, kind: str | None = CAUSAL
     one that the config names, never a part of it.
     """
     transformers: Any = require("transformers", kind or "a model of this config")
+    _check_counts(config.to_dict())
     try:
         with torch.device("meta"):
             if kind is None:

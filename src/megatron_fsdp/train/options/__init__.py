@@ -35,6 +35,7 @@ _FITS = Bound("less than 2^63", lambda value: value < _TOO_LARGE)
 _NOT_NEGATIVE = Bound("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
 
 Count = Annotated[int, Bound("1 or more", lambda value: value >= 1), _FITS]
+Modules = Annotated[int, Bound("from 1 to 100000", lambda value: 1 <= value <= 100_000)]  # each one is an object
 Whole = Annotated[int, _NOT_NEGATIVE, _FITS]
 Positive = Annotated[float, Bound("a finite number above 0", lambda value: 0 < value < math.inf)]
 Duration = Annotated[float, Bound("a number above 0", lambda value: value > 0)]  # infinity undoes that of a preset
@@ -165,7 +166,7 @@ class ModelOptions:
         hf_model: A local folder of transformers: that model with its weights, on the tokens of its tokenizer.json.
     """
 
-    num_layers: Count | None = None
+    num_layers: Modules | None = None
     hidden_size: Count | None = None
     ffn_hidden_size: Count | None = None
     num_attention_heads: Count | None = None
@@ -183,7 +184,7 @@ class ModelOptions:
     untie_embeddings_and_output_weights: bool = False
     init_method_std: Positive = 0.02
     make_vocab_size_divisible_by: Count = 128
-    num_experts: Count | None = None
+    num_experts: Modules | None = None
     moe_router_topk: Count = 2
     moe_ffn_hidden_size: Count | None = None
     transformer_impl: Literal["local", "transformers"] = "local"

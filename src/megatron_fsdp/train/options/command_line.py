@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from megatron_fsdp.config.command_parser import Parser
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import MEGATRON_DEFAULTS, add_flags, config_from_flags, flag_of
-from megatron_fsdp.config.yaml_mapping import lines_of_keys, read_mapping
+from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import DDP_FIELDS, OPTIONS, SECTIONS, Option, Options, flag_for, options_of
 from megatron_fsdp.train.options.checks import ALTERNATIVES, NEEDS, SHAPE, is_met
@@ -26,7 +26,7 @@ _BESIDE_FILE = {"hf_config", "hf_model", "tokenizer_model"}
 _USAGE = "%(prog)s [--config FILE] [--preset NAME] [--FLAG [VALUE]] ..."
 
 _SECTIONS = (*SECTIONS, "ddp")
-_OF_PRESETS, _ = read_mapping(Path(__file__).with_name("presets.yaml"))
+_OF_PRESETS, *_ = read_mapping(Path(__file__).with_name("presets.yaml"))
 PRESETS: Mapping[str, Mapping[str, Any]] = {name: of for name, of in _OF_PRESETS.items() if not name.startswith(".")}
 """Options that suit a model size, by the name of the preset."""
 
@@ -81,11 +81,8 @@ class TrainParser(Parser):
         Every key is read as if its flag stood on the command line; a model that is not in the current folder may be
         beside the file. Nothing in the file is executed.
         """
-        try:
-            found, _ = read_mapping(path)
-        except RecursionError:
-            raise ConfigurationError(f"{path}: a section holds itself: leave the alias out") from None
-        lines, given = lines_of_keys(path), dict[str, Any]()
+        found, _, lines = read_mapping(path)
+        given = dict[str, Any]()
         for key, value in _flat(found):
             told = len(self.problems)
             try:
