@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 import uuid
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,6 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.axis import Axis, is_simulated, real_values
 
+_PATIENCE_S = 1.0
+_LOOK_S = 0.005
+_LOOKS = 3  # in a row at which nothing is to be done
+
 
 def bound_device(backend: str, device: torch.device) -> torch.device | None:
     """Return the `device_id` for `init_process_group`: the accelerator of this rank, if that is where its ranks meet.
@@ -24,6 +33,31 @@ def bound_device(backend: str, device: torch.device) -> torch.device | None:
     to bind, and gloo has nothing to connect.
     """
     return None if device.type == "cpu" or backend == dist.Backend.GLOO else device
+
+
+@functools.cache
+def settle_at_exit() -> None:
+    """Let the threads of gloo let go of tensors before the interpreter shuts down.
+
+    They hold what they have sent for a moment after the wait for it is over. Python ends a thread that frees a tensor
+    while it shuts down itself, and C++ then the process: "terminate called without an active exception".
+    """
+    atexit.register(_settle)
+
+
+def _settle() -> None:
+    looks, until = 0, time.monotonic() + _PATIENCE_S
+    while looks < _LOOKS and time.monotonic() < until:
+        time.sleep(_LOOK_S)  # without the interpreter's lock, for which a thread may wait
+        looks = looks + 1 if not any(map(_runs, Path("/proc/self/task").glob("*/stat"))) else 0
+
+
+def _runs(stat: Path) -> bool:
+    """Return whether a thread is one of gloo's that carries out collectives, and has something to do."""
+    with suppress(OSError):  # it has ended
+        name, _, state = stat.read_text().rpartition(")")
+        return "(pt_gloo" in name and not state.startswith(" S")
+    return False
 
 
 class OwnGroups:
