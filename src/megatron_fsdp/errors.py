@@ -5,18 +5,25 @@ from __future__ import annotations
 import sys
 import unicodedata
 import warnings
+from typing import Any
 
-_NOT_THE_USER = (__name__.partition(".")[0], "dataclasses", "contextlib")
-"""Top-level modules whose frames are skipped: ours, and those that call us for the user (`with`, `replace`)."""
+_NOT_THE_USER = (__name__.partition(".")[0], "torch", "dataclasses", "contextlib", "functools")
+"""Top-level modules whose frames are skipped: ours, and those that call us for the user (`with`, decorators)."""
 
 
-def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the first caller outside of this package.
+def warn_caller(message: str, category: type[Warning] = UserWarning, *, is_first: bool | None = None) -> None:
+    """Warn at the line of the user that has led here, on the first of the ranks, which all would say the same.
 
     Args:
         message: What was adjusted or ignored, and what to write instead.
         category: Category of the warning.
+        is_first: Whether this rank is the first of those; None: of all ranks, as far as there are any yet.
     """
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        is_first = distributed.get_rank() == 0 if is_first is None else is_first
+        if not is_first and not str(distributed.get_backend()).startswith(("fake", "simulated_")):  # alone as well
+            return
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER:
         level, frame = level + 1, frame.f_back
@@ -26,6 +33,20 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 def has_control_characters(text: str) -> bool:
     """Return whether a text cannot be printed or written as it is: control characters steer terminals."""
     return any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
+
+
+def shortened(text: str, most: int = 2000) -> str:
+    """Return the beginning and the end of a text that is longer than so many characters; others as they are."""
+    return text if len(text) <= most else f"{text[: most * 3 // 4]} [...] {text[-most * 3 // 20 :]}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return type and text of an error, of a bounded length, whatever its `__str__` does."""
+    try:
+        text = shortened(str(error))
+        return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    except Exception as met:  # noqa: BLE001 - also what has no text has to be told
+        return f"{type(error).__name__}, whose text cannot be had ({type(met).__name__})"
 
 
 class MegatronFSDPError(Exception):
@@ -91,7 +112,7 @@ class CheckpointError(MegatronFSDPError, RuntimeError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(message if len(message) <= 2000 else f"{message[:1500]} [...] {message[-300:]}")
+        super().__init__(shortened(message))
 
 
 class TraceError(MegatronFSDPError, ValueError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp.comm.agreement import Groups, agreed, all_agree, rank_of
 from megatron_fsdp.config.arguments import explains_arguments, same_names
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.homes import HomesArgument
@@ -42,6 +44,7 @@ __all__ = [
     "fully_shard_optimizer",
 ]
 
+_DOING = "sharding the model"  # in messages, where a rank cannot go on
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 
@@ -105,6 +108,22 @@ def _with_grad_comm(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     return replace(policy, grad_comm_dtype=policy.grad_comm_dtype or policy.main_grads_dtype)
 
 
+def _ranks_of(
+    _module: object = None,
+    device_mesh: object = None,
+    dp_shard_dim: object = None,
+    dp_outer_dim: object = None,
+    tp_dim: object = None,
+    *_: object,
+    **__: object,
+) -> Groups:
+    """Return the groups over which the ranks of a call of `fully_shard_model` agree."""
+    from megatron_fsdp.sharding.mesh import ranks_of
+
+    return ranks_of(device_mesh, dp_outer_dim, dp_shard_dim, tp_dim)
+
+
+@agreed(_DOING, _ranks_of)
 @explains_arguments(module="give the model to shard.")
 def fully_shard_model(
     module: nn.Module,
@@ -242,7 +261,15 @@ def fully_shard_model(
         TypeError: `fsdp_unit_modules` is not a list of classes or import paths.
     """
     arguments = dict(locals())
-    from megatron_fsdp.megatron_fsdp import MegatronFSDP
+    with all_agree(_DOING, _ranks_of(**arguments)):
+        prepared = _prepared(arguments)
+    return _shard(*prepared)
+
+
+def _prepared(
+    arguments: Mapping[str, Any],
+) -> tuple[dict[str, Any], DistributedDataParallelConfig, FSDPDistributedIndex]:
+    """Check the arguments of `fully_shard_model`; return them by their names of today, the config and the ranks."""
     from megatron_fsdp.sharding.mesh import index_of
 
     _check_arguments(arguments)
@@ -250,24 +277,41 @@ def fully_shard_model(
     policy: MixedPrecisionPolicy = current["mixed_precision_policy"]
     config = DistributedDataParallelConfig(
         **same_names(DistributedDataParallelConfig, current),
-        data_parallel_sharding_strategy=resolve_strategy(zero_dp_strategy).name,
+        data_parallel_sharding_strategy=resolve_strategy(current["zero_dp_strategy"]).name,
         check_for_nan_in_grad=current["report_nan_in_param_grad"],
-        megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
-        megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
+        megatron_fsdp_use_decoupled_grad=current["use_decoupled_grad"],
+        megatron_fsdp_cuda_graph_mode=current["cuda_graph_mode"],
         megatron_fsdp_main_params_dtype=policy.main_params_dtype,
         megatron_fsdp_main_grads_dtype=policy.main_grads_dtype,
         megatron_fsdp_grad_comm_dtype=policy.grad_comm_dtype,
-        megatron_fsdp_enable_fine_grained_param_gather=enable_fine_grained_param_gather,
-        megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
+        megatron_fsdp_enable_fine_grained_param_gather=current["enable_fine_grained_param_gather"],
+        megatron_fsdp_max_pool_double_buffer=current["maxpool_double_buffer"],
     )
-    model = MegatronFSDP(
-        dist_index=index_of(arguments), ddp_config=config, **same_names(MegatronFSDP.__init__, current)
-    )
-    if not preproc_state_dict_for_dcp_ckpt:
+    return current, config, index_of(arguments)
+
+
+def _shard(
+    current: Mapping[str, Any], config: DistributedDataParallelConfig, index: FSDPDistributedIndex
+) -> MegatronFSDP:
+    from megatron_fsdp.megatron_fsdp import MegatronFSDP
+
+    model = MegatronFSDP(dist_index=index, ddp_config=config, **same_names(MegatronFSDP.__init__, current))
+    if not current["preproc_state_dict_for_dcp_ckpt"]:
         model.stop_describing_state_dicts()
     return model
 
 
+def _ranks_of_parameters(optimizer: object = None, *_: object, **__: object) -> Groups:
+    """Return the groups of the ranks of the model whose parameters an optimizer holds; all ranks where it has none."""
+    for group in getattr(optimizer, "param_groups", None) or ():
+        for param in group["params"]:
+            with suppress(AttributeError, ReferenceError):
+                index = param._megatron_fsdp_model.dist_index
+                return _ranks_of(**vars(index))
+    return ()
+
+
+@agreed("connecting the optimizer", _ranks_of_parameters)
 @explains_arguments(optimizer="give the optimizer that was built on the parameters of the sharded model.")
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
@@ -287,7 +331,6 @@ def fully_shard_optimizer(
     Raises:
         ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
-    from megatron_fsdp.comm.agreement import rank_of
     from megatron_fsdp.optim.chained import members_of
     from megatron_fsdp.optim.optimizer import check_connected, integrate, route_line
     from megatron_fsdp.optim.step import Models, model_of, params_of
@@ -361,6 +404,7 @@ def _takes_arguments_of(
     return decorate
 
 
+@agreed(_DOING, lambda *given, **named: _ranks_of(*given[:1], *given[2:], **named))
 @explains_arguments(
     module="give the model and its optimizer.",
     optimizer="give the optimizer after the model, or call fully_shard_model(model) to shard a model alone.",
@@ -387,24 +431,20 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     bound = inspect.signature(fully_shard_model).bind(module, *args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
-    from megatron_fsdp.comm.agreement import all_agree
     from megatron_fsdp.engine.hooks import compiled_in_place
     from megatron_fsdp.engine.optimizer_checks import check_keeps_no_copies
     from megatron_fsdp.optim.optimizer import check_capturable, check_parameters, move_to_sharded
-    from megatron_fsdp.sharding.mesh import index_of
 
-    _check_optimizer(optimizer, module)
-    _check_arguments(arguments)
-    arguments["module"] = module = compiled_in_place(module)
-    index = index_of(arguments)
-    arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim, tp_dim=index.tp_dim)
-    names = {id(param): name for name, param in module.named_parameters()}
-    with all_agree("sharding the model", index.reaching_all):
+    with all_agree(_DOING, _ranks_of(**arguments)):
+        _check_optimizer(optimizer, module)
+        arguments["module"] = module = compiled_in_place(module)
+        current, config, index = _prepared(arguments)
+        names = {id(param): name for name, param in module.named_parameters()}
         check_parameters(optimizer, names)
         check_keeps_no_copies(optimizer, names)
         if arguments["cuda_graph_mode"] and index.device_mesh.device_type == "cuda":
             check_capturable(optimizer)
-    model = fully_shard_model(**arguments)
+    model = _shard(current, config, index)
     sharded = {
         name: param
         for group in model.parameter_groups()
@@ -417,14 +457,14 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that are wrong whatever the mesh and the model; the same verdict on every rank."""
     from megatron_fsdp.engine.wrap import check_not_wrapped
+    from megatron_fsdp.sharding.mesh import check_mesh
 
     warn_of_namesake()
     check_not_wrapped(arguments["module"])
     resolve_strategy(arguments["zero_dp_strategy"])
     resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
     check_policy(arguments["mixed_precision_policy"])
-    if not isinstance(arguments["device_mesh"], DeviceMesh | None):
-        raise TypeError(f"device_mesh={arguments['device_mesh']!r} is not a DeviceMesh or None; pass one")
+    check_mesh(arguments["device_mesh"])
 
 
 def _check_optimizer(optimizer: object, module: object = None) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import all_agree, ask, first_problem, raise_together
+from megatron_fsdp.comm.agreement import Groups, agreed, all_agree, ask, first_problem, raise_together
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
@@ -143,6 +143,7 @@ class MegatronFSDP(nn.Module):
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None = None
     _is_wrapped = False
 
+    @agreed("sharding the model", lambda *given, **named: _ranks_of_index(named.get("dist_index", given[2:3])))
     @explains_arguments()
     def __init__(
         self,
@@ -176,6 +177,8 @@ class MegatronFSDP(nn.Module):
         homes: HomesArgument = None,
     ) -> None:
         given = dict(locals())
+        if not isinstance(dist_index, FSDPDistributedIndex):
+            raise TypeError(f"dist_index is a {type(dist_index).__name__}; give an FSDPDistributedIndex")
         check_policy(mixed_precision_policy)
         config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
         policy = with_weight_format(policy, config)
@@ -417,10 +420,10 @@ class MegatronFSDP(nn.Module):
             if not self._engine.has_gradients_on_their_way:
                 self._restore_policy()
             raise
-        self.reset_mixed_precision_policy(before)
+        self._change_policy(before)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
-        """Change the dtype in which gradients are sent, from the next backward on.
+        """Change the dtype in which gradients are sent, from the next backward on. Collective.
 
         Args:
             mixed_precision_policy: Its `grad_comm_dtype` is used. Main dtypes and the weight format stay: each has to
@@ -430,6 +433,11 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: The policy asks for other main dtypes (buffers of these exist already), a backward is
                 running, or deferred gradients wait for their reduction.
         """
+        with self._agreeing("reset_mixed_precision_policy") as facts:
+            self._change_policy(mixed_precision_policy)
+            facts["grad_comm_dtype of mixed_precision_policy"] = str(mixed_precision_policy.grad_comm_dtype)
+
+    def _change_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
         check_policy(mixed_precision_policy)
         old, unset = self.mp_policy, MixedPrecisionPolicy()
         for name in ("main_params_dtype", "main_grads_dtype", "weight_format"):
@@ -487,7 +495,7 @@ class MegatronFSDP(nn.Module):
         """Restore the policy from before a failed `mixed_precision_context`."""
         before, self._policy_after_reset = self._policy_after_reset, None
         if before is not None:
-            self.reset_mixed_precision_policy(before)
+            self._change_policy(before)
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
@@ -786,14 +794,7 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: `module` owns no parameter of the model; the two options exclude each other; ranks
                 wrote different values, or a parameter was replaced (both on every rank).
         """
-        engine = self._engine
-        inside = None if module is None else {id(part) for part in module.modules()}
-        units = [unit for unit in engine.units if inside is None or unit.has_parameters_in(inside)]
-        if not units:
-            raise ConfigurationError(
-                f"a {type(module).__name__} owns no parameter of this model; give one of its modules, or None for all"
-            )
-        return shown_in_full(engine, units, writeback, compute_dtype)
+        return shown_in_full(self._engine, module, writeback, compute_dtype)
 
     def iter_full_tensors(
         self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, what: Literal["parameters", "gradients"] = "parameters"
@@ -813,9 +814,11 @@ class MegatronFSDP(nn.Module):
         Raises:
             ConfigurationError: An argument is out of range, or ranks have gradients for different parameters.
         """
-        check_bucket_bytes(bucket_bytes)
-        if what not in ("parameters", "gradients"):
-            raise ConfigurationError(f"what={what!r} is unknown; give 'parameters' or 'gradients'")
+        with self._agreeing("iter_full_tensors") as facts:
+            check_bucket_bytes(bucket_bytes)
+            if what not in ("parameters", "gradients"):
+                raise ConfigurationError(f"what={what!r} is unknown; give 'parameters' or 'gradients'")
+            facts |= {"bucket_bytes": str(bucket_bytes), "what": what}
         tensors = iter_parameters if what == "parameters" else iter_gradients
         return tensors(self._engine, bucket_bytes)
 
@@ -873,12 +876,14 @@ class MegatronFSDP(nn.Module):
                 alone; where shards come out of a file (`torch.load`) all ranks have to load them, and all raise.
             ConfigurationError: `assign` is True.
         """
-        if assign:
-            raise ConfigurationError(
-                "load_state_dict(assign=True) would replace the sharded parameters of the model, which are pieces of "
-                "flat buffers; load with assign=False, which copies"
-            )
         given: object = state_dict
+        are_cut = isinstance(given, Mapping) and any(map(_is_cut_by_torch, given.values()))
+        with all_agree("load_state_dict", self._engine.sharding.reaching_all if are_cut else (None,)):
+            if assign:
+                raise ConfigurationError(
+                    "load_state_dict(assign=True) would replace the sharded parameters of the model, which are pieces "
+                    "of flat buffers; load with assign=False, which copies"
+                )
         if not isinstance(given, Mapping):
             return super().load_state_dict(state_dict, strict)  # torch refuses it
         state_dict = self._recut(state_dict)
@@ -888,7 +893,11 @@ class MegatronFSDP(nn.Module):
         self._engine.install_main_weights()
         return result
 
-    def raise_together(self, error: Exception | None, doing: str) -> None:
+    def _agreeing(self, doing: str) -> AbstractContextManager[dict[str, str]]:
+        """Let all ranks of the model agree on a block, as `comm.agreement.all_agree` does."""
+        return all_agree(doing, self._engine.sharding.reaching_all)
+
+    def raise_together(self, error: BaseException | None, doing: str) -> None:
         """Raise on all ranks of the model what any of them has met, as `comm.agreement.raise_together` does."""
         raise_together(error, doing, self._engine.sharding.reaching_all)
 
@@ -907,8 +916,7 @@ class MegatronFSDP(nn.Module):
         recut, names = {}, {name for group in self._engine.groups() for name in group.names}
         for key, value in state_dict.items():
             name = self.held_name(key.removeprefix(_PREFIX))
-            is_cut_by_torch = isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
-            if not is_cut_by_torch or (name is not None and name not in names):
+            if not _is_cut_by_torch(value) or (name is not None and name not in names):
                 continue  # a buffer, for example, stays as it is
             if not all(placement.is_replicate() for placement in value.placements):
                 whole = value.full_tensor()
@@ -1079,14 +1087,14 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: On every rank, where one cannot write, or `timeout_s` is no time; or this model keeps a
                 log already.
         """
-        if self._hang_log is not None:
-            raise ConfigurationError(
-                f"this model keeps a log for hangs in {self._hang_log.folder} already; call stop_logging_for_hangs() "
-                "first"
-            )
         log = None
         try:
-            with all_agree("starting a log for hangs", self._engine.sharding.reaching_all):
+            with self._agreeing("starting a log for hangs"):
+                if self._hang_log is not None:
+                    raise ConfigurationError(
+                        f"this model keeps a log for hangs in {self._hang_log.folder} already; call "
+                        "stop_logging_for_hangs() first"
+                    )
                 timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
                 log = HangLog(Path(folder), self._engine, timeout_s)
         except BaseException:
@@ -1147,6 +1155,16 @@ class MegatronFSDP(nn.Module):
     def memory(self) -> MemoryUse:
         """Return the bytes that the engine holds on this rank now."""
         return memory_of(self._engine)
+
+
+def _is_cut_by_torch(value: object) -> bool:
+    return isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
+
+
+def _ranks_of_index(index: object) -> Groups:
+    """Return the groups of the ranks of an index, which may be anything or the only element of a tuple."""
+    found = index[0] if isinstance(index, tuple) and index else index
+    return getattr(found, "reaching_all", ())
 
 
 def _own_config(

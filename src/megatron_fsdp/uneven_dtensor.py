@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_fsdp.comm.agreement import gather_over
+from megatron_fsdp.comm.agreement import Groups, agreed, gather_over
 from megatron_fsdp.comm.axis import is_simulated
 from megatron_fsdp.dtensor.foreign import asked_chunk, boxes_here, sharded_dims
 from megatron_fsdp.dtensor.frame import ShardFrame, cut_up, describe_chunks, gather_full, gather_padded
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import warn_caller
+from megatron_fsdp.sharding.mesh import ranks_of
 from megatron_fsdp.sharding.shards import (
     Box,
     ShardDescription,
@@ -98,6 +99,13 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
     describe_chunks(dtensor, dtensor.shard_frame if isinstance(dtensor, UnevenDTensor) else boxes_here(dtensor))
 
 
+def _ranks_of(dtensor: object = None, *_: object, **__: object) -> Groups:
+    """Return the groups of the ranks of a tensor, which may be anything."""
+    mesh = dtensor.device_mesh if isinstance(dtensor, DTensor) else None
+    return ranks_of(mesh, *range(0 if mesh is None else mesh.ndim))
+
+
+@agreed("checking a tensor", _ranks_of)
 def validate_uneven_dtensor(dtensor: DTensor) -> None:
     """Check that every chunk lies inside of the tensor and that chunks reach all its borders; collective.
 
@@ -183,6 +191,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict
     return state_dict
 
 
+@agreed("gathering a tensor", _ranks_of)
 def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     """All-gather the whole tensor on every rank, detached; collective, on any back end.
 

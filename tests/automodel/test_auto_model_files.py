@@ -25,7 +25,7 @@ from tests.automodel.training import STRATEGIES, parameters_of, plain_name, stra
 from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes
 from tests.support.language_models import batch_of, build, config_of, folder_with_code
-from tests.support.on_ranks import fixed_seed
+from tests.support.on_ranks import first_rank_warns, fixed_seed
 
 WEIGHTS = "model.safetensors"
 
@@ -84,9 +84,7 @@ def test_weights_that_do_not_fit_are_named_on_every_rank(
 
 
 def not_strict(folder: str, name: str) -> dict[str, Tensor]:
-    with pytest.warns(
-        UserWarning, match="lacks 1 weights, which were drawn at random: model.layers.2.mlp.up_proj.weight"
-    ):
+    with first_rank_warns("lacks 1 weights, which were drawn at random: model.layers.2.mlp.up_proj.weight"):
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=strategy(name), strict=False)
     return parameters_of(model)
 
@@ -167,7 +165,7 @@ def test_dtype_and_attention_are_what_was_asked_for_or_what_the_config_says(
 
 
 def classify(folder: str, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    with pytest.warns(UserWarning, match="lacks 1 weights, which were drawn at random: score.weight"):
+    with first_rank_warns("lacks 1 weights, which were drawn at random: score.weight"):
         model: Any = AutoModelForSequenceClassification.from_pretrained(
             folder, distributed_config=strategy(name), num_labels=3
         )

@@ -27,7 +27,7 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, config_of, label_count, token_loss_sum
-from tests.support.on_ranks import assert_equal_tensors, engine_of, on_ranks, same_on_ranks
+from tests.support.on_ranks import assert_equal_tensors, engine_of, first_rank_warns, on_ranks, same_on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -196,9 +196,9 @@ def test_flags_without_effect_are_refused_by_name() -> None:
         model = parallel(keep_fp8_transpose_cache=True, weight_format={"lm_head.*": None, "*": "fp8_compute"})
         assert "gather fp8_compute" in str(model.describe())
         messages.append(str(caught.value))
-        with pytest.warns(UserWarning, match="nccl_ub: .* only NCCL registers memory"):
+        with first_rank_warns("nccl_ub: .* only NCCL registers memory"):
             parallel(nccl_ub=True)
-        with pytest.warns(UserWarning, match=r"fsdp_double_buffer=True has no effect under optim, where every rank"):
+        with first_rank_warns(r"fsdp_double_buffer=True has no effect under optim, where every rank"):
             parallel(fsdp_double_buffer=True, zero_dp_strategy=1)
     first = same_on_ranks(messages)
     assert all("\n" not in message for message in first)

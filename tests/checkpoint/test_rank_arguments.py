@@ -64,7 +64,7 @@ def ask(root: str) -> tuple[dict[str, str], bool, list[str]]:
     float_or_int: Any = 1.0 if odd else 1
     five_or_none: Any = 5 if odd else None
 
-    with Checkpointer(root) as checkpoints, Checkpointer(root, in_background=odd) as mixed:
+    with Checkpointer(root) as checkpoints:
         calls: dict[str, Callable[[], object]] = {
             "load verify": lambda: load_checkpoint(model, optimizer, root, strict=False, verify=odd),
             "load with_rng": lambda: load_checkpoint(model, optimizer, root, strict=False, with_rng=odd),
@@ -81,7 +81,7 @@ def ask(root: str) -> tuple[dict[str, str], bool, list[str]]:
             "save optimizer": lambda: checkpoints.save(2, model, mine),
             "save extra": lambda: checkpoints.save(2, model, extra=extra),
             "save no extra": lambda: checkpoints.save(2, model, extra=five_or_none),
-            "save background": lambda: mixed.save(2, model),
+            "in background": lambda: Checkpointer(root, in_background=odd),
             "write iteration": lambda: CheckpointStore(fresh).write(float_or_int, nothing),
             "all wrong": lambda: checkpoints.load(model, optimizer, iteration=-1),
         }
@@ -108,7 +108,7 @@ DIFFERENT = {
     "save with_rng": "with_rng is False on rank 0, True on rank 1",
     "save optimizer": "optimizer is None on rank 0, given on rank 1",
     "save extra": "extra is empty on rank 0, 1 names on rank 1",
-    "save background": "in_background is False on rank 0, True on rank 1",
+    "in background": "in_background is False on rank 0, True on rank 1",
 }
 
 

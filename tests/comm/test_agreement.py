@@ -11,10 +11,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.comm import agreement
-from megatron_fsdp.comm.agreement import SMALL_BYTES, all_agree, ask, first_problem, gather_objects, raise_together
-from megatron_fsdp.errors import CheckpointError, ConfigurationError, RankError
+from megatron_fsdp.comm.agreement import (
+    SMALL_BYTES,
+    all_agree,
+    ask,
+    decided_by_first,
+    first_problem,
+    gather_objects,
+    raise_together,
+)
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.on_ranks import of_ranks, on_ranks, same_on_ranks
 
 _OVERHEAD = 8  # bytes of the length, in front of each object
 
@@ -37,7 +45,7 @@ def exchanged(sizes: list[int]) -> tuple[list[int], list[bool], int]:
 
 def fitting() -> int:
     """The longest bytes whose pickle is still sent at first."""
-    return max(size for size in range(SMALL_BYTES) if len(pickle.dumps(bytes(size))) + _OVERHEAD <= SMALL_BYTES)
+    return max(size for size in range(SMALL_BYTES) if len(pickle.dumps([bytes(size)])) + _OVERHEAD <= SMALL_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -199,3 +207,69 @@ def test_a_judge_sees_the_reports_of_each_group_and_the_first_verdict_holds() ->
         ask([(group, rank) for group in groups], lambda found: odd if 1 in found else None)
     with pytest.raises(ValueError, match="of rank 2"):
         ask([(dist.group.WORLD, (ValueError, f"of rank {rank}") if rank > 1 else None)], first_problem)
+
+
+# ---- blocks that a rank leaves early ---------------------------------------------------------------------------------
+
+
+def fails_alone(error: BaseException, question: Callable[[], Any] = lambda: None) -> None:
+    """Fail on rank 1, and ask a question on the others."""
+    if dist.get_rank() == 1:
+        raise error
+    question()
+
+
+QUESTIONS: dict[str, Callable[[], Any]] = {
+    "raise_together": lambda: raise_together(None, "more work", facts={"size": "3"}),
+    "ask": lambda: ask([(dist.group.WORLD, 3)], lambda _: None),
+    "gather_objects": lambda: gather_objects(3),
+    "decided_by_first": lambda: decided_by_first(lambda: 3, "deciding"),
+    "a block": lambda: all_agree("more work").__enter__(),
+}
+
+
+@on_ranks(3)
+def test_who_leaves_a_block_early_is_heard_at_the_next_question_whatever_it_is() -> None:
+    for question in QUESTIONS.values():
+        for error in (KeyError("k"), ConfigurationError("no")):
+            with pytest.raises(MegatronFSDPError) as raised, all_agree("the work"):
+                fails_alone(error, question)
+            kind = "ConfigurationError" if isinstance(error, ConfigurationError) else "RankError"
+            told = same_on_ranks(f"{type(raised.value).__name__}: {raised.value}")
+            assert told == f"{kind}: the work failed (rank 1: {type(error).__name__}: {error})"
+    assert gather_objects(3) == [3, 3, 3]
+
+
+@on_ranks(2)
+def test_an_error_that_all_have_raised_passes_the_blocks_around_it() -> None:
+    for kind in (ConfigurationError, KeyboardInterrupt):
+        with pytest.raises(kind), all_agree("more"), all_agree("the work"):
+            raise_together(kind("no"), "inner")
+    assert gather_objects(3) == [3, 3]
+
+
+@on_ranks(2)
+def test_what_ends_a_process_is_raised_as_it_is_and_told_to_the_others() -> None:
+    for error in (KeyboardInterrupt(), SystemExit(3)):
+        with pytest.raises((type(error), RankError)) as raised, all_agree("the work"):
+            fails_alone(error)
+        assert isinstance(raised.value, RankError) if dist.get_rank() != 1 else raised.value is error
+        told = of_ranks(str(raised.value))[0]
+        assert told.startswith(f"the work failed (rank 1: {type(error).__name__}")
+
+
+class MuteError(Exception):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@on_ranks(2)
+def test_texts_are_bounded_and_need_not_exist() -> None:
+    rank = dist.get_rank()
+    assert len(told(ValueError("x" * 30_000_000) if rank else None)) < 2200
+    assert len(told(None, facts={"size": str(rank) * 30_000_000})) < 2200
+    assert told(MuteError() if rank else None) == (
+        "RankError: the work failed (rank 1: MuteError, whose text cannot be had (ValueError))"
+    )

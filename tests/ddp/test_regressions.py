@@ -232,7 +232,7 @@ def test_a_step_that_gradients_passed_by_is_told_once() -> None:
             optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in model.full_parameters().items())
     told = [str(warning.message) for warning in caught]
-    assert len([text for text in told if "so nothing was updated" in text]) == 1
+    assert len([text for text in told if "so nothing was updated" in text]) == (dist.get_rank() == 0)
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from megatron_fsdp.engine.memory_plan import Use, plan_pool
 from megatron_fsdp.errors import ConfigurationError
 from tests.support.arrangements import hybrid_arguments
 from tests.support.counting import LiveBytes, held_bytes
-from tests.support.on_ranks import engine_of, on_ranks, same_on_ranks
+from tests.support.on_ranks import engine_of, first_rank_warns, on_ranks, same_on_ranks
 from tests.support.settling import settled
 
 CPU = torch.device("cpu")
@@ -219,7 +219,7 @@ def test_memory_goes_with_the_model() -> None:
 
 @on_ranks(2)
 def test_a_back_end_that_cannot_register_is_said_once_and_told() -> None:
-    with pytest.warns(UserWarning, match=TAKEN + r" ranks communicate by gloo on cpu, and only NCCL registers memory"):
+    with first_rank_warns(TAKEN + r" ranks communicate by gloo on cpu, and only NCCL registers memory"):
         model, _ = shard()
     (notice,) = model.describe().notices
     assert "only NCCL registers memory" in notice

@@ -27,7 +27,7 @@ from megatron_fsdp.errors import LargeGradientError, NonFiniteGradientError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
 from tests.support.counting import OpCounts
 from tests.support.experts import FLAT, build_with_experts, experts_of
-from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
+from tests.support.on_ranks import first_rank_warns, fixed_seed, on_ranks, same_on_ranks
 from tests.support.zoo import Block, make_token_batch, token_loss
 
 CPU = torch.device("cpu")
@@ -220,7 +220,7 @@ def test_the_switches_turn_it_on_and_change_no_good_gradient(strategy: int) -> N
     assert plain.full_gradients()["layers.1.linear.bias"].isnan().any()
     for switch in ({"report_nan_in_param_grad": True}, {"check_for_nan_in_grad": True}):
         net = build()
-        with pytest.warns(FutureWarning, match="check_for_nan") if "check_for_nan_in_grad" in switch else nullcontext():
+        with first_rank_warns("check_for_nan", FutureWarning) if "check_for_nan_in_grad" in switch else nullcontext():
             model = wrap(net, strategy, **switch)
         train(model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2)), 3)
         reference = build()

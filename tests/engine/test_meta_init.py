@@ -20,7 +20,7 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.case import Scenario, Setting, check_strategies, three_steps
 from tests.support.counting import LiveBytes
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
+from tests.support.on_ranks import assert_equal_tensors, first_rank_warns, fixed_seed, on_ranks, same_on_ranks
 from tests.support.tower import FLOORS, ROOT_NUMEL, Floor, Tower
 from tests.support.zoo import MODEL_CASES, Block, TinyTransformer, token_case
 
@@ -305,7 +305,7 @@ def test_ranks_seeded_differently_draw_what_the_first_draws_and_get_their_own_st
         expected = dict(SmallGPT().named_parameters())
     with fixed_seed(100 + dist.get_rank()):
         before = torch.get_rng_state()
-        with pytest.warns(UserWarning, match="^ranks were seeded differently, so the weights were initialised with"):
+        with first_rank_warns("^ranks were seeded differently, so the weights were initialised with"):
             model = shard_meta(META_CASES["gpt"], 3)
         assert torch.equal(torch.get_rng_state(), before)
     assert_equal_tensors(model.full_parameters(), expected)
@@ -322,7 +322,7 @@ def test_real_tensors_keep_their_values_and_are_matched_over_ranks() -> None:
     nn.init.constant_(attention.out_proj.weight, 4.0)
     nn.init.constant_(attention.out_proj.bias, 5.0)
     differed = r"^1 parameters or buffers differed between ranks at wrap time \(first: 0.tokens.weight\)"
-    with fixed_seed(SEED), pytest.warns(UserWarning, match=differed):
+    with fixed_seed(SEED), first_rank_warns(differed):
         wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], init_model_with_meta_device=True)
     weights = wrapped.full_parameters()
     constants = {"0.tokens.weight": 2.0, "0.blocks.0.mlp.up.bias": 3.0}

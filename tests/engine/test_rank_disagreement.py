@@ -189,6 +189,9 @@ def test_all_ranks_get_the_weights_of_rank_zero_and_one_warning() -> None:
         wrapped = fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer])
     assert largest_difference(weights(wrapped), weights(build(seed=0))) == 0.0
     assert model.offset.max().item() == 0.0
+    if dist.get_rank():  # the first one says it for all
+        assert not caught
+        return
     (warning,) = caught
     # `gain` is all ones under every seed: 6 parameters and the buffer differ
     said = "7 parameters or buffers differed between ranks at wrap time (first: layers.0."

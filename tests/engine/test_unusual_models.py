@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
 from tests.support.arrangements import hybrid_arguments
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
+from tests.support.on_ranks import assert_equal_tensors, first_rank_warns, fixed_seed, on_ranks, same_on_ranks
 
 WIDTH = 6
 
@@ -372,7 +372,7 @@ def test_a_model_wrapped_in_inference_mode_trains_outside(strategy: int, is_buil
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     with torch.inference_mode(is_built_there):
         plain = build(dist.get_rank())
-    with torch.inference_mode(), pytest.warns(UserWarning, match="differed between ranks"):
+    with torch.inference_mode(), first_rank_warns("differed between ranks"):
         model, optimizer = wrap(plain, (nn.Linear,), strategy)
     optimizer.param_groups[0]["momentum"] = 0.0
     train(model, optimizer)

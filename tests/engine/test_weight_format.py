@@ -30,7 +30,7 @@ from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import first_rank_warns, on_ranks
 from tests.support.zoo import MODEL_CASES, Batch, make_token_batch
 
 STEPS, SAMPLES = 3, 12
@@ -310,7 +310,7 @@ def test_a_pattern_that_takes_no_effect_is_refused_by_name(asked: dict[str, str 
 
 @on_ranks(2)
 def test_encoded_shards_live_in_kept_memory() -> None:
-    with pytest.warns(UserWarning, match="only NCCL registers memory"):
+    with first_rank_warns("only NCCL registers memory"):
         kept, _ = wrap(Job("mxfp8"), nccl_ub=True)
     lazy, _ = wrap(Job("mxfp8"))
     same = [torch.equal(CASE.loss(kept, batch()), CASE.loss(lazy, batch()))]

@@ -161,7 +161,7 @@ def skip_a_unit(model: MegatronFSDP, rank: int) -> None:
 
 def send_other_bytes(model: MegatronFSDP, rank: int) -> None:
     if rank == 1:
-        model.reset_mixed_precision_policy(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16))
+        model._change_policy(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16))  # the public call agrees first
 
 
 def sleep_outside(model: MegatronFSDP, rank: int) -> None:  # noqa: ARG001

@@ -2,11 +2,15 @@
 
 import functools
 import inspect
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -54,6 +58,20 @@ def same_on_ranks(value: Any) -> Any:
     found = of_ranks(value)
     assert found == [found[0]] * len(found), found
     return value
+
+
+@contextmanager
+def first_rank_warns(match: str, category: type[Warning] = UserWarning) -> Iterator[list[warnings.WarningMessage]]:
+    """Expect a warning on the first rank, and none such on the others."""
+    if dist.get_rank() == 0:
+        with pytest.warns(category, match=match) as warned:
+            yield warned.list
+        assert all("torch" not in Path(each.filename).parts for each in warned)  # at the line of the user
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield []
+    assert not [each for each in caught if re.search(match, str(each.message))]
 
 
 @contextmanager

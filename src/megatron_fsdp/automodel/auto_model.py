@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,6 +42,7 @@ from megatron_fsdp.checkpoint.hf import load_hf, save_adapter, save_hf
 from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.checkpoint.hf.live import unwrap
 from megatron_fsdp.checkpoint.report import LoadReport, decided_by_first, together
+from megatron_fsdp.comm.agreement import agreed
 from megatron_fsdp.config.hf_config import build_from_config, read_config
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
 from megatron_fsdp.optional_packages import require
@@ -69,6 +71,13 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
         return {**given, **setup.arguments()}
     strategy = given["distributed_config"]
     return {**given, "distributed_config": FSDP2Config() if strategy is None else strategy}
+
+
+def _backend_of(given: Mapping[str, Any]) -> str:
+    """Return the back end that arguments name, which may be anything: ranks have to meet to say what is wrong."""
+    with suppress(AttributeError, TypeError):
+        return str(_resolved(given)["distributed_config"].backend)
+    return "gloo"
 
 
 def _check_arguments(given: Mapping[str, Any]) -> None:
@@ -113,6 +122,7 @@ class _AutoModel:
         raise TypeError(f"{type(self).__name__} cannot be constructed; call from_pretrained(...) or from_config(...)")
 
     @classmethod
+    @agreed("building the model", lambda *_, **__: ())
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -187,6 +197,7 @@ class _AutoModel:
         return cls._make(find, given)
 
     @classmethod
+    @agreed("building the model", lambda *_, **__: ())
     def from_config(
         cls,
         config: Any,
@@ -232,9 +243,9 @@ class _AutoModel:
     @classmethod
     def _make(cls, find: Callable[[], tuple[Path | None, Any]], given: Mapping[str, Any]) -> nn.Module | Pipeline:
         """Agree on the model over the ranks, and build it: on the meta device, parallel, with its weights."""
-        asked = _resolved(given)
+        set_up_ranks(_backend_of(given))
+        asked = together("building the model", lambda: _resolved(given))
         strategy = asked["distributed_config"]
-        set_up_ranks(str(getattr(strategy, "backend", "gloo")))
 
         def check() -> tuple[Path | None, Any]:
             _check_arguments(given)

@@ -17,10 +17,11 @@ from megatron_fsdp.checkpoint.background import BackgroundSaver
 from megatron_fsdp.checkpoint.load import facts_of, load_checkpoint
 from megatron_fsdp.checkpoint.naming import ITERATION, MODEL, OPTIMIZER, Extras
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
-from megatron_fsdp.checkpoint.report import LoadReport, together
+from megatron_fsdp.checkpoint.report import LoadReport, check_group, together
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.checkpoint.store import CheckpointStore
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.comm.agreement import agreed, group_of, over
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 
 class Checkpointer:
@@ -41,6 +42,7 @@ class Checkpointer:
         store: The folder of the run.
     """
 
+    @agreed("opening the checkpoints", group_of, CheckpointError)
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -49,7 +51,7 @@ class Checkpointer:
         in_background: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Prepare a checkpointer; nothing is written yet, and nothing is communicated.
+        """Prepare a checkpointer; nothing is written yet. Collective.
 
         Args:
             root: Folder of the run, which all ranks share.
@@ -58,14 +60,18 @@ class Checkpointer:
             group: The ranks; None: all, or this process alone.
 
         Raises:
-            ConfigurationError: `keep_last` is no whole number from 1.
+            ConfigurationError: `keep_last` is no whole number from 1, or ranks give different arguments.
         """
+        check_group(group)
         self.store = CheckpointStore(root, keep_last=keep_last, group=group)
+        facts = {"keep_last": repr(keep_last), "in_background": str(bool(in_background))}
+        together("opening the checkpoints", lambda: None, group, facts)
         self._group = group
         self._is_in_background, self._is_closed = bool(in_background), False
         # Made by the first save: the group that it needs can be made only once ranks agree that they need it.
         self._saver: BackgroundSaver | None = None
 
+    @agreed("saving a checkpoint", lambda self, *_, **__: over(self._group), CheckpointError)
     def save(
         self,
         iteration: int,
@@ -104,7 +110,6 @@ class Checkpointer:
         facts = {
             "iteration": repr(iteration),
             "overwrite": str(bool(overwrite)),
-            "in_background": str(self._is_in_background),
         } | facts_of(optimizer, extra, with_rng)
         doing = f"saving iteration {iteration!r} in {self.store.root}"
         target, state = together(doing, prepare, self._group, facts)
@@ -125,6 +130,7 @@ class Checkpointer:
         self._saver.start(state, write)
         return target
 
+    @agreed("loading a checkpoint", lambda self, *_, **__: over(self._group), CheckpointError)
     def load(
         self,
         model: nn.Module,
@@ -187,6 +193,7 @@ class Checkpointer:
         self.close()
 
 
+@agreed("saving a checkpoint", group_of, CheckpointError)
 def save_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

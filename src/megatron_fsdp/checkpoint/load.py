@@ -23,14 +23,15 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.match import Match, match_extra, match_model, path_of
 from megatron_fsdp.checkpoint.naming import ITERATION, MODEL, OPTIMIZER, RNG, Extras
 from megatron_fsdp.checkpoint.optimizer_state import OptimizerMatch, as_extra
-from megatron_fsdp.checkpoint.report import LoadReport, report_of_all, together
+from megatron_fsdp.checkpoint.report import LoadReport, check_group, report_of_all, together
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import require_sound
-from megatron_fsdp.comm.agreement import rank_of, world_size_of
+from megatron_fsdp.comm.agreement import agreed, group_of, rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
 
+@agreed("loading a checkpoint", group_of, CheckpointError)
 def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -71,6 +72,7 @@ def load_checkpoint(
             same on every rank. Nothing was changed, unless the message says otherwise.
         ConfigurationError: The arguments do not belong together, or ranks give different ones.
     """
+    check_group(group)
     folder = CheckpointStore(root, group=group).resolve(iteration)
     doing = f"loading {folder}"
     notes: list[str] = []

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fsdp.comm import agreement
 from megatron_fsdp.comm.agreement import gather_objects
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, text_of
 
 Result = TypeVar("Result")
 
@@ -41,10 +41,20 @@ def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.Proce
     return agreement.decided_by_first(decide, doing, group, CheckpointError)
 
 
+def check_group(group: object) -> None:
+    """Refuse what is no process group, and not None either."""
+    if not isinstance(group, dist.ProcessGroup | None):
+        raise ConfigurationError(f"group={group!r} is no process group; give one of this rank, or None for all ranks")
+
+
+def _told(met: BaseException) -> str:
+    return str(met) if type(met) is CheckpointError else text_of(met)
+
+
 def in_short(error: CheckpointException, doing: str) -> CheckpointError:
     """Return torch's report on what ranks met without its tracebacks, which differ from machine to machine."""
     failures: Mapping[int, Any] = error.failures
-    failed = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(failures.items())]
+    failed = [f"rank {rank}: {_told(met)}" for rank, (met, _) in sorted(failures.items())]
     made = CheckpointError(f"{doing} failed ({'; '.join(failed) or type(error).__name__})")
     made.__cause__ = error
     return made

@@ -42,7 +42,7 @@ from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.report import in_short
 from megatron_fsdp.checkpoint.store import FileOps
 from megatron_fsdp.comm.agreement import by_value, world_size_of
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, text_of
 from megatron_fsdp.package_info import __version__
 from megatron_fsdp.sharding.shards import Box
 
@@ -126,8 +126,17 @@ class SealingWriter(FileSystemWriter):
     def __init__(self, folder: Path, progress: Callable[[int], None] | None = None) -> None:
         super().__init__(folder)
         self._progress = progress
+        self.met: BaseException | None = None  # while this rank wrote
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file as `_write` does; an error goes to the other ranks as text, which can be sent."""
+        try:
+            return self._write(plan, planner)
+        except BaseException as met:  # noqa: BLE001 - the other ranks must raise, too
+            self.met = met
+            raise CheckpointError(text_of(met)) from None
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if it has data, force it to the disk, and add its checksums."""
         results: list[WriteResult] = []
         written = 0
@@ -227,6 +236,8 @@ def write_state(
         else:
             save(dict(state), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
+        if writer.met is not None and not isinstance(writer.met, Exception):
+            raise writer.met from error
         raise in_short(error, f"writing {folder}") from error
 
 

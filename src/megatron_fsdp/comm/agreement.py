@@ -6,26 +6,37 @@
     decided_by_first  the first rank decides for all
 
 An error that one rank alone raises would leave the others waiting in their next collective. So errors travel first.
+Every question begins with a gather over its groups, and a rank that has failed sends its failure there, whatever the
+question is: so a block may have questions inside, and a rank that leaves it early is heard at the next of them.
 `raise_together` names ranks by their global rank; a judge is told reports in the order of the group's ranks.
 Every function here is a collective; `gather_objects` and `gather_over` gather one value of every rank.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import itertools
+import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import real_values
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
+from megatron_fsdp.comm.groups import settle_at_exit
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError, shortened, text_of
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Raised = TypeVar("Raised", bound=BaseException)
+Groups = Sequence[dist.ProcessGroup | None]
+"""Process groups that together reach all ranks that are to know; None is a group of this rank alone."""
 Report = TypeVar("Report")
 Problem = tuple[type[Exception], str]
 """What all ranks raise: the type of an error, and its text."""
@@ -35,8 +46,24 @@ Judge = Callable[[Sequence[Report]], Problem | None]
 SMALL_BYTES = 1024
 """Size of the first message; objects that do not fit, with the 8 bytes of their length, take a second collective."""
 _LENGTH_BYTES = 8
+_MOST_BYTES = 16 << 30
+"""The most that the objects of all ranks may take; more is an error in words, instead of memory that runs out."""
 _SHOWN = 8
 _SHOWN_DIFFERENCES = 3
+_clock = itertools.count()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What came of a rank; with words it has failed, and may send this where others send what they were asked for."""
+
+    rank: int  # global
+    doing: str
+    words: str | None = None
+    is_usage: bool = False  # a ConfigurationError
+    kind: type[MegatronFSDPError] | None = None  # of what is raised of it; None: by what was met
+    digest: bytes | None = None  # of its facts, where it gave some
+    differs: bool = False  # the words are about facts of several ranks
 
 
 @real_values()
@@ -44,42 +71,56 @@ def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> lis
     """Return the values of all ranks, in rank order; one small collective over gloo, where torch's own takes two.
 
     Raises:
-        RankError: A group was given, and torch.distributed has been taken down.
+        RankError: A group was given, and torch.distributed has been taken down; or a rank has failed.
     """
-    if not _is_up(group) or dist.get_world_size(group) == 1:
-        return [value]
+    return gather_over([group or dist.group.WORLD] if _is_up(group) else [], value)
+
+
+def gather_over(groups: Groups, value: Result) -> list[Result]:
+    """Return the values of all ranks that the groups reach together, gathered over one after another.
+
+    The last group is the most significant one in the order; None adds no rank.
+    """
+    everyone = _gathered([value], groups)
+    _raise_failures(everyone, None, None)
+    return everyone
+
+
+@real_values()
+def _gathered(values: list[Any], groups: Groups) -> list[Any]:
+    """Gather lists of values over one group after another, and join them."""
+    for group in groups:
+        if group is not None and _is_up(group) and dist.get_world_size(group) > 1:
+            values = list(itertools.chain.from_iterable(_gather(values, group)))
+    return values
+
+
+def _gather(value: Result, group: dist.ProcessGroup) -> list[Result]:
+    settle_at_exit()
+    num_ranks = dist.get_world_size(group)
     if dist.get_backend(group) != dist.Backend.GLOO:  # other back ends need tensors on their own devices
-        found: list[Result] = [value] * dist.get_world_size(group)
+        found: list[Result] = [value] * num_ranks
         dist.all_gather_object(found, value, group=group)
         return found
     data = pickle.dumps(value)
     message = len(data).to_bytes(_LENGTH_BYTES, "little") + data
     messages = _gather_bytes(group, message, SMALL_BYTES)
     lengths = [_LENGTH_BYTES + int.from_bytes(each[:_LENGTH_BYTES], "little") for each in messages]
+    if max(lengths) * num_ranks > _MOST_BYTES:
+        too_much = f"{num_ranks} ranks would exchange objects of up to {max(lengths):,} bytes; a rank met something odd"
+        raise _agreed(RankError(too_much), num_ranks)
     if max(lengths) > SMALL_BYTES:  # the same decision on every rank
         messages = _gather_bytes(group, message, max(lengths))
     return [pickle.loads(each[_LENGTH_BYTES:length]) for each, length in zip(messages, lengths, strict=True)]
-
-
-def gather_over(groups: Sequence[dist.ProcessGroup | None], value: Result) -> list[Result]:
-    """Return the values of all ranks that the groups reach together, gathered over one after another.
-
-    The last group is the most significant one in the order; None adds no rank.
-    """
-    everyone = [value]
-    for group in groups:
-        if group is not None:
-            everyone = list(itertools.chain.from_iterable(gather_objects(everyone, group)))
-    return everyone
 
 
 def _gather_bytes(group: dist.ProcessGroup | None, message: bytes, length: int) -> list[bytes]:
     """Gather the first `length` bytes of every rank's message, padded with zeros."""
     # Cloned: the thread of gloo may be the last to let go of it, and must not free an object of the interpreter.
     sent = torch.frombuffer(bytearray(message[:length].ljust(length, b"\0")), dtype=torch.uint8).clone()
-    received = torch.empty(dist.get_world_size(group), length, dtype=torch.uint8, device="cpu")
+    received = sent.repeat(dist.get_world_size(group), 1)
     dist.all_gather(list(received.unbind()), sent, group=group)
-    return [bytes(each.tolist()) for each in received]
+    return [ctypes.string_at(each.data_ptr(), length) for each in received]
 
 
 def rank_of(group: dist.ProcessGroup | None = None) -> int:
@@ -105,7 +146,9 @@ def _is_up(group: dist.ProcessGroup | None) -> bool:
 
 
 def ask(
-    reports: Sequence[tuple[dist.ProcessGroup | None, Report]], judge: Judge[Report], error: Exception | None = None
+    reports: Sequence[tuple[dist.ProcessGroup | None, Report]],
+    judge: Judge[Report],
+    error: BaseException | None = None,
 ) -> list[list[Report]]:
     """Gather the reports of ranks over one group after another, and raise what is wrong; one collective for each group.
 
@@ -123,13 +166,22 @@ def ask(
     """
     found: list[list[Report]] = []
     problem: Problem | None = None
+    failed: list[Any] = []
+    num_ranks = 1
     for group, report in reports:
-        everyone = [(problem, report)] if group is None else gather_objects((problem, report), group)
-        found.append([each for _, each in everyone])
-        problem = first_problem([told for told, _ in everyone]) or judge(found[-1])
-    if problem is None:
-        return found
-    raise problem[0](problem[1]) from error
+        everyone = _gathered(failed or [(problem, report)], [group])
+        num_ranks *= _reached([group])
+        failed = [each for each in everyone if isinstance(each, _Outcome)]
+        if not failed:
+            found.append([each for _, each in everyone])
+            problem = first_problem([told for told, _ in everyone]) or judge(found[-1])
+    try:
+        _raise_failures(failed, error, None, num_ranks)
+        if problem is not None:
+            _raise(problem[0](problem[1]), error, num_ranks)
+    finally:
+        del error
+    return found
 
 
 def first_problem(problems: Sequence[Problem | None]) -> Problem | None:
@@ -138,9 +190,9 @@ def first_problem(problems: Sequence[Problem | None]) -> Problem | None:
 
 
 def raise_together(
-    error: Exception | None,
+    error: BaseException | None,
     doing: str,
-    groups: Sequence[dist.ProcessGroup | None] = (),
+    groups: Groups = (),
     facts: Mapping[str, str] | None = None,
     raises: type[MegatronFSDPError] | None = None,
 ) -> None:
@@ -161,31 +213,106 @@ def raise_together(
         ConfigurationError: Facts differ; or, without `raises`, all errors that were met are such. Says which rank has
             what, the same on every rank.
         RankError: Ranks have met errors of other types, without `raises`; the same.
-        Exception: `error` itself, if every rank has met the same, and it is of this library or there is no `raises`.
+        BaseException: `error` itself, if every rank has met the same, and it is of this library or there is no
+            `raises`; or if it is no Exception, such as KeyboardInterrupt, on the ranks that have met it.
     """
     first, *others = groups or [dist.group.WORLD]
-    rank, told = rank_of(), None if error is None else f"{type(error).__name__}: {error}"
-    report = rank, told, isinstance(error, ConfigurationError), None if facts is None else _digest(facts)
-    reports = gather_over([first], report)
-    digests = {digest for *_, digest in reports}
-    differences = None
+    rank, digest = rank_of(), None if facts is None else _digest(facts)
+    words = None if error is None else text_of(error)
+    try:
+        outcome = _Outcome(rank, doing, words, isinstance(error, ConfigurationError), raises, digest)
+        reports = _gathered([outcome], [first])
+    except RuntimeError as lost:
+        lost.add_note(f"while ranks were to say how {doing} went, which every rank has to call; one has not come")
+        raise lost from error
+    digests = {getattr(each, "digest", None) for each in reports}
     if len(digests) > 1 and None not in digests:  # the same decision on every rank of the group
-        differences = _differences(dict(gather_over([first], (rank, dict(facts or {})))))
-    failed = [report for report in reports if report[1] is not None]
-    everyone = gather_over(others, (differences, failed, len(reports)))
-    for different, _, _ in everyone:
-        if different is not None:
-            raise ConfigurationError(different) from error
-    failed = sorted(itertools.chain.from_iterable(failed for _, failed, _ in everyone))
-    if not failed:
+        told = _differences(dict(_gathered([(rank, dict(facts or {}))], [first])))
+        reports.append(_Outcome(rank, doing, told, differs=True))
+    everyone = _gathered(reports, others)
+    try:
+        _raise_failures(everyone, error, raises)
+    finally:
+        del error
+
+
+def _raise_failures(
+    everyone: Sequence[Any],
+    error: BaseException | None,
+    raises: type[MegatronFSDPError] | None,
+    num_ranks: int | None = None,
+) -> None:
+    """Raise what ranks have sent of failures, where some have; the same on all that got the same reports."""
+    outcomes = [each for each in everyone if isinstance(each, _Outcome) and each.words is not None]
+    if not outcomes:
         return
-    num_ranks = sum(num_ranks for *_, num_ranks in everyone)
-    is_of_all = len(failed) == num_ranks and {text for _, text, *_ in failed} == {told}
+    different = next((each.words for each in outcomes if each.differs), None)
+    if num_ranks is None:
+        num_ranks = sum(not (isinstance(each, _Outcome) and each.differs) for each in everyone)
+    if different is not None:
+        _raise(ConfigurationError(different), error, num_ranks)
+    failed = sorted(outcomes, key=lambda each: each.rank)
+    is_of_all = len(failed) == num_ranks and len({each.words for each in failed}) == 1
     if error is not None and is_of_all and (raises is None or isinstance(error, MegatronFSDPError)):
-        raise error
-    kind = raises or (ConfigurationError if all(is_usage for *_, is_usage, _ in failed) else RankError)
-    of_ranks = "; ".join(f"rank {rank}: {text}" for rank, text, *_ in failed)
-    raise kind(f"{doing} failed ({of_ranks if num_ranks > 1 else told})") from error
+        try:
+            raise _agreed(error, num_ranks)
+        finally:
+            del error
+    kind = failed[0].kind or (ConfigurationError if all(each.is_usage for each in failed) else RankError)
+    words = "; ".join(f"rank {each.rank}: {each.words}" if num_ranks > 1 else str(each.words) for each in failed)
+    _raise(kind(f"{failed[0].doing} failed ({shortened(words)})"), error, num_ranks)
+
+
+def _raise(made: Exception, error: BaseException | None, num_ranks: int) -> NoReturn:
+    """Raise what all ranks raise, or what this rank met if that asks the process to end."""
+    try:
+        if error is not None and not isinstance(error, Exception):
+            raise _agreed(error, num_ranks)
+        raise _agreed(made, num_ranks) from error
+    finally:
+        del made, error  # else an error and this frame of its traceback would keep each other alive
+
+
+def _agreed(error: Raised, num_ranks: int) -> Raised:
+    """Mark an error as known to so many ranks, since now."""
+    with suppress(AttributeError):  # frozen ones are told twice
+        error.__agreed__ = next(_clock), num_ranks  # type: ignore[attr-defined]
+    return error
+
+
+@contextmanager
+def all_agree(
+    doing: str,
+    groups: Groups = (),
+    raises: type[MegatronFSDPError] | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> Iterator[dict[str, str]]:
+    """Run a block on every rank; then `raise_together` its error, if any, and what differs of facts.
+
+    A block may have questions over the same groups inside, and nothing else that waits for other ranks before the last
+    of them: who leaves it early answers the next one. An error that these ranks have all raised already passes.
+
+    Args:
+        doing: What is being done, for the message.
+        groups: As for `raise_together`.
+        raises: As for `raise_together`.
+        facts: What has to be the same on every rank, whatever comes of the block; without them what the block adds to
+            the dictionary that it gets, unless it fails.
+    """
+    began, error, added = next(_clock), None, dict[str, str]()
+    try:
+        yield added
+    except GeneratorExit:  # who stops early has not failed
+        raise
+    except BaseException as met:
+        since, num_ranks = getattr(met, "__agreed__", (-1, 0))
+        if since > began and num_ranks >= _reached(groups):
+            raise
+        error = met
+    try:
+        raise_together(error, doing, groups, added if facts is None and error is None else facts, raises)
+    finally:
+        del error
 
 
 def together(
@@ -195,37 +322,43 @@ def together(
     facts: Mapping[str, str] | None = None,
     raises: type[MegatronFSDPError] | None = None,
 ) -> Result:
-    """Run a function on every rank, and return only if it succeeded on all of them; raises as `raise_together` does.
+    """Run a function on every rank, as the block of `all_agree`, and return only if it succeeded on all of them."""
+    with all_agree(doing, over(group), raises, facts):
+        return act()
 
-    Args:
-        doing: What is being done, for the message.
-        act: The function; makes no collective, which a rank that failed would miss.
-        group: The ranks; None: all.
-        facts: What has to be the same on every rank.
-        raises: As for `raise_together`.
+
+def agreed(
+    doing: str, groups_of: Callable[..., Groups], raises: type[MegatronFSDPError] | None = None
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Make a function that all ranks call the block of `all_agree`: an error of one rank alone is that of all.
+
+    `groups_of` finds the groups from the arguments, of which it must expect anything.
     """
-    error: Exception | None = None
-    result: Result | None = None
-    try:
-        result = act()
-    except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
-        error = met
-    raise_together(error, doing, [] if group is None else [group], facts, raises)
-    return cast(Result, result)
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        @functools.wraps(function)
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            with all_agree(doing, groups_of(*args, **kwargs), raises):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
-@contextmanager
-def all_agree(
-    doing: str, groups: Sequence[dist.ProcessGroup | None] = (), raises: type[MegatronFSDPError] | None = None
-) -> Iterator[dict[str, str]]:
-    """Run a block on every rank; then `raise_together` its error, if any, and what differs of facts that it adds."""
-    error: Exception | None = None
-    facts: dict[str, str] = {}
-    try:
-        yield facts
-    except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
-        error = met
-    raise_together(error, doing, groups, None if error is not None else facts, raises)
+def over(group: object) -> Groups:
+    """Return the groups of ranks that a group names: itself; all ranks where it is None, or no group at all."""
+    return (group,) if isinstance(group, dist.ProcessGroup) else ()
+
+
+def group_of(*_: object, group: object = None, **__: object) -> Groups:
+    """Return the groups of a function with the keyword `group`."""
+    return over(group)
+
+
+def _reached(groups: Groups) -> int:
+    found = groups or [dist.group.WORLD]
+    return math.prod(dist.get_world_size(group) for group in found if group is not None and _is_up(group))
 
 
 def by_value(values: Iterable[tuple[int, str]]) -> str:
@@ -253,7 +386,7 @@ def _differences(everyone: Mapping[int, Mapping[str, str]]) -> str:
     differing = [name for name in values if len(set(values[name].values())) > 1]
     # Of "config" and "config.size" keep the first: other classes may not have the second at all.
     first = [name for name in differing if name.rpartition(".")[0] not in differing]
-    shown = [f"{name} is {by_value(values[name].items())}" for name in first[:_SHOWN_DIFFERENCES]]
+    shown = [shortened(f"{name} is {by_value(values[name].items())}") for name in first[:_SHOWN_DIFFERENCES]]
     if len(first) > _SHOWN_DIFFERENCES:
         shown.append(f"{len(first) - _SHOWN_DIFFERENCES} more differ")
     if not differing:
@@ -275,20 +408,22 @@ def decided_by_first(
             same on every rank.
     """
     answer: Any = None
-    problem: tuple[type[Exception], str] | None = None
-    cause: Exception | None = None
+    problem: Problem | None = None
+    cause: BaseException | None = None
     if rank_of(group) == 0:
         try:
             answer = decide()
-        except Exception as error:  # noqa: BLE001  sent to the others, then raised
+        except BaseException as error:  # noqa: BLE001  sent to the others, then raised
             known = (raises, ConfigurationError)
             kind = next((kind for kind in known if isinstance(error, kind)), raises)
-            told = str(error) if isinstance(error, known) else f"{doing} failed ({type(error).__name__}: {error})"
+            told = str(error) if isinstance(error, known) else f"{doing} failed ({text_of(error)})"
             problem, cause = (kind, told), error
+    try:
+        ask([(group or dist.group.WORLD, problem)], first_problem, cause)
+    finally:
+        del cause
     if world_size_of(group) > 1:
-        sent = [answer, problem]
+        sent = [answer]
         dist.broadcast_object_list(sent, group=group, group_src=0)
-        answer, problem = sent
-    if problem is not None:
-        raise problem[0](problem[1]) from cause
+        answer = sent[0]
     return answer

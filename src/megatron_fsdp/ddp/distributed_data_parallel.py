@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.comm.agreement import Groups, agreed, all_agree
 from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
@@ -31,7 +31,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.wrap import Grouping, check_not_wrapped
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, mesh_and_dim, tensor_parallel_dim
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, check_mesh, mesh_and_dim, ranks_of, tensor_parallel_dim
 from megatron_fsdp.sharding.units import UnitPlan
 
 logger = logging.getLogger("megatron_fsdp")
@@ -70,6 +70,13 @@ class BucketGrouping(Grouping):
         if engine.waits_for_readers:  # before the engine's: each hook is prepended, and readers have to run after those
             Readers(engine, root).register()
         register_hooks(engine, root)
+
+
+def _ranks_of(
+    *given: object, device_mesh: object = None, dp_dim: object = None, tp_dim: object = None, **_: object
+) -> Groups:
+    """Return the groups over which the ranks of a constructor call agree."""
+    return ranks_of(given[3] if len(given) > 3 else device_mesh, dp_dim, tp_dim)
 
 
 class DistributedDataParallel(MegatronFSDP):
@@ -115,6 +122,7 @@ class DistributedDataParallel(MegatronFSDP):
         NotSupportedYetError: A field that this version does not implement is not at its default.
     """
 
+    @agreed("sharding the model", _ranks_of)
     @explains_arguments()
     def __init__(
         self,
@@ -136,9 +144,10 @@ class DistributedDataParallel(MegatronFSDP):
         deterministic: str | None = None,
         homes: HomesArgument = None,
     ) -> None:
-        _check_types(config, module)
-        mesh, dim = mesh_and_dim(device_mesh, dp_dim, tp_dim, "dp_dim")
-        with real_values():
+        with all_agree("sharding the model", ranks_of(device_mesh, dp_dim, tp_dim)), real_values():
+            _check_types(config, module)
+            check_mesh(device_mesh)
+            mesh, dim = mesh_and_dim(device_mesh, dp_dim, tp_dim, "dp_dim")
             index = FSDPDistributedIndex(
                 mesh, dim, tp_dim=tp_dim or tensor_parallel_dim(module, mesh), expt_device_mesh=expt_device_mesh
             )

@@ -7,8 +7,7 @@ then.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,42 +16,10 @@ from megatron_fsdp.comm.lanes import Ticket, make_lane
 from megatron_fsdp.engine.early_steps import EarlySteps
 from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, weakly
 from megatron_fsdp.engine.memory_plan import OUTER_REDUCTIONS, MemoryPlan, Use, crossing_offsets
-from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase
+from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase, explain, explained
 from megatron_fsdp.engine.schedule import Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.sharding.units import ROOT_UNIT
-
-_HANG_ADVICE = (
-    "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does, and MFSDP_VERIFY_RANKS=1 finds the first "
-    "difference between ranks (mfsdp docs debugging)"
-)
-
-
-def explain(error: BaseException, where: str, observers: Observers) -> None:
-    """Add notes to an error of a collective, such as a timeout; other errors stay as they are.
-
-    Args:
-        error: What was raised.
-        where: During what.
-        observers: Observers that may know what other ranks do.
-    """
-    if not isinstance(error, RuntimeError) or isinstance(error, MegatronFSDPError):
-        return
-    explanations = observers.explanations()
-    error.add_note(where if explanations else f"{where}; {_HANG_ADVICE}")
-    for text in explanations:
-        error.add_note(text)
-
-
-@contextmanager
-def explained(where: str, observers: Observers) -> Iterator[None]:
-    """Add the notes of `explain` to errors raised inside of a block."""
-    try:
-        yield
-    except RuntimeError as error:
-        explain(error, where, observers)
-        raise
 
 
 def all_gather_bytes(unit: Unit) -> int:

@@ -61,12 +61,12 @@ _Copies = dict[int, list[list[nn.Parameter]]]
 
 
 @contextmanager
-def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype: bool) -> Iterator[None]:
+def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, compute_dtype: bool) -> Iterator[None]:
     """Put full, plain copies of the main weights of some units into their modules. Collective.
 
     Args:
         engine: Engine of the model.
-        units: The units.
+        module: Of the units that own parameters of it; None: of all.
         writeback: Copy what the copies hold at the end into main and compute weights. Every rank has to hold the same.
         compute_dtype: Copies in the dtype the model computes in, cast from the main weights; else in the main dtype.
 
@@ -75,7 +75,16 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
         ConfigurationError: Copies in another dtype cannot be written back; a copy was replaced, or ranks wrote
             different values (nothing is written back then).
     """
-    _check(engine, units, writeback, compute_dtype)
+    with all_agree("full_parameters_context", engine.sharding.reaching_all) as facts:
+        inside = None if module is None else {id(part) for part in module.modules()}
+        units = [unit for unit in engine.units if inside is None or unit.has_parameters_in(inside)]
+        if not units:
+            raise ConfigurationError(
+                f"a {type(module).__name__} owns no parameter of this model; give one of its modules, or None for all"
+            )
+        _check(engine, units, writeback, compute_dtype)
+        facts |= {"units": ", ".join(unit.label for unit in units), "writeback": str(writeback)}
+        facts["compute_dtype"] = str(compute_dtype)
     if compute_dtype:
         engine.refresh_weights()  # weight formats round by the magnitudes of the weights as they were last installed
     with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
@@ -85,8 +94,8 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
             unit.show_copies(copies[unit.index])
             engine.full_units.add(unit.index)
         yield
-    except Exception as error:
-        if writeback:
+    except BaseException as error:
+        if writeback and not isinstance(error, GeneratorExit):
             # Tell the ranks that go on, which would wait otherwise.
             with suppress(MegatronFSDPError), engine.observers.during(Phase.AGREE, ROOT_UNIT):
                 raise_together(error, "full_parameters_context", engine.sharding.reaching_all)
@@ -314,13 +323,13 @@ def _gather_range(group: ParameterGroup, full: torch.Tensor, start: int, stop: i
             work.wait()
 
 
-def check_bucket_bytes(bucket_bytes: int) -> None:
+def check_bucket_bytes(bucket_bytes: object) -> None:
     """Refuse sizes that are not positive.
 
     Raises:
         ConfigurationError: It is not a positive number.
     """
-    if bucket_bytes < 1:
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ConfigurationError(
-            f"bucket_bytes={bucket_bytes} leaves no room; give the bytes that may be used, 1 or more"
+            f"bucket_bytes={bucket_bytes!r} leaves no room; give the bytes that may be used, 1 or more"
         )

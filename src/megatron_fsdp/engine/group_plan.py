@@ -421,6 +421,11 @@ class Sharding:
         """Groups that together reach every rank of the model: data-parallel ranks, then tensor-parallel ones."""
         return self.dense.group, self.dense.tensor_parallel_group
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of the model."""
+        return not any(dist.get_rank(group) for group in self.reaching_all if group is not None)
+
     def domain(self, is_expert: bool) -> Domain:
         """Return the ranks of parameters of one kind."""
         return self.experts if is_expert and self.experts is not None else self.dense

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.schedule import Action
+from megatron_fsdp.errors import MegatronFSDPError
 
 
 class Phase(Enum):
@@ -110,6 +111,10 @@ class Observer:
         return ""
 
 
+ON_REQUEST = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE})
+"""Phases that take all ranks and that the caller asks for, outside of forward and backward too."""
+
+
 class Observers:
     """The observers of one model, as one. False where there are none."""
 
@@ -161,6 +166,8 @@ class Observers:
         except BaseException as error:
             if self:
                 self.fails(phase, unit, error)
+            if phase in ON_REQUEST:
+                explain(error, f"during {phase.value}, which every rank has to call", self)
             raise
         if self:
             self.ends(phase, unit)
@@ -212,3 +219,35 @@ class Observers:
         """Report that a collective has reached a moment."""
         for observer in self.watching:
             observer.communicates(number, moment, lane, work)
+
+
+_HANG_ADVICE = (
+    "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does, and MFSDP_VERIFY_RANKS=1 finds the first "
+    "difference between ranks (mfsdp docs debugging)"
+)
+
+
+def explain(error: BaseException, where: str, observers: Observers) -> None:
+    """Add notes to an error of a collective, such as a timeout; other errors stay as they are.
+
+    Args:
+        error: What was raised.
+        where: During what.
+        observers: Observers that may know what other ranks do.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, MegatronFSDPError):
+        return
+    explanations = observers.explanations()
+    error.add_note(where if explanations else f"{where}; {_HANG_ADVICE}")
+    for text in explanations:
+        error.add_note(text)
+
+
+@contextmanager
+def explained(where: str, observers: Observers) -> Iterator[None]:
+    """Add the notes of `explain` to errors raised inside of a block."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain(error, where, observers)
+        raise

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.agreement import all_agree, raise_together
+from megatron_fsdp.comm.agreement import all_agree, raise_together, rank_of
 from megatron_fsdp.comm.axis import Traffic, backend_of, broadcast, has_values, is_simulated
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.comm.registration import UserBuffers
@@ -163,37 +163,38 @@ def assemble(
         own_groups = None
         if options.own_groups:
             sharding, own_groups = sharding.over_own_groups()
-        planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
-        memory_plan = plan_memory(options.memory, options.reduces_early, planned)
-        user_buffers = _user_buffers(memory_plan, sharding)
-        pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
-        units = _build_units(module, plan, sharding, planned, pool)
-        _warn_of_dtypes(units, sharding)
-        engine = grouping.engine_type(
-            units=units,
-            memory_plan=memory_plan,
-            scheduler=grouping.make_scheduler(memory_plan.schedule, units),
-            executor=Executor(units, device, backward_finished, memory_plan, pool),
-            mode=mode,
-            sharding=sharding,
-            structure=StructureCheck(module, units),
-            replaced=replaced,
-            expert_names=find_expert_names(units, sharding.experts, dist_index.expt_device_mesh),
-            delayed=delayed,
-            gradient_checks=_gradient_checks(units, sharding),
-            own_groups=own_groups,
-            user_buffers=user_buffers,
-            capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
-        )
-        if engine.capture_lack:
-            warn_caller(engine.notices[-1])
-        if user_buffers is not None:
-            if options.memory.user_buffers is not None and not options.memory.user_buffers.manual:
-                user_buffers.register()
-            if user_buffers.lack:
-                warn_caller(user_buffers.notice)
-        grouping.connect(engine, module)
-        return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
+        with all_agree(_DOING, sharding.reaching_all):  # memory may run out on one rank
+            planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
+            memory_plan = plan_memory(options.memory, options.reduces_early, planned)
+            user_buffers = _user_buffers(memory_plan, sharding)
+            pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
+            units = _build_units(module, plan, sharding, planned, pool)
+            _warn_of_dtypes(units, sharding)
+            engine = grouping.engine_type(
+                units=units,
+                memory_plan=memory_plan,
+                scheduler=grouping.make_scheduler(memory_plan.schedule, units),
+                executor=Executor(units, device, backward_finished, memory_plan, pool),
+                mode=mode,
+                sharding=sharding,
+                structure=StructureCheck(module, units),
+                replaced=replaced,
+                expert_names=find_expert_names(units, sharding.experts, dist_index.expt_device_mesh),
+                delayed=delayed,
+                gradient_checks=_gradient_checks(units, sharding),
+                own_groups=own_groups,
+                user_buffers=user_buffers,
+                capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
+            )
+            if engine.capture_lack:
+                warn_caller(engine.notices[-1], is_first=sharding.is_first)
+            if user_buffers is not None:
+                if options.memory.user_buffers is not None and not options.memory.user_buffers.manual:
+                    user_buffers.register()
+                if user_buffers.lack:
+                    warn_caller(user_buffers.notice, is_first=sharding.is_first)
+            grouping.connect(engine, module)
+            return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
 
 
 def _user_buffers(plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
@@ -367,7 +368,8 @@ def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:
     if sharding.experts is not None and not any(sharding.is_expert(*named) for named in module.named_parameters()):
         warn_caller(
             "expt_device_mesh was given, and no parameter is an expert's: none has '.experts.' in its name or carries "
-            "allreduce=False, so all are averaged over the dense ranks; rename or mark them, or leave the mesh out"
+            "allreduce=False, so all are averaged over the dense ranks; rename or mark them, or leave the mesh out",
+            is_first=sharding.is_first,
         )
 
 
@@ -380,6 +382,7 @@ def _warn_of_dtypes(units: Sequence[Unit], sharding: Sharding) -> None:
             f"{len(narrowed)} parameter groups compute in {precision.compute} and are optimised in "
             f"{precision.main_params}, which is narrower (first: {narrowed[0].names[0]}); set "
             "MixedPrecisionPolicy(main_params_dtype=None) to optimise them as they are",
+            is_first=sharding.is_first,
         )
     if sharding.options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         travelling = {group.plan.precision.grad_comm for group in trained}
@@ -387,7 +390,8 @@ def _warn_of_dtypes(units: Sequence[Unit], sharding: Sharding) -> None:
             warn_caller(
                 f"{_FP32_SUMS}=True changes no sum here, since gradients travel in "
                 f"{', '.join(sorted(map(str, travelling)))} and are added in it; set grad_comm_dtype=torch.bfloat16 to "
-                "halve what is sent, or leave the switch out"
+                "halve what is sent, or leave the switch out",
+                is_first=sharding.is_first,
             )
 
 
@@ -437,9 +441,7 @@ def _build_units(
     """
     leaves_empty = sharding.options.init_model_with_meta_device == ALLOCATE_ONLY
     blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
-    # A disk may be full on one host.
-    with all_agree(_DOING, sharding.reaching_all) if sharding.options.homes.are_away else nullcontext():
-        units = tuple(_shard(plan, planned, pool, dict(module.named_parameters()), parameter_sites(module)))
+    units = tuple(_shard(plan, planned, pool, dict(module.named_parameters()), parameter_sites(module)))
     if blueprint is not None:
         inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
         ranks = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
@@ -578,6 +580,7 @@ def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
         warn_caller(
             f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {first}); all ranks "
             "now have those of the first rank of the group; seed every rank alike before building the model",
+            is_first=rank_of(sharding.dense.axes[-1].group) == 0,  # the ranks along the others may be alike
         )
 
 
@@ -596,6 +599,7 @@ def _warn_of_duplicates(module: nn.Module, sharding: Sharding) -> None:
         warn_caller(
             f"{len(duplicates)} parameters that tensor-parallel ranks hold whole differ between these ranks (first: "
             f"{duplicates[0]}); they are left as they are, and each rank trains its own; initialise them alike",
+            is_first=rank_of(group) == 0,
         )
 
 

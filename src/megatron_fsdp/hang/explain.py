@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import groupby
 
-from megatron_fsdp.engine.observer import Phase, close_phase
+from megatron_fsdp.engine.observer import ON_REQUEST, Phase, close_phase
 from megatron_fsdp.hang.log_file import NO_NUMBER, Logs, Mark, RankLog, Record, UnitFacts
 
 _UNSURE_S = 1.5
@@ -43,8 +43,6 @@ _WAITING = {
 
 # ---- what a rank was doing -------------------------------------------------------------------------------------------
 
-ON_REQUEST = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE})
-"""Phases that take all ranks and that the caller asks for, outside of forward and backward too."""
 _BETWEEN = ON_REQUEST | {Phase.INSTALL, Phase.REDUCE, Phase.RETIRE}
 _COMPUTES = {Phase.FORWARD, Phase.BACKWARD, Phase.RELEASE, Phase.COPY, Phase.INSTALL}
 

@@ -19,10 +19,10 @@ from torch.distributed import distributed_c10d
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import communicated_bytes
-from megatron_fsdp.engine.observer import Observer, Phase, close_phase
+from megatron_fsdp.engine.observer import ON_REQUEST, Observer, Phase, close_phase
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
-from megatron_fsdp.hang.explain import ON_REQUEST, explain, state_of
+from megatron_fsdp.hang.explain import explain, state_of
 from megatron_fsdp.hang.log_file import (
     Mark,
     Process,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.dtensor.reduction import largest
 from megatron_fsdp.engine.engine import Engine
@@ -49,20 +50,26 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     Returns the norm before clipping, a float32 (float64 for float64 gradients) scalar, the same on every rank. Where
     `error_if_nonfinite` lets every rank raise, gradients are as they were.
     """
-    engine.refuse_late("clip_grad_norm_")
-    if not norm_type > 0:
-        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
-    if engine.is_deterministic and norm_type not in (2.0, math.inf):
-        raise ConfigurationError(
-            f'norm_type={norm_type} of a model with deterministic="world": only norms 2 and infinity are the same bits '
-            "on any number of ranks; give one of them"
-        )
     pieces = _pieces(engine)
+    problem = None
+    try:
+        _check(engine, max_norm, norm_type)
+    except Exception as error:  # noqa: BLE001 - told below
+        problem = error
+        norm_type = 2.0
+        # In the collective that the others are in, NaN stands for a problem: it costs them nothing.
+        for found in pieces.values():
+            found[:] = [torch.full((1,), math.nan, dtype=each.dtype, device=engine.device) for each in found[:1]]
     with engine.observers.during(Phase.NORM, ROOT_UNIT):
         if engine.is_deterministic and norm_type == 2.0:
             norm = exact_norm(pieces, engine.device)
         else:
             norm = _total_norm(pieces, norm_type, engine.device)
+    over = dict.fromkeys(group for groups in pieces for group in groups)
+    if problem is not None and not (over and norm.is_cpu):
+        raise problem
+    if problem is not None or (norm.is_cpu and has_values(norm) and math.isnan(norm.item())):
+        raise_together(problem, "clip_grad_norm_", tuple(over))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
@@ -75,6 +82,20 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
             for device in dict.fromkeys(piece.device for piece in local):  # more than one where a part rests elsewhere
                 torch._foreach_mul_([piece for piece in local if piece.device == device], factor.to(device))
     return norm
+
+
+def _check(engine: Engine, max_norm: float, norm_type: float) -> None:
+    engine.refuse_late("clip_grad_norm_")
+    for name, value in {"max_norm": max_norm, "norm_type": norm_type}.items():
+        if not isinstance(value, int | float | torch.Tensor):
+            raise ConfigurationError(f"{name}={value!r} is a {type(value).__name__}; give a number")
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
+    if engine.is_deterministic and norm_type not in (2.0, math.inf):
+        raise ConfigurationError(
+            f'norm_type={norm_type} of a model with deterministic="world": only norms 2 and infinity are the same bits '
+            "on any number of ranks; give one of them"
+        )
 
 
 def is_known_to_be_one(factor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.comm.agreement import Groups
 from megatron_fsdp.comm.axis import Axis, Traffic, real_values
 from megatron_fsdp.comm.lanes import default_device
 from megatron_fsdp.config.arguments import explains_fields
@@ -402,6 +404,29 @@ def mesh_and_dim(
             f"{argument} is missing; name the mesh dimension to shard over, one of {device_mesh.mesh_dim_names}"
         )
     return device_mesh, dim
+
+
+def check_mesh(device_mesh: object) -> None:
+    """Refuse what is no mesh, and not None either."""
+    if not isinstance(device_mesh, DeviceMesh | None):
+        raise TypeError(f"device_mesh={device_mesh!r} is not a DeviceMesh or None; pass one")
+
+
+def ranks_of(device_mesh: object = None, *dims: object) -> Groups:
+    """Return the groups of the ranks that shard one model together, from arguments of which nothing is known yet.
+
+    They are those along the dimensions, of which there may be one only; where no mesh or something else is given, all
+    ranks: so a rank whose mesh is wrong is heard by those that have none, or one dimension of all ranks.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        return ()
+    if device_mesh.ndim == 1:
+        return (device_mesh.get_group(),)
+    groups: list[dist.ProcessGroup] = []
+    for dim in dims:
+        with suppress(Exception):  # a dimension may be anything; those that were flattened are in no list
+            groups.append(device_mesh.get_group(dim))  # type: ignore[arg-type]
+    return tuple(groups) or (None,)
 
 
 def tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:

@@ -18,6 +18,7 @@ from megatron_fsdp.checkpoint.hf.loading import Match, load_matched
 from megatron_fsdp.checkpoint.hf.saving import Cut, save_files
 from megatron_fsdp.checkpoint.report import LoadReport, decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import read_json
+from megatron_fsdp.comm.agreement import agreed, group_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 _CONFIG_FILE = "adapter_config.json"
@@ -41,6 +42,7 @@ _PLAIN_INITS = {"eva", "gaussian", "orthogonal"}
 """Other named ones change the weights of the base, or what is computed (pissa, olora, loftq, bat)."""
 
 
+@agreed("saving the adapter", group_of, CheckpointError)
 def save_adapter(
     model: nn.Module,
     folder: str | Path,
@@ -75,6 +77,7 @@ def save_adapter(
     save_files(live, lambda _: described, Cut(_ONE_FILE, ADAPTER_FILE), folder, write_config, group)
 
 
+@agreed("loading the adapter", group_of, CheckpointError)
 def load_adapter(
     model: nn.Module,
     folder: str | Path,

@@ -28,13 +28,14 @@ from megatron_fsdp.checkpoint.hf.live import (
 )
 from megatron_fsdp.checkpoint.rearranged import Part
 from megatron_fsdp.checkpoint.report import Findings, LoadReport, decided_by_first, report_of_all, together
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.agreement import agreed, gather_objects, group_of
 from megatron_fsdp.errors import CheckpointError
 
 Source = tuple[Part, StoredTensor]
 _Described = list[tuple[str, FileTensor]]
 
 
+@agreed("loading Hugging Face files", group_of, CheckpointError)
 def load_hf(
     model: nn.Module,
     folder: str | Path,

@@ -21,12 +21,12 @@ from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, St
 from megatron_fsdp.checkpoint.hf.live import FileTensor, LiveTensor, file_tensors, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
 from megatron_fsdp.checkpoint.rearranged import Part, RearrangedFolder
-from megatron_fsdp.checkpoint.report import decided_by_first, together
+from megatron_fsdp.checkpoint.report import check_group, decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import read_file, read_json, resolve_inside
 from megatron_fsdp.checkpoint.save import TensorSource, write_state
 from megatron_fsdp.checkpoint.store import new_folder, new_shared_folder, require_apart
 from megatron_fsdp.checkpoint.verify import share_out
-from megatron_fsdp.comm.agreement import gather_objects, rank_of, world_size_of
+from megatron_fsdp.comm.agreement import agreed, gather_objects, group_of, rank_of, world_size_of
 from megatron_fsdp.config.hf_config import CONFIG_FILE, build_from_config, read_config
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -46,6 +46,7 @@ _MAX_CARRIED_BYTES = 1 << 30
 _NOT_CARRIED = frozenset({"adapter_config.json", "trainer_state.json", "manifest.json"})
 
 
+@agreed("saving Hugging Face files", group_of, CheckpointError)
 def save_hf(
     model: nn.Module,
     folder: str | Path,
@@ -77,6 +78,7 @@ def save_hf(
         CheckpointError: It cannot be saved, or a rank could not write; on every rank, and nothing is left of it.
         ConfigurationError: An argument is out of range, or the model cannot be saved so.
     """
+    check_group(group)
     _check_arguments(max_shard_bytes, dtype, {"config": config, "tokenizer": tokenizer})
     module = unwrap(model)
     if getattr(module, "peft_config", None):
@@ -85,6 +87,8 @@ def save_hf(
             "save_adapter (those of peft.get_peft_model), or merge them into the model first"
         )
     folder = Path(folder)
+    same = {"max_shard_bytes": str(max_shard_bytes), "dtype": str(dtype)}
+    together(f"preparing to save {folder}", lambda: None, group, same)
     live = _saved(module)
     dtypes = {dtype or tensor.dtype for tensor in live if tensor.dtype.is_floating_point}
 

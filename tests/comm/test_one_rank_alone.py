@@ -1,0 +1,531 @@
+"""What is wrong on one rank only is the same sentence on all, at once: every public call that ends in a collective.
+
+Each entry of the table is such a call, wrong on rank 1. A process group whose limit is ten seconds shows who waits.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_fsdp import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from megatron_fsdp import automodel as am
+from megatron_fsdp import uneven_dtensor as uneven
+from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint.hf import load_adapter, load_hf, save_adapter, save_hf
+from megatron_fsdp.config.engine_options import MESSAGE_VARIABLE
+from megatron_fsdp.ddp import DistributedDataParallel
+from tests.support.on_ranks import of_ranks, on_ranks
+
+LIMIT = timedelta(seconds=10)
+Call = Callable[[bool], Any]
+"""A call, wrong where it gets True."""
+
+
+# ---- what is called upon ---------------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def both(**given: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    module = net()
+    given.setdefault("fsdp_unit_modules", [nn.Linear])
+    return fully_shard(module, torch.optim.AdamW(module.parameters()), **given)
+
+
+def model(**given: Any) -> MegatronFSDP:
+    given.setdefault("fsdp_unit_modules", [nn.Linear])
+    return fully_shard_model(net(), **given)
+
+
+def trained() -> MegatronFSDP:
+    made = model()
+    made(torch.ones(2, 8)).sum().backward()
+    return made
+
+
+def ddp(**given: Any) -> MegatronFSDP:
+    return DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), net(), **given)
+
+
+def of_index(*given: Any, **more: Any) -> MegatronFSDP:
+    index = FSDPDistributedIndex(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("d",)), "d")
+    module, *others = given or (net(),)
+    return MegatronFSDP(module, *(others or [index]), **more)
+
+
+def folder() -> str:
+    """A new folder of all ranks."""
+    made = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(made)
+    return made[0]
+
+
+def missing() -> str:
+    return str(Path(tempfile.gettempdir()) / "no" / "such" / "folder")
+
+
+def cut() -> DTensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False)
+
+
+def given(argument: str, wrong: Any, right: Any = None, make: Callable[..., Any] = model) -> Call:
+    """A call of one argument that has a wrong value."""
+    return lambda bad: make(**{argument: wrong if bad else right})
+
+
+def with_variable(name: str, value: str) -> Call:
+    def call(bad: bool) -> None:
+        with mock.patch.dict(os.environ, {name: value} if bad else {}):
+            model()
+
+    return call
+
+
+def without_memory(number: int) -> Call:
+    """Wrapping in which an allocation fails."""
+
+    def call(bad: bool) -> None:
+        real, left = torch.empty, [number]
+
+        def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+            left[0] -= 1
+            if bad and left[0] < 0:
+                raise torch.OutOfMemoryError("planted")
+            return real(*args, **kwargs)
+
+        module, optimizer = both_of()
+        with mock.patch.object(torch, "empty", empty):
+            fully_shard(module, optimizer)
+
+    return call
+
+
+def of_model(act: Callable[[Any], Any]) -> Call:
+    """A call that gets something else than a model."""
+
+    def call(bad: bool) -> None:
+        made = model()
+        act(3 if bad else made)
+
+    return call
+
+
+class Extra:
+    """What is saved along, and raises."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+    def state_dict(self) -> dict[str, int]:
+        if self.error is not None:
+            raise self.error
+        return {"a": 1}
+
+    def load_state_dict(self, _: Any) -> None:
+        self.state_dict()
+
+
+class MuteError(Exception):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class LoudError(BaseException):
+    """What a handler of a signal may raise."""
+
+    def __init__(self, *, cannot_be_unpickled: bool) -> None:
+        super().__init__("loud" if cannot_be_unpickled else "")
+
+
+def saves(**wrong: Any) -> Call:
+    """A checkpoint that is saved with wrong arguments."""
+
+    def call(bad: bool) -> None:
+        arguments = {"root": folder(), "iteration": 1, **(wrong if bad else {})}
+        made, optimizer = both()
+        save_checkpoint(made, optimizer, **arguments)
+
+    return call
+
+
+def saves_extra(error: BaseException) -> Call:
+    return lambda bad: save_checkpoint(*both(), folder(), iteration=1, extra={"e": Extra(error if bad else None)})
+
+
+def raises_while_written(error: BaseException) -> Call:
+    def call(bad: bool) -> None:
+        place, pair = folder(), both()
+
+        def fsync(_: int) -> None:
+            raise error
+
+        with mock.patch.object(os, "fsync", fsync) if bad else nullcontext():
+            save_checkpoint(*pair, place, iteration=1)
+
+    return call
+
+
+def loads(**wrong: Any) -> Call:
+    def call(bad: bool) -> None:
+        place, pair = folder(), both()
+        save_checkpoint(*pair, place, iteration=1)
+        arguments = {"model": pair[0], "optimizer": pair[1], "root": place, **(wrong if bad else {})}
+        load_checkpoint(**arguments)
+
+    return call
+
+
+def checkpointer(**wrong: Any) -> Call:
+    return lambda bad: Checkpointer(folder(), **(wrong if bad else {})).save(1, *both())
+
+
+def saves_hf(**wrong: Any) -> Call:
+    def call(bad: bool) -> None:
+        place = folder()
+        save_hf(**{"model": model(), "folder": f"{place}/hf", **(wrong if bad else {})})
+
+    return call
+
+
+def loads_hf(**wrong: Any) -> Call:
+    def call(bad: bool) -> None:
+        place, made = folder(), model()
+        save_hf(made, f"{place}/hf")
+        load_hf(**{"model": made, "folder": f"{place}/hf", **(wrong if bad else {})})
+
+    return call
+
+
+def optimizer_of(*more: nn.Parameter) -> Call:
+    """An optimizer that holds more than the parameters of the model."""
+
+    def call(bad: bool) -> None:
+        made = model()
+        fully_shard_optimizer(torch.optim.SGD([*made.parameters(), *(more if bad else ())], lr=0.1))
+
+    return call
+
+
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "FSDP2": am.FSDP2Config,
+    "MegatronFSDP": am.MegatronFSDPConfig,
+    "DDP": am.DDPConfig,
+}
+
+
+def config_of_llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+
+
+def from_config(kind: str, **wrong: Any) -> Call:
+    def call(bad: bool) -> None:
+        arguments = {"config": config_of_llama(), "distributed_config": CONFIGS[kind](backend="gloo")}
+        am.AutoModelForCausalLM.from_config(**{**arguments, **(wrong if bad else {})})
+
+    return call
+
+
+def from_pretrained(kind: str) -> Call:
+    def call(bad: bool) -> None:
+        place = folder()
+        if dist.get_rank() == 0:
+            config_of_llama().save_pretrained(place)
+        dist.barrier()
+        strategy = CONFIGS[kind](backend="gloo")
+        am.AutoModelForCausalLM.from_pretrained(missing() if bad else place, distributed_config=strategy)
+
+    return call
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+MODEL_ARGUMENTS: dict[str, tuple[Any, Any]] = {
+    "zero_dp_strategy": (9, 3),
+    "outer_dp_sharding_strategy": (1, 0),
+    "device_mesh": ("cpu", None),
+    "tp_dim": (7, None),
+    "fsdp_unit_modules": (["no.such.Class"], [nn.Linear]),
+    "device": ("nothing", None),
+    "init_model_with_meta_device": ("full", False),
+    "mixed_precision_policy": ("bf16", MixedPrecisionPolicy()),
+    "weight_allocator": ("heap", "slots"),
+    "max_gathered_units": ("x", None),
+    "forward_prefetch_units": (-1, None),
+    "verify_ranks": ("sometimes", None),
+    "deterministic": ("yes", None),
+    "homes": ({"main_weights": "cloud"}, {"main_weights": "host"}),
+    "hybrid_fsdp_group": ("x", None),
+    "fsdp_group_ag": ("x", None),
+    "expt_device_mesh": ("x", None),
+    "find_unused_parameters": (True, False),
+    "calculate_per_token_loss": (True, False),
+    "cuda_graph_mode": (True, False),
+}
+
+
+def calls() -> dict[str, Call]:
+    table: dict[str, Call] = {}
+    for name, (wrong, right) in MODEL_ARGUMENTS.items():
+        for make in (model, both):
+            table[f"{make.__name__}({name})"] = given(name, wrong, right, make)
+    table |= {
+        "model(check_for_nan_in_grad)": lambda bad: model(
+            report_nan_in_param_grad=True, check_for_nan_in_grad=False if bad else None
+        ),
+        "model(unknown)": lambda bad: model(**({"nothing": 1} if bad else {})),
+        "model(None)": lambda bad: fully_shard_model(None if bad else net()),  # type: ignore[arg-type]
+        "model(wrapped)": lambda bad: fully_shard_model(nn.DataParallel(net()) if bad else net()),
+        "fully_shard(unknown)": lambda bad: both(**({"nothing": 1} if bad else {})),
+        "fully_shard(no optimizer)": lambda bad: fully_shard(*([net()] if bad else both_of())),
+        "fully_shard(class)": lambda bad: fully_shard(*((net(), torch.optim.SGD) if bad else both_of())),  # type: ignore[arg-type]
+        "fully_shard(other optimizer)": lambda bad: fully_shard(
+            (module := net()), torch.optim.SGD((net() if bad else module).parameters(), lr=0.1)
+        ),
+        "fully_shard(shapes)": lambda bad: fully_shard_model(nn.Linear(8, 9 if bad else 8)),
+        "fully_shard(units)": lambda bad: model(fsdp_unit_modules=[] if bad else [nn.Linear]),
+        MESSAGE_VARIABLE: with_variable(MESSAGE_VARIABLE, "x"),
+        "without memory 0": without_memory(0),
+        "without memory 1": without_memory(1),
+        "fully_shard_optimizer(foreign)": optimizer_of(nn.Parameter(torch.ones(2))),
+        "fully_shard_optimizer(None)": lambda bad: (
+            made := model(),
+            fully_shard_optimizer(None if bad else torch.optim.SGD(made.parameters(), lr=0.1)),  # type: ignore[arg-type]
+        ),
+        "fully_shard_optimizer(unsharded)": lambda bad: (
+            made := model(),
+            fully_shard_optimizer(torch.optim.SGD((net() if bad else made).parameters(), lr=0.1)),
+        ),
+        "MegatronFSDP(index)": lambda bad: of_index(net(), *([None] if bad else [])),
+        "MegatronFSDP(config)": lambda bad: of_index(ddp_config=3 if bad else None),
+        "MegatronFSDP(policy)": lambda bad: of_index(mixed_precision_policy=3 if bad else MixedPrecisionPolicy()),
+        "MegatronFSDP(unknown)": lambda bad: of_index(**({"nothing": 1} if bad else {})),
+        "MegatronFSDP(device)": lambda bad: of_index(device="nothing" if bad else None),
+        "MegatronFSDP(units)": lambda bad: of_index(max_gathered_units=0 if bad else None),
+        "DDP(config)": lambda bad: DistributedDataParallel(
+            None if bad else DistributedDataParallelConfig(),  # type: ignore[arg-type]
+            net(),
+        ),
+        "DDP(config value)": lambda bad: DistributedDataParallel(
+            DistributedDataParallelConfig(num_distributed_optimizer_instances=5 if bad else 1), net()
+        ),
+        "DDP(homes)": given("homes", "cloud", None, ddp),
+        "DDP(deterministic)": given("deterministic", "x", None, ddp),
+        "DDP(fsdp_unit_modules)": given("fsdp_unit_modules", [nn.Linear], None, ddp),
+        "DDP(device)": given("device", "nothing", None, ddp),
+        "DDP(dp_dim)": given("dp_dim", 3, None, ddp),
+        "DDP(device_mesh)": given("device_mesh", 3, None, ddp),
+        "DDP(verify_ranks)": given("verify_ranks", "x", None, ddp),
+        "clip_grad_norm_(text)": lambda bad: trained().clip_grad_norm_("x" if bad else 1.0),  # type: ignore[arg-type]
+        "clip_grad_norm_(norm_type)": lambda bad: trained().clip_grad_norm_(1.0, 0.0 if bad else 2.0),
+        "clip_grad_norm_(norm_type text)": lambda bad: trained().clip_grad_norm_(1.0, "x" if bad else 2.0),  # type: ignore[arg-type]
+        "full_parameters_context(foreign)": lambda bad: shown(model(), net() if bad else None),
+        "full_parameters_context(options)": lambda bad: shown(model(), None, compute_dtype=bad, writeback=True),
+        "iter_full_tensors(bytes)": lambda bad: list(model().iter_full_tensors(0 if bad else 100)),
+        "iter_full_tensors(text)": lambda bad: list(model().iter_full_tensors("x" if bad else 100)),  # type: ignore[arg-type]
+        "iter_full_tensors(what)": lambda bad: list(model().iter_full_tensors(what="x" if bad else "parameters")),  # type: ignore[arg-type]
+        "log_for_hangs(folder)": lambda bad: model().log_for_hangs(Path(__file__) / "x" if bad else folder_here()),
+        "log_for_hangs(timeout)": lambda bad: model().log_for_hangs(folder_here(), timeout_s=-1 if bad else 10),
+        "log_for_hangs(type)": lambda bad: model().log_for_hangs(3 if bad else folder_here()),  # type: ignore[arg-type]
+        "log_for_hangs(twice)": logs_twice,
+        "reset_mixed_precision_policy(type)": lambda bad: stepping(
+            lambda made: made.reset_mixed_precision_policy(3 if bad else MixedPrecisionPolicy())  # type: ignore[arg-type]
+        ),
+        "reset_mixed_precision_policy(main)": lambda bad: stepping(
+            lambda made: made.reset_mixed_precision_policy(
+                MixedPrecisionPolicy(main_grads_dtype=torch.float16 if bad else None)
+            )
+        ),
+        "reset_mixed_precision_policy(other)": lambda bad: stepping(
+            lambda made: made.reset_mixed_precision_policy(
+                MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16 if bad else torch.float32)
+            )
+        ),
+        "load_state_dict(assign)": lambda bad: loads_foreign(assign=bad),
+        "Checkpointer(keep_last)": checkpointer(keep_last=0),
+        "Checkpointer(other keep_last)": checkpointer(keep_last=3),
+        "Checkpointer(in_background)": checkpointer(in_background=True),
+        "Checkpointer(group)": checkpointer(group="x"),
+        "save_checkpoint(folder)": saves(root=None),
+        "save_checkpoint(keep_last)": saves(keep_last="x"),
+        "save_checkpoint(iteration)": saves(iteration=-1),
+        "save_checkpoint(group)": saves(group="x"),
+        "save_checkpoint(model)": of_model(lambda made: save_checkpoint(made, None, missing(), iteration=1)),
+        "save_checkpoint(extra)": saves(extra=3),
+        "save_checkpoint(long text)": saves_extra(ValueError("x" * 3_000_000)),
+        "save_checkpoint(mute)": saves_extra(MuteError()),
+        "save_checkpoint(interrupted)": saves_extra(KeyboardInterrupt()),
+        "save_checkpoint(exit)": saves_extra(SystemExit(3)),
+        "save_checkpoint(handler)": saves_extra(LoudError(cannot_be_unpickled=True)),
+        "written(OSError)": raises_while_written(OSError(28, "No space left on device")),
+        "written(interrupted)": raises_while_written(KeyboardInterrupt()),
+        "written(exit)": raises_while_written(SystemExit(3)),
+        "written(handler)": raises_while_written(LoudError(cannot_be_unpickled=True)),
+        "load_checkpoint(root)": loads(root=None),
+        "load_checkpoint(missing)": loads(root="/no/such/folder"),
+        "load_checkpoint(iteration)": loads(iteration="x"),
+        "load_checkpoint(view)": loads(view=3),
+        "load_checkpoint(model)": loads(model=None),
+        "load_checkpoint(optimizer)": loads(optimizer=3),
+        "save_hf(max_shard_bytes)": saves_hf(max_shard_bytes=0),
+        "save_hf(dtype)": saves_hf(dtype=torch.int8),
+        "save_hf(folder)": saves_hf(folder=None),
+        "save_hf(model)": saves_hf(model=3),
+        "save_hf(tokenizer)": saves_hf(tokenizer=3),
+        "save_hf(config)": saves_hf(config=3),
+        "save_hf(other dtype)": saves_hf(dtype=torch.bfloat16),
+        "load_hf(folder)": loads_hf(folder=None),
+        "load_hf(missing)": loads_hf(folder="/no/such/folder"),
+        "load_hf(model)": loads_hf(model=3),
+        "load_hf(key_mapping)": loads_hf(key_mapping=3),
+        "save_adapter(model)": of_model(lambda made: save_adapter(made, missing())),
+        "load_adapter(model)": of_model(lambda made: load_adapter(made, missing())),
+        "uneven: full tensor(type)": lambda bad: uneven.uneven_dtensor_to_full_tensor(3 if bad else cut()),  # type: ignore[arg-type]
+        "uneven: redistribute(type)": lambda bad: uneven.redistribute_uneven_dtensor_to_replicated(3 if bad else cut()),  # type: ignore[arg-type]
+        "uneven: validate(type)": lambda bad: uneven.validate_uneven_dtensor(3 if bad else cut()),  # type: ignore[arg-type]
+    }
+    for kind in CONFIGS:
+        table |= {
+            f"from_config({kind}, config)": from_config(kind, config=3),
+            f"from_config({kind}, strategy)": from_config(kind, distributed_config="x"),
+            f"from_config({kind}, tp_size)": from_config(kind, tp_size="x"),
+            f"from_config({kind}, dtype)": from_config(kind, dtype="x"),
+            f"from_config({kind}, device_mesh)": from_config(kind, device_mesh=3),
+            f"from_config({kind}, peft)": from_config(kind, peft_config=3),
+            f"from_config({kind}, attention)": from_config(kind, attn_implementation="x"),
+            f"from_config({kind}, prepare)": from_config(kind, prepare_model=fails),
+            f"from_pretrained({kind}, folder)": from_pretrained(kind),
+        }
+    return table
+
+
+def both_of() -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = net()
+    return module, torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def folder_here() -> str:
+    return tempfile.mkdtemp()
+
+
+def fails(*_: Any) -> None:
+    raise KeyError("mine")
+
+
+def shown(made: MegatronFSDP, module: nn.Module | None, **options: Any) -> None:
+    with made.full_parameters_context(module, **options):
+        pass
+
+
+def logs_twice(bad: bool) -> None:
+    made = model()
+    made.log_for_hangs(folder_here())
+    if not bad:
+        made.stop_logging_for_hangs()
+    made.log_for_hangs(folder_here())
+
+
+def stepping(change: Callable[[MegatronFSDP], None]) -> None:
+    """Change a model, then train it."""
+    made = model()
+    change(made)
+    made(torch.ones(2, 8)).sum().backward()
+
+
+def loads_foreign(**wrong: Any) -> None:
+    """Load DTensors that torch has cut, which takes all ranks."""
+    made = model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = 8 // dist.get_world_size()
+    cut_by_torch = DTensor.from_local(torch.ones(rows, 8), mesh, [Shard(0)], run_check=False)
+    state = {**made.state_dict(), "module.0.weight": cut_by_torch}
+    made.load_state_dict(**{"state_dict": state, **wrong})
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
+
+
+def what_came(call: Call) -> str:
+    """Name the error that this rank has met."""
+    try:
+        call(dist.get_rank() == 1)
+    except BaseException as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def walk(names: list[str]) -> None:
+    """Make the calls one after another, in a group with a limit; the gather behind each shows that nobody waits."""
+    table = calls()
+    distributed_c10d._set_pg_timeout(LIMIT)
+    for name in names:
+        came = of_ranks(what_came(table[name]))
+        others = came[:1] + came[2:]
+        assert set(others) == {others[0]}, (name, came)
+        assert others[0] != "none", (name, came)
+        assert len(others[0]) < 3000, name
+        kind = came[1].partition(":")[0]
+        if kind in ("KeyboardInterrupt", "SystemExit", "LoudError"):  # raised as it is where it came from
+            assert f"rank 1: {kind}" in others[0], (name, came)
+        else:
+            assert came[1] == others[0], (name, came)
+
+
+NAMES = list(calls())
+PARTS = {"wrapping": NAMES[:60], "the rest": NAMES[60:]}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@on_ranks(2)
+def test_what_is_wrong_on_one_rank_is_the_same_sentence_on_both(part: str) -> None:
+    walk(PARTS[part])
+
+
+@pytest.mark.full
+@on_ranks(3)
+def test_what_is_wrong_on_one_rank_is_the_same_sentence_on_three() -> None:
+    walk(NAMES)
+
+
+@on_ranks(3)
+def test_ranks_outside_of_a_model_are_not_asked() -> None:
+    """The first two ranks shard a model on their own mesh, given by place or by name; the third one has none."""
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("d",))
+        for call in (
+            lambda bad: fully_shard_model(net(), mesh, "d", zero_dp_strategy=9 if bad else 3),
+            lambda bad: fully_shard(*both_of(), device_mesh=mesh, zero_dp_strategy=9 if bad else 3),
+            lambda bad: fully_shard(*both_of(), mesh, "d", zero_dp_strategy=9 if bad else 3),
+        ):
+            assert "zero_dp_strategy=9" in what_came(call)
+            assert what_came(lambda _: call(False)) == "none"  # noqa: B023
+    dist.barrier()
