@@ -296,7 +296,8 @@ class _Rest:
 
 def _check_callbacks(trainer: Trainer) -> None:
     """Refuse callbacks that hold whole weights of their own."""
-    refused = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _COPY_THE_MODEL)]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
+    refused = [type(each).__name__ for each in callbacks if isinstance(each, _COPY_THE_MODEL)]
     if refused and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigurationError(
             f"{', '.join(refused)} copies or masks whole weights, of which each rank has a shard; leave it out. An "

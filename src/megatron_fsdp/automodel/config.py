@@ -217,7 +217,7 @@ class MegatronFSDPConfig(_Config):
         self._check()
         resolve_homes(self.homes, resolve_strategy(self.zero_dp_strategy))
         EnginePolicy(weight_format=self.weight_format)
-        units: object = self.megatron_fsdp_unit_modules
+        units: Any = self.megatron_fsdp_unit_modules
         is_list = isinstance(units, Sequence) and not isinstance(units, str)
         if units is not None and not (is_list and all(isinstance(unit, type | str) and unit for unit in units)):
             raise ConfigurationError(
