@@ -249,7 +249,8 @@ class MegatronFSDP(nn.Module):
         self._stamp_parameters()
         self._log_if_asked()
         plan = self._assembly.plan
-        logger.info("%d units besides the root (%s); describe() shows them", len(plan.units) - 1, plan.source)
+        count, source = len(plan.units) - 1, plan.source.removeprefix("given classes ")
+        logger.info("%d unit%s (%s) beside the root", count, "" if count == 1 else "s", source)
         if options.strategy is ShardingStrategy.optim_grads_params:
             # `generate` of transformers then goes on until all ranks are done, and layers that it drops by chance run.
             module._is_fsdp_managed_module = True  # type: ignore[assignment]

@@ -225,7 +225,7 @@ def test_notices_of_what_is_implied() -> None:
     found = resolve(**UNITS, use_distributed_optimizer=True)
     assert found.notices == (
         "use_distributed_optimizer: implied by data_parallel_sharding_strategy='optim_grads_params'",
-        "gradients are reduced during backward: optim_grads_params does so in any case",
+        "overlap_grad_reduce is always on with optim_grads_params",
     )
     assert resolve(**UNITS, overlap_grad_reduce=True).notices == ()
 

@@ -3,13 +3,14 @@
 import io
 import math
 import os
+import re
 import sys
 from contextlib import suppress
 
 import pytest
 
-from megatron_fsdp.train.console import Display, averaged, console, duration, figures
-from megatron_fsdp.train.measure import Evaluation
+from megatron_fsdp.train.console import Display, averaged, console, duration, figures, header, stamped
+from megatron_fsdp.train.measure import Evaluation, Progress
 from tests.train.records import record
 
 
@@ -62,10 +63,52 @@ def test_each_interval_has_a_line_and_each_evaluation() -> None:
     display.on_steps([record(step) for step in range(1, 11)])
     display.on_evaluation(Evaluation(10, 1.75))
     display.on_steps([record(step) for step in range(11, 290)])
-    assert lines[0].startswith("step    10/300  loss 0.500  grad norm 1.50  tokens/s 64  ")
-    assert lines[0].endswith("  skipped steps 0  1:05 left")  # the limit comes before the last step
-    assert lines[1] == "step    10/300  held-out loss 1.750"
-    assert lines[2].endswith("  0:00 left")
+    display.close()
+    assert lines[0].startswith("step  10/300  1:05 left  loss 0.500  MFU 40.0%  tokens/s 64  ")  # the limit comes first
+    assert lines[1] == "step  10/300  held-out loss 1.750"
+    assert lines[2].startswith("step 289/300  0:00 left  ")
+    assert len(lines) == 3
+
+
+def test_short_steps_have_a_line_every_few_seconds_and_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, now_s = list[str](), [100.0]
+    monkeypatch.setattr("megatron_fsdp.train.console.time.monotonic", lambda: now_s[0])
+    display = Display(lines.append, 300, every_s=5.0)
+    for step in range(1, 13):
+        now_s[0] += 1.0
+        display.on_steps([record(step, tokens_per_s=float(step))])
+    display.close()
+    assert [line[:12] for line in lines] == ["step   1/300", "step   6/300", "step  11/300", "step  12/300"]
+    assert "  tokens/s 4  " in lines[1], "the mean of those that had no line"
+
+
+@pytest.mark.parametrize(("columns", "most"), [("80", 80), ("300", 100)])
+def test_lines_fit_the_width(monkeypatch: pytest.MonkeyPatch, columns: str, most: int) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines: list[str] = []
+    say = stamped(lines.append)
+    Display(say, 100_000).on_steps([record(99_999, skipped=3, tokens_per_s=12_345_678.0, peak_bytes=123 * 2**30)])
+    lines += header([("options", "--some-flag with-a-value " * 30), ("steps", "3")])
+    assert max(len(line) for text in lines for line in text.splitlines()) <= most
+    assert re.match(r"\d\d:\d\d:\d\d step  99999/100000  0:00 left  loss 0.000  skipped 3  MFU 40.0%", lines[0])
+    assert re.match(r" {9}\S", lines[1].splitlines()[1])
+    assert lines[2] == "steps    3"
+
+
+def test_a_terminal_has_a_bar_below_the_lines_and_keeps_its_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(written, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    display = Display(console(is_first=True), 300)
+    display.start(Progress(steps=100))
+    display.on_steps([record(150)])
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue())
+    assert "step 150/300  1:15 left  loss 0.033" in shown
+    assert "150/300 steps  1:15 left" in shown
+    display.close()
+    assert "\x1b[?25l" not in written.getvalue()
 
 
 def test_speeds_are_those_of_all_steps_together() -> None:
@@ -79,13 +122,13 @@ def test_speeds_are_those_of_all_steps_together() -> None:
     assert math.isnan(averaged([slow, record(2, mfu=math.nan)]).mfu)
 
 
-def test_figures_are_short_and_those_that_are_not_known_are_left_out() -> None:
-    assert figures(record(3, loss=1.23456, skipped=2, tflops=1234.5)) == (
-        "loss 1.235  grad norm 1.50  tokens/s 64  TFLOP/s/rank 1,234  MFU 40.0%  step 500 ms  exposed comm 12.5%  "
-        "memory peak 1.0 MiB  learning rate 1.00e-03  skipped steps 2"
+def test_figures_are_short_and_those_that_are_not_known_or_do_not_fit_are_left_out() -> None:
+    known = (
+        "  loss 1.235  skipped 2  MFU 40.0%  tokens/s 64  norm 1.50  memory 1.0 MiB  exposed comm 12.5%  lr 1.00e-03"
     )
-    assert figures(record(3, loss=math.nan, tflops=math.nan, mfu=math.nan, exposed_share=math.nan)) == (
-        "loss nan  grad norm 1.50  tokens/s 64  step 500 ms  memory peak 1.0 MiB  learning rate 1.00e-03  "
-        "skipped steps 0"
+    assert figures(record(3, loss=1.23456, skipped=2), 200) == known
+    assert figures(record(3, loss=1.23456, skipped=2), 60) == known[: known.index("  memory")]
+    assert figures(record(3, loss=math.nan, mfu=math.nan, exposed_share=math.nan), 200) == (
+        "  loss nan  tokens/s 64  norm 1.50  memory 1.0 MiB  lr 1.00e-03"
     )
     assert [duration(seconds) for seconds in (0, 59.6, 3599, 7322)] == ["0:00", "1:00", "59:59", "2:02:02"]

@@ -6,12 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megatron_fsdp.checkpoint import checkpointer
+from megatron_fsdp.cli.main import main
 from megatron_fsdp.train.data import preparation
+from megatron_fsdp.train.models.trained import Trained
 from tests.support.forked_programs import Program, children_of, remains, trainer
 from tests.support.train_program import LIMIT_S, OPTIONS, environment, metrics, steps_done, wait_for, write_text
 
@@ -69,7 +71,7 @@ def saving_slowly(argv: Sequence[str]) -> int:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("numbers", "saving"),
-    [((signal.SIGTERM, signal.SIGTERM), ()), ((signal.SIGHUP,), ("--async-save",))],
+    [((signal.SIGTERM, signal.SIGTERM), ()), ((signal.SIGHUP,), ("--async-save",)), ((signal.SIGUSR1,), ())],
 )
 def test_asked_to_end_while_it_saves(numbers: tuple[int, ...], saving: tuple[str, ...], tmp_path: Path) -> None:
     run = Started(saving_slowly, tmp_path, "--save-interval", "3", *saving)
@@ -101,6 +103,35 @@ def test_killed_once_too_often_while_it_saves_in_the_background(tmp_path: Path) 
     whole = sorted(path.name for path in run.saved.glob("iter_*"))
     assert kept
     assert int((run.saved / "latest_checkpointed_iteration.txt").read_text()) in [int(name[-7:]) for name in whole]
+
+
+def hanging(argv: Sequence[str]) -> int:
+    """The trainer, whose second rank does not come back from its third step."""
+    update, steps = Trained.update, iter(range(1, 1000))
+
+    def hang(trained: Trained) -> None:
+        update(trained)
+        while next(steps) >= 3 and os.environ["RANK"] == "1":
+            time.sleep(1.0)
+
+    cast(Any, Trained).update = hang
+    return trainer(argv)
+
+
+@pytest.mark.full
+def test_a_hang_is_explained_first_also_where_ranks_outlive_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "8")
+    run = Started(hanging, tmp_path, "--distributed-timeout-minutes", "0.1")
+    code, _, errors = run.end()
+    assert code == 1
+    assert errors.startswith("rank 0, all ranks were ended: Traceback")
+    assert "rank 1 runs code outside of the model" in errors
+    assert main(["hang", str(run.out / "hang")]) == 1
+    told = capsys.readouterr().out
+    assert told.startswith("rank 1 runs code outside of the model")
+    assert "after that rank 1 was ended by SIGTERM" in told
 
 
 def making_tokens_for_ever(argv: Sequence[str]) -> int:

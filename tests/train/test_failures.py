@@ -42,6 +42,15 @@ def test_killed_rank_is_the_cause_and_its_peers_are_echoes(tmp_path: Path) -> No
     assert find_cause({0: failures[0]}).text.endswith("RuntimeError: connection closed by peer\n")
 
 
+def test_a_rank_that_the_agent_killed_is_no_cause(tmp_path: Path) -> None:
+    write_failure(raised(RuntimeError("timed out; rank 1 runs code outside of the model")), tmp_path / "0.json")
+    killed = failed(1, tmp_path / "missing.json", exitcode=-9)
+    killed.timestamp = int(time.time()) + 30  # what is left to ranks that catch SIGTERM
+    cause = find_cause({0: failed(0, tmp_path / "0.json"), 1: killed})
+    assert (cause.rank, cause.code) == (0, 1)
+    assert "rank 1 runs code outside of the model" in cause.text
+
+
 def test_what_only_one_thing_can_cause_comes_before_what_follows_from_it(tmp_path: Path) -> None:
     write_failure(raised(RuntimeError("connection closed by peer")), tmp_path / "0.json")
     write_failure(raised(NotSavedError("no room")), tmp_path / "1.json")

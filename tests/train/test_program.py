@@ -19,7 +19,7 @@ FOREVER = ("--train-iters", "1000000", "--exit-duration-in-mins", "60")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_run_ends_well_and_shows_everything(text_file: Path, tmp_path: Path, ranks: int) -> None:
     shown, errors = run("--nproc", str(ranks), "--data-path", str(text_file), "--out", str(tmp_path))
-    for part in ("8/8", "held-out loss", "peak memory per rank"):
+    for part in ("8/8", "held-out loss", "peak memory of a rank"):
         assert shown.count(part) >= 1, part
     assert (errors, [record["step"] for record in metrics(tmp_path)]) == ("", list(range(1, 9)))
 

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
+from megatron_fsdp.train.models.trained import Trained
 from tests.conftest import RunRanks
 from tests.support.forked_programs import children_of
 from tests.support.train_program import (
@@ -60,6 +61,31 @@ def test_a_run_in_two_parts_equals_a_run_in_one(
     groups = json.loads(export_group_map_json(tmp_path / "map").read_text())
     assert set(groups.values()) == {0, 1}  # with and without weight decay
     assert all((index == 1) == ("norm" in name or "embed" in name) for name, index in groups.items()), groups
+
+
+def train_until_asked(*options: str) -> None:
+    """A run that is asked to end in its fourth step."""
+    update, steps = Trained.update, iter(range(1, 100))
+
+    def asked(trained: Trained) -> None:
+        update(trained)
+        if next(steps) == 4:
+            signal.raise_signal(signal.SIGUSR1)
+
+    with mock.patch.object(Trained, "update", asked):
+        train(*options)
+
+
+def test_an_evaluation_that_was_due_is_made_up(run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path) -> None:
+    base = (*data, "--eval-interval", "2")
+    run_ranks(2, train, *base, "--out", str(tmp_path / "whole"))
+    parts = (*base, *("--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")), "--out")
+    run_ranks(2, train_until_asked, *parts, str(tmp_path / "parts"))
+    assert list(by_step(tmp_path / "parts", "loss")) == [1, 2, 3, 4]
+    run_ranks(2, train, *parts, str(tmp_path / "parts"))
+    whole, found = ((tmp_path / name / "evaluations.jsonl").read_text() for name in ("whole", "parts"))
+    assert [json.loads(line)["step"] for line in whole.splitlines()] == [2, 4, 6, 8]
+    assert found == whole
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,16 @@ def test_the_first_rank_prints_a_line_an_interval_and_the_folder_gets_everything
     steps = ("--train-iters", "12", "--log-interval", "4", "--eval-interval", "6", "--global-batch-size", "5")
     text, nothing = run_ranks(2, shown_by, *steps, *data, "--out", str(tmp_path))
     assert nothing == ""
-    shown = [line[:25].rstrip(" 0123456789.") for line in text.splitlines() if line.startswith("step ")]
-    figures, losses = ([f"step {step:>5}/12  {what}" for step in (4, 6, 8, 12)] for what in ("loss", "held-out"))
-    assert shown == [figures[0], figures[1], losses[1] + " l", figures[2], figures[3], losses[3] + " l"]
-    assert "\nbatch       global 5 = 2 ranks x 2 microbatches x 2 - 3 that only fill up\n" in text
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if "/12  " in line]
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", time) for time, _ in lines)
+    assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 100
+    found = [(line[:10], "held-out loss" in line, " left  loss " in line) for _, line in lines]
+    figures, losses = ([(f"step {step:>2}/12", held, not held) for step in (4, 6, 8, 12)] for held in (False, True))
+    assert found == [figures[0], figures[1], losses[1], figures[2], figures[3], losses[3]]
+    assert "TFLOP/s" not in text
+    assert "MFU not shown: the peak of this device is unknown; give --peak-tflops" in text
+    assert "1 unit (Block) beside the root" in text
+    assert "\nbatch    global 5 = 2 ranks x 2 microbatches x 2 - 3 that only fill up\n" in text
 
     records = read_lines(tmp_path / "metrics.jsonl", StepRecord)
     assert [record.step for record in records] == list(range(1, 13))

@@ -1,5 +1,6 @@
 """What a checkpoint remembers of the options that decide losses, and which options no run can go on with."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,18 @@ import pytest
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.checkpoints import TrainingState, changes_of, facts_of
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import World, resolve
 from tests.support.array_tokens import token_data
 from tests.support.train_program import job_of
 
 WSD = ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters")
+
+HEADS = [
+    "num_heads of the model was 2 and is 1",
+    "num_query_groups of the model was 2 and is 1",
+    "kv_channels of the model was 16 and is 32",
+]
 
 
 def facts(*options: str) -> dict[str, str]:
@@ -47,14 +56,18 @@ def facts(*options: str) -> dict[str, str]:
             ["the dtype of main weights was float32 and is bfloat16"],
         ),
         ("--bf16 --use-torch-fsdp2", "", []),
-        ("", "--rotary-base 500", ["--rotary-base was 10000.0 and is 500.0"]),
-        ("", "--norm-epsilon 0.1", ["--norm-epsilon was 1e-05 and is 0.1"]),
-        ("--no-qk-layernorm", "--num-attention-heads 1", ["--num-attention-heads was 2 and is 1"]),
-        ("", "--normalization LayerNorm", ["--normalization was RMSNorm and is LayerNorm"]),
+        ("", "--rotary-base 500", ["rotary_base of the model was 10000.0 and is 500.0"]),
+        ("", "--norm-epsilon 0.1", ["norm_epsilon of the model was 1e-05 and is 0.1"]),
+        (
+            "--no-qk-layernorm",
+            "--num-attention-heads 1",
+            HEADS,
+        ),
+        ("", "--normalization LayerNorm", ["normalization of the model was RMSNorm and is LayerNorm"]),
         (
             "--transformer-impl transformers --num-experts 4 --no-qk-layernorm",
             "--moe-router-topk 1",
-            ["--moe-router-topk was 2 and is 1"],
+            ["num_experts_per_tok of the model was 2 and is 1"],
         ),
     ],
 )
@@ -64,6 +77,32 @@ def test_every_option_that_decides_losses_is_told_when_it_changes(options: str, 
     here.load_state_dict(saved.state_dict())
     beta2 = saved.facts.get("--adam-beta2")
     assert changes_of(here.saved_facts, here.facts) == [change.format(beta2) for change in changes]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 500.0}, "rope_theta"),
+        ("rms_norm_eps", 0.5, "rms_norm_eps of the model was 1e-06 and is 0.5"),
+        ("num_attention_heads", 2, "num_attention_heads of the model was 4 and is 2"),
+        ("hidden_act", "gelu", "hidden_act of the model was silu and is gelu"),
+        ("attention_dropout", 0.5, "attention_dropout of the model was 0.0 and is 0.5"),
+        ("_name_or_path", "elsewhere", None),
+        ("initializer_range", 0.5, None),
+    ],
+)
+def test_fields_of_a_configuration_are_facts(tmp_path: Path, field: str, value: object, told: str | None) -> None:
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    before, after = ({"model_type": "llama", "vocab_size": 64, **small, **more} for more in ({}, {field: value}))
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    options = ("--seq-length", "8", "--micro-batch-size", "2", "--train-iters", "2", "--lr", "1e-3")
+    job = resolve(parse_options([*options, "--hf-config", str(tmp_path)]), World(2, "cpu"))
+    data = token_data(np.zeros(9, np.uint16))
+    saved = facts_of(job, data)
+    (tmp_path / "config.json").write_text(json.dumps(after))
+    changes = changes_of(saved, facts_of(job, data))
+    assert [] if told is None else [told] == [change for change in changes if told in change]
+    assert len(changes) == (told is not None)
 
 
 def test_the_fall_of_a_learning_rate_that_is_level_before_is_told() -> None:

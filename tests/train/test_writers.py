@@ -11,7 +11,7 @@ import pytest
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.measure import Evaluation, Progress, Writer
-from megatron_fsdp.train.options.checks import require_packages
+from megatron_fsdp.train.options.checks import require_there
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.program import start_ranks
@@ -119,7 +119,7 @@ def test_a_missing_package_is_refused_in_words(flag: str, package: str, monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else pytest.fail(name))
     monkeypatch.delitem(sys.modules, package, raising=False)
     with pytest.raises(ConfigurationError) as caught:
-        require_packages(parse_options([flag, "somewhere"]))
+        require_there(parse_options([flag, "somewhere"]))
     how = "-e '.[train]' in the checkout of mfsdp" if package == "tensorboard" else package
     assert str(caught.value) == (
         f"{flag} needs the package {package}, which is not installed; run pip install {how}, or leave it out"

@@ -220,4 +220,4 @@ def _notices(config: DistributedDataParallelConfig, strategy: ShardingStrategy, 
     if config.grad_reduce_in_fp32:
         yield "gradients accumulate and travel in torch.float32: grad_reduce_in_fp32"
     if config.use_megatron_fsdp and strategy >= ShardingStrategy.optim_grads and not config.overlap_grad_reduce:
-        yield f"gradients are reduced during backward: {strategy.name} does so in any case"
+        yield f"overlap_grad_reduce is always on with {strategy.name}"

@@ -50,7 +50,7 @@ _COMPUTES = {Phase.FORWARD, Phase.BACKWARD, Phase.RELEASE, Phase.COPY, Phase.INS
 class Doing(Enum):
     """What a rank is doing."""
 
-    NOTHING_YET = "has not called the model"
+    NOTHING_YET = "has not called the model yet"
     OUTSIDE = "outside of the model"
     COMPUTES = "computes"
     WAITS = "communicates"
@@ -155,7 +155,7 @@ class State:
     def doing_told(self) -> str:
         """What it is doing."""
         if self.phase is None:
-            return "has not called the model yet"
+            return Doing.NOTHING_YET.value
         if self.doing is Doing.ENDED:
             return "has ended its program"
         if self.doing is Doing.FAILED:
@@ -286,7 +286,9 @@ class Explanation:
             for row in sorted(self.rows, key=lambda row: not row.is_odd)[:_ROWS_SHOWN]
         ]
         more = [f"  and {len(self.rows) - len(rows)} more"] if len(self.rows) > len(rows) else []
-        return "\n".join([*(sentences or ["no rank stands out"]), *rows, *more, *self.remarks])
+        is_before = all(row.doing == Doing.NOTHING_YET.value for row in self.rows)
+        nothing = f"no rank {'has called the model yet' if is_before else 'stands out'}"
+        return "\n".join([*(sentences or [nothing]), *rows, *more, *self.remarks])
 
 
 def explain(logs: Logs, after_s: float) -> Explanation:

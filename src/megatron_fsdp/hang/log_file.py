@@ -133,7 +133,12 @@ class Process:
 
 def this_process() -> Process:
     """Return the current process."""
-    return Process(socket.gethostname(), os.getpid(), _started(os.getpid()), _namespace())
+    return process_of(os.getpid())
+
+
+def process_of(pid: int) -> Process:
+    """Return a process of this machine."""
+    return Process(socket.gethostname(), pid, _started(pid), _namespace())
 
 
 def _namespace() -> str:
@@ -298,7 +303,10 @@ def read_folder(folder: Path, run: str | None = None) -> Logs:
         ConfigurationError: There is no such folder, or no log of the run that can be read in it.
     """
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder} is not a folder; give the one that MFSDP_HANG_LOG or log_for_hangs named")
+        raise ConfigurationError(
+            f"{folder} is no folder, or not yet: ranks make it when their model is sharded, and `mfsdp train` removes "
+            "it at a good end; give the one that MFSDP_HANG_LOG, log_for_hangs or --out (OUT/hang) named"
+        )
     found: list[RankLog] = []
     remarks: list[str] = []
     for path in sorted(folder.iterdir()):

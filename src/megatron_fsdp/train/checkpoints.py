@@ -25,6 +25,7 @@ from megatron_fsdp.train.console import Say
 from megatron_fsdp.train.data.tokens import TokenData
 from megatron_fsdp.train.failures import NotSavedError, is_out_of_memory
 from megatron_fsdp.train.measure import Progress
+from megatron_fsdp.train.models.build import config_values
 from megatron_fsdp.train.models.megatron_checkpoint import view_for
 from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.options import flag_for
@@ -32,7 +33,8 @@ from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.ranks import Rank
 
 _BATCH = "--global-batch-size"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_OWED = "an evaluation after this step"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _STRICT = (
     "pass strict=False to load what fits",
@@ -149,10 +151,12 @@ class TrainingState:
     facts: dict[str, str]
     progress: Progress = field(default_factory=Progress)
     saved_facts: dict[str, str] = field(default_factory=dict)  # of the run that saved
+    owes_evaluation: bool = False  # after the last step, since the run was asked to end
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        facts = [list(item) for item in self.facts.items()]  # one object, whatever options later versions have
+        owed = {_OWED: "due"} if self.owes_evaluation else {}
+        facts = [list(item) for item in (self.facts | owed).items()]  # one object, whatever options later versions have
         return {**asdict(self.progress), "facts": facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -161,6 +165,7 @@ class TrainingState:
             int(state["steps"]), int(state["samples"]), int(state["skipped"]), float(state["elapsed_s"])
         )
         self.saved_facts = {str(name): str(value) for name, value in state["facts"]}
+        self.owes_evaluation = self.saved_facts.pop(_OWED, None) is not None
 
 
 def changes_of(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -172,14 +177,10 @@ def changes_of(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def facts_of(job: Job, data: TokenData) -> dict[str, str]:
     """Return what decides the losses of a run, as text, by option; the number of ranks changes only rounding."""
-    options, schedule, model = job.options, job.schedule, job.options.model
+    options, schedule = job.options, job.schedule
     names = ["optimizer", *(("sgd_momentum",) if options.optimizer.optimizer == "sgd" else _OF_ADAM)]
     names += ["weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss", "split"]
-    if model.source is None:  # not visible in the shapes of weights
-        names += ["num_attention_heads", "normalization", "norm_epsilon"]
-        names += ["rotary_base"] * (model.position_embedding_type == "rope")
-        names += ["moe_router_topk"] * (model.num_experts is not None)
-    facts = {
+    rates = {
         "--lr": schedule.peak,
         "--min-lr": schedule.final,
         "--lr-decay-style": schedule.style,
@@ -187,11 +188,16 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
         "--lr-warmup-iters": schedule.warmup_steps,
         "--lr-warmup-init": schedule.initial,
         **({"--lr-wsd-decay-iters": schedule.wsd_steps} if schedule.style == "WSD" else {}),
+    }
+    facts = {
+        **({} if options.training.skip_train else rates),
         _BATCH: job.batch.total,
         "--seq-length": job.seq_length,
         **{flag_for(name): options.value(name) for name in names},
         **{f"the dtype of {what}": dtype for what, dtype in job.dtypes.items()},
         "--data-path": f"text with checksum {data.checksum[:16]}",
+        "the token that ends a text": data.end_id,
+        **{f"{name} of the model": value for name, value in config_values(options.model, data.vocab_size).items()},
     }
     return {name: str(value) for name, value in facts.items()}
 
@@ -221,8 +227,9 @@ class RunCheckpoints:
     def until_saved(self) -> Iterator[None]:
         """Save inside the block; wait for the last save, which must succeed, where the block ends well.
 
-        Where there is a folder, SIGINT, SIGTERM and SIGHUP do not end the process inside the block: `is_interrupted`
-        becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT ends it at once.
+        Where there is a folder, SIGINT, SIGTERM, SIGHUP and SIGUSR1 do not end the process inside the block:
+        `is_interrupted` becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT
+        ends it at once.
         """
         if self._checkpointer is None:
             yield
@@ -273,10 +280,16 @@ class RunCheckpoints:
         every = self._options.save_interval
         return self._checkpointer is not None and every is not None and step % every == 0
 
-    def save(self, progress: Progress) -> None:
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether the run that was loaded ended before the evaluation that was due."""
+        return self._state.owes_evaluation
+
+    def save(self, progress: Progress, *, owes_evaluation: bool = False) -> None:
         """Save, if there is a folder and this step was not saved yet; one failure too many is a `NotSavedError`."""
         if self._checkpointer is None or progress.steps == self._saved:
             return
+        self._state.owes_evaluation = owes_evaluation
         self._state.progress = decided_by_first(lambda: progress, "saving")  # clocks differ, and any rank may write it
         self._await()
         options, trained = self._options, self._trained

@@ -5,14 +5,24 @@ from __future__ import annotations
 import io
 import logging
 import math
+import shutil
 import sys
+import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from megatron_fsdp.train.measure import FIGURES, Evaluation, StepRecord, Writer
+from megatron_fsdp.train.measure import FIGURES, Evaluation, Progress, StepRecord, Writer
+
+if TYPE_CHECKING:
+    from megatron_fsdp.train.bar import Bar
 
 LIBRARY_LOGGER = "megatron_fsdp"
+_WIDTH = 100  # columns of lines in files
+_STAMP = len("00:00:00 ")
 
 Say = Callable[[str], None]
 
@@ -59,28 +69,93 @@ def library_messages(say: Say, level: int | None = None) -> Iterator[None]:
         shown.removeHandler(handler)
 
 
-class Display(Writer):
-    """Prints a line at each `--log-interval`, and one for each evaluation."""
+def header(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield the lines of names and values; values are broken between words."""
+    indent = max(len(name) for name, _ in rows) + 2
+    for name, value in rows:
+        yield textwrap.fill(
+            f"{name:<{indent}}{value}",
+            width(),
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
-    def __init__(self, say: Say, total_steps: int, limit_s: float = math.inf) -> None:
+
+def stamped(say: Say) -> Say:
+    """Return `say` with the time of day before each text."""
+    return lambda text: say(f"{time.strftime('%H:%M:%S')} {text}")
+
+
+def width() -> int:
+    """Return how many columns lines may have: those of the terminal, or elsewhere 100 at most."""
+    return min(shutil.get_terminal_size((_WIDTH, 0)).columns, 10**4 if sys.stdout.isatty() else _WIDTH)
+
+
+class Display(Writer):
+    """Prints a line at each `--log-interval`, or of shorter ones every `every_s` seconds, and one for each evaluation.
+
+    At a terminal the last line is a bar.
+    """
+
+    def __init__(self, say: Say, total_steps: int, limit_s: float = math.inf, every_s: float = 0.0) -> None:
         """Prepare for `total_steps`, of which no more are done after `limit_s` seconds."""
-        self.say, self._total_steps, self._limit_s = say, total_steps, limit_s
+        self.say, self._total_steps, self._limit_s, self._every_s = say, total_steps, limit_s, every_s
+        self._held: list[StepRecord] = []  # not shown yet
+        self._shown_s = -math.inf
+        self._bar: Bar | None = None
+
+    def start(self, progress: Progress) -> None:
+        """Draw the bar, at a terminal."""
+        if sys.stdout.isatty() and find_spec("rich") is not None:
+            from megatron_fsdp.train.bar import Bar
+
+            self._bar = Bar(self._total_steps, progress.steps)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """Show the last of these steps, with the speeds of all of them."""
-        last = averaged(records)
-        left_s = max(0.0, min(last.step_s * (self._total_steps - last.step), self._limit_s - last.elapsed_s))
-        self.say(f"step {last.step:>5}/{self._total_steps}  {figures(last)}  {duration(left_s)} left")
+        """Show the last of these steps, with the speeds of all since the last line."""
+        self._held += records
+        last = self._held[-1]
+        if last.step == self._total_steps or time.monotonic() - self._shown_s >= self._every_s:
+            self._show()
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Show a held-out loss."""
-        self.say(f"step {evaluation.step:>5}/{self._total_steps}  held-out loss {evaluation.loss:.3f}")
+        self.say(f"{self._place(evaluation.step)}  held-out loss {evaluation.loss:.3f}")
+
+    def close(self) -> None:
+        """Show what was not shown yet, and take the bar away."""
+        if self._held:
+            self._show()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _show(self) -> None:
+        last = averaged(self._held)
+        left_s = max(0.0, min(last.step_s * (self._total_steps - last.step), self._limit_s - last.elapsed_s))
+        left = f"{duration(left_s)} left"
+        place = self._place(last.step)
+        self.say(f"{place}  {left}{figures(last, width() - _STAMP - len(place) - len(left) - 2)}")
+        if self._bar is not None:
+            self._bar.move(last.step, left)
+        self._held, self._shown_s = [], time.monotonic()
+
+    def _place(self, step: int) -> str:
+        return f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
 
-def figures(record: StepRecord) -> str:
-    """Return names and values of a step; what is not known is left out."""
-    known = [(figure, value) for figure in FIGURES if figure.label and (value := figure.of(record)) is not None]
-    return "  ".join(f"{figure.label} {figure.show(value)}" for figure, value in known)
+def figures(record: StepRecord, columns: int) -> str:
+    """Return names and values of a step, each after two spaces: those that are known and fit, the first ones first."""
+    text = ""
+    for figure in FIGURES:
+        value = figure.of(record)
+        if not figure.label or value is None or (figure.field == "skipped" and not value):
+            continue
+        more = f"  {figure.label} {figure.show(value)}"
+        if len(text) + len(more) > columns:
+            break
+        text += more
+    return text
 
 
 def averaged(records: Sequence[StepRecord]) -> StepRecord:

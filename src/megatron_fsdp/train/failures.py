@@ -48,7 +48,7 @@ ENDS: Mapping[int, str] = {
     EXIT_NOT_SAVED: "more saves in a row than --max-failed-saves failed, or the last one",
     EXIT_KILLED: "a rank was ended by a signal from outside",
     EXIT_INTERRUPTED: "Ctrl-C",
-    EXIT_TERMINATED: "SIGTERM to the launcher, or the terminal was closed",
+    EXIT_TERMINATED: "SIGTERM or SIGUSR1 to the launcher, or the terminal was closed",
 }
 """The meaning of every exit code of the program, where this package started the ranks."""
 
@@ -57,6 +57,7 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torch's agent
 _TOLD_IN_ONE_LINE = (ConfigurationError, CheckpointError)
 _TOLD_BY_CODE = (EXIT_USAGE, EXIT_OUT_OF_MEMORY, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
 """Exit codes that, almost certainly, only this package uses: they are trusted without an error file."""
+_NOTICED_WITHIN_NS = 5 * 10**9
 _ECHOES = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank may end because a peer did."""
 
@@ -143,9 +144,14 @@ def report_failure(error: BaseException, rank: int) -> int:
 
 
 def find_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
-    """Return the earliest failure; those that may be the consequence of another come last."""
+    """Return the earliest failure; those that may be the consequence of another come last.
+
+    An agent ends what is left when a rank has failed: by SIGTERM, which a rank that saves may catch, and by SIGKILL
+    half a minute later. A rank that is killed from outside is noticed at once.
+    """
     found = [read_failure(rank, failure) for rank, failure in failures.items()]
-    return min(found, key=lambda f: (f.is_echo, f.time_ns, f.rank))
+    late_ns = min(failure.time_ns for failure in found) + _NOTICED_WITHIN_NS
+    return min(found, key=lambda f: (f.is_echo or (f.code == EXIT_KILLED and f.time_ns > late_ns), f.time_ns, f.rank))
 
 
 def read_failure(rank: int, failure: ProcessFailure) -> Failure:

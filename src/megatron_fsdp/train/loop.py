@@ -47,6 +47,8 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progres
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
     done = keeper.start()
     recorder.start(done)
+    if keeper.owes_evaluation:
+        recorder.on_evaluation(Evaluation(done.steps, evaluate(job, run.trained, run.data)))
     began_s, records = time.perf_counter() - done.elapsed_s, list[StepRecord]()
     is_interrupted = False
     while done.steps < job.train_iters and not training.skip_train:
@@ -71,7 +73,7 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progres
             if (is_check or is_last) and not is_interrupted:  # before the save, so that it is not missed
                 recorder.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))
             if is_save or is_last:
-                keeper.save(done)
+                keeper.save(done, owes_evaluation=is_interrupted and (is_check or step == job.train_iters))
             began_s, records = time.perf_counter() - done.elapsed_s, []  # evaluations and saves do not count
         if is_last:
             break

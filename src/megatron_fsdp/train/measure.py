@@ -72,20 +72,21 @@ class Figure(NamedTuple):
 
 FIGURES = (
     Figure("loss", "lm loss", "loss", "{:.3f}".format),
-    Figure("grad_norm", "grad-norm", "grad norm", "{:.2f}".format),
-    Figure("tokens_per_s", "tokens-per-second", "tokens/s", "{:,.0f}".format),
-    Figure("tflops", "throughput", "TFLOP/s/rank", lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}"),
+    Figure("skipped", "skipped-iterations", "skipped", "{:.0f}".format),
     Figure("mfu", "mfu", "MFU", "{:.1%}".format),
-    Figure("step_s", "iteration-time", "step", lambda value: f"{1000 * value:,.0f} ms"),
+    Figure("tokens_per_s", "tokens-per-second", "tokens/s", "{:,.0f}".format),
+    Figure("grad_norm", "grad-norm", "norm", "{:.2f}".format),
+    Figure("peak_bytes", "mem-peak-bytes", "memory", lambda value: in_bytes(int(value))),
     Figure("exposed_share", "exposed-communication", "exposed comm", "{:.1%}".format),
-    Figure("peak_bytes", "mem-peak-bytes", "memory peak", lambda value: in_bytes(int(value))),
-    Figure("learning_rate", "learning-rate", "learning rate", "{:.2e}".format),
-    Figure("skipped", "skipped-iterations", "skipped steps", "{:.0f}".format),
+    Figure("learning_rate", "learning-rate", "lr", "{:.2e}".format),
+    Figure("tflops", "throughput"),
+    Figure("step_s", "iteration-time"),
     Figure("loss_scale", "loss-scale"),
     Figure("samples", "consumed-samples"),
     Figure("params_norm", "params-norm"),
     Figure("num_zeros_in_grad", "num-zeros"),
 )
+"""In the order in which a line of the console has them, as far as they fit."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from megatron_fsdp.train.failures import (
     tell,
 )
 from megatron_fsdp.train.options import Options
-from megatron_fsdp.train.options.checks import require_packages
+from megatron_fsdp.train.options.checks import require_there
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World, check_backend, check_environment, resolve
 from megatron_fsdp.train.ranks import join_ranks, loopback_interface, restarts_so_far
@@ -44,7 +44,7 @@ from megatron_fsdp.train.ranks import join_ranks, loopback_interface, restarts_s
 CPU_RANKS = 2
 MODULE = "megatron_fsdp.train"
 _POLL_S = 0.05
-_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last is Slurm's warning
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,7 +105,7 @@ def start_ranks(argv: Sequence[str]) -> int:
         num_accelerators = 0 if device_type == "cpu" else torch.accelerator.device_count()
         ranks = choose_ranks(options.parallel.nproc, num_accelerators=num_accelerators, num_cores=count_cores())
         resolve_here(options, ranks)
-        require_packages(options)
+        require_there(options)
     except ConfigurationError as error:
         tell(f"error: {error}")
         return EXIT_USAGE

@@ -28,6 +28,7 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 WANDB_ID_FILE = "wandb_id.txt"
 _WANDB_STEP = "iteration"
+_LINE_EVERY_S = 5.0
 _WHO = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
 
 Measured = TypeVar("Measured", StepRecord, Evaluation)
@@ -66,7 +67,7 @@ def header_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Spee
     for name, origin in job.options.origins.items():
         said.setdefault(origin, []).append(_spelled(job.options, name))
     flops = "" if math.isnan(speed.flops) else f" and {speed.flops / 1e12:.3g} TFLOP"
-    peak = "not known; --peak-tflops tells it, for MFU"
+    peak = "MFU not shown: the peak of this device is unknown; give --peak-tflops"
     if not math.isnan(speed.peak_tflops):
         peak = f"{speed.peak_tflops:.3g} TFLOP/s per rank"
     cut = " x ".join(f"{name} {size}" for name, size in asdict(job.sizes).items() if size > 1 or name == "data")
@@ -80,7 +81,7 @@ def header_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Spee
         ("steps", f"{job.train_iters:,} of {job.tokens_per_step:,} tokens{flops}"),
         ("peak", peak),
         ("results", str(folder)),
-        *(("as applied", f"{' '.join(words)} ({origin})") for origin, words in said.items()),
+        *(("options", f"{' '.join(words)} ({origin})") for origin, words in said.items()),
         *(("notice", notice) for notice in (*job.notices, *data.notes)),
     ]
 
@@ -171,7 +172,8 @@ def find_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Say) ->
     if asked.wandb_project is not None:
         named = {"project": asked.wandb_project, "name": asked.wandb_exp_name, "config": dict(config)}
         writers["W&B"] = _Wandb(folder, named)
-    return {**writers, "the display": Display(say, job.train_iters, job.limit_s)}
+    every_s = 0.0 if job.options.is_given("log_interval") else _LINE_EVERY_S
+    return {**writers, "the display": Display(say, job.train_iters, job.limit_s, every_s)}
 
 
 class JsonLines(Writer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -21,8 +22,9 @@ from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.config.switches import FOLDER_VARIABLE
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.hang.log_file import Process, process_of
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, facts_of, find_origin, with_saved_batch
-from megatron_fsdp.train.console import Say, console, library_messages
+from megatron_fsdp.train.console import Say, console, header, library_messages, stamped
 from megatron_fsdp.train.data.preparation import prepare_data
 from megatron_fsdp.train.data.tokens import TokenData, make_feed
 from megatron_fsdp.train.failures import memory_told, telling_of_memory
@@ -31,7 +33,7 @@ from megatron_fsdp.train.measure import Evaluation, Speed, StepRecord, describe_
 from megatron_fsdp.train.models.build import model_flops
 from megatron_fsdp.train.models.trained import Trained, build
 from megatron_fsdp.train.options import flag_for
-from megatron_fsdp.train.options.checks import require_packages
+from megatron_fsdp.train.options.checks import require_there
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.recorder import (
@@ -56,7 +58,7 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 def run_job(job: Job, rank: Rank) -> None:
     """Prepare, train, and show the results; a run that was interrupted saves and shows none."""
     say = console(is_first=rank.is_first)
-    require_packages(job.options)
+    require_there(job.options)
     seed_everything(job.options.training.seed)
     with telling_of_memory(partial(memory_told, job, rank, 0)), ExitStack() as held:
         if (saves := job.options.checkpoint.save) is not None:
@@ -64,7 +66,7 @@ def run_job(job: Job, rank: Rank) -> None:
         origin = find_origin(job, say)
         goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
         folder = decided_by_first(lambda: claim_results(job, held, goes_on=goes_on), "making the folder of results")
-        data = prepare_data(job, folder, rank)
+        data = prepare_data(job, folder, rank, say)
         run_in(folder, with_saved_batch(job, origin, rank, say), rank, data, origin, say)
 
 
@@ -79,13 +81,15 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
     """Train and show the results (see `run_job`), in a folder that is this run's alone."""
     flops = model_flops(job, data.vocab_size) * job.batch.total
     speed = Speed(job.tokens_per_step, flops, rank.count, peak_tflops(job, rank.device))
-    say("\n".join(f"{name:<10}  {value}" for name, value in header_rows(job, rank, data, folder, speed)))
+    say("\n".join(header(header_rows(job, rank, data, folder, speed))))
+    say = stamped(say)
     with library_messages(say, job.options.reporting.logging_level):
         trained = build(job, data.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
         run = Run(job, trained, data, feed, rank, speed)
         keeper = RunCheckpoints(job, trained, data, origin, say)
-        with logging_for_hangs(trained, folder / HANG_FOLDER, rank), keeper.until_saved():
+        # In this order, so that the log hears of SIGTERM before the keeper does, which may wait in a collective.
+        with keeper.until_saved(), logging_for_hangs(trained, folder / HANG_FOLDER, rank):
             writers = {}
             if rank.is_first:
                 found = {**applied(job), "facts": facts_of(job, data)}
@@ -119,7 +123,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
         write_json(folder / SUMMARY_FILE, summary, say)
     say(
         f"held-out loss {final.loss:.3f} nats per token, perplexity {final.perplexity:.2f}, after {done.steps} steps "
-        f"in {done.elapsed_s:.0f} s\npeak memory per rank ({meaning}): {', '.join(map(in_bytes, peaks))}"
+        f"in {done.elapsed_s:.0f} s\npeak memory of a rank: {in_bytes(max(peaks))} ({meaning})"
     )
     say(f"metrics and summary: {folder}")
 
@@ -183,17 +187,46 @@ def claim_results(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
 
 
 def claim_folder(folder: Path, name: str, flag: str, job: Job, held: ExitStack) -> None:
-    """Make a folder, and claim it for this run until `held` or the process ends."""
+    """Make a folder, and claim it for this run.
+
+    A lock holds until `held` or the process ends. Where an elastic agent started this rank, its name in the locked file
+    goes on claiming the folder while that agent lives and the run has not ended well: between the death of ranks and
+    their restart nobody holds the lock.
+    """
+    path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("x")
+        path.touch()
+        before, mine = path.read_text(), _launcher()
+        is_mine = bool(mine) and before == mine
+        is_free = is_mine or not _is_launcher_alive(before)
+        # A rank before a restart may still be about to end.
+        if not (is_free and claim(path, held)) and not (is_mine and job.restarts):
+            raise ConfigurationError(
+                f"{flag} {folder}: another run writes into it now; give another folder, or start again when that one "
+                "has ended"
+            )
+        path.write_text(mine or "x")
     except OSError as error:
         raise ConfigurationError(
             f"{flag} {folder} cannot be written ({error.strerror}): give another folder"
         ) from error
-    # A rank before a restart may still be about to end.
-    if not claim(folder / name, held) and job.restarts == 0:
-        raise ConfigurationError(
-            f"{flag} {folder}: another run writes into it now; give another folder, or start again when that one has "
-            "ended"
-        )
+
+    def release(raised: type[BaseException] | None, *_: object) -> None:
+        if raised is None:
+            with suppress(OSError):
+                path.write_text("x")
+
+    held.push(release)
+
+
+def _launcher() -> str:
+    """Return the agent that starts this rank again where it dies, as JSON; empty where there is none."""
+    return to_json(asdict(process_of(os.getppid()))) if _RUN_ID in os.environ else ""
+
+
+def _is_launcher_alive(said: str) -> bool:
+    """Return whether an agent, as `_launcher` names it, lives on this machine; others are not seen from here."""
+    with suppress(ValueError, TypeError):
+        return Process(**json.loads(said)).is_alive is True
+    return False

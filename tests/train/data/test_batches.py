@@ -201,7 +201,7 @@ def test_workers_outlive_signals_that_a_rank_deals_with(
     feed = make_feed(data_of(token_file), job_of("--num-workers", "1"), 0)
     feed.batches(0)
     (worker,) = workers()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         assert worker is not None
         os.kill(worker, number)
     for step in range(1, 20):  # beyond what was prepared already

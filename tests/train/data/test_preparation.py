@@ -44,8 +44,7 @@ def job_of(path: Path, *options: str, ranks: int = 1) -> Job:
 
 
 def prepare(job: Job, folder: Path) -> TokenData:
-    write_data(job.options, folder)
-    return read_data(job, folder)
+    return read_data(job, write_data(job.options, folder))
 
 
 def text_of(data: TokenData, options: Options, folder: Path) -> list[str]:
@@ -211,10 +210,48 @@ def test_damaged_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
     made = data.training.path.parent
     data.training.path.write_bytes(b"short")
     with pytest.raises(ConfigurationError, match=r"tokens\.bin has 5 bytes and its index says .* damaged"):
-        read_data(job, tmp_path)
+        read_data(job, made)
     (made / SIDE_FILE).write_text("{}")
     with pytest.raises(ConfigurationError, match=r"tokens\.json cannot be read .*or it was damaged: remove its folder"):
-        read_data(job, tmp_path)
+        read_data(job, made)
+
+
+def test_contents_and_not_time_stamps_decide_which_tokens_are_used(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = folder / "000.txt"
+    stamps = text.stat().st_atime_ns, text.stat().st_mtime_ns
+    first = prepare(job_of(folder), tmp_path)
+    text.write_text(TEXTS[0].replace("text", "TEXT"))
+    os.utime(text, ns=stamps)
+    job = job_of(folder)
+    second = prepare(job, tmp_path)
+    assert second.checksum != first.checksum
+    assert text_of(second, job.options, tmp_path)[0] == "TEXT number 0 of many\n"
+    os.utime(text, ns=(0, 0))
+    monkeypatch.setattr(preparation, "_write", None)  # may not be called again
+    assert prepare(job_of(folder), tmp_path).training == second.training
+
+
+def test_tokens_that_are_not_those_that_were_written_are_refused(folder: Path, tmp_path: Path) -> None:
+    made = prepare(job_of(folder), tmp_path).training.path
+    tokens = bytearray(made.read_bytes())
+    tokens[7] ^= 1  # as large as before, and all ids in their range
+    made.write_bytes(tokens)
+    with pytest.raises(
+        ConfigurationError, match=r"does not hold the tokens that its tokens\.json describes: .* remove"
+    ):
+        prepare(job_of(folder), tmp_path)
+
+
+def test_large_files_are_hashed_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "_CHUNK", 10)
+    file = tmp_path / "a"
+    found = set()
+    for text in ("0123456789" * 3, "0123456789" * 4, "1023456789" + "0123456789" * 2, "0123456789" * 2 + "012345678x"):
+        file.write_text(text)
+        found.add(*preparation.digests_of([file]))
+    assert len(found) == 4
 
 
 def prepare_on_ranks(paths: list[Path], outs: list[Path], local: str) -> tuple[str, int] | str:

@@ -113,6 +113,7 @@ class NoCheckpoints:
     """A keeper that keeps nothing."""
 
     is_interrupted: bool = False
+    owes_evaluation: bool = False
     progress: Progress = field(default_factory=Progress)
 
     def start(self) -> Progress:
@@ -121,7 +122,7 @@ class NoCheckpoints:
     def is_due(self, step: int) -> bool:  # noqa: ARG002
         return False
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, *, owes_evaluation: bool = False) -> None:
         pass
 
 

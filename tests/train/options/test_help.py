@@ -85,6 +85,8 @@ def test_help_ends_well_and_a_wrong_flag_does_not(capsys: pytest.CaptureFixture[
         ("--data-parallel-sharding-strategy zero9", "invalid choice: 'zero9'"),
         ("--preset huge", "invalid choice: 'huge'"),
         ("--zero-stage 3", "there is no flag --zero-stage"),
+        ("--learning-rate 1e-3", "there is no flag --learning-rate; did you mean --lr?"),
+        ("--output_dir=x", "there is no flag --output_dir=x; did you mean --save?"),
         ("--micro-batch 2", "there is no flag --micro-batch; did you mean --micro-batch-size?"),
         ("--swiglu=true", "argument --swiglu/--no-swiglu: takes no value, and 'true' was given"),
         ("--data-path 0.3 a 0.7 b", "'a' belongs to no flag: leave it out, since --data-path takes one place"),

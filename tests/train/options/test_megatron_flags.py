@@ -6,7 +6,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import OPTIONS
 from megatron_fsdp.train.options.command_line import make_parser, parse_options
 from megatron_fsdp.train.options.job import World, resolve
-from megatron_fsdp.train.options.megatron_flags import ALIASES, FIXED, IDLE, REFUSED, VALUED
+from megatron_fsdp.train.options.megatron_flags import ALIASES, ELSEWHERE, FIXED, IDLE, REFUSED, VALUED
 
 SHARDING = """
 --use-megatron-fsdp --megatron-fsdp-version --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
@@ -123,6 +123,11 @@ def test_a_flag_is_in_one_table_only() -> None:
     for table in tables:
         assert seen & table == set()
         seen |= table
+
+
+def test_flags_of_other_trainers_suggest_one_that_is_taken() -> None:
+    assert set(ELSEWHERE.values()) <= TAKEN
+    assert not set(ELSEWHERE) & (TAKEN | set(REFUSED))
 
 
 def test_other_spellings_name_options_that_exist() -> None:

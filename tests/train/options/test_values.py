@@ -5,7 +5,7 @@ import torch
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import OPTIONS
-from megatron_fsdp.train.options.checks import parse_split
+from megatron_fsdp.train.options.checks import parse_split, require_there
 from megatron_fsdp.train.options.command_line import PRESETS, parse_options
 from megatron_fsdp.train.options.job import Job, World, resolve
 
@@ -209,6 +209,18 @@ def test_what_is_usual_and_does_nothing_is_told(words: str, notice: str) -> None
 def test_what_a_preset_says_gives_way(words: str, expected: object) -> None:
     assert callable(expected)
     assert expected(job_of(f"{RUN} {words}"))
+
+
+def test_an_evaluation_alone_needs_no_steps_and_no_rate() -> None:
+    job = job_of(f"{OWN.removesuffix(' --train-iters 9')} --skip-train --load saved")
+    assert (job.train_iters, job.schedule.rate(0)) == (0, 0.0)
+
+
+def test_a_model_that_is_not_there_is_told_with_its_flag_and_how_to_get_it() -> None:
+    options = parse_options([*OWN.split()[6:], "--hf-model", "meta-llama/Llama-3.2-1B"])
+    told = "--hf-model meta-llama/Llama-3.2-1B does not exist: .* `hf download meta-llama/Llama-3.2-1B --local-dir DIR`"
+    with pytest.raises(ConfigurationError, match=told):
+        require_there(options)
 
 
 @pytest.mark.parametrize("missing", ["--seq-length", "--micro-batch-size", "--train-iters", "--lr"])

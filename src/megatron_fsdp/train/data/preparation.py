@@ -14,6 +14,7 @@ import os
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -23,9 +24,11 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_fsdp.checkpoint.store import MARK_OF_WHOLE, POINTER
-from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.comm.agreement import all_agree, gather_objects
+from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
+from megatron_fsdp.train.console import Say
 from megatron_fsdp.train.data.tokens import (
     Indexed,
     TokenArray,
@@ -44,11 +47,14 @@ from megatron_fsdp.train.options.checks import parse_split
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank, work_on_machines
 
-VERSION = 5  # of the folder of tokens; raise it when the same text gives other tokens
+VERSION = 6  # of the folder of tokens; raise it when the same text gives other tokens
 PREFIX = "tokens"  # of the pair in this folder
 SIDE_FILE = "tokens.json"
 TOKENIZER_FILE = "tokenizer.json"
+_SAID = ("vocab_size", "end_id", "checksum", "notes")
 _BATCH = 2**23  # characters encoded in one go
+_CHUNK = 2**24  # bytes hashed in one go
+_LARGE = 2**33  # bytes of text that take seconds to hash
 
 LIBRARY_BYTES = 24 * 1024**2  # of the default text: seconds of tokenizing
 PIECE = 2**20  # characters; a longer file is tokenized in pieces that end with a line where there is one
@@ -71,38 +77,65 @@ Piece = tuple[str, bool]
 """A part of a document, not empty, and whether the document ends with it."""
 
 
-def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
+def prepare_data(job: Job, folder: Path, rank: Rank, say: Say = lambda _: None) -> TokenData:
     """Make the tokens, or find those of an earlier run in the folder of results or `--data-cache-path`; collective.
 
     The first rank of each machine makes them, and all ranks compare what they found, so machines need not share a
     folder.
     """
+    made: list[str] = []
 
     def write() -> None:
         where = f"out of memory on rank {rank.index} while it made the tokens of --data-path"
         try_words = "give text in shorter lines, or token files (.bin and .idx, or .npy), which are mapped"
         with telling_of_memory(lambda error: f"{where}: {error!r}\n  try: {try_words}"):
-            write_data(job.options, folder)
+            made.append(write_data(job.options, folder, say).name)
 
     work_on_machines(rank, write)
+    # Ranks of one machine are neighbours, the first of them first.
+    name = [name for names in gather_objects(made)[: rank.index + 1] for name in names][-1]
     with all_agree("opening the tokens of --data-path", raises=ConfigurationError) as facts:
-        found = read_data(job, folder)
+        found = read_data(job, (job.options.data.data_cache_path or folder) / name)
         facts["the text of --data-path (its checksum)"] = found.checksum
     return found
 
 
-def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
+def tokens_folder(options: Options, folder: Path, say: Say = lambda _: None) -> tuple[Path, Source]:
     """Return where tokens are or will be, below the folder of results or in the cache, and what they are made from.
 
-    The folder is named by a hash of everything that decides them: files and tokenizer.
+    The folder is named by a hash of everything that decides them: the contents of files, their names and the tokenizer.
     """
     data = options.data
     source, model = find_source(data.data_path), None
+    if source.size > _LARGE:
+        say(f"reading {in_bytes(source.size)} of {source.root}, to know whether tokens of an earlier run are its own")
     if data.tokenizer_model is not None:
-        model = [hashlib.sha256(file.read_bytes()).hexdigest() for file in tokenizer_files(data.tokenizer_model)]
-    facts = [VERSION, source.listing(), data.json_key, data.tokenizer_type, data.vocab_size, model]
+        model = digests_of(tokenizer_files(data.tokenizer_model))
+    names = [os.path.relpath(file, source.root.parent) for file in source.files]
+    contents = list(zip(names, digests_of(source.files), strict=True))
+    facts = [VERSION, contents, data.json_key, data.tokenizer_type, data.vocab_size, model]
     name = f"tokens-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     return (data.data_cache_path or folder) / name, source
+
+
+def digests_of(files: Sequence[Path]) -> list[str]:
+    """Return a digest of the contents of each file, read in chunks by as many threads as there are cores."""
+
+    def hashed(part: tuple[int, int]) -> bytes:
+        try:
+            with files[part[0]].open("rb") as file:
+                file.seek(part[1])
+                return hashlib.blake2b(file.read(_CHUNK), digest_size=16).digest()
+        except OSError:  # of a folder of texts it is left out
+            return b"unreadable"
+
+    sizes = [file.stat().st_size if file.is_file() else 0 for file in files]  # a pipe holds no text
+    parts = [(number, start) for number, size in enumerate(sizes) for start in range(0, size, _CHUNK)]
+    found = [hashlib.blake2b(str(size).encode(), digest_size=16) for size in sizes]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashes release the interpreter's lock
+        for (number, _), each in zip(parts, pool.map(hashed, parts), strict=True):
+            found[number].update(each)
+    return [each.hexdigest() for each in found]
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -116,9 +149,10 @@ class Source:
     root: Path  # what was named; of a pair, its prefix
     files: tuple[Path, ...]  # in an order that depends on names only
 
-    def listing(self) -> list[tuple[str, int, int]]:
-        """Return path, size in bytes and time of the last change (ns) of every file."""
-        return [(str(file.absolute()), (now := file.stat()).st_size, now.st_mtime_ns) for file in self.files]
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.files)
 
 
 def find_source(path: Path | None) -> Source:
@@ -207,7 +241,7 @@ class Texts:
         """Approximate size of the text in bytes."""
         if self.source.kind == "dataset":
             return int(_dataset_column(self.source.root, self.json_key).data.nbytes)
-        return sum(size for _, size, _ in self.source.listing())
+        return self.source.size
 
 
 def _is_text(file: Path) -> bool:
@@ -388,14 +422,18 @@ def _said_end(path: Path) -> str | None:
 # ---- making tokens ---------------------------------------------------------------------------------------------------
 
 
-def write_data(options: Options, folder: Path) -> None:
-    """Make the folder of tokens, whole or not at all, where it is not there yet.
+def write_data(options: Options, folder: Path, say: Say = lambda _: None) -> Path:
+    """Make the folder of tokens, whole or not at all, where it is not there yet; return it.
 
     It holds the tokenizer and a checksum, and of texts a pair of token files; token ids stay where they are.
     """
-    made, source = tokens_folder(options, folder)
+    made, source = tokens_folder(options, folder, say)
     if (made / SIDE_FILE).exists():
-        return
+        if _files_in(made) != _said(made).get("files"):
+            raise ConfigurationError(
+                f"{made} does not hold the tokens that its {SIDE_FILE} describes: it was damaged or changed; remove it"
+            )
+        return made
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{made.name}.", dir=made.parent) as temporary:
@@ -409,6 +447,13 @@ def write_data(options: Options, folder: Path) -> None:
                 f"tokens of --data-path cannot be made in {made.parent} ({error}): where it cannot be written, give "
                 "another --data-cache-path or --out"
             ) from error
+    return made
+
+
+def _files_in(folder: Path) -> dict[str, str]:
+    """Return the digests of what a folder of tokens holds beside its `SIDE_FILE`, by name."""
+    files = sorted(file for file in folder.iterdir() if file.name != SIDE_FILE)
+    return dict(zip((file.name for file in files), digests_of(files), strict=True))
 
 
 def _write(options: Options, source: Source, folder: Path) -> None:
@@ -431,6 +476,7 @@ def _write(options: Options, source: Source, folder: Path) -> None:
             notes.append(f"files left out, as they are no UTF-8 text: {len(texts.skipped)}, first {texts.skipped[0]}")
     checksum = digest(open_tokens(source, folder).tokens, vocab_size)
     said = {"checksum": checksum, "vocab_size": vocab_size, "end_id": end_id, "notes": notes}
+    said["files"] = _files_in(folder)
     (folder / SIDE_FILE).write_text(json.dumps(said, indent=2), encoding="utf-8")
 
 
@@ -489,19 +535,11 @@ def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
 # ---- reading tokens --------------------------------------------------------------------------------------------------
 
 
-def read_data(job: Job, folder: Path) -> TokenData:
-    """Open what `write_data` wrote, and split it; ranks of a machine share the memory."""
-    options = job.options
-    made, source = tokens_folder(options, folder)
-    path = made / SIDE_FILE
-    try:
-        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        vocab_size, end_id, checksum, notes = (said[name] for name in ("vocab_size", "end_id", "checksum", "notes"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({error}): tokens are made by the first rank of each machine, so --out and "
-            "--data-cache-path have to be folders that all ranks of a machine see; or it was damaged: remove its folder"
-        ) from None
+def read_data(job: Job, made: Path) -> TokenData:
+    """Open what `write_data` wrote into a folder, and split it; ranks of a machine share the memory."""
+    options, said = job.options, _said(made)
+    source = find_source(options.data.data_path)
+    vocab_size, end_id, checksum, notes = (said[name] for name in _SAID)
     training, held_out = split_tokens(open_tokens(source, made), *parse_split(options.data.split))
     for name, file in (("training", training), ("held-out", held_out)):
         if file.count <= job.seq_length:
@@ -511,6 +549,19 @@ def read_data(job: Job, folder: Path) -> TokenData:
             )
         file.open()  # raises where the file is gone or too short
     return TokenData(training, held_out, vocab_size, end_id, checksum, tuple(notes))
+
+
+def _said(made: Path) -> dict[str, Any]:
+    """Read the `SIDE_FILE` of a folder of tokens."""
+    path = made / SIDE_FILE
+    try:
+        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {name: said[name] for name in (*_SAID, "files")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({error}): tokens are made by the first rank of each machine, so --out and "
+            "--data-cache-path have to be folders that all ranks of a machine see; or it was damaged: remove its folder"
+        ) from None
 
 
 def open_tokens(source: Source, folder: Path) -> Indexed:

@@ -406,5 +406,5 @@ def held_out_batches(
 
 def _outlive_interrupts(_worker: int) -> None:
     """Ignore signals that ask the ranks to end, which are the rank's to handle; a worker ends with its rank."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -67,9 +69,6 @@ def transformers_config(options: ModelOptions, vocab_size: int) -> Any:
     source = options.source
     if source is None:
         return _config_of_shape(options, vocab_size)
-    if not source.exists():
-        flag = "--hf-model" if source == options.hf_model else "--hf-config"
-        raise ConfigurationError(f"{flag} {source} does not exist: give a local folder or file of transformers")
     config = read_config(source)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigurationError(
@@ -77,6 +76,30 @@ def transformers_config(options: ModelOptions, vocab_size: int) -> Any:
             "which are a part of it: give the folder of a causal language model"
         )
     return config
+
+
+_NO_PART_OF_A_MODEL = (
+    *("init_std", "initializer_range", "_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"),
+    *("id2label", "label2id", "return_dict", "output_attentions", "output_hidden_states", "problem_type"),
+)
+"""Fields of configurations that do not change what a trained model computes."""
+
+
+def config_values(options: ModelOptions, vocab_size: int) -> dict[str, Any]:
+    """Return the fields of the configuration that is built, those of its parts included, by name."""
+    if uses_transformers(options):
+        return dict(_flat(transformers_config(options, vocab_size).to_dict()))
+    shape = model_shape(options, vocab_size)
+    found = {**asdict(shape), "kv_channels": shape.head_dim, "num_query_groups": shape.groups}
+    return dict(_flat({**found, "rotary_base": None if shape.learned_positions else shape.rotary_base}))
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and "model_type" in value:  # of a part, such as the text's
+            yield from _flat(value, f"{prefix}{name}.")
+        elif name not in _NO_PART_OF_A_MODEL:
+            yield f"{prefix}{name}", value
 
 
 def check_fits(config: Any, vocab_size: int, seq_length: int) -> None:

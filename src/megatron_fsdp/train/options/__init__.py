@@ -373,8 +373,8 @@ class CheckpointOptions:
     """Saving a run, and going on from what was saved.
 
     Attributes:
-        save: Folder for checkpoints: one at the end, and one when the run is interrupted (Ctrl-C, SIGTERM). Ranks that
-            are started again (`torchrun --max-restarts`) go on from the latest one by themselves.
+        save: Folder for checkpoints: one at the end, and one when the run is interrupted (Ctrl-C, SIGTERM,
+            SIGUSR1). Ranks that are started again (`torchrun --max-restarts`) go on from the latest one by themselves.
         save_interval: Save after every so many steps, too.
         keep_last: How many checkpoints to keep; default: all.
         async_save: Write checkpoints while training goes on.
@@ -421,7 +421,8 @@ class ReportingOptions:
 
     Attributes:
         out: Folder for results; default: below `runs/`, named after the run or the date.
-        log_interval: Steps between updates of the display and lines of the log's files.
+        log_interval: Steps between lines of the log's files, and where it is given, between those that are shown, of
+            which there is one every five seconds otherwise.
         log_params_norm: Measure the norm of all weights after each step.
         log_num_zeros_in_grad: Count the zeros in the gradients of each step.
         log_digests_interval: Write digests of the gradients and weights of each unit every so many steps, which

@@ -198,8 +198,18 @@ def needs_transformers(options: Options) -> str | None:
     return "--use-torch-fsdp2" if options.parallel.use_torch_fsdp2 else None
 
 
-def require_packages(options: Options) -> None:
-    """Check that the packages that options ask for are installed (else MissingPackageError); nothing is imported."""
+def require_there(options: Options) -> None:
+    """Check that the model that options name is there, and the packages that they ask for (else MissingPackageError).
+
+    Nothing is imported.
+    """
+    model = options.model
+    if model.source is not None and not model.source.exists():
+        named = flag_for("hf_model" if model.hf_model is not None else "hf_config")
+        raise ConfigurationError(
+            f"{named} {model.source} does not exist: give a local folder or file of transformers; nothing is "
+            f"downloaded, but `hf download {model.source} --local-dir DIR` does so"
+        )
     if (flag := needs_transformers(options)) is not None:
         require_installed("transformers", flag)
     for name, package in _TRACKERS.items():

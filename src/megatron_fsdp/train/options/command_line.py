@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import DDP_FIELDS, OPTIONS, SECTIONS, Option, Options, flag_for, options_of
 from megatron_fsdp.train.options.checks import ALTERNATIVES, NEEDS, SHAPE, is_met
-from megatron_fsdp.train.options.megatron_flags import ALIASES, FIXED, IDLE, REFUSED, VALUED
+from megatron_fsdp.train.options.megatron_flags import ALIASES, ELSEWHERE, FIXED, IDLE, REFUSED, VALUED
 
 PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
@@ -32,7 +33,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {name: of for name, of in _OF_PRESETS
 
 
 _DESCRIPTION = """Train a decoder-only transformer on text that is on this machine, sharded over ranks. Under torchrun
-this process is a rank; else it starts the ranks itself. Flags have the names of Megatron-LM."""
+this process is a rank; else it starts the ranks itself. Flags have the names of Megatron-LM. With --save, SIGTERM,
+SIGINT, SIGHUP and SIGUSR1 end a run after the step, which is saved; SIGQUIT and SIGUSR2 end it at once."""
 
 
 # ---- the command line and the file -----------------------------------------------------------------------------------
@@ -111,6 +113,8 @@ class TrainParser(Parser):
             return [flag]
         if action is None:
             near = difflib.get_close_matches(key.replace("-", "_"), [*OPTIONS, *DDP_FIELDS], 1, 0.5)
+            if (known := ELSEWHERE.get("--" + key.replace("_", "-"))) is not None:
+                near = [known[2:].replace("-", "_")]
             raise ConfigurationError(f"{key!r} is no option" + (f"; did you mean {near[0]}?" if near else ""))
         if action.nargs != 0 and action.dest in OPTIONS:
             OPTIONS[action.dest].read(value)  # else YAML's true or 1.10 would become a text
@@ -122,6 +126,11 @@ class TrainParser(Parser):
             raise ConfigurationError(f"invalid {flag} {value!r}: give true or false")
         off = f"--no-{flag[2:]}"
         return [flag] if value else [off] if off in self._option_string_actions else []
+
+    def _suggestion(self, message: str) -> str:
+        given = re.search(r"unrecognized arguments: ([^\s=]+)", message)
+        known = None if given is None else ELSEWHERE.get(given[1].replace("_", "-"))
+        return super()._suggestion(message) if known is None else f"; did you mean {known}?"
 
     def error(self, message: str) -> NoReturn:
         """Raise an error for an unreadable command line."""

@@ -264,9 +264,11 @@ def _batch(options: Options, ranks: int) -> BatchPlan:
 
 def _train_iters(options: Options, batch: BatchPlan) -> int:
     """Return the steps to train; of `--train-samples` those that fill whole steps, as in Megatron-LM."""
-    samples = options.training.train_samples
+    samples, steps = options.training.train_samples, options.training.train_iters
+    if samples is None and steps is None and options.training.skip_train:
+        return 0
     if samples is None:
-        return _require(options.training.train_iters, "--train-iters", "how many steps to train")
+        return _require(steps, "--train-iters", "how many steps to train")
     if samples < batch.total:
         raise ConfigurationError(f"--train-samples {samples} is less than the {batch.total} of one step: give more")
     return samples // batch.total
@@ -274,6 +276,8 @@ def _train_iters(options: Options, batch: BatchPlan) -> int:
 
 def _schedule(options: Options, train_iters: int, samples_of_step: int) -> Schedule:
     """Return the learning rate over the steps; what is said in samples may end within a step."""
+    if options.training.skip_train:
+        return Schedule(0.0, 0.0, "constant", 0, 0)
     optimizer, samples = options.optimizer, options.training.train_samples
     peak, style = _require(optimizer.lr, "--lr", "largest learning rate"), optimizer.lr_decay_style
     for name in ("min_lr", "lr_warmup_init"):

@@ -44,6 +44,9 @@ FIXED = {flag: FixedFlag(tuple(one["values"]), one["reason"]) for flag, one in _
 IDLE = tuple(flag.removesuffix("=") for flag in _IDLE)
 """Flags that are accepted, and named in a notice, since they have no effect."""
 
+ELSEWHERE: Mapping[str, str] = _TABLES["elsewhere"]
+"""Flag of other trainers -> the one of this trainer that says so."""
+
 VALUED = frozenset(flag.removesuffix("=") for flag in _IDLE if flag.endswith("="))
 """Those of them that a value, or several, must follow."""
 

@@ -1,0 +1,32 @@
+"""The bar of a run at a terminal, drawn by rich, below the lines that the run prints."""
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+
+class _Console(Console):
+    """Leaves the cursor alone, since a rank may be killed before it could bring it back."""
+
+    def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002
+        return False
+
+
+class Bar:
+    """Shows how far a run is; lines that are printed meanwhile move up above it."""
+
+    def __init__(self, total_steps: int, done: int, console: Console | None = None) -> None:
+        columns = BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps  {task.fields[left]}")
+        self._progress = Progress(
+            *columns, console=console or _Console(), auto_refresh=False, transient=True, redirect_stderr=False
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=done, left="")
+        self._progress.start()
+
+    def move(self, step: int, left: str) -> None:
+        """Show that a step is done, and how long the rest will take."""
+        self._progress.update(self._task, completed=step, left=left)
+        self._progress.refresh()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
