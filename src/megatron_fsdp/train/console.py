@@ -89,7 +89,13 @@ def stamped(say: Say) -> Say:
 
 def width() -> int:
     """Return how many columns lines may have: those of the terminal, or elsewhere 100 at most."""
-    return min(shutil.get_terminal_size((_WIDTH, 0)).columns, 10**4 if sys.stdout.isatty() else _WIDTH)
+    return min(shutil.get_terminal_size((_WIDTH, 0)).columns, 10**4 if _is_terminal() else _WIDTH)
+
+
+def _is_terminal() -> bool:
+    with suppress(AttributeError, ValueError):  # there is no standard output, or it is closed
+        return sys.stdout.isatty()
+    return False
 
 
 class Display(Writer):
@@ -107,7 +113,7 @@ class Display(Writer):
 
     def start(self, progress: Progress) -> None:
         """Draw the bar, at a terminal."""
-        if sys.stdout.isatty() and find_spec("rich") is not None:
+        if _is_terminal() and find_spec("rich") is not None:
             from megatron_fsdp.train.bar import Bar
 
             self._bar = Bar(self._total_steps, progress.steps)

@@ -36,6 +36,19 @@ def refusal(path: Path, words: str = "") -> str:
     return str(caught.value)
 
 
+def test_a_path_is_one_of_the_current_folder_or_lies_beside_the_file(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write("model: {hf_config: models/a.json}\nsave: saved\n")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "a.json").write_text("{}")
+    assert read(path).model.hf_config == Path("models/a.json")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    options = read(path)
+    assert (options.model.hf_config, options.checkpoint.save) == (tmp_path / "models" / "a.json", Path("saved"))
+
+
 def test_later_layers_win_and_origins_are_told(write: Write) -> None:
     path = write("preset: tiny\nlr: 0.1\nseed: 5\n")
     options = read(path, "--seed 6")

@@ -88,7 +88,7 @@ class TrainParser(Parser):
         for key, value in _flat(found):
             told = len(self.problems)
             try:
-                values = self.read(self.words_of(key, value))
+                values = self.read(self.words_of(key, _beside(path, key, value)))
                 self.problems += [f"{key!r} is given twice: give it once" for name in values if name in given]
                 given |= values
             except ConfigurationError as error:
@@ -175,6 +175,14 @@ def parse_options(argv: Sequence[str]) -> Options:
     if preset is not None:
         layers.insert(0, Layer(f"preset {preset}", PRESETS[preset], gives_way=True))
     return assemble(layers, parser.problems, parser.notices)
+
+
+def _beside(file: Path, key: str, value: Any) -> Any:
+    """Return a relative path of a configuration file from its folder, if it leads somewhere from there alone."""
+    option = OPTIONS.get(key.replace("-", "_"))
+    if option is None or option.kind is not Path or not isinstance(value, str) or Path(value).exists():
+        return value
+    return str(near) if (near := file.parent / value).exists() else value
 
 
 def _flat(found: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
