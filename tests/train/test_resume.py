@@ -64,12 +64,12 @@ def test_a_run_in_two_parts_equals_a_run_in_one(
 
 
 def train_until_asked(*options: str) -> None:
-    """A run that is asked to end in its fourth step."""
+    """A run that is asked to end before its fourth step, after which it does so."""
     update, steps = Trained.update, iter(range(1, 100))
 
     def asked(trained: Trained) -> None:
         update(trained)
-        if next(steps) == 4:
+        if next(steps) == 3:
             signal.raise_signal(signal.SIGUSR1)
 
     with mock.patch.object(Trained, "update", asked):

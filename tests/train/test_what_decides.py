@@ -80,18 +80,18 @@ def test_every_option_that_decides_losses_is_told_when_it_changes(options: str, 
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "named"),
     [
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 500.0}, "rope_theta"),
-        ("rms_norm_eps", 0.5, "rms_norm_eps of the model was 1e-06 and is 0.5"),
-        ("num_attention_heads", 2, "num_attention_heads of the model was 4 and is 2"),
-        ("hidden_act", "gelu", "hidden_act of the model was silu and is gelu"),
-        ("attention_dropout", 0.5, "attention_dropout of the model was 0.0 and is 0.5"),
-        ("_name_or_path", "elsewhere", None),
-        ("initializer_range", 0.5, None),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 500.0}, ["rope_parameters"]),
+        ("rms_norm_eps", 0.5, ["rms_norm_eps"]),
+        ("num_attention_heads", 2, ["num_attention_heads", "num_key_value_heads", "head_dim"]),
+        ("hidden_act", "gelu", ["hidden_act"]),
+        ("attention_dropout", 0.5, ["attention_dropout"]),
+        ("_name_or_path", "elsewhere", []),
+        ("initializer_range", 0.5, []),
     ],
 )
-def test_fields_of_a_configuration_are_facts(tmp_path: Path, field: str, value: object, told: str | None) -> None:
+def test_fields_of_a_configuration_are_facts(tmp_path: Path, field: str, value: object, named: list[str]) -> None:
     small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
     before, after = ({"model_type": "llama", "vocab_size": 64, **small, **more} for more in ({}, {field: value}))
     (tmp_path / "config.json").write_text(json.dumps(before))
@@ -101,8 +101,7 @@ def test_fields_of_a_configuration_are_facts(tmp_path: Path, field: str, value: 
     saved = facts_of(job, data)
     (tmp_path / "config.json").write_text(json.dumps(after))
     changes = changes_of(saved, facts_of(job, data))
-    assert [] if told is None else [told] == [change for change in changes if told in change]
-    assert len(changes) == (told is not None)
+    assert sorted(change.partition(" of the model was ")[0] for change in changes) == sorted(named)
 
 
 def test_the_fall_of_a_learning_rate_that_is_level_before_is_told() -> None:

@@ -17,7 +17,9 @@ usage: mfsdp train [--config FILE] [--preset NAME] [--FLAG [VALUE]] ...
 
 Train a decoder-only transformer on text that is on this machine, sharded over
 ranks. Under torchrun this process is a rank; else it starts the ranks itself.
-Flags have the names of Megatron-LM.
+Flags have the names of Megatron-LM. With --save, SIGTERM, SIGINT, SIGHUP and
+SIGUSR1 end a run after the step, which is saved; SIGQUIT and SIGUSR2 end it
+at once.
 
 options:
   -h, --help            show this help message and exit

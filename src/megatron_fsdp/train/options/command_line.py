@@ -222,7 +222,7 @@ def _add_known(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("of Megatron-LM, with one possible value", "without an effect, too")
     for flag, fixed in FIXED.items():
         group.add_argument(flag, dest=flag, metavar="{" + ",".join(fixed.values) + "}", help=fixed.reason)
-    parser.epilog = f"Also taken, without an effect here: {' '.join(IDLE)}."
+    parser.epilog = f"{len(IDLE)} more flags of Megatron-LM are taken and change nothing here (docs/training_flags.md)."
     for flag in IDLE:
         more = {"nargs": "+", "metavar": "VALUE"} if flag in VALUED else {"action": "store_true"}
         parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **more)
