@@ -126,7 +126,9 @@ class Display(Writer):
             self._show()
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Show a held-out loss."""
+        """Show a held-out loss, after the steps before it."""
+        if self._held:
+            self._show()
         self.say(f"{self._place(evaluation.step)}  held-out loss {evaluation.loss:.3f}")
 
     def close(self) -> None:
