@@ -304,8 +304,8 @@ def read_folder(folder: Path, run: str | None = None) -> Logs:
     """
     if not folder.is_dir():
         raise ConfigurationError(
-            f"{folder} is not a folder, or not yet: ranks make it when their model is sharded, and `mfsdp train` removes "
-            "it at a good end; give the one that MFSDP_HANG_LOG, log_for_hangs or --out (OUT/hang) named"
+            f"{folder} is not a folder, or not yet: ranks make it when their model is sharded, and `mfsdp train` "
+            "removes it at a good end; give the one that MFSDP_HANG_LOG, log_for_hangs or --out (OUT/hang) named"
         )
     found: list[RankLog] = []
     remarks: list[str] = []

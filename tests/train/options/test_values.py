@@ -216,9 +216,10 @@ def test_an_evaluation_alone_needs_no_steps_and_no_rate() -> None:
     assert (job.train_iters, job.schedule.rate(0)) == (0, 0.0)
 
 
-def test_a_model_that_is_not_there_is_told_with_its_flag_and_how_to_get_it() -> None:
-    options = parse_options([*OWN.split()[6:], "--hf-model", "meta-llama/Llama-3.2-1B"])
-    told = "--hf-model meta-llama/Llama-3.2-1B does not exist: .* `hf download meta-llama/Llama-3.2-1B --local-dir DIR`"
+@pytest.mark.parametrize("flag", ["--hf-model", "--hf-config"])
+def test_a_model_that_is_not_there_is_told_with_its_flag_and_how_to_get_it(flag: str) -> None:
+    options = parse_options([*OWN.split()[6:], flag, "meta-llama/Llama-3.2-1B"])
+    told = f"{flag} meta-llama/Llama-3.2-1B does not exist: .* `hf download meta-llama/Llama-3.2-1B --local-dir DIR`"
     with pytest.raises(ConfigurationError, match=told):
         require_there(options)
 
