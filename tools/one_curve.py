@@ -106,7 +106,9 @@ def plot(path: Path, found: dict[str, list[float]]) -> None:
     axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)", yscale="log")
     axes.set_title("Five runs, all drawn: every loss has the same bits", fontsize=11)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    figure.legend(loc="outside lower center", fontsize=9, ncols=3)
     figure.savefig(path)
 
 

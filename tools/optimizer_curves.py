@@ -185,7 +185,7 @@ def plot_formats(path: Path, losses: Losses) -> None:
     axes.set(xlabel="optimizer step", ylabel="gap to float32 (nats per byte, mean of 200 steps)")
     axes.set_title("The tiny model with rounded weights", fontsize=11)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
+    figure.legend(loc="outside lower center", fontsize=9, ncols=4)
     figure.savefig(path)
 
 

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from megatron_fsdp.plan.machine import GIB
 from megatron_fsdp.plan.planning import Plan
+from megatron_fsdp.plan.report import moment_words
 
 _KINDS = {  # of memory, and their colours
     "held between steps": "#4c566a",
@@ -36,7 +37,7 @@ def draw_memory(plan: Plan, path: Path) -> None:
     peak, top = plan.memory.peak, plan.memory.peak_bytes / GIB
     at = (1e3 * peak.time_s, top)
     axes.plot(*at, "o", color="black", markersize=4)
-    told = f"{top:.1f} GiB at {peak.label.removesuffix('+')}"
+    told = f"{top:.1f} GiB, {moment_words(peak.label)}"
     axes.annotate(told, at, textcoords="offset points", xytext=(6, 6))
     usable = plan.machine.usable_bytes / GIB
     if usable < 3 * top:  # else the line would press the rest flat
@@ -49,5 +50,5 @@ def draw_memory(plan: Plan, path: Path) -> None:
     setup = plan.setup
     title = f"{plan.workload.name} on {setup.ranks.world:,} ranks, {setup.strategy.name}, recompute {setup.recompute}"
     axes.set_title(title, fontsize=11)
-    axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
+    figure.legend(loc="outside lower center", fontsize=9, ncols=4)
     figure.savefig(path)

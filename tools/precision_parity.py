@@ -140,7 +140,7 @@ def plot(path: Path, losses: Losses) -> None:
     axes.set(xlabel="optimizer step", ylabel="gap of the loss (nats per token)", yscale="log", ylim=(5e-7, 1.0))
     axes.set_title("What rounding gradients and weights to 16 bits does to the loss", fontsize=11)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9, loc="upper right")
+    figure.legend(loc="outside lower center", fontsize=9, ncols=2)
     figure.savefig(path)
 
 

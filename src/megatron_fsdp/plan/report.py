@@ -164,7 +164,7 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
         "gathered weights": peak.gathered_bytes,
         "buckets and scratch": peak.bucket_bytes,
         "reductions and casts": peak.passing_bytes,
-        f"activations ({_moment_words(peak.label)})": peak.activation_bytes,
+        f"activations ({moment_words(peak.label)})": peak.activation_bytes,
         "peak": memory.peak_bytes,
         "usable": plan.machine.usable_bytes,
         **({"in host memory": memory.away_bytes} if memory.away_bytes else {}),
@@ -187,7 +187,7 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
         )
 
 
-def _moment_words(label: str) -> str:
+def moment_words(label: str) -> str:
     """Name a moment of a step: `B0` is the backward of the root, `F3>` the forward of unit 3, `E` after backward."""
     kind, unit = label[:1], label[1:].rstrip("<>+")
     passes = {"F": "forward", "B": "backward"}
