@@ -189,12 +189,6 @@ class MegatronFSDP(nn.Module):
             disable_symmetric_registration=disable_symmetric_registration or config.disable_symmetric_registration,
         )
         options = resolve_engine_options(given, config, policy, resolve_verify_ranks(verify_ranks))
-        if options.memory.idle:
-            warn_caller(
-                f"{' and '.join(f'{name}=True' for name in options.memory.idle)} has no effect under "
-                f"{config.data_parallel_sharding_strategy}, where every rank holds whole weights; leave it out, or use "
-                "optim_grads_params (3)"
-            )
         if dist_index.hsdp_outer_dp_shard and options.outer_strategy is not ShardingStrategy.optim:
             raise ConfigurationError(
                 "dist_index has hsdp_outer_dp_shard=True, but outer_dp_sharding_strategy of ddp_config is "
@@ -219,6 +213,8 @@ class MegatronFSDP(nn.Module):
     ) -> None:
         """Shard the model by resolved options."""
         nn.Module.__init__(self)
+        if options.memory.idle:
+            warn_caller("; ".join(options.memory.idle))
         self.module = module = compiled_in_place(module)
         self.dist_index = dist_index
         self.ddp_config = self._config = config

@@ -188,20 +188,16 @@ def test_model_on_the_meta_device_gets_the_values_of_a_real_one_under_the_same_s
 
 
 @on_ranks(2)
-def test_flags_without_effect_are_refused_by_name() -> None:
-    messages = []
+def test_flags_without_effect_are_warned_of_by_name() -> None:
     with groups_destroyed():
-        with pytest.raises(ConfigurationError, match="keep_fp8_transpose_cache") as caught:
+        with first_rank_warns("keep_fp8_transpose_cache=True has no effect"):
             parallel(keep_fp8_transpose_cache=True)
         model = parallel(keep_fp8_transpose_cache=True, weight_format={"lm_head.*": None, "*": "fp8_compute"})
         assert "gather fp8_compute" in str(model.describe())
-        messages.append(str(caught.value))
         with first_rank_warns("nccl_ub: .* only NCCL registers memory"):
             parallel(nccl_ub=True)
         with first_rank_warns(r"fsdp_double_buffer=True has no effect under optim, where every rank"):
             parallel(fsdp_double_buffer=True, zero_dp_strategy=1)
-    first = same_on_ranks(messages)
-    assert all("\n" not in message for message in first)
 
 
 @on_ranks(2)

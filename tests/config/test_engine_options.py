@@ -68,17 +68,41 @@ def test_options_name_an_allocator(given: dict[str, Any], allocator: WeightAlloc
 @pytest.mark.parametrize(
     ("given", "idle"),
     [
-        ({"fsdp_double_buffer": True}, ("fsdp_double_buffer",)),
-        ({"megatron_fsdp_max_pool_double_buffer": True}, ("maxpool_double_buffer",)),
+        ({"fsdp_double_buffer": True}, ["fsdp_double_buffer"]),
+        ({"megatron_fsdp_max_pool_double_buffer": True}, ["maxpool_double_buffer"]),
         (
             {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
-            ("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"),
+            ["fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"],
         ),
     ],
 )
-def test_double_buffers_for_whole_weights_change_nothing(given: dict[str, Any], idle: tuple[str, ...]) -> None:
+def test_double_buffers_for_whole_weights_change_nothing(given: dict[str, Any], idle: list[str]) -> None:
     for strategy in ("no_shard", "optim", "optim_grads"):
-        assert resolve(strategy, **given) == replace(resolve(strategy), idle=idle)
+        found = resolve(strategy, **given)
+        assert found == replace(resolve(strategy), idle=found.idle)
+        assert [sentence.partition(f"=True has no effect under {strategy}, ")[0] for sentence in found.idle] == idle
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"disable_symmetric_registration": True}, "disable_symmetric_registration=True has no effect without nccl_ub"),
+        (
+            {"fsdp_db_use_persist_buf_on_alloc_fail": True},
+            "fsdp_db_use_persist_buf_on_alloc_fail=True has no effect without fsdp_double_buffer=True",
+        ),
+        (
+            {"fsdp_db_use_persist_buf_on_alloc_fail": True, "megatron_fsdp_max_pool_double_buffer": True},
+            "fsdp_db_use_persist_buf_on_alloc_fail=True has no effect with a pool that every unit fits",
+        ),
+    ],
+)
+def test_what_the_published_package_takes_alone_is_idle(given: dict[str, Any], words: str) -> None:
+    found = resolve(**given)
+    assert len(found.idle) == 1
+    assert found.idle[0].startswith(words)
+    doubled = {name: value for name, value in given.items() if "max_pool" in name}
+    assert found == replace(resolve(**doubled), idle=found.idle)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +164,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "optim_grads_params",
         {"fsdp_double_buffer": True, "weight_allocator": "resize"},
         "are two ways to hold gathered weights; give only one",
-    ),
-    (
-        "optim_grads_params",
-        {"fsdp_db_use_persist_buf_on_alloc_fail": True},
-        "fsdp_db_use_persist_buf_on_alloc_fail=True has no effect without fsdp_double_buffer=True",
-    ),
-    (
-        "optim_grads_params",
-        {"fsdp_db_use_persist_buf_on_alloc_fail": True, "megatron_fsdp_max_pool_double_buffer": True},
-        "has no effect with a pool that every unit fits",
     ),
     (
         "optim",

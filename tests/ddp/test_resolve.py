@@ -55,7 +55,6 @@ def test_what_is_not_there_yet_is_refused(fields: Fields, message: str) -> None:
 
 
 REFUSED: list[tuple[Fields, str]] = [
-    ({"keep_fp8_transpose_cache": True}, "has no effect without fp8_param_gather=True; set that too, or leave it out"),
     # without effect on buckets
     (
         {"data_parallel_sharding_strategy": "optim"},

@@ -528,15 +528,21 @@ def test_patterns_choose_what_computes_and_what_is_decoded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "keeps", "words"),
+    ("asked", "words"),
     [
-        ({"own.*": "fp8_compute"}, False, "has 'own.*', of whose parameters (own.weight, own.bias) none is the weight"),
-        ({"experts.*": "fp8_compute"}, False, "nor a stack of experts); give 'fp8' there, to gather the same"),
-        ("fp8", True, "keep_fp8_transpose_cache=True has no effect, since no linear multiplies float8 weights"),
-        (None, True, "keep_fp8_transpose_cache=True has no effect"),
+        ({"own.*": "fp8_compute"}, "has 'own.*', of whose parameters (own.weight, own.bias) none is the weight"),
+        ({"experts.*": "fp8_compute"}, "nor a stack of experts); give 'fp8' there, to gather the same"),
     ],
 )
-def test_what_cannot_be_multiplied_is_refused_by_name(asked: Any, keeps: bool, words: str) -> None:
+def test_what_cannot_be_multiplied_is_refused_by_name(asked: Any, words: str) -> None:
     policy = MixedPrecisionPolicy(weight_format=asked)
     with pytest.raises(ConfigurationError, match=re.escape(words)):
-        encoded_parameters(model_of_kinds(), policy, ShardingStrategy.optim_grads_params, keeps_transposed=keeps)
+        encoded_parameters(model_of_kinds(), policy, ShardingStrategy.optim_grads_params)
+
+
+@pytest.mark.parametrize("asked", ["fp8", None])
+def test_keeping_what_nothing_transposes_is_idle(asked: Any) -> None:
+    policy, strategy = MixedPrecisionPolicy(weight_format=asked), ShardingStrategy.optim_grads_params
+    with pytest.warns(UserWarning, match="keep_fp8_transpose_cache=True has no effect, since no linear multiplies"):
+        found = encoded_parameters(model_of_kinds(), policy, strategy, keeps_transposed=True)
+    assert found == encoded_parameters(model_of_kinds(), policy, strategy)

@@ -35,6 +35,7 @@ DOUBLE_BUFFERS = (WeightAllocator.DOUBLE_BUFFER, WeightAllocator.PERSISTENT_DOUB
 """The allocators with two fixed slots."""
 
 _SLOTS = 2
+_PERSISTENT = "fsdp_db_use_persist_buf_on_alloc_fail"
 _LEAST_BUCKET_NUMEL = 40_000_000
 _BUCKET_NUMEL_PER_RANK = 1_000_000
 
@@ -76,7 +77,7 @@ class MemoryOptions:
     cuts_root: bool = True  # whether parameters outside of units are divided into groups at all
     fine_grained: bool = False  # the modules inside units become units
     whole_types: tuple[type[nn.Module], ...] = ()  # classes of modules that stay one unit then
-    idle: tuple[str, ...] = ()  # arguments that were given and have no effect under the strategy
+    idle: tuple[str, ...] = ()  # for each argument that has no effect a sentence that says so
     user_buffers: UserBufferOptions | None = None  # how communication memory is registered; None: it is not
     # all communication memory is taken at wrap time and keeps its addresses; else it is allocated as it is needed
     is_kept: bool = False
@@ -205,18 +206,21 @@ def checked_deterministic(given: str | None) -> str | None:
 
 
 def _user_buffers(config: DistributedDataParallelConfig) -> UserBufferOptions | None:
-    if not config.nccl_ub:
-        for name in ("disable_symmetric_registration", "fsdp_manual_registration"):
-            if getattr(config, name):
-                raise ConfigurationError(f"{name}=True has no effect without nccl_ub=True; set both or neither.")
-        return None
-    return UserBufferOptions(not config.disable_symmetric_registration, config.fsdp_manual_registration)
+    if config.nccl_ub:
+        return UserBufferOptions(not config.disable_symmetric_registration, config.fsdp_manual_registration)
+    if config.fsdp_manual_registration:
+        raise ConfigurationError(
+            "fsdp_manual_registration=True has no effect without nccl_ub=True; set both or neither."
+        )
+    return None
 
 
 def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataParallelConfig) -> MemoryOptions:
     """Check the options of `MegatronFSDP` and of its configuration together."""
     strategy = resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
     allocator, idle = _allocator(given, config, strategy)
+    if config.disable_symmetric_registration and not config.nccl_ub:
+        idle += ("disable_symmetric_registration=True has no effect without nccl_ub=True; set both or neither",)
     forward, backward, slots = _depths(given, config, strategy, allocator)
     fine_grained, whole_types = _fine_grained(given, config, strategy)
     if given["disable_bucketing"] and config.bucket_size is not None:
@@ -265,31 +269,34 @@ def _is_kept(config: DistributedDataParallelConfig) -> bool:
 def _allocator(
     given: Mapping[str, Any], config: DistributedDataParallelConfig, strategy: ShardingStrategy
 ) -> tuple[WeightAllocator, tuple[str, ...]]:
-    """Return the allocator, and which of the arguments that name one have no effect."""
+    """Return the allocator, and a sentence for each of the arguments that name one and have no effect."""
     name = given["weight_allocator"]
     if name not in ("slots", "resize"):
         raise ConfigurationError(f'weight_allocator={name!r} does not exist; give "slots" or "resize".')
     max_pool = config.megatron_fsdp_max_pool_double_buffer
     doubled = given["fsdp_double_buffer"] or config.fsdp_double_buffer or max_pool
     persistent = given["fsdp_db_use_persist_buf_on_alloc_fail"] or config.fsdp_db_use_persist_buf_on_alloc_fail
+    idle: tuple[str, ...] = ()
     if persistent and (not doubled or max_pool):
         reason = "with a pool that every unit fits" if max_pool else "without fsdp_double_buffer=True"
-        raise ConfigurationError(f"fsdp_db_use_persist_buf_on_alloc_fail=True has no effect {reason}; leave it out.")
+        persistent, idle = False, (f"{_PERSISTENT}=True has no effect {reason}; leave it out",)
     if name == "resize":
         _needs_sharded_weights('weight_allocator="resize"', strategy)
     if not doubled:
-        return WeightAllocator(name), ()
+        return WeightAllocator(name), idle
     option = "maxpool_double_buffer" if max_pool else "fsdp_double_buffer"
     if strategy != ShardingStrategy.optim_grads_params:  # accepted there, as in the published package
         if config.nccl_ub and not persistent and not max_pool:
             return WeightAllocator.SLOTS, ()  # only implied
-        return WeightAllocator.SLOTS, (option, *(["fsdp_db_use_persist_buf_on_alloc_fail"] if persistent else []))
+        reason = f"under {strategy.name}, where every rank holds whole weights; leave it out, or use optim_grads_params"
+        found = (option, *([_PERSISTENT] if persistent else []))
+        return WeightAllocator.SLOTS, (*idle, *(f"{each}=True has no effect {reason} (3)" for each in found))
     if name == "resize":
         raise ConfigurationError(
             f'{option}=True and weight_allocator="resize" are two ways to hold gathered weights; give only one of them.'
         )
     if max_pool:
-        return WeightAllocator.MAX_POOL, ()
+        return WeightAllocator.MAX_POOL, idle
     return WeightAllocator.PERSISTENT_DOUBLE_BUFFER if persistent else WeightAllocator.DOUBLE_BUFFER, ()
 
 

@@ -139,8 +139,6 @@ def _refuse_without_effect(config: DistributedDataParallelConfig, strategy: Shar
         "fp8_param_gather": not gathers_shards and few_bits,
         "fp4_param_gather": not gathers_shards and few_bits,
         "megatron_fsdp_weight_format": not gathers_shards and few_bits,
-        "keep_fp8_transpose_cache": not config.fp8_param_gather
-        and "without fp8_param_gather=True; set that too, or leave it out",
         "align_param_gather": not config.overlap_param_gather
         and "without overlap_param_gather=True, where all weights are gathered before the forward; set both or neither",
         "gradient_reduce_div_fusion": config.average_in_collective
@@ -215,7 +213,7 @@ def _notices(config: DistributedDataParallelConfig, strategy: ShardingStrategy, 
         yield bucket_notice
     if config.use_megatron_fsdp and config.use_distributed_optimizer:
         yield f"use_distributed_optimizer: implied by data_parallel_sharding_strategy={strategy.name!r}"
-    if config.keep_fp8_transpose_cache:
+    if config.keep_fp8_transpose_cache and config.fp8_param_gather:
         yield "linears multiply float8 weights (weight_format='fp8_compute'): keep_fp8_transpose_cache"
     if config.grad_reduce_in_fp32:
         yield "gradients accumulate and travel in torch.float32: grad_reduce_in_fp32"

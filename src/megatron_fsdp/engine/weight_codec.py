@@ -19,7 +19,7 @@ from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import is_guest
 from megatron_fsdp.engine.memory import FlatBuffer
-from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
+from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError, warn_caller
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
 from megatron_fsdp.sharding.units import ParameterSites, parameter_sites
@@ -42,12 +42,12 @@ def encoded_parameters(
     Those with two dimensions or more do, but for embeddings and what is tied to one, and as the policy's patterns say.
     Where these say "fp8_compute", what no plain linear multiplies is decoded as "fp8". `strategy` is that on the
     sharding axis; `keeps_transposed`: "fp8_compute" keeps transposed codes (`keep_fp8_transpose_cache`).
-    Refused are a format without sharded weights, a pattern that takes effect on no parameter, and keeping where nothing
-    is transposed.
+    Refused are a format without sharded weights, and a pattern that takes effect on no parameter; keeping where nothing
+    is transposed is warned of.
     """
     patterns, names = policy.weight_formats, [name for name, _ in module.named_parameters()]
     if keeps_transposed and _MULTIPLIED not in patterns.values():
-        raise ConfigurationError(
+        warn_caller(
             "keep_fp8_transpose_cache=True has no effect, since no linear multiplies float8 weights; set "
             f"MixedPrecisionPolicy(weight_format={_MULTIPLIED!r}), or leave it out"
         )
