@@ -1,11 +1,16 @@
 """Units used again, in turn, from inside each other, and with all kinds of outputs, equal one process."""
 
+import copy
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ScheduleError
 from tests.conftest import RunRanks
 from tests.support.case import (
@@ -19,6 +24,7 @@ from tests.support.case import (
     run_sharded,
     three_steps,
 )
+from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.usage_models import (
     Branches,
     HidesResults,
@@ -180,6 +186,47 @@ def expect_refusal(run: Run) -> None:
 def test_opaque_outputs_are_refused_where_weights_were_released(run_ranks: RunRanks) -> None:
     outcomes = run_ranks(2, run_sharded, [(Scenario(expect_refusal, vector_case(HidesResults)), Setting(3))])
     assert len(outcomes) == 2
+
+
+class Doubled(torch.autograd.Function):
+    """A function of one's own, of which autograd makes a node even where nothing takes a gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+class WithoutGraph(torch.nn.Module):
+    """A layer that returns its result inside of something, computed without a graph where `wraps` asks for it."""
+
+    def __init__(self, wraps: Callable[[Tensor], Any], *, frozen: bool) -> None:
+        super().__init__()
+        self.layer, self.wraps, self.frozen = torch.nn.Linear(4, 4), wraps, frozen
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.set_grad_enabled(self.frozen):
+            return self.wraps(Doubled.apply(self.layer(x)) if self.frozen else self.layer(x))  # type: ignore[no-untyped-call]
+
+
+@on_ranks(2)
+def test_forwards_without_a_graph_return_whatever_they_like() -> None:
+    x = torch.arange(8.0).view(2, 4)
+    for frozen in (True, False):
+        for wraps in (lambda y: SimpleNamespace(y=y), lambda y: (y, SimpleNamespace(y=y), 3, "x"), lambda _: None):
+            with fixed_seed(0):
+                model = torch.nn.ModuleList([WithoutGraph(wraps, frozen=frozen) for _ in range(3)])
+            model.requires_grad_(not frozen)
+            reference = copy.deepcopy(model)
+            for units in ([WithoutGraph], []):
+                sharded = fully_shard_model(copy.deepcopy(model), fsdp_unit_modules=units)
+                for layer, expected in zip(sharded.module, reference, strict=True):
+                    found, wanted = layer(x), expected(x)
+                    found, wanted = (each[1] if isinstance(each, tuple) else each for each in (found, wanted))
+                    assert found is None or torch.equal(found.y, wanted.y)
 
 
 # ---- ranks that do different things --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp import fully_shard_model
-from megatron_fsdp.engine.hooks import AuxiliaryOutputs
+from megatron_fsdp.engine.hooks import ForwardGraph
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.case import Run, Scenario, Setting, check_strategies
@@ -67,30 +67,30 @@ def test_losses_left_in_attributes_are_trained(
 def test_only_what_the_latest_forward_computed_counts() -> None:
     unit, other = nn.Linear(1, 1), nn.Linear(1, 1)
     unit.other, unit.old = other, unit(torch.ones(1))
-    side = AuxiliaryOutputs(unit, {id(other)})
+    side = ForwardGraph(unit, {id(other)})
     side.begin()
     unit.loss, unit.plain = unit(torch.ones(1)), torch.ones(1)
     unit.pair = {"a": unit.loss + 1.0}
     other.loss = unit.loss + 2.0
-    found = side.end()
+    found, _ = side.end()
     assert [id(tensor) for tensor in found] == [id(unit.loss), id(unit.pair["a"])]
-    assert side.end() == []
+    assert side.end() == ([], False)
 
 
 def test_attributes_that_held_nothing_before_are_looked_at_again() -> None:
     unit = nn.Linear(1, 1)
     unit.first, unit.loss = 1, None
-    side = AuxiliaryOutputs(unit, ())
+    side = ForwardGraph(unit, ())
     for _ in range(2):
         side.begin()
-        assert side.end() == []
+        assert side.end() == ([], False)
     side.begin()
     unit.loss = unit(torch.ones(1))
-    assert [id(tensor) for tensor in side.end()] == [id(unit.loss)]
+    assert [id(tensor) for tensor in side.end()[0]] == [id(unit.loss)]
     side.begin()
     del unit.first, unit.loss
     unit.second, unit.third = 2, unit(torch.ones(1))  # as many as before
-    assert [id(tensor) for tensor in side.end()] == [id(unit.third)]
+    assert [id(tensor) for tensor in side.end()[0]] == [id(unit.third)]
 
 
 # ---- modules that come later ----------------------------------------------------------------------------------------

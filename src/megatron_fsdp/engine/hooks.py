@@ -37,8 +37,8 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
     unit_modules = {id(module) for *_, module in modules}
     for unit_index, module_index, module in modules:
         watch = None
-        if unit_index != ROOT_UNIT and engine.units[unit_index].shards_compute_weights:
-            watch = AuxiliaryOutputs(module, unit_modules)
+        if engine.units[unit_index].shards_compute_weights:
+            watch = ForwardGraph(module if unit_index != ROOT_UNIT else None, unit_modules)
         entry = _UnitModule(unit_index, module_index, watch)
         before = partial(_pre_forward, reference, entry)
         after = partial(_post_forward, reference, entry)
@@ -48,7 +48,7 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
             continue
         # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
         module.register_forward_pre_hook(uncompiled(before), prepend=True)
-        module.register_forward_hook(uncompiled(after), always_call=True)
+        module.register_forward_hook(uncompiled(after), always_call=True, with_kwargs=True)
     for inner in _outside_of_units(root, unit_modules):
         root_forward = _RootForward(reference)
         inner.register_forward_pre_hook(uncompiled(root_forward.enter), prepend=True)
@@ -74,7 +74,7 @@ class _UnitModule(NamedTuple):
 
     unit: int
     module_index: int = 0
-    watch: AuxiliaryOutputs | None = None
+    watch: ForwardGraph | None = None
 
 
 def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn.Module, _args: Any) -> None:
@@ -86,10 +86,10 @@ def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn
 
 
 def _post_forward(
-    reference: weakref.ref[Engine], entry: _UnitModule, _module: nn.Module, _args: Any, output: Any
+    reference: weakref.ref[Engine], entry: _UnitModule, _module: nn.Module, args: Any, kwargs: Any, output: Any
 ) -> Any:
     engine, unit_index = reference(), entry.unit
-    auxiliary = entry.watch.end() if entry.watch is not None else []
+    auxiliary, has_graph = entry.watch.end() if entry.watch is not None else ([], False)
     if engine is None:
         return output  # the pre-hook has raised for it, and this hook is called even so
     if unit_index in engine.full_units:
@@ -103,8 +103,8 @@ def _post_forward(
         outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
     call = engine.post_forward(unit_index, bool(outputs), failed, entry.module_index, _reads_weights(unit, outputs))
-    if computes_gradients and not outputs:
-        _refuse_opaque(engine, unit_index, output)
+    if has_graph and not outputs:
+        _refuse_opaque(engine, unit_index, (args, kwargs), output)
     for tensor in outputs:
         if tensor.is_leaf:
             continue  # not computed by this forward, and its hooks would outlive the call
@@ -142,15 +142,15 @@ class _RootForward:
         if opens:
             _pre_forward(self._reference, _UnitModule(ROOT_UNIT), module, args)
             if not self._leaves:
-                module.register_forward_hook(uncompiled(self._leave), always_call=True)
+                module.register_forward_hook(uncompiled(self._leave), always_call=True, with_kwargs=True)
                 self._leaves = True
         if self._leaves:
             self._opened.append(opens)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """End the root's forward, if this call began it."""
         if self._opened and self._opened.pop():
-            return _post_forward(self._reference, _UnitModule(ROOT_UNIT), module, args, output)
+            return _post_forward(self._reference, _UnitModule(ROOT_UNIT), module, args, kwargs, output)
         return output
 
 
@@ -185,11 +185,17 @@ def _copy_weights(unit: Unit, output: Any) -> Any:
     return copied
 
 
-def _refuse_opaque(engine: Engine, unit_index: int, output: Any) -> None:
-    """Refuse results in which no tensor can be found: the beginning of the unit's backward would go unnoticed."""
+def _refuse_opaque(engine: Engine, unit_index: int, inputs: Any, output: Any) -> None:
+    """Refuse results in which no tensor can be found: the beginning of the unit's backward would go unnoticed.
+
+    Where neither a weight nor an input takes a gradient, nodes of the graph are those of functions without backward.
+    """
+    trained = engine.units if unit_index == ROOT_UNIT else engine.units[unit_index : unit_index + 1]
+    if not any(unit.is_trainable for unit in trained) and not any(each.requires_grad for each in tensors_in(inputs)):
+        return
     opaque = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, _TRANSPARENT)]
     opaque = [leaf for leaf in opaque if not dataclasses.is_dataclass(leaf) and not isinstance(leaf, Mapping)]
-    if opaque and engine.units[unit_index].shards_compute_weights:
+    if opaque:
         raise ScheduleError(
             f"unit {engine.units[unit_index].label} returned an object of type {type(opaque[0]).__name__}, in which no "
             "tensor can be found, so its weights could not be gathered for backward; return tuples, lists, dicts, "
@@ -205,27 +211,37 @@ _OF_TORCH = frozenset(nn.Module().__dict__) - {"_buffers"}
 """Attributes of every module, which hold no results."""
 
 
-class AuxiliaryOutputs:
-    """The tensors with a graph that a unit's forward leaves in attributes of its modules, such as a loss of its own.
+class ForwardGraph:
+    """The part of autograd's graph that a unit's forward makes, and the tensors in it that are not among its results.
 
-    Attributes and buffers of the unit's modules are searched, and one level into lists, tuples and dicts. Elsewhere (a
-    global list, an object of another class) nothing is found, and autograd refuses the overwritten weights.
+    These are left in attributes of the unit's modules, such as a loss of its own. Attributes and buffers are searched,
+    and one level into lists, tuples and dicts. Elsewhere (a global list, an object of another class) nothing is found,
+    and autograd refuses the overwritten weights.
+
+    Args:
+        module: The unit's; None: nothing is searched.
+        others: Ids of the modules of all units.
     """
 
-    def __init__(self, module: nn.Module, others: Collection[int]) -> None:
+    def __init__(self, module: nn.Module | None, others: Collection[int]) -> None:
         # weak, since hooks of these modules refer to this
-        self._owners = tuple(weakref.ref(owner) for owner in _own_modules(module, others))
+        owners = () if module is None else _own_modules(module, others)
+        self._owners = tuple(weakref.ref(owner) for owner in owners)
         self._starts: list[int] = []
 
     def begin(self) -> None:
         """Note the state of autograd before a forward of the unit."""
         self._starts.append(torch._C._autograd._get_sequence_nr())
 
-    def end(self) -> list[Tensor]:
-        """Return the tensors with a graph that the forward has computed and left in attributes."""
+    def end(self) -> tuple[list[Tensor], bool]:
+        """Return the tensors of the graph that were left in attributes, and whether the forward made any graph."""
         start = self._starts.pop() if self._starts else None
-        if start is None or not torch.is_grad_enabled():
-            return []
+        # autograd numbers its nodes; where none is new, no backward can come, whatever the forward returns
+        if start is None or not torch.is_grad_enabled() or torch._C._autograd._get_sequence_nr() == start:
+            return [], False
+        return self._left_since(start), True
+
+    def _left_since(self, start: int) -> list[Tensor]:
         return [
             value
             for reference in self._owners
@@ -287,9 +303,9 @@ def surround(module: nn.Module, before: Callable[..., None], after: Callable[...
             before(None, args)
             output = compiled(*args, **kwargs)
         except BaseException:
-            after(None, args, None)
+            after(None, args, kwargs, None)
             raise
-        return after(None, args, output)
+        return after(None, args, kwargs, output)
 
     module._compiled_call_impl = torch.compiler.disable(call, recursive=False)
 
