@@ -806,9 +806,11 @@ class MegatronFSDP(nn.Module):
         Yields:
             Canonical name (a tied one once) and tensor, in the order of units and of their flat buffers. A tensor is a
             view of its bucket; clone it to keep it without the rest. The same on every rank, and every rank has to
-            iterate over all of them.
+            iterate over all of them. Until the iterator is exhausted, closed or deleted, forwards, backwards, steps,
+            syncs, saves, loads and further iterations raise a ScheduleError.
 
         Raises:
+            ScheduleError: Inside a forward or backward, or while another iteration is open.
             ConfigurationError: An argument is out of range, or ranks have gradients for different parameters.
         """
         with self._agreeing("iter_full_tensors") as facts:
@@ -875,6 +877,7 @@ class MegatronFSDP(nn.Module):
         """
         given: object = state_dict
         are_cut = isinstance(given, Mapping) and any(map(_is_cut_by_torch, given.values()))
+        self._engine.refuse_open_pass("a state dict was loaded")
         with all_agree("load_state_dict", self._engine.sharding.reaching_all if are_cut else (None,)):
             if assign:
                 raise ConfigurationError(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.support.counting import LiveBytes, OpCounts
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 from tests.support.zoo import MODEL_CASES, ModelName
@@ -141,3 +141,64 @@ def test_what_means_nothing_or_would_hang_is_refused() -> None:
         model.module[0].wide.bias.grad = None
     differs = "^ranks differ: 0.wide.bias is torch.float32 on rank 0, nothing on rank 1; give the same on every rank$"
     refuse(differs, lambda: list(model.iter_full_tensors(what="gradients")))
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_nothing_else_happens_while_an_iteration_is_open(strategy: int) -> None:
+    """Tensors before and after a step would be of two versions; every rank is told so before anything is sent."""
+    case = MODEL_CASES["tied"]
+    model = fully_shard_model(case.build(), fsdp_unit_modules=list(case.unit_classes), zero_dp_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = case.make_batch(4, torch.Generator().manual_seed(0))
+    case.loss(model, batch).backward()
+    before, loss = model.full_parameters(), case.loss(model, batch)
+    sent, gradients = model.traffic(), model.iter_full_tensors(1, "gradients")
+    sharded, copied = model.state_dict(), {name: value.clone() for name, value in before.items()}
+    for tensors in (model.iter_full_tensors(1), gradients):
+        found = dict([next(tensors)])
+        for use in (
+            lambda: model(batch.inputs),
+            lambda: loss.backward(retain_graph=True),
+            optimizer.step,
+            model.finish_grad_sync,
+            model.state_dict,
+            lambda: model.load_state_dict(sharded),
+            lambda: model.module.load_state_dict(copied),
+            model.full_parameters,
+            lambda: next(model.iter_full_tensors(1)),
+            model.full_parameters_context().__enter__,
+            model.start_param_sync,
+            model.install_optimized_model_weights,
+        ):
+            with pytest.raises(
+                ScheduleError, match=r"while an iteration of iter_full_tensors is open.*close\(\)"
+            ) as raised:
+                use()
+            same_on_ranks(str(raised.value))
+        if tensors is not gradients:
+            assert_equal_tensors({**found, **dict(tensors)}, before)
+        else:
+            tensors.close()  # type: ignore[attr-defined]
+    assert model.traffic() == sent
+    next(model.iter_full_tensors(1))  # dropped at once
+    loss.backward()
+    optimizer.step()
+    after = model.full_parameters()
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
+
+
+@on_ranks(2)
+def test_full_tensors_are_not_handed_out_inside_a_forward_nor_changed_below_their_copies() -> None:
+    model, optimizer = fully_shard(
+        linears := nn.Sequential(nn.Linear(4, 4)), torch.optim.SGD(linears.parameters(), 1.0)
+    )
+    loss = model(torch.ones(2, 4)).sum()
+    hook = model.module[0].register_forward_hook(lambda *_: next(model.iter_full_tensors()))
+    with pytest.raises(ScheduleError, match="full tensors were asked for inside a forward or backward"):
+        model(torch.ones(2, 4))
+    hook.remove()
+    with model.full_parameters_context(writeback=True):
+        for use in (optimizer.step, lambda: loss.backward(retain_graph=True)):
+            with pytest.raises(ScheduleError, match="while full_parameters_context is open"):
+                use()

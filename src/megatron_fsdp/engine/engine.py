@@ -113,6 +113,7 @@ class Engine:
         self.stepped = False
         self._unreduced = UnreducedGradients()
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
+        self.open_pass = False  # `iter_full_tensors` was begun, and is neither exhausted nor closed
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._agreed_params: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
         self._agreed_since_change = False  # there was a sync since parameters were last frozen or unfrozen
@@ -138,6 +139,7 @@ class Engine:
                 "full_parameters_context, or open the whole model"
             )
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
+            self.refuse_open_pass("a forward began")
             if self.executor.early is not None:
                 self.executor.early.check_forward(self.backward_number)
             if is_capturing(self.device):
@@ -168,6 +170,23 @@ class Engine:
         self.units[unit_index].show_unsharded(module_index)
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, unit_index)
+
+    def refuse_open_pass(self, what: str) -> None:
+        """Refuse what communicates or changes weights while full tensors, all of one version, are handed out."""
+        if self.open_pass:
+            raise ScheduleError(
+                f"{what} while an iteration of iter_full_tensors is open, whose tensors would be of two versions or "
+                "whose collectives would mix with others; exhaust the iterator or close() it first"
+            )
+
+    def refuse_shown_copies(self, what: str) -> None:
+        """Refuse what changes weights or gradients while modules show copies of the full parameters."""
+        self.refuse_open_pass(what)
+        if self.full_units:
+            raise ScheduleError(
+                f"{what} while full_parameters_context is open, whose copies hold the weights from before; leave the "
+                "context first"
+            )
 
     def _check_capture(self) -> None:
         """Refuse to be captured into a CUDA graph that would not do when replayed what this step does."""
@@ -303,18 +322,27 @@ class Engine:
         """Whether main weights were written to since they were last installed."""
         return self.stepped or any(unit.main_changed for unit in self.units)
 
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step of any optimizer of the model's parameters while full tensors are handed out."""
+        if (self.open_pass or self.full_units) and (optimizer in self.connected or self._is_ours(optimizer)):
+            self.refuse_shown_copies("an optimizer stepped")
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
+        return any(id(param) in self.group_and_index for param in firsts)
+
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow a step of any optimizer; kernels of its own leave no trace in version counters."""
         if optimizer in self.connected:
             return  # its own hooks install the weights
         self.replaced.check(optimizer)
         self._unreduced.check(optimizer, self.group_and_index)
-        firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        if any(id(param) in self.group_and_index for param in firsts):
+        if self._is_ours(optimizer):
             self.stepped = True
 
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights; gathered weights are stale then."""
+        self.refuse_open_pass("weights were installed")
         self.executor.run(self.scheduler.weights_changed())
         self.executor.settle_homes()
         with self.observers.during(Phase.INSTALL, ROOT_UNIT):
@@ -420,6 +448,7 @@ class Engine:
     def _begin_backward(self) -> None:
         if self._callback_queued:
             return
+        self.refuse_shown_copies("a backward began")
         if self.executor.early is not None:
             self.executor.early.backward_begins(self.backward_number + 1)
         if self.has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
@@ -497,6 +526,7 @@ class Engine:
         Raises:
             NonFiniteGradientError: A sum of some rank is not finite, where that is checked; all are reduced by then.
         """
+        self.refuse_open_pass("gradients were synchronised")
         check = None if self._ending else self._finite_check
         concludes = self._may_differ  # then ranks of other groups may have nothing to reduce
         if check is not None and not self._callback_queued:  # a running backward keeps its findings
@@ -652,6 +682,7 @@ class Engine:
 
     def prefetch_weights(self, wait: bool) -> None:
         """Start to all-gather the units that there is room for, root first, ahead of the next forward."""
+        self.refuse_open_pass("weights were gathered ahead")
         for unit in self.units:
             self.executor.run(self.scheduler.prefetch_requested(unit.index))
             if wait:

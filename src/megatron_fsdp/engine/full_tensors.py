@@ -102,6 +102,7 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
         raise
     else:
         if writeback:
+            engine.refuse_open_pass("full_parameters_context was left")
             _take_in(engine, units, copies)
     finally:
         for unit in units:
@@ -109,12 +110,17 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
             unit.show_sharded()
 
 
-def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype: bool) -> None:
+def _check_between_steps(engine: Engine, what: str) -> None:
+    engine.refuse_open_pass(what)
     if engine.scheduler.in_forward or engine.scheduler.in_backward:
         raise ScheduleError(
-            "full_parameters_context was entered inside a forward or backward (or after one that failed); enter it "
-            "between steps, and call reset() on the model after an exception"
+            f"{what} inside a forward or backward (or after one that failed); do so between steps, and call reset() on "
+            "the model after an exception"
         )
+
+
+def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype: bool) -> None:
+    _check_between_steps(engine, "full_parameters_context was entered")
     open_already = [unit.label for unit in units if unit.index in engine.full_units]
     if open_already:
         raise ScheduleError(
@@ -217,17 +223,30 @@ class _Entry:
 
 def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over full main weights, in their main dtype, by canonical name."""
-    entries = _entries(engine, lambda group, index: group.weights.main.piece(index))
-    yield from _watched(engine, _stream(entries, bucket_bytes))
+    with _open_pass(engine):
+        entries = _entries(engine, lambda group, index: group.weights.main.piece(index))
+        yield from _watched(engine, _stream(entries, bucket_bytes))
 
 
 def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full gradients of trainable parameters, by canonical name, without those that are None."""
-    found = {id(group): group.grads() for group in engine.groups()}
-    entries = _entries(engine, lambda group, index: found[id(group)][index])
-    # Ranks need the same tensors: for one that a rank lacks, the others would wait.
-    engine.compare_facts((entry.group, entry.name, entry.piece.dtype) for entry in entries)
-    yield from _watched(engine, _stream(entries, bucket_bytes))
+    with _open_pass(engine):
+        found = {id(group): group.grads() for group in engine.groups()}
+        entries = _entries(engine, lambda group, index: found[id(group)][index])
+        # Ranks need the same tensors: for one that a rank lacks, the others would wait.
+        engine.compare_facts((entry.group, entry.name, entry.piece.dtype) for entry in entries)
+        yield from _watched(engine, _stream(entries, bucket_bytes))
+
+
+@contextmanager
+def _open_pass(engine: Engine) -> Iterator[None]:
+    """Let the engine refuse what would change the tensors, or communicate between them, until a generator ends."""
+    _check_between_steps(engine, "full tensors were asked for")
+    engine.open_pass = True
+    try:
+        yield
+    finally:
+        engine.open_pass = False
 
 
 def _entries(engine: Engine, piece_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[_Entry]:

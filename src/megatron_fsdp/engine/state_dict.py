@@ -116,6 +116,7 @@ def _describe(
 
 def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
     engine = live_engine(reference)
+    engine.refuse_open_pass("a state dict was taken")
     if not engine.scheduler.in_forward and not engine.full_units:
         engine.show_sharded()
 
@@ -134,6 +135,7 @@ def _before_load(
             "which are pieces of flat buffers; load with assign=False, which copies"
         )
     engine = live_engine(reference)
+    engine.refuse_open_pass("a state dict was loaded")
     for attribute, param in owner._parameters.items():
         if prefix + attribute in state_dict and id(param) in engine.group_and_index:
             group, index = engine.group_and_index[id(param)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.gradients import GRAD
@@ -518,11 +518,15 @@ def watch_optimizers(engine: Engine) -> None:
 
 @functools.cache
 def _watchers() -> weakref.WeakSet[Engine]:
-    """Register torch's global hook, once, and return its observers.
+    """Register torch's global hooks, once, and return their observers.
 
-    The hook stays: a model may be collected while torch iterates over its hooks, which must not change then.
+    The hooks stay: a model may be collected while torch iterates over its hooks, which must not change then.
     """
     watchers: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+    def before_step(optimizer: Optimizer, *_unused: Any) -> None:
+        for watcher in tuple(watchers):
+            watcher.check_step(optimizer)
 
     def after_step(optimizer: Optimizer, *_unused: Any) -> None:
         if isinstance(optimizer, LocalView):
@@ -530,5 +534,6 @@ def _watchers() -> weakref.WeakSet[Engine]:
         for watcher in tuple(watchers):
             watcher.note_step(optimizer)
 
+    register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
     return watchers
