@@ -379,3 +379,39 @@ def test_a_model_wrapped_in_inference_mode_trains_outside(strategy: int, is_buil
     found = {**model.full_parameters(), **dict(plain.named_buffers())}
     wanted = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
     assert_equal_tensors(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+# ---- weights of modules that were not called yet -------------------------------------------------------------------
+
+
+class ReadsAhead(nn.Module):
+    """Reads dtype and value of weights of other units before and after their modules are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x.to(next(self.parameters()).dtype)).float().type_as(self.head.weight)
+        penalty = self.head.weight.square().sum() + self.body.bias.sum()
+        return self.head(x).sum() + penalty.to(self.body.weight.dtype)
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@on_ranks(2)
+def test_weights_of_other_units_have_the_compute_dtype_inside_a_forward(strategy: int) -> None:
+    with fixed_seed(0):
+        alone = ReadsAhead().bfloat16()
+    model = fully_shard_model(copy.deepcopy(alone), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
+    for found, expected in ((model(X), alone(X)),):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    gradients = model.full_gradients()
+    for name, param in alone.named_parameters():
+        assert param.grad is not None
+        torch.testing.assert_close(gradients[name], param.grad.float(), rtol=0.02, atol=0.02)
+    with pytest.raises(ConfigurationError, match="is not the sharded parameter any more"):
+        torch.func.functional_call(model.module, {"head.weight": torch.zeros(WIDTH, WIDTH)}, X)

@@ -36,14 +36,6 @@ class BucketEngine(Engine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._buckets = self.units[ROOT_UNIT + 1 :]
-        self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] = {}
-        if self.waits_for_readers:
-            self._local_weights = {
-                unit.index: [group.local_compute_weights() for group in unit.groups]
-                for unit in self._buckets
-                if any(group.plan.has_main_copy for group in unit.groups)
-            }
-        self._shows_local: set[int] = set()  # units whose local weights are in the modules
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -63,8 +55,6 @@ class BucketEngine(Engine):
         self.executor.run(self.scheduler.everything() if reads_anything else self.scheduler.forward_opens())
         if reads_anything or not self.waits_for_readers:
             self._show(self._buckets)
-        else:
-            self._show_local_weights()
 
     def gather_all(self) -> None:
         """Gather and show all weights, while it is not known which module reads what."""
@@ -92,7 +82,6 @@ class BucketEngine(Engine):
         if not self.scheduler.forward_depth(unit_index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
                 self.executor.run(self.scheduler.forward_closes())
-            self._shows_local.clear()
             for unit in self._buckets:
                 if unit.index not in self.full_units:
                     unit.show_sharded()
@@ -111,18 +100,8 @@ class BucketEngine(Engine):
 
     def _show(self, units: Sequence[Unit]) -> None:
         for unit in units:
-            if unit.index in self._shows_local:
-                self._shows_local.discard(unit.index)
-                unit.show_sharded()
             if unit.index not in self.full_units:
-                unit.show_unsharded()
-
-    def _show_local_weights(self) -> None:
-        """Show parameters of the compute dtype, for code that reads a weight's dtype before its module runs."""
-        for unit in self._buckets:
-            if unit.index in self._local_weights and unit.index not in self.full_units and not unit.shows_unsharded:
-                unit.show_copies(self._local_weights[unit.index])
-                self._shows_local.add(unit.index)
+                self._show_unsharded(unit.index)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -159,17 +138,6 @@ class BucketEngine(Engine):
         super()._post_backward()
         if learnt and self.scheduler.config.reduces_early:
             self.executor.set_bucket_count(self.executor.bucket_count)  # only this backward filled all at once
-
-    def _set_trainable(self, unit: Unit, group_index: int, trainable: Sequence[bool]) -> None:
-        super()._set_trainable(unit, group_index, trainable)
-        if unit.index in self._local_weights:
-            for weight, flag in zip(self._local_weights[unit.index][group_index], trainable, strict=True):
-                weight.requires_grad_(flag)
-
-    def reset(self) -> None:
-        """Reset as `Engine` does."""
-        self._shows_local.clear()
-        super().reset()
 
 
 def _count_gradient(reference: weakref.ref[BucketEngine], unit_index: int, index: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -121,6 +121,8 @@ class Engine:
         self._defers = False  # some backward since the last sync defers its reduction
         self._may_differ = False  # since a reset, ranks may hold deferred sums for different groups
         self._unsharded_for_backward: set[int] = set()  # units whose modules hold full parameters for the backward
+        self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] | None = None  # made in the first pass
+        self._shows_local: set[int] = set()  # units whose local weights are in the modules
         self.backward_number = 0  # how many have begun
         self._callback_queued = False
         self._backward_thread = 0  # the thread on which the hooks of this backward run
@@ -138,7 +140,8 @@ class Engine:
                 "of their full parameters, whose gradients would be lost; use torch.no_grad() inside "
                 "full_parameters_context, or open the whole model"
             )
-        if not self.scheduler.in_forward and not self.scheduler.in_backward:
+        opens = not self.scheduler.in_forward and not self.scheduler.in_backward
+        if opens:
             self.refuse_open_pass("a forward began")
             if self.executor.early is not None:
                 self.executor.early.check_forward(self.backward_number)
@@ -167,7 +170,9 @@ class Engine:
                 "call reset() on the model on every rank and go on with the next batch"
             )
         self.executor.run(self.scheduler.forward_begins(unit_index))
-        self.units[unit_index].show_unsharded(module_index)
+        if opens:
+            self._show_local_weights()
+        self._show_unsharded(unit_index, module_index)
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, unit_index)
 
@@ -229,9 +234,47 @@ class Engine:
                 unit.show_sharded()
             if not self.executor.is_broken:
                 unit.check_untouched(module_index)
-        if not self.scheduler.in_forward and not self.scheduler.in_backward:
+        if self.scheduler.in_forward or self.scheduler.in_backward:
+            self._show_local_weights((unit_index,))
+        else:
+            self._hide_local_weights()
             self.executor.wait_for_outer()
         return ForwardCall(unit_index, module_index, weights_version, reads_weights)
+
+    # Note [Weights of other units]
+    #
+    # A forward may read the dtype of a weight before its module is called (`x.to(self.head.weight.dtype)`). So while a
+    # pass runs, modules whose full parameters are not shown hold this rank's part of the compute weights, instead of
+    # that of the main weights, where these differ in dtype. Both are sharded, so that code which would compute with
+    # them too early fails instead of computing with stale values.
+
+    def _show_local_weights(self, units: Collection[int] | None = None) -> None:
+        """Show parameters of the compute dtype in modules of units (None: all) that do not show their full ones."""
+        if self._local_weights is None:
+            self._local_weights = {
+                unit.index: [group.local_compute_weights() for group in unit.groups]
+                for unit in self.units[ROOT_UNIT + 1 :]
+                if any(group.plan.has_main_copy for group in unit.groups)
+                and not any(group.plan.is_encoded for group in unit.groups)
+            }
+        for index in self._local_weights if units is None else self._local_weights.keys() & units:
+            if not (index in self._shows_local or index in self.full_units or self.units[index].shows_unsharded):
+                self.units[index].show_copies(self._local_weights[index])
+                self._shows_local.add(index)
+
+    def _hide_local_weights(self) -> None:
+        """Show the sharded parameters, and not their copies in the compute dtype: the pass is over."""
+        for index in self._shows_local - self.full_units:
+            if not self.units[index].shows_unsharded:
+                self.units[index].show_sharded()
+        self._shows_local.clear()
+
+    def _show_unsharded(self, unit_index: int, module_index: int | None = None) -> None:
+        """Put full parameters into a unit's modules, or into the one at `module_index`."""
+        if unit_index in self._shows_local:
+            self._shows_local.discard(unit_index)
+            self.units[unit_index].show_sharded()
+        self.units[unit_index].show_unsharded(module_index)
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
@@ -290,6 +333,8 @@ class Engine:
             unit.plan_buckets()
             self.executor.make_bucket_pools()
         group.set_trainable(trainable, self._has_unattached)
+        if self._local_weights is not None and unit.index in self._local_weights:
+            self._local_weights[unit.index][group_index] = group.local_compute_weights()
         self.watch_gradients(unit.index, group_index)
 
     def watch_gradients(self, unit_index: int, group_index: int) -> None:
@@ -373,7 +418,7 @@ class Engine:
         self.executor.run(operations, self.reach)
         if not call.reads_weights:
             return
-        self.units[call.unit].show_unsharded(call.module_index)  # recomputation inside the module calls no hooks of it
+        self._show_unsharded(call.unit, call.module_index)  # recomputation inside the module calls no hooks of it
         self._unsharded_for_backward.add(call.unit)
         if self.observers.active:
             self.observers.begins(Phase.BACKWARD, call.unit)
@@ -454,6 +499,7 @@ class Engine:
         if self.has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
             self.executor.run(self.scheduler.weights_changed())
         self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
+        self._show_local_weights()
         self._callback_queued = self._has_unattached = True
         self._defers |= self.reach is not Reach.EVERYWHERE
         self.backward_number += 1
@@ -479,6 +525,7 @@ class Engine:
         for unit_index in self._unsharded_for_backward:
             self.units[unit_index].show_sharded()
         self._unsharded_for_backward.clear()
+        self._hide_local_weights()
         self._callback_queued = False
         self._ending = True
         try:
@@ -509,6 +556,7 @@ class Engine:
         for unit in self.units:
             unit.show_sharded()
         self._unsharded_for_backward.clear()
+        self._shows_local.clear()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -617,6 +665,7 @@ class Engine:
         sums, stay there with those of earlier backwards, as on one process; clear gradients to drop them.
         """
         self._callback_queued = False
+        self._shows_local.clear()
         if self.executor.early is not None:
             self.executor.early.reset()
         if self.delayed is not None:

@@ -403,13 +403,18 @@ class ParameterGroup:
         """Make parameters over this rank's part of the compute weights: dtype and shape are those of the full ones."""
         region = self.weights.main.region
         part = self.weights.compute.view_of(region)
-        return tuple(
+        made = tuple(
             nn.Parameter(
                 self.describe_piece(index, piece_view(self.plan.layout, region, part, index)),
                 requires_grad=param.requires_grad,
             )
             for index, param in enumerate(self.sharded)
         )
+        for index, param in enumerate(made):
+            if param.requires_grad:
+                moves = functools.partial(_move_gradient, weakref.ref(self), index)
+                param.register_post_accumulate_grad_hook(moves)
+        return made
 
     def point_full_to(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
@@ -549,6 +554,16 @@ def _set_to_itself(name: str, own_id: int, source: object, *_unused: object) -> 
             "parameter instead, between forwards and under torch.no_grad()"
         )
     return source
+
+
+def _move_gradient(group: weakref.ref[ParameterGroup], index: int, local: torch.Tensor) -> None:
+    """Add the gradient of local compute weights, as of a penalty inside of a forward, to that of the sharded ones."""
+    alive, grad, local.grad = group(), local.grad, None
+    if alive is None or grad is None:
+        return
+    param = alive.sharded[index]
+    own = _of_autograd(group, weakref.ref(param), index, grad.to(param.dtype))
+    param.grad = own if param.grad is None else param.grad + own
 
 
 def _of_autograd(

@@ -212,10 +212,7 @@ class Unit:
             held = namespace["_parameters"]
             found = held.get(attribute)
             if found is not sharded and found is not param:
-                raise ConfigurationError(
-                    f"{attribute} of a {type(module).__name__} in unit {self.label} is not the sharded parameter any "
-                    "more (functional_call, or assigned after sharding); sharded models use their own weights"
-                )
+                raise self._refusal_of(module, attribute)
             if is_plain:
                 held[attribute] = param
             else:
@@ -247,10 +244,18 @@ class Unit:
     def show_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
         """Put given parameters into the module tree, one per parameter of each group."""
         self._swapped.update(range(len(self._swaps)))
-        for params, sites in zip(copies, self._sites, strict=True):
-            for param, of_param in zip(params, sites, strict=True):
+        for group, params, sites in zip(self.groups, copies, self._sites, strict=True):
+            for sharded, param, of_param in zip(group.sharded, params, sites, strict=True):
                 for module, attribute in of_param:
+                    if module._parameters.get(attribute) is not sharded:
+                        raise self._refusal_of(module, attribute)
                     set_parameter(module, attribute, param)
+
+    def _refusal_of(self, module: nn.Module, attribute: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{attribute} of a {type(module).__name__} in unit {self.label} is not the sharded parameter any more "
+            "(functional_call, or assigned after sharding); sharded models use their own weights"
+        )
 
     def has_parameters_in(self, modules: Collection[int]) -> bool:
         """Return whether any module whose id is given holds a parameter of the unit."""
