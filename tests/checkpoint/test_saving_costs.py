@@ -18,7 +18,7 @@ from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes
 from tests.support.on_ranks import on_ranks
 
-SAVE_COLLECTIVES, LOAD_COLLECTIVES = 16, 5
+SAVE_COLLECTIVES, LOAD_COLLECTIVES = 20, 8
 SAVE_FILES_OF_RANK, SAVE_FILES_OF_FIRST = 1, 4  # data; manifest, metadata and the pointer
 SMALL, LARGE = 16, 256
 BLOCK_BYTES = 2 * 8 * BLOCK  # the integers of a block of elements, and their weights

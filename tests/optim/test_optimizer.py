@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -250,7 +251,7 @@ def test_moments_that_begin_at_zero_are_warned_of(
         warnings.simplefilter("always")
         optimizer.load_state_dict(state["optimizer"])
     told = [str(warning.message) for warning in caught]
-    assert len(told) == warned
+    assert len(told) == (warned if dist.get_rank() == 0 else 0)  # the first rank says it for all
     assert all("moments start from zero; load with megatron_fsdp.checkpoint.load" in text for text in told)
 
 

@@ -20,7 +20,7 @@ from megatron_fsdp.checkpoint.optimizer_state import as_extra
 from megatron_fsdp.checkpoint.report import LoadReport, check_group, together
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.checkpoint.store import CheckpointStore
-from megatron_fsdp.comm.agreement import agreed, group_of, over
+from megatron_fsdp.comm.agreement import agreed, all_agree, over
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 
@@ -42,7 +42,6 @@ class Checkpointer:
         store: The folder of the run.
     """
 
-    @agreed("opening the checkpoints", group_of, CheckpointError)
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -62,10 +61,10 @@ class Checkpointer:
         Raises:
             ConfigurationError: `keep_last` is no whole number from 1, or ranks give different arguments.
         """
-        check_group(group)
-        self.store = CheckpointStore(root, keep_last=keep_last, group=group)
-        facts = {"keep_last": repr(keep_last), "in_background": str(bool(in_background))}
-        together("opening the checkpoints", lambda: None, group, facts)
+        with all_agree("opening the checkpoints", over(group), CheckpointError) as facts:
+            check_group(group)
+            self.store = CheckpointStore(root, keep_last=keep_last, group=group)
+            facts |= {"keep_last": repr(keep_last), "in_background": str(bool(in_background))}
         self._group = group
         self._is_in_background, self._is_closed = bool(in_background), False
         # Made by the first save: the group that it needs can be made only once ranks agree that they need it.
@@ -130,7 +129,6 @@ class Checkpointer:
         self._saver.start(state, write)
         return target
 
-    @agreed("loading a checkpoint", lambda self, *_, **__: over(self._group), CheckpointError)
     def load(
         self,
         model: nn.Module,
@@ -193,7 +191,6 @@ class Checkpointer:
         self.close()
 
 
-@agreed("saving a checkpoint", group_of, CheckpointError)
 def save_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
