@@ -21,7 +21,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import LifetimeError
 from tests.conftest import RunRanks
 from tests.support.on_ranks import engine_of, fixed_seed, on_ranks, same_on_ranks
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
 Fault = Callable[[], Any]
 
@@ -143,7 +143,7 @@ def _wrapped(is_checked: bool) -> MegatronFSDP:
 
 def _train_twice(model: MegatronFSDP) -> None:
     for _ in range(2):
-        tower_loss(model, torch.ones(2, FEATURES)).backward()
+        tower_loss(model, torch.ones(2, TOWER_FEATURES)).backward()
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -167,7 +167,7 @@ def stale_read(is_checked: bool) -> tuple[float, float]:
     """The loss of a model that first reads what it kept of a weight of an earlier step; and of an ordinary step."""
     model = _wrapped(is_checked)
     kept: list[torch.Tensor] = []
-    floors, x = model.module.floors, torch.ones(2, FEATURES)
+    floors, x = model.module.floors, torch.ones(2, TOWER_FEATURES)
     with torch.no_grad():
         keep = floors[7].register_forward_pre_hook(lambda floor, *_: kept.append(floor.up.weight.detach()))
         ordinary = tower_loss(model, x).item()
@@ -198,7 +198,7 @@ def unfilled() -> int:
             each.filled = True
         return original(self, *args)
 
-    x = torch.ones(2, FEATURES)
+    x = torch.ones(2, TOWER_FEATURES)
     with mock.patch.object(GradientBuffers, "reduce", forgetful):
         floor = model.module.floors[4]
         with mock.patch.object(floor, "forward", lambda x: x + floor.down(floor.down.weight.new_ones(1, 32))):

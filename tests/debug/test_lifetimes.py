@@ -21,9 +21,20 @@ from tests.support.arrangements import mesh_of
 from tests.support.case import Recording, Run, Scenario, Setting, outcome_of
 from tests.support.delays import DelayObserver, inject_delays
 from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
-from tests.support.usage_models import Failing, FailingModel, PlannedError, Recomputed, failing_at, vector_case
-from tests.support.zoo import MODEL_CASES, ModelName
+from tests.support.zoo import (
+    MODEL_CASES,
+    TOWER_FEATURES,
+    Failing,
+    FailingModel,
+    Floor,
+    ModelName,
+    PlannedError,
+    Recomputed,
+    Tower,
+    failing_at,
+    tower_loss,
+    vector_case,
+)
 
 UP_TO_S = 0.001
 _BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
@@ -128,7 +139,7 @@ def train_buckets(seed: int | None) -> list[Tensor]:
         model.check_lifetimes()
     found = []
     for step in range(3):
-        x = torch.linspace(-1, 1 + step + dist.get_rank(), 4 * FEATURES).view(4, FEATURES)
+        x = torch.linspace(-1, 1 + step + dist.get_rank(), 4 * TOWER_FEATURES).view(4, TOWER_FEATURES)
         if seed is None:
             loss = tower_loss(model, x)
             loss.backward()
@@ -197,7 +208,7 @@ def test_off_until_asked_for_and_then_once() -> None:
         module = Tower()
     model, optimizer = fully_shard(module, adam(module), fsdp_unit_modules=[Floor])
     told: list[Any] = [not bool(engine_of(model).observers)]
-    x = torch.ones(2, FEATURES)
+    x = torch.ones(2, TOWER_FEATURES)
     loss = tower_loss(model, x)
     with pytest.raises(ScheduleError, match="call it between steps"):
         _inside(model, x)
@@ -227,7 +238,7 @@ def _on_device(is_disturbed: bool) -> list[Tensor]:
             model.check_lifetimes()
             stack.enter_context(inject_delays(model, 1, UP_TO_S))
         for _ in range(3):
-            loss = tower_loss(model, torch.ones(2, FEATURES, device="cuda"))
+            loss = tower_loss(model, torch.ones(2, TOWER_FEATURES, device="cuda"))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -28,7 +28,7 @@ from tests.conftest import RunRanks
 from tests.support.case import FP32, Recording, Run, Scenario, Setting, assert_parity, reference, run_sharded
 from tests.support.on_ranks import on_ranks
 from tests.support.settling import settled
-from tests.support.usage_models import FEATURES, Layer, Ordered, vector_case
+from tests.support.zoo import FEATURES, Layer, Ordered, vector_case
 
 _TIMEOUT_S = 300.0
 _WAIT_S = 60.0

@@ -29,8 +29,7 @@ from tests.support.formulas import (
     transient_bytes,
 )
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
-from tests.support.usage_models import Ordered, Recomputed, vector_case
+from tests.support.zoo import TOWER_FEATURES, Floor, Ordered, Recomputed, Tower, tower_loss, vector_case
 
 ZERO3 = ShardingStrategy.optim_grads_params
 WIDTHS = (32, 32, 64, 48, 32, 32)  # the third and the fourth floor fit no slot of the others
@@ -81,7 +80,7 @@ def measure_all() -> dict[tuple[WeightAllocator, int], Reading]:
 
 def _measure(options: dict[str, Any]) -> Reading:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    x = torch.randn(2, FEATURES)
+    x = torch.randn(2, TOWER_FEATURES)
     unsharded = _unsharded_peak(x)
     before = held_bytes()
     model = Tower(WIDTHS)
@@ -272,7 +271,7 @@ def wrapped_tower(**options: Any) -> MegatronFSDP:
     return fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Floor], **options)[0]
 
 
-X = torch.ones(2, FEATURES)
+X = torch.ones(2, TOWER_FEATURES)
 
 
 @on_ranks(2)
@@ -298,7 +297,7 @@ def test_released_weights_can_neither_be_read_nor_differentiated() -> None:
     tower_loss(model, X).backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved[0].backward()
-    assert (tuple(weight.shape), weight.sum().item()) == ((32, FEATURES), 0.0)
+    assert (tuple(weight.shape), weight.sum().item()) == ((32, TOWER_FEATURES), 0.0)
 
 
 @on_ranks(2)

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.on_ranks import engine_of, local_of, on_ranks
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
 WIDTHS = (8, 16, 8)
-X = torch.ones(2, FEATURES)
+X = torch.ones(2, TOWER_FEATURES)
 
 
 def gradient_bytes(model: MegatronFSDP) -> int:

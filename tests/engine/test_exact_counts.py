@@ -16,8 +16,17 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.counting import Collectives, OpCounts
 from tests.support.formulas import GroupFootprint, footprints_of, step_traffic
-from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
-from tests.support.zoo import MODEL_CASES, ModelCase, ModelName
+from tests.support.zoo import (
+    FLOOR_NUMEL,
+    FLOORS,
+    MODEL_CASES,
+    ROOT_NUMEL,
+    Floor,
+    ModelCase,
+    ModelName,
+    Tower,
+    tower_loss,
+)
 
 STRATEGIES = list(ShardingStrategy)
 STEPS = 3

@@ -32,7 +32,7 @@ from tests.support.ordered_streams import (
     without_order_between_lanes,
     without_tickets,
 )
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
 # ---- random programs -------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class Program:
 
     def loss(self) -> Tensor:
         """Run a forward; its loss is noted, and read at the end: until then the host waits for nothing."""
-        x = torch.randn(SAMPLES, FEATURES, generator=self.inputs).to(self.dtype)
+        x = torch.randn(SAMPLES, TOWER_FEATURES, generator=self.inputs).to(self.dtype)
         loss = tower_loss(self.model, x)
         self.noted.append(loss.detach().clone())
         return loss

@@ -22,8 +22,7 @@ from tests.support.arrangements import hybrid
 from tests.support.case import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded
 from tests.support.formulas import footprints_of, persistent_bytes
 from tests.support.on_ranks import on_ranks
-from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
-from tests.support.zoo import DENSE
+from tests.support.zoo import DENSE, FLOOR_NUMEL, TOWER_FEATURES, Floor, Tower, tower_loss
 
 HALF = {"home": "host", "fraction": 0.5}
 BF16 = MixedPrecisionPolicy(torch.float32, torch.float32)
@@ -128,7 +127,7 @@ def test_state_of_scalars_that_the_optimizer_makes_before_sharding_moves_too() -
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1)
         model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Floor], homes=homes)
         for step in range(3):
-            x = torch.randn(2, FEATURES, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+            x = torch.randn(2, TOWER_FEATURES, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
             tower_loss(model, x).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -145,7 +144,7 @@ def test_steps_on_dtensors_are_refused_only_where_state_rests_elsewhere_than_wei
         model = Tower((32, 32))
         model, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), 0.1), homes=homes, zero_dp_strategy=3)
         optimizer.param_groups[0]["params"].append(optimizer.param_groups[0]["params"][0])  # is stepped twice
-        tower_loss(model, torch.randn(2, FEATURES)).backward()
+        tower_loss(model, torch.randn(2, TOWER_FEATURES)).backward()
         optimizer.step()
 
     step("host")
@@ -169,7 +168,7 @@ def test_what_is_away_takes_no_bytes_of_the_device() -> None:
             mixed_precision_policy=BF16,
             homes=homes,
         )
-        tower_loss(model, torch.randn(2, FEATURES, dtype=torch.bfloat16)).backward()
+        tower_loss(model, torch.randn(2, TOWER_FEATURES, dtype=torch.bfloat16)).backward()
         optimizer.step()
         described = model.describe()
         groups = footprints_of(model)
@@ -218,7 +217,7 @@ def test_state_of_three_units_at_most_is_on_the_device_while_the_next_comes_and_
 
     with patch.object(StateMemory, "borrow", borrow):
         for _ in range(2):  # the first makes the state
-            tower_loss(model, torch.randn(2, FEATURES)).backward()
+            tower_loss(model, torch.randn(2, TOWER_FEATURES)).backward()
             optimizer.step()
     assert len(borrowed) == 2 * 14
     assert max(held) == 3 * 2 * FLOOR_NUMEL
@@ -245,7 +244,7 @@ def save_and_resume(folder: str, before: str | None, after: str | None) -> tuple
 
     def train(model: Any, optimizer: Any, steps: range) -> list[float]:
         for step in steps:
-            x = torch.randn(2, FEATURES, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+            x = torch.randn(2, TOWER_FEATURES, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
             tower_loss(model, x).backward()
             optimizer.step()
             optimizer.zero_grad()

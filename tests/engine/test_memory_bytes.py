@@ -26,8 +26,7 @@ from tests.support.formulas import (
     persistent_bytes,
     transient_bytes,
 )
-from tests.support.tower import Floor, Tower, tower_loss
-from tests.support.zoo import MODEL_CASES
+from tests.support.zoo import MODEL_CASES, Floor, Tower, tower_loss
 
 BF16, FP32 = torch.bfloat16, torch.float32
 STRATEGIES = list(ShardingStrategy)

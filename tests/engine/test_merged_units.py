@@ -19,8 +19,7 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
 from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs, three_steps
 from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
-from tests.support.usage_models import FEATURES, Layer, NeighbourCallers, Ordered, Penalised, Recomputed, vector_case
-from tests.support.zoo import ModelCase
+from tests.support.zoo import FEATURES, Layer, ModelCase, NeighbourCallers, Ordered, Penalised, Recomputed, vector_case
 
 LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
 MIB = 2**20

@@ -21,8 +21,7 @@ from tests.conftest import RunRanks
 from tests.support.case import Scenario, Setting, check_strategies, three_steps
 from tests.support.counting import LiveBytes
 from tests.support.on_ranks import assert_equal_tensors, first_rank_warns, fixed_seed, on_ranks, same_on_ranks
-from tests.support.tower import FLOORS, ROOT_NUMEL, Floor, Tower
-from tests.support.zoo import MODEL_CASES, Block, TinyTransformer, token_case
+from tests.support.zoo import FLOORS, MODEL_CASES, ROOT_NUMEL, Block, Floor, TinyTransformer, Tower, token_case
 
 # ---- models that can be built on the meta device, each with something that their initialisation finds hard -----------
 

@@ -15,7 +15,7 @@ from tests.support.api_net import Layer, backward, batches, build, mesh, train
 from tests.support.counting import LiveBytes, held_bytes
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.settling import settled
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
 
 def wrap(strategy: int = 3, **arguments: Any) -> MegatronFSDP:
@@ -104,7 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
     "max pool": {"maxpool_double_buffer": True},
     "fine-grained": {"enable_fine_grained_param_gather": True},
 }
-X = torch.ones(2, FEATURES)
+X = torch.ones(2, TOWER_FEATURES)
 
 
 def wrap_tower(name: str) -> tuple[MegatronFSDP, torch.optim.Optimizer]:

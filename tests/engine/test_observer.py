@@ -8,7 +8,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.observer import Observer, Phase
 from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.tower import FEATURES, FLOORS, Floor, Tower, tower_loss
+from tests.support.zoo import FLOORS, TOWER_FEATURES, Floor, Tower, tower_loss
 
 
 class Notes(Observer):
@@ -38,7 +38,7 @@ class Notes(Observer):
 
 def train(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> float:
     optimizer.zero_grad()
-    loss = tower_loss(model, torch.linspace(-1, 1, 4 * FEATURES).view(4, FEATURES))
+    loss = tower_loss(model, torch.linspace(-1, 1, 4 * TOWER_FEATURES).view(4, TOWER_FEATURES))
     loss.backward()
     optimizer.step()
     return loss.item()

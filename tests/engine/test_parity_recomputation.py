@@ -6,8 +6,7 @@ import pytest
 
 from tests.conftest import RunRanks
 from tests.support.case import Run, Scenario, Setting, check_strategies
-from tests.support.usage_models import Recomputed, Where, vector_case
-from tests.support.zoo import ModelCase
+from tests.support.zoo import ModelCase, Recomputed, Where, vector_case
 
 PLACES: tuple[Where, ...] = ("units", "inside", "pairs", "all")
 

@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 from tests.conftest import RunRanks
 from tests.support.case import STRATEGIES as ALL
 from tests.support.case import Run, Scenario, Setting, check_strategies, each_half
-from tests.support.usage_models import FailingModel, Ordered, PlannedError, failing_at, vector_case
-from tests.support.zoo import ModelCase
+from tests.support.zoo import FailingModel, ModelCase, Ordered, PlannedError, failing_at, vector_case
 
 SHARDED = (Setting(3), Setting(2))
 FAILING = vector_case(FailingModel)

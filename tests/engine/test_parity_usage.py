@@ -25,17 +25,17 @@ from tests.support.case import (
     three_steps,
 )
 from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.usage_models import (
+from tests.support.zoo import (
     Branches,
     HidesResults,
     InPlace,
+    ModelCase,
     Nested,
     Ordered,
     Penalised,
     Unpacking,
     vector_case,
 )
-from tests.support.zoo import ModelCase
 
 SHARDED = (Setting(3), Setting(2))
 ORDERED = vector_case(Ordered)

@@ -15,8 +15,16 @@ from tests.conftest import RunRanks
 from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.counting import held_bytes
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks
-from tests.support.usage_models import Failing, FailingModel, PlannedError, failing_at, make_batch, vector_case
-from tests.support.zoo import Batch, vector_loss
+from tests.support.zoo import (
+    Batch,
+    Failing,
+    FailingModel,
+    PlannedError,
+    failing_at,
+    make_batch,
+    vector_case,
+    vector_loss,
+)
 
 LAYERS = 3
 POINTS = (

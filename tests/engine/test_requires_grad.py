@@ -17,8 +17,7 @@ from tests.support.api_net import Layer, backward, batches, build, mesh, own_par
 from tests.support.arrangements import hybrid
 from tests.support.case import Run, Scenario, Setting, check_jobs, check_strategies, ddp
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
-from tests.support.usage_models import Nested, Recomputed, vector_case
-from tests.support.zoo import MODEL_CASES, ModelCase
+from tests.support.zoo import MODEL_CASES, ModelCase, Nested, Recomputed, vector_case
 
 Chosen = Callable[[int, str], bool]
 """(number of a parameter, its name) -> whether it is frozen."""

@@ -22,8 +22,7 @@ from tests.support.api_net import mesh
 from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.formulas import exchange_scratch_bytes, footprints_of, step_traffic, transient_bytes
 from tests.support.on_ranks import engine_of, on_ranks
-from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
-from tests.support.usage_models import Ordered, vector_case
+from tests.support.zoo import FLOOR_NUMEL, TOWER_FEATURES, Floor, Ordered, Tower, tower_loss, vector_case
 
 FLOORS = 5
 
@@ -89,7 +88,7 @@ def trace_of(options: dict[str, Any], sizes: dict[str, int] | None = None) -> Tr
     for name, value in (sizes or {}).items():
         setattr(model, name, value)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    x = torch.ones(2, FEATURES)
+    x = torch.ones(2, TOWER_FEATURES)
     trace = Trace()
     for step in range(3):
         if step == 2:
@@ -200,7 +199,7 @@ def test_sizes_in_elements_become_units_and_buckets(
     observe(model, trace)
     for _ in range(2):
         before = model.traffic()
-        tower_loss(model, torch.ones(2, FEATURES)).backward()
+        tower_loss(model, torch.ones(2, TOWER_FEATURES)).backward()
         optimizer.step()
         optimizer.zero_grad()
     groups, strategy = footprints_of(model), ShardingStrategy.optim_grads_params

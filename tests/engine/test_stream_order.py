@@ -56,9 +56,19 @@ from tests.support.ordered_streams import (
     without_order_between_lanes,
     without_tickets,
 )
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
-from tests.support.usage_models import Ordered, Penalised, Recomputed, vector_case
-from tests.support.zoo import MODEL_CASES, Batch, ModelCase
+from tests.support.zoo import (
+    MODEL_CASES,
+    TOWER_FEATURES,
+    Batch,
+    Floor,
+    ModelCase,
+    Ordered,
+    Penalised,
+    Recomputed,
+    Tower,
+    tower_loss,
+    vector_case,
+)
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
@@ -75,7 +85,7 @@ def low_tower(build: type[Tower], dtype: torch.dtype) -> nn.Module:
 
 
 def draw_input(dtype: torch.dtype, samples: int, draws: torch.Generator) -> Batch:
-    x = torch.randn(samples, FEATURES, generator=draws).to(dtype)
+    x = torch.randn(samples, TOWER_FEATURES, generator=draws).to(dtype)
     return Batch(x, x)
 
 

@@ -23,8 +23,8 @@ from megatron_fsdp.hang.explain import Explanation, Kind, explain
 from megatron_fsdp.hang.log_file import read_folder
 from tests.support.on_ranks import engine_of
 from tests.support.settling import PATIENCE_S, settled, steady
-from tests.support.usage_models import FEATURES, Layer, Ordered
 from tests.support.worker_pool import preloaded_modules
+from tests.support.zoo import FEATURES, Layer, Ordered
 
 # ---- ranks of their own that stop one another ------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, Ring, UnitFacts, Writer
 from tests.conftest import RunRanks
 from tests.hang.test_hangs import step
 from tests.support.on_ranks import engine_of
-from tests.support.usage_models import Layer, Ordered
+from tests.support.zoo import Layer, Ordered
 
 
 def shard() -> MegatronFSDP:

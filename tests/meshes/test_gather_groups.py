@@ -17,8 +17,17 @@ from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.experts import FLAT as EXPERT_MESH
 from tests.support.experts import arguments, build_with_experts, expert_mesh, experts_of, place
 from tests.support.on_ranks import of_ranks, on_ranks
-from tests.support.tower import FLOORS, Floor, Tower, tower_loss
-from tests.support.zoo import MODEL_CASES, Block, make_token_batch, token_case, token_loss
+from tests.support.zoo import (
+    FLOORS,
+    MODEL_CASES,
+    Block,
+    Floor,
+    Tower,
+    make_token_batch,
+    token_case,
+    token_loss,
+    tower_loss,
+)
 
 EXPERTS = token_case(build_with_experts)
 

@@ -30,8 +30,7 @@ from tests.support.case import (
     sgd,
     three_steps,
 )
-from tests.support.usage_models import Branches, vector_case
-from tests.support.zoo import MODEL_CASES, ModelName
+from tests.support.zoo import MODEL_CASES, Branches, ModelName, vector_case
 
 MESHES = ((2, 2), (4, 1), (2, 1))
 """Outer times inner ranks."""

@@ -14,7 +14,7 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
 from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.on_ranks import on_ranks
-from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
+from tests.support.zoo import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 
 UNITS = FLOORS + 1
 P = ROOT_NUMEL + FLOORS * FLOOR_NUMEL

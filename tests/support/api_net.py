@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp import MegatronFSDP
+from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.on_ranks import fixed_seed
 
 SAMPLES = 12
@@ -50,6 +50,12 @@ def build(seed: int = 0) -> Net:
 def mesh() -> DeviceMesh:
     """All ranks in one dimension, "dp"."""
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def wrap(strategy: int = 3, model: nn.Module | None = None, **arguments: Any) -> MegatronFSDP:
+    """Shard a network in its layers, over all ranks."""
+    given = {"fsdp_unit_modules": [Layer], "zero_dp_strategy": strategy, **arguments}
+    return fully_shard_model(build() if model is None else model, mesh(), **given)
 
 
 def batches(count: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -55,6 +55,17 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
+def shard(
+    model: nn.Module | ModelCase, optimizer: OptimizerFn = sgd, seed: int = 0, **options: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard a model, or that of a case in its units, with an optimizer of its own; as `fully_shard` is told."""
+    if isinstance(model, ModelCase):
+        options = {"fsdp_unit_modules": list(model.unit_classes), **options}
+        with fixed_seed(seed):
+            model = model.build()
+    return fully_shard(model, optimizer(model), **options)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A script and what it trains."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.errors import MegatronFSDPError
 
 Test = Callable[..., None]
 
@@ -58,6 +59,13 @@ def same_on_ranks(value: Any) -> Any:
     found = of_ranks(value)
     assert found == [found[0]] * len(found), found
     return value
+
+
+def refusal(call: Callable[..., object], *given: Any, error: Any = MegatronFSDPError, **named: Any) -> str:
+    """The sentence with which a call fails, on all ranks alike."""
+    with pytest.raises(error) as raised:
+        call(*given, **named)
+    return str(same_on_ranks(str(raised.value)))
 
 
 @contextmanager

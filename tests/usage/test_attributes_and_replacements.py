@@ -12,7 +12,7 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.usage_models import FEATURES, Layer, Ordered, Penalised, SideLoss, vector_case
+from tests.support.zoo import FEATURES, Layer, Ordered, Penalised, SideLoss, vector_case
 
 ALL = tuple(Setting(strategy) for strategy in range(4))
 

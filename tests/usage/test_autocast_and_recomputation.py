@@ -13,8 +13,7 @@ from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.case import Run, Scenario, Setting, Tolerance, check_strategies, three_steps
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
-from tests.support.usage_models import FEATURES, Layer, Ordered, Recomputed, Where, make_batch, vector_case
-from tests.support.zoo import vector_loss
+from tests.support.zoo import FEATURES, Layer, Ordered, Recomputed, Where, make_batch, vector_case, vector_loss
 
 ALL = tuple(Setting(strategy) for strategy in range(4))
 SHARDED = (Setting(3), Setting(2))

@@ -16,7 +16,7 @@ from megatron_fsdp.utils import (
     is_submodule,
 )
 from tests.support.on_ranks import on_ranks
-from tests.support.usage_models import FEATURES, Layer, Ordered
+from tests.support.zoo import FEATURES, Layer, Ordered
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
-from tests.support.usage_models import FEATURES, Layer, Ordered, make_batch
-from tests.support.zoo import vector_loss
+from tests.support.zoo import FEATURES, Layer, Ordered, make_batch, vector_loss
 
 How = Literal[
     "unit in place", "unit in a box", "unit afterwards", "model in place", "model in a box", "model afterwards"

@@ -13,7 +13,7 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import on_ranks
-from tests.support.usage_models import FEATURES, Experts, Layer, Nested, Ordered, let_take_part, vector_case
+from tests.support.zoo import FEATURES, Experts, Layer, Nested, Ordered, let_take_part, vector_case
 
 ALL = tuple(Setting(strategy) for strategy in range(4))
 EXPERTS = vector_case(Experts)
