@@ -5,9 +5,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from megatron_fsdp import fully_shard_model
+from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import (
     Arrangement,
@@ -27,6 +33,7 @@ from tests.support.case import (
     clip_by_torch,
     two_steps,
 )
+from tests.support.on_ranks import engine_of, fixed_seed, on_ranks, same_on_ranks
 from tests.support.zoo import DENSE
 
 PLANS: tuple[Divide, ...] = (divide_tensors, divide_tensors_and_sequences)
@@ -103,3 +110,47 @@ def test_the_norm_counts_every_element_once(run_ranks: RunRanks, script: Callabl
     """Parts are summed over tensor-parallel ranks; what they all hold is not."""
     settings = [Setting(inner, arrangement=tensor_parallel(divide)) for inner, divide in ((0, PLANS[0]), (3, PLANS[1]))]
     check_strategies(run_ranks, 4, Scenario(script, DENSE), settings)
+
+
+class ScaleOfParts(nn.Module):
+    """A parameter between a column-wise and a row-wise layer; `sums` says what each rank's gradient is."""
+
+    def __init__(self, mesh: DeviceMesh, *, sums: bool) -> None:
+        super().__init__()
+        self.gradient = Partial() if sums else Replicate()
+        self.scale = nn.Parameter(distribute_tensor(torch.ones(1), mesh, [Replicate()]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.scale, DTensor)
+        return inputs * self.scale.to_local(grad_placements=[self.gradient])
+
+
+def scaled(mesh: DeviceMesh, *, sums: bool) -> nn.Module:
+    with fixed_seed(0):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Identity(), nn.Linear(8, 4))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model[1] = ScaleOfParts(mesh, sums=sums)
+    return model
+
+
+@on_ranks(4)
+def test_the_first_backward_finds_a_gradient_of_which_ranks_have_a_part() -> None:
+    """Under no_sync and in microbatches, too; nothing is compared later, and nobody waits where nothing is whole."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    for sums in (True, False):
+        model = fully_shard_model(scaled(mesh["tp"], sums=sums), device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp")
+        with model.no_sync():
+            loss = model(torch.ones(3, 4)).square().sum()
+            if sums:
+                loss.backward()
+                assert not engine_of(model).gradient_checks
+                continue
+            with pytest.raises(ConfigurationError) as raised:
+                loss.backward()
+        text = same_on_ranks(str(raised.value))
+        assert text.startswith("1 parameters are whole on every tensor-parallel rank, but their gradients differ")
+        assert "1.scale (norms from" in text
+    model = nn.Sequential(nn.Linear(4, 8, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    whole = fully_shard_model(model, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp")
+    whole(torch.ones(3, 4)).sum().backward()

@@ -275,6 +275,8 @@ class ReplicaCheck(GradientCheck):
         Raises:
             ConfigurationError: Gradients of a parameter differ; the message names parameters and norms.
         """
+        if self.is_done:  # there is nothing to compare
+            return
         both = torch.stack([-self._sums, self._sums])
         both[:, :, 0] = both[:, :, 0].abs().sqrt() * both[:, :, 0].sign()
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
 from megatron_fsdp.automodel.tensor_parallel.parallelize import SEQUENCE_PARALLEL_TYPES
 from megatron_fsdp.errors import ConfigurationError
+from tests.automodel.training import managed, strategy
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import NO_DROPOUT
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
@@ -96,7 +97,7 @@ def build(kind: str) -> Any:
     config = config_of(kind)
     with torch.device("meta"):
         numel = sum(param.numel() for param in factory.from_config(config).parameters())
-    assert numel < 3_000_000, f"{kind} has {numel} elements; SIZES lacks a size"
+    assert numel < 50_000_000, f"{kind} has {numel} elements; SIZES lacks a size"
     with fixed_seed(0), torch.no_grad():
         model = factory.from_config(config, dtype=torch.float32)
         for param in model.parameters():
@@ -185,14 +186,16 @@ def test_gradients_under_sequence_parallelism_equal_one_process() -> None:
     assert_right(sorted(SEQUENCE_PARALLEL_TYPES), splits_tokens=True)
 
 
+MLP = "model.layers.*.mlp"
+
+
 class OwnColumns(ColwiseParallel):
     """What a style of one's own does, no trial can know."""
 
 
 @on_ranks(2)
 def test_the_first_backward_finds_gradients_of_which_ranks_have_a_part() -> None:
-    mlp = "model.layers.*.mlp"
-    plan = {f"{mlp}.up_proj": OwnColumns(), f"{mlp}.down_proj": RowwiseParallel()}
+    plan = {f"{MLP}.up_proj": OwnColumns(), f"{MLP}.down_proj": RowwiseParallel()}
     model = build("apertus")
     parallelize_tensors(model, mesh_of((2,), ("tp",)), plan=plan)
     with pytest.raises(ConfigurationError) as raised:
@@ -201,3 +204,18 @@ def test_the_first_backward_finds_gradients_of_which_ranks_have_a_part() -> None
     assert text.startswith("4 parameters are whole on every tensor-parallel rank, but their gradients differ")
     assert "model.layers.1.mlp.act_fn.alpha_n (norms from" in text
     assert "replicated_with_grad_allreduce" in text
+
+
+@on_ranks(4)
+def test_managers_give_gradients_of_one_process_and_ranks_compare_them() -> None:
+    expected = gradients_of(build("apertus"))
+    for name in ("fsdp2", "megatron_fsdp"):
+        model = managed(strategy(name), build("apertus"), tp_size=2)
+        found = {key.removeprefix("module."): grad for key, grad in gradients_of(model).items()}
+        for key, right in expected.items():
+            torch.testing.assert_close(found[key], right, rtol=1e-3, atol=1e-5)
+    plan = {f"{MLP}.up_proj": OwnColumns(), f"{MLP}.down_proj": RowwiseParallel()}
+    model = managed(strategy("fsdp2", tp_plan=plan), build("apertus"), tp_size=2)
+    with pytest.raises(ConfigurationError) as raised:
+        gradients_of(model)
+    assert "model.layers.1.mlp.act_fn.alpha_n" in same_on_ranks(str(raised.value))
