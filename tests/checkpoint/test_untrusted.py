@@ -1,13 +1,10 @@
 """Nothing in a checkpoint runs when it is read: a hostile pickle in each place is refused by name."""
 
-import contextlib
 import copyreg
 import io
 import json
 import pathlib
 import pickle
-import struct
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +43,18 @@ def test_the_payloads_would_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_the_metadata(folder: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("where", [".metadata", "common.pt", WEIGHT, STEP])
+def test_in_every_place(folder: Path, tmp_path: Path, name: str, where: str) -> None:
     marker = tmp_path / "marker"
     raw, told = hostile.payloads(marker)[name]
-    (folder / ".metadata").write_bytes(raw)
-    for read in READERS:
-        refused(read, folder, marker, told, ".metadata")
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("key", [WEIGHT, STEP])
-def test_in_the_entry_of_a_tensor_or_object(folder: Path, tmp_path: Path, name: str, key: str) -> None:
-    marker = tmp_path / "marker"
-    raw, told = hostile.payloads(marker)[name]
-    hostile.plant(folder, key, hostile.archive_of(raw))
-    for read in READERS:
-        refused(read, folder, marker, told, key)
+    if where == ".metadata":
+        (folder / where).write_bytes(raw)
+    elif where == "common.pt":
+        (folder / where).write_bytes(hostile.archive_of(raw))
+    else:
+        hostile.plant(folder, where, hostile.archive_of(raw))
+    for read in READERS if where != "common.pt" else [by_verify]:
+        refused(read, folder, marker, told, where)
 
 
 def test_what_weights_ask_for_is_named_and_torchs_advice_is_not() -> None:
@@ -70,14 +62,6 @@ def test_what_weights_ask_for_is_named_and_torchs_advice_is_not() -> None:
     with pytest.raises(CheckpointError, match=r"here asks to import subprocess\.Popen") as caught:
         load_tensor(io.BytesIO(hostile.archive_of(raw)), "here")
     assert "safe_globals" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_in_the_common_file_of_megatron(folder: Path, tmp_path: Path, name: str) -> None:
-    marker = tmp_path / "marker"
-    raw, told = hostile.payloads(marker)[name]
-    (folder / "common.pt").write_bytes(hostile.archive_of(raw))
-    refused(by_verify, folder, marker, told, "common.pt")
 
 
 class Evil:
@@ -149,39 +133,6 @@ def test_classes_and_functions_stay_as_they_are(kind: str) -> None:
     assert not pathlib.PurePosixPath("x").is_absolute()
     assert not hasattr(Metadata, "is_absolute")
     assert dcp_metadata._MEM_FORMAT_ENCODING(0).value == 0
-
-
-_DOUBLED = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
-BOMBS: dict[str, bytes] = {
-    "a large memo": hostile.whole(b"Kr" + b"r" + struct.pack("<I", (1 << 31) - 1)),
-    "hash of shared tuples": hostile.whole(b"}" + _DOUBLED + b"Ks"),
-    "hash of deep tuples": hostile.whole(b"}" + b")" + b"\x85" * 100_000 + b"K\1s"),
-    "set of a range": hostile.whole(b"cbuiltins\nset\n" + hostile.call("builtins", "range", 10**12) + b"\x85R"),
-    "zeros": hostile.whole(hostile.call("builtins", "bytearray", 10**11)),
-    "size of a range": hostile.whole(b"ctorch\nSize\n" + hostile.call("builtins", "range", 10**12) + b"\x85R"),
-    "a long bytearray": hostile.whole(b"\x96" + struct.pack("<Q", 10**11)),
-    "long bytes": hostile.whole(b"\x8e" + struct.pack("<Q", 10**11)),
-    "a long frame": hostile.whole(b"\x95" + struct.pack("<Q", 10**11)),
-    "deep lists": hostile.whole(b"]" * 50_000 + b"a" * 49_999),
-    "a huge number": hostile.whole(b"\x8b" + struct.pack("<i", 100_000) + b"\x7f" * 100_000),
-    "copies by codec": hostile.whole(hostile.call("_codecs", "encode", "x", "rot13")),
-}
-"""Short pickles that take gigabytes, hours or the process, where they are believed."""
-
-
-@pytest.mark.parametrize("kind", sorted(BOMBS))
-def test_short_pickles_take_little(kind: str) -> None:
-    raw = BOMBS[kind]
-    archive = hostile.archive_of(raw)
-    tracemalloc.start()
-    try:
-        for read in (lambda: load_metadata(raw, "here"), lambda: load_object(archive, "here")):
-            with contextlib.suppress(CheckpointError):
-                read()
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 64 << 20
 
 
 def test_what_other_pickles_have_registered_is_out_of_reach(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import struct
 import sys
@@ -62,6 +61,7 @@ def test_a_good_header_is_read(tmp_path: Path) -> None:
     }
 
 
+LONG = "n" * 1_000_000
 # The library compares headers with the bytes of the file; that it is asked, and its refusals told, shows here.
 BAD: dict[str, bytes] = {
     "nothing": b"",
@@ -72,6 +72,12 @@ BAD: dict[str, bytes] = {
     "shape does not fit bytes": as_file(changed("b", shape=[2, 2])),
     "out of the file": as_file(changed("a.weight", data_offsets=[64, 72])),
     "truncated data": as_file(GOOD, DATA[:-1]),
+    "many dimensions": as_file(changed("b", shape=[1 << 61] * 60_000)),
+    "a large dimension": as_file(changed("b", shape=[10**4000] * 4)),
+    "a large offset": as_file(changed("b", data_offsets=[0, 10**4000])),
+    "a long key": as_file({LONG: GOOD["b"]}),
+    "a long dtype": as_file(changed("b", dtype=LONG)),
+    "long metadata": as_file({"__metadata__": {"a": [LONG]}}),
 }
 
 
@@ -82,6 +88,7 @@ def test_a_damaged_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be read as safetensors|has dtype 'F4', which") as raised:
         read_header(path)
     assert str(path) in str(raised.value)
+    assert len(str(raised.value)) <= 2000
 
 
 WHOLE = as_file({"__metadata__": {"format": "pt"}, **GOOD})
@@ -165,6 +172,10 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "an absolute path": (_index({"a": "/etc/x.safetensors"}), "'a' is in '/etc/x.safetensors'"),
     "a pickle": (_index({"a": "pytorch_model.bin"}), "'a' is in 'pytorch_model.bin'"),
     "a file as a number": (_index({"a": 3}), "'a' is in 3"),
+    "a long file": (_index({"w": LONG}), "safetensors"),
+    "a long key": (_index({LONG: "no.safetensors"}), "safetensors"),
+    "a long key and a number": (_index({LONG: 3}), "safetensors"),
+    "a file of 300 letters": (_index({"w": "x" * 300 + ".safetensors"}), "safetensors"),
     "no map": (_index(["a"]), "no weight_map"),
     "an empty map": (_index({}), "no weight_map"),
     "no JSON": (lambda folder: (folder / INDEX_FILE).write_text("{") and None, "cannot be read as JSON"),
@@ -201,7 +212,8 @@ def test_an_index_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> Non
     spoil(folder)
     with pytest.raises(CheckpointError) as raised:
         open_folder(folder)
-    assert said.format(folder=folder) in str(raised.value)
+    assert said in str(raised.value)
+    assert len(str(raised.value)) <= 2000
 
 
 def test_a_wrong_folder_is_named(tmp_path: Path) -> None:
@@ -312,14 +324,3 @@ def test_files_that_are_written_are_read_back(
         assert torch.equal(found.contiguous().unsqueeze(-1).view(torch.uint8), bits[key])
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
-
-
-@pytest.mark.parametrize("name", [MODEL_FILE, INDEX_FILE])
-def test_what_is_no_file_is_named(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    makers = (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("nowhere"))
-    for make, remove in zip(makers, (path.rmdir, path.unlink, path.unlink), strict=True):
-        make()
-        with pytest.raises(CheckpointError, match=r"is no file \(but a folder, a pipe or a link to nothing\)"):
-            open_folder(tmp_path)
-        remove()

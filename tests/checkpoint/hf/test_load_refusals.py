@@ -1,7 +1,6 @@
 """Files that do not fit or cannot be read: the same error on every rank, and nothing half-loaded unsaid."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +10,24 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.checkpoint.hf import load_hf
 from megatron_fsdp.checkpoint.hf.files import MODEL_FILE, FolderReader
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, same_tensors, save_reference, shard
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 
 pytest.importorskip("transformers")
 
 
-@dataclass(frozen=True)
-class Refusal:
+def refuse(kind: str, folder: str, rank_without: int = -1) -> tuple[str, bool]:
     """What one rank met, and whether its model is as it was."""
-
-    message: str
-    unchanged: bool
-
-
-def refuse(kind: str, folder: str, changes: dict[str, Any], rank_without: int = -1) -> Refusal:
-    model = shard(build(kind, **changes))
+    model = shard(build(kind))
     before = model.full_parameters()
     path = folder if dist.get_rank() != rank_without else folder + "-elsewhere"
     with pytest.raises(CheckpointError) as raised:
         load_hf(model, path)
-    return Refusal(str(raised.value), same_tensors(model.full_parameters(), before))
+    return str(raised.value), same_tensors(model.full_parameters(), before)
 
 
 def _edit(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
@@ -90,20 +82,21 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(
     kind, spoil, said = UNFIT[name]
     save_reference(tmp_path, kind)
     spoil(tmp_path)
-    found = run_ranks(2, refuse, kind, str(tmp_path), {})
-    assert found[0].message == found[1].message
-    assert [text for text in said if text not in found[0].message] == []
-    assert all(refusal.unchanged for refusal in found)
+    found = run_ranks(2, refuse, kind, str(tmp_path))
+    assert found[0] == found[1]
+    assert [text for text in said if text not in found[0][0]] == []
+    assert found[0][1]
 
 
 def test_a_folder_that_one_rank_lacks_is_refused_by_all(run_ranks: RunRanks, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     save_reference(tmp_path / "m", "llama")
     for bad_rank, said in ((0, "elsewhere"), (1, "rank 1: CheckpointError")):
-        found = run_ranks(2, refuse, "llama", str(tmp_path / "m"), {}, bad_rank)
-        assert found[0].message.split("failed")[-1] == found[1].message.split("failed")[-1]
-        assert said in found[0].message
-        assert all(refusal.unchanged for refusal in found)
+        (first, unchanged), (second, too) = run_ranks(2, refuse, "llama", str(tmp_path / "m"), bad_rank)
+        assert first.split("failed")[-1] == second.split("failed")[-1]
+        assert said in first
+        assert unchanged
+        assert too
 
 
 def load_what_fits(folder: str) -> tuple[Any, bool, bool]:
@@ -167,16 +160,13 @@ def test_tensors_that_a_model_lets_pass_are_noted(tmp_path: Path) -> None:
     assert f"{NORM} is not stored and kept its value, as the model allows" in report.notes
 
 
-def test_full_parameters_are_not_loaded_into(run_ranks: RunRanks, tmp_path: Path) -> None:
+@on_ranks(1)
+def test_full_parameters_are_not_loaded_into(tmp_path: Path) -> None:
     save_reference(tmp_path, "llama")
-    assert run_ranks(1, load_inside_of_a_block, str(tmp_path)) == [True]
-
-
-def load_inside_of_a_block(folder: str) -> bool:
-    model: MegatronFSDP = shard(build("llama"))
+    model = shard(build("llama"))
     with model.full_parameters_context(), pytest.raises(ConfigurationError, match="full parameters at the moment"):
-        load_hf(model, folder)
-    return load_hf(model, folder).is_complete
+        load_hf(model, tmp_path)
+    assert load_hf(model, tmp_path).is_complete
 
 
 class Expanded(nn.Module):

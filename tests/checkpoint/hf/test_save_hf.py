@@ -1,9 +1,9 @@
 """A sharded model is saved as transformers saves it, by several ranks, all or nothing."""
 
 import json
+import re
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,15 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
-from tests.support.on_ranks import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks
 
 transformers = pytest.importorskip("transformers")
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What one rank had when it saved."""
-
-    weights: dict[str, Tensor]
-    logits: Tensor
-
-
-def train_and_save(kind: str, folder: str, strategy: int, is_hybrid: bool, options: dict[str, Any]) -> Saved:
+def train_and_save(
+    kind: str, folder: str, strategy: int, is_hybrid: bool, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the weights and logits of one rank when it saved."""
     plain = build(kind)
     arguments = hybrid_arguments(2, dist.get_world_size() // 2) if is_hybrid else {}
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
@@ -44,13 +39,7 @@ def train_and_save(kind: str, folder: str, strategy: int, is_hybrid: bool, optio
     optimizer.step()
     model.eval()
     save_hf(model, folder, **options)
-    return Saved(model.full_parameters(), logits(model))
-
-
-def transformers_would_store(saved: Saved, kind: str) -> dict[str, Tensor]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(build(kind), saved.weights)
+    return model.full_parameters(), logits(model)
 
 
 @pytest.mark.full(short=["gpt2-2-0-False-5000", "qwen_moe-2-1-False-1073741824", "mixtral-3-3-False-5000"])
@@ -67,14 +56,17 @@ def transformers_would_store(saved: Saved, kind: str) -> dict[str, Tensor]:
 def test_what_is_saved_is_what_transformers_loads(
     run_ranks: RunRanks, tmp_path: Path, kind: str, num_ranks: int, strategy: int, is_hybrid: bool, max_bytes: int
 ) -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
     folder, options = tmp_path / "out", {"max_shard_bytes": max_bytes}
     found = run_ranks(num_ranks, train_and_save, kind, str(folder), strategy, is_hybrid, options)
-    assert not same_tensors(found[0].weights, dict(build(kind).named_parameters()))
+    weights, _ = found[0]
+    assert not same_tensors(weights, dict(build(kind).named_parameters()))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert same_tensors(dict(loaded.named_parameters()), found[0].weights)
-    assert all(torch.equal(logits(loaded), saved.logits) for saved in found)
+    assert same_tensors(dict(loaded.named_parameters()), weights)
+    assert all(torch.equal(logits(loaded), saved) for _, saved in found)
     on_disk = stored(folder)
-    assert same_tensors(on_disk, transformers_would_store(found[0], kind))
+    assert same_tensors(on_disk, revert_weight_conversion(build(kind), weights))
     assert (folder / MODEL_FILE).exists() == (max_bytes == 2**30)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     if max_bytes < 2**30:
@@ -191,62 +183,50 @@ def test_modules_without_a_config_and_their_buffers_are_saved(run_ranks: RunRank
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def refuse(folder: str, options: dict[str, Any], spoil: Callable[[nn.Module], None] | None = None) -> str:
+def refuse(folder: str, options: dict[str, Any], spoil: Callable[[nn.Module], None]) -> str:
     model = shard(build("llama"))
-    if spoil is not None:
-        spoil(model)
-    with pytest.raises(CheckpointError) as raised:
-        save_hf(model, folder, **options)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    spoil(model)
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            save_hf(model, folder, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return str(raised.value)
 
 
-def with_a_full_disk(folder: str) -> str:
+def fill_disk(_model: nn.Module) -> None:
     """The operating system lets rank 1 write no more than 2000 bytes to a file."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
-        return refuse(folder, {"max_shard_bytes": 3000})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_a_rank_that_cannot_write_stops_all_and_nothing_is_left(run_ranks: RunRanks, tmp_path: Path) -> None:
-    (message,) = set(run_ranks(2, with_a_full_disk, str(tmp_path / "out")))
-    assert "rank 1: OSError" in message
-    assert "rank 0" not in message
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_without_a_config_is_not_carried_from(run_ranks: RunRanks, tmp_path: Path) -> None:
-    (message,) = set(run_ranks(2, refuse, str(tmp_path / "out"), {"carry_from": str(tmp_path / "none")}))
-    assert "has no config.json" in message
-    assert list(tmp_path.iterdir()) == []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def other_shape_on_rank_1(model: nn.Module) -> None:
-    if dist.get_rank() == 1:
-        model.module.register_buffer("extra", torch.zeros(2))  # type: ignore[union-attr]
-    else:
-        model.module.register_buffer("extra", torch.zeros(3))  # type: ignore[union-attr]
+    model.module.register_buffer("extra", torch.zeros(3 - dist.get_rank()))  # type: ignore[union-attr]
 
 
 def on_the_meta_device(model: nn.Module) -> None:
     model.module.register_buffer("extra", torch.zeros(3, device="meta"))  # type: ignore[union-attr]
 
 
+def nothing(_model: nn.Module) -> None:
+    """Leave a model as it is."""
+
+
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "options", "said"),
     [
-        (other_shape_on_rank_1, "torch.float32 of shape (3,) on rank 0, torch.float32 of shape (2,) on rank 1"),
-        (on_the_meta_device, "extra is on the meta device"),
+        (fill_disk, {"max_shard_bytes": 3000}, r"^(?!.*rank 0).*rank 1: OSError"),
+        (nothing, {"carry_from": "none"}, "has no config.json"),
+        (other_shape_on_rank_1, {}, r"float32 of shape \(3,\) on rank 0, torch.float32 of shape \(2,\) on rank 1"),
+        (on_the_meta_device, {}, "extra is on the meta device"),
     ],
 )
-def test_models_that_cannot_be_saved_are_refused(
-    run_ranks: RunRanks, tmp_path: Path, spoil: Callable[[nn.Module], None], said: str
+def test_what_cannot_be_saved_is_refused_by_all_and_leaves_nothing(
+    run_ranks: RunRanks, tmp_path: Path, spoil: Callable[[nn.Module], None], options: dict[str, Any], said: str
 ) -> None:
-    (message,) = set(run_ranks(2, refuse, str(tmp_path / "out"), {}, spoil))
-    assert said in message
+    (message,) = set(run_ranks(2, refuse, str(tmp_path / "out"), options, spoil))
+    assert re.search(said, message, re.DOTALL)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -335,18 +315,13 @@ def test_a_child_called_module_keeps_its_name(tmp_path: Path, has_buffer: bool) 
         assert same_tensors(other.state_dict(), model.state_dict())
 
 
-def save_and_load_sharded(folder: str) -> bool:
+@on_ranks(2)
+def test_our_wrapper_around_it_is_taken_off(tmp_path: Path) -> None:
     model, other = shard(Scaled(2.0)), shard(Scaled(3.0))
-    save_hf(model, folder)
-    assert load_hf(other, folder).is_complete
-    return all(
-        torch.equal(value, torch.full_like(value, -2.0 if name.endswith("bias") else 2.0))
-        for name, value in other.full_parameters().items()
-    )
-
-
-def test_our_wrapper_around_it_is_taken_off(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(2, save_and_load_sharded, str(tmp_path / "out")) == [True, True]
+    save_hf(model, tmp_path / "out")
+    assert load_hf(other, tmp_path / "out").is_complete
+    found = {**other.full_parameters(), "scale": other.module.scale}
+    assert same_tensors(found, Scaled(2.0).state_dict())
     assert same_tensors(stored(tmp_path / "out"), Scaled(2.0).state_dict())
 
 
