@@ -12,7 +12,7 @@ from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.cli import checkpoint
 from megatron_fsdp.cli.main import main as mfsdp
 from tests.support.real_torchrun import real_torchrun
-from tests.support.torch_dist import GptSpec, WriteOptions, group_map, make_group, make_truth, write_torch_dist
+from tests.support.torch_dist import GptSpec, WriteOptions, group_map, make_truth, write_torch_dist
 
 SPEC = GptSpec()
 META = "optimizer.param_to_group_meta.module.module.module"
@@ -158,15 +158,6 @@ def test_defect_15_all_prefixes_and_reference_spellings_can_be_set(source: Path,
     folder = CheckpointFolder(tmp_path / "out")
     assert {"model.output_layer.weight", "optimizer.state.mine.output_layer.weight.exp_avg"} <= folder.tensors.keys()
     assert "groups.of.mine.output_layer.weight.lr" in folder.objects
-
-
-def test_a_checkpoint_with_one_parameter_group_needs_no_map(tmp_path: Path) -> None:
-    options = WriteOptions(groups=[make_group(0.1, lr=0.25)])
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), options)
-    assert main(["convert", str(source), str(tmp_path / "out")]) == 0
-    folder = CheckpointFolder(tmp_path / "out")
-    for name in ("output_layer.weight", "decoder.final_layernorm.weight"):
-        assert folder.read_object(f"{META}.{name}.lr") == 0.25
 
 
 def test_weights_only_converts_what_is_refused_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

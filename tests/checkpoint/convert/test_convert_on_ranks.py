@@ -31,11 +31,13 @@ def test_shares_hold_each_item_once_and_balance(sizes: list[int], ranks: int) ->
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
-def convert_here(source: str, target: str) -> tuple[int, list[int]]:
-    """How many ranks shared it, and the bytes that this one told of."""
+def convert_here(source: str, target: str) -> tuple[int, list[int], list[str], list[str]]:
+    """How many ranks shared it, the bytes that this one told of, and which keys it wrote and left behind."""
     told: list[int] = []
     report = convert(source, target, steps=Steps(verify=True), progress=lambda done, _: told.append(done))
-    return report.ranks, told
+    assert not torch.cuda.is_initialized()
+    keys = [part.target for part in (*report.plan.values, *report.plan.moves)]
+    return report.ranks, told, sorted(keys), [item.key for item in report.plan.dropped]
 
 
 @pytest.mark.full(short=["2"])
@@ -52,9 +54,13 @@ def test_any_number_of_ranks_writes_the_same(run_ranks: RunRanks, tmp_path: Path
     assert (manifest.tensors.keys(), manifest.objects.keys()) == (folder.tensors.keys(), folder.objects.keys())
     for key, tensor in expected_tensors(truth).items():
         assert manifest.tensors[key].checksum == f"{checksum_box(tensor, (0,) * tensor.ndim, tensor.shape):016x}"
-    assert all(count == ranks for count, _ in results)
-    assert all(told == sorted(told) for _, told in results)
-    written = [told[-1] for _, told in results]
+    assert all(count == ranks for count, *_ in results)
+    assert all(told == sorted(told) for _, told, *_ in results)
+    assert all(keys == sorted([*folder.tensors, *folder.objects]) for _, _, keys, _ in results)
+    assert all(dropped == results[0][3] for *_, dropped in results)  # also which states of ranks are left behind
+    assert len([key for key in results[0][3] if key.startswith("rerun_state_machine_state")]) == 2
+    assert folder.read_object("rerun_state_machine.mode") == "disabled"
+    written = [told[-1] for _, told, *_ in results]
     assert max(written) - min(written) <= 24 * 8 * 4  # the largest tensor
     assert len([name for name in folder.files if name.endswith(".distcp")]) == ranks
 
@@ -109,14 +115,9 @@ def test_verification_finds_one_changed_element_and_publishes_nothing(
 def test_of_the_folder_of_a_run_the_latest_is_taken_and_an_empty_target_too(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for name in ("iter_0000007", "iter_0000008"):
-        source = write_torch_dist(run / name, make_truth(SPEC))
-    assert convert(run, tmp_path / "newest").source == source
+        write_torch_dist(run / name, make_truth(SPEC))
     (run / "latest_checkpointed_iteration.txt").write_text("7")
     (tmp_path / "out").mkdir()
     report = convert(run, tmp_path / "out")
     assert report.source == run / "iter_0000007"
     assert report.as_json()["source"] == str(run / "iter_0000007")
-    assert CheckpointFolder(tmp_path / "out").read_object("iteration") == 7
-    (run / "latest_checkpointed_iteration.txt").write_text("9")
-    with pytest.raises(CheckpointError, match="says 9, but there is no whole checkpoint of that name"):
-        convert(run, tmp_path / "other")

@@ -61,14 +61,16 @@ def test_gating(shapes: dict[str, tuple[int, ...]], scope: str, said: bool | Non
         assert decide_gating(shapes, scope, said).gated == expected
 
 
-def test_gating_that_nothing_settles_is_asked_for() -> None:
-    with pytest.raises(CheckpointError, match=rf"whether {FC1} is gated; say it with --swiglu all or --swiglu none"):
-        decide_gating({f"{FC1}.weight": (2, 24, 8)}, "auto", None)
-
-
-def test_a_module_that_is_not_there_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=rf"'encoder', which is part of no MLP's name; there are \['{FC1}'\]"):
-        decide_gating(GATED, "encoder", None)
+@pytest.mark.parametrize(
+    ("scope", "message"),
+    [
+        ("auto", rf"whether {FC1} is gated; say it with --swiglu all or --swiglu none"),
+        ("encoder", rf"'encoder', which is part of no MLP's name; there are \['{FC1}'\]"),
+    ],
+)
+def test_gating_that_nothing_settles_or_of_no_module(scope: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        decide_gating({f"{FC1}.weight": (2, 24, 8)}, scope, None)
 
 
 def parameters(spec: GptSpec) -> list[Parameter]:
@@ -127,20 +129,23 @@ def test_maps_of_live_models_are_understood(spell: object) -> None:
     assert assignment.notes == ()
 
 
-def test_a_map_that_lacks_a_parameter_or_names_a_group_too_many_is_refused() -> None:
-    spec = GptSpec()
-    short = {name: index for name, index in group_map(spec).items() if name != "output_layer.weight"}
-    with pytest.raises(CheckpointError, match=r"no group for output_layer\.weight; dump it again"):
-        assign(parameters(spec), param_groups(spec), "map", short)
-    with pytest.raises(CheckpointError, match=r"\(it has 2\): output_layer\.weight -> 2"):
-        assign(parameters(spec), param_groups(spec), "map", group_map(spec) | {"output_layer.weight": 2})
+HALF = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
-def test_a_map_that_puts_two_halves_into_different_groups_is_refused() -> None:
-    name = "decoder.layers.0.mlp.linear_fc1.weight"
-    apart = group_map(GptSpec()) | {f"{name}_w": 0, f"{name}_v": 1}
-    with pytest.raises(CheckpointError, match=rf"different groups under several names: {name}_v"):
-        assign(parameters(GptSpec()), param_groups(GptSpec()), "map", apart)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_layer.weight": None}, r"no group for output_layer\.weight; dump it again"),
+        ({"output_layer.weight": 2}, r"\(it has 2\): output_layer\.weight -> 2"),
+        ({f"{HALF}_w": 0, f"{HALF}_v": 1}, rf"different groups under several names: {HALF}_v"),
+    ],
+)
+def test_a_map_that_does_not_fit_is_refused(changes: dict[str, int | None], message: str) -> None:
+    changed = group_map(GptSpec()) | changes
+    with pytest.raises(CheckpointError, match=message):
+        assign(
+            parameters(GptSpec()), param_groups(GptSpec()), "map", {k: v for k, v in changed.items() if v is not None}
+        )
 
 
 def test_a_map_that_names_more_is_noted() -> None:
@@ -182,18 +187,17 @@ def test_shapes_that_lack_the_axes_of_their_name_are_refused() -> None:
         list(pieces("decoder.layers.0.mlp.linear_fc1.weight", (3, 2), gated=True))
 
 
-def test_biases_of_routers_need_no_group_even_where_they_have_state() -> None:
-    bias = Parameter("decoder.layers.0.mlp.router.expert_bias", 1, has_state=True)
-    written = group_map(GptSpec())
-    assert assign([*parameters(GptSpec()), bias], param_groups(GptSpec()), "map", written).group_of == written
-
-
 @pytest.mark.parametrize("how", ["map", "infer"])
-def test_parameters_without_state_need_no_group(how: str) -> None:
-    frozen = Parameter("vision_model.conv1.weight", 4, has_state=False)
+@pytest.mark.parametrize(
+    ("name", "dims", "has_state"),
+    [("decoder.layers.0.mlp.router.expert_bias", 1, True), ("vision_model.conv1.weight", 4, False)],
+)
+def test_biases_of_routers_and_parameters_without_state_need_no_group(
+    how: str, name: str, dims: int, has_state: bool
+) -> None:
     written = group_map(GptSpec()) if how == "map" else None
-    found = assign([*parameters(GptSpec()), frozen], param_groups(GptSpec()), how, written).group_of
-    assert found == group_map(GptSpec())
+    found = assign([*parameters(GptSpec()), Parameter(name, dims, has_state)], param_groups(GptSpec()), how, written)
+    assert found.group_of == group_map(GptSpec())
 
 
 # ---- the map that a run has dumped -----------------------------------------------------------------------------------

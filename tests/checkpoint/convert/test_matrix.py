@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_fsdp.checkpoint.convert.convert import convert
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.errors import CheckpointError
 from tests.support.on_ranks import assert_equal_tensors
 from tests.support.torch_dist import (
     GptSpec,
@@ -80,7 +81,13 @@ def test_halves_that_are_apart_in_the_source_have_the_group_of_their_parameter(t
 def test_weights_alone_convert_from_any_optimizer_layout(tmp_path: Path, kind: str, generation: int) -> None:
     truth = make_truth(MODELS["homogeneous_moe"])
     source = write_torch_dist(tmp_path / "iter_0000007", truth, WriteOptions(kind=kind, generation=generation))
-    convert(source, tmp_path / "out", ConvertOptions(weights_only=True))
+    if kind == "dp_reshardable":
+        with pytest.raises(CheckpointError, match=r"--dist-ckpt-optim-fully-reshardable.*--weights-only"):
+            convert(source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    report = convert(source, tmp_path / "out", ConvertOptions(weights_only=True))
+    buckets = [item for item in report.plan.dropped if item.key.startswith("optimizer.distributed")]
+    assert len(buckets) == (4 if kind == "dp_reshardable" else 0)
     weights = {f"model.module.{k}": v.bfloat16() for k, v in split_halves(truth.masters, True).items()}
     assert_equal_tensors(tensors_of(tmp_path / "out"), weights)
     objects = CheckpointFolder(tmp_path / "out").objects

@@ -31,20 +31,31 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> WriteOptions:
     return WriteOptions(change_tensors=change)
 
 
+def with_tensor(key: str, *shape: int) -> WriteOptions:
+    return changed(lambda tensors: tensors.update({key: plain(torch.zeros(shape))}))
+
+
 def common_changed(change: Callable[[dict[str, Any]], Any]) -> WriteOptions:
     return WriteOptions(change_common=change)
 
 
-def test_state_of_another_shape_than_its_weight(tmp_path: Path) -> None:
-    key = f"optimizer.state.exp_avg.{PROJECTION}"
-    message = refused(tmp_path, changed(lambda tensors: tensors.update({key: plain(torch.zeros(2, 8, 4))})))
-    assert f"{key} has shape (2, 8, 4), but {PROJECTION} has (2, 8, 8)" in message
+MOMENT, MASTER = f"optimizer.state.exp_avg.{PROJECTION}", "optimizer.state.fp32_param.output_layer.weight"
+TWICE = "decoder.layers.1.self_attention.linear_proj.weight"
+CONTRADICTIONS = {
+    "state": (with_tensor(MOMENT, 2, 8, 4), f"{MOMENT} has shape (2, 8, 4), but {PROJECTION} has (2, 8, 8)"),
+    "master": (with_tensor(MASTER), f"{MASTER} has shape (), but output_layer.weight has (20, 8)"),
+    "a layer twice": (with_tensor(TWICE, 8, 8), f"several tensors of the checkpoint would become model.module.{TWICE}"),
+    "groups": (
+        common_changed(lambda common: common["optimizer"]["optimizer"].update(param_groups=7)),
+        "param_groups are not a list of dicts",
+    ),
+}
 
 
-def test_masters_of_another_shape_than_their_weight(tmp_path: Path) -> None:
-    key = "optimizer.state.fp32_param.output_layer.weight"
-    message = refused(tmp_path, changed(lambda tensors: tensors.update({key: plain(torch.tensor(1.0))})))
-    assert f"{key} has shape (), but output_layer.weight has (20, 8)" in message
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_what_contradicts_itself(tmp_path: Path, kind: str) -> None:
+    written, told = CONTRADICTIONS[kind]
+    assert told in refused(tmp_path, written)
 
 
 def test_optimizer_state_of_an_unknown_kind_stops_all_but_the_weights(tmp_path: Path) -> None:
@@ -57,22 +68,12 @@ def test_optimizer_state_of_an_unknown_kind_stops_all_but_the_weights(tmp_path: 
     assert [item.why for item in report.plan.dropped if item.key == "optimizer.new_kind.w"] == ["--weights-only"]
 
 
-def test_a_layer_that_is_there_twice(tmp_path: Path) -> None:
-    twice = "decoder.layers.1.self_attention.linear_proj.weight"
-    message = refused(tmp_path, changed(lambda tensors: tensors.update({twice: plain(torch.zeros(8, 8))})))
-    assert f"several tensors of the checkpoint would become model.module.{twice}" in message
-
-
-def test_parameter_groups_that_are_none(tmp_path: Path) -> None:
-    message = refused(tmp_path, common_changed(lambda common: common["optimizer"]["optimizer"].update(param_groups=7)))
-    assert "param_groups are not a list of dicts" in message
-
-
-@pytest.mark.parametrize("marker", ["{", "[]", json.dumps({"sharded_backend": "zarr"})])
-def test_a_marker_of_another_format(tmp_path: Path, marker: str) -> None:
+@pytest.mark.parametrize("marker", ["{", "[]", json.dumps({"sharded_backend": "zarr"}), None])
+def test_a_marker_of_another_format(tmp_path: Path, marker: str | None) -> None:
     source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
-    (source / "metadata.json").write_text(marker)
-    with pytest.raises(CheckpointError, match=r"metadata\.json.*|only torch_dist can be converted"):
+    (source / "metadata.json").unlink() if marker is None else (source / "metadata.json").write_text(marker)
+    told = r"metadata\.json is missing" if marker is None else r"metadata\.json.*|only torch_dist can be converted"
+    with pytest.raises(CheckpointError, match=told):
         convert(source, tmp_path / "out")
 
 
