@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.checkpoint.background import BackgroundSaver
 from megatron_fsdp.checkpoint.save import SealingWriter
@@ -24,11 +24,11 @@ from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.test_load import step, wrap
 from tests.conftest import RunRanks
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors
 from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 from tests.support.worker_pool import WorkerPool
-from tests.support.zoo import MODEL_CASES, ModelName
+from tests.support.zoo import ModelName
 
 
 def message_of(act: Callable[[], object]) -> str:
@@ -135,25 +135,6 @@ def test_python_ends_when_the_save_has_ended(tmp_path: Path) -> None:
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
-def build(name: ModelName, seed: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    case = MODEL_CASES[name]
-    with fixed_seed(seed):
-        model = case.build()
-    return fully_shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), fsdp_unit_modules=list(case.unit_classes))
-
-
-def train(name: ModelName, model: MegatronFSDP, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    case = MODEL_CASES[name]
-    batch = case.make_batch(8, torch.Generator().manual_seed(seed)).part(dist.get_rank(), dist.get_world_size())
-    case.loss(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def state_of(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
 def locals_of(state: Any) -> dict[str, Tensor]:
     """This rank's elements by path."""
     found: dict[str, Tensor] = {}
@@ -166,10 +147,14 @@ def locals_of(state: Any) -> dict[str, Tensor]:
     return found
 
 
+def state_of(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
 def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], bool, bool]:
     """Save twice while training goes on; what was there at the second start, and what was saved then."""
-    model, optimizer = build(name, seed=0)
-    train(name, model, optimizer, 1)
+    model, optimizer = wrap(name, 3, 0)
+    step(name, model, optimizer, 1)
     store = CheckpointStore(root, keep_last=1)
     places = []
     exact = True
@@ -189,11 +174,11 @@ def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], 
             saver.start(state, save)
             exact &= saver.buffers.staged_bytes == sum(tensor.nbytes for tensor in before.values())
             del state
-            for step in (2, 3):  # gathers and reductions while the thread holds the copy, or writes it
-                train(name, model, optimizer, 10 * iteration + step)
+            for seed in (2, 3):  # gathers and reductions while the thread holds the copy, or writes it
+                step(name, model, optimizer, 10 * iteration + seed)
                 go.set()
-    other, its_optimizer = build(name, seed=7)
-    train(name, other, its_optimizer, 1)
+    other, its_optimizer = wrap(name, 3, 7)
+    step(name, other, its_optimizer, 1)
     loaded = state_of(other, its_optimizer)
     dcp.load(loaded, checkpoint_id=store.resolve(2))
     return before, locals_of(loaded), exact, places[0] == places[1]

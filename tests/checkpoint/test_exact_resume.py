@@ -30,6 +30,7 @@ from megatron_fsdp.checkpoint.rng import place_in
 from megatron_fsdp.ema import ShardedEMA
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement, hybrid_arguments, place_tensors, tensor_arguments
+from tests.support.dcp_contents import same
 from tests.support.on_ranks import fixed_seed
 from tests.support.worker_pool import WorkerPool
 
@@ -75,13 +76,7 @@ ARRANGEMENTS: dict[str, Arrangement] = {
 
 @dataclass(frozen=True)
 class Case:
-    """How a job is sharded and saved.
-
-    Attributes:
-        strategy: 0 to 3.
-        arrangement: Of `ARRANGEMENTS`.
-        in_background: Whether it saves in the background.
-    """
+    """How a job is sharded, by the name of an arrangement, and saved."""
 
     strategy: int
     arrangement: str = "flat"
@@ -90,30 +85,6 @@ class Case:
     @property
     def folder(self) -> str:
         return f"{self.arrangement}-{self.strategy}-{self.in_background}"
-
-
-class Shuffle:
-    """A data position: an order drawn anew for each epoch, and a place in it; the same on every rank."""
-
-    length = 10
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.order = torch.randperm(self.length, generator=self.generator)
-        self.place = 0
-
-    def take(self) -> int:
-        if self.place == self.length:
-            self.order, self.place = torch.randperm(self.length, generator=self.generator), 0
-        self.place += 1
-        return int(self.order[self.place - 1])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": self.order, "place": self.place, "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order, self.place = state["order"].clone(), state["place"]
-        self.generator.set_state(state["generator"].clone())
 
 
 class Counter:
@@ -126,7 +97,29 @@ class Counter:
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = dict(state)
+        self.state = copy.deepcopy(state)
+
+
+class Shuffle(Counter):
+    """A data position: an order drawn anew for each epoch, and a place in it; the same on every rank."""
+
+    length = 10
+
+    def __init__(self, seed: int) -> None:
+        self.state = {"generator": torch.Generator().manual_seed(seed).get_state()}
+        self.shuffle()
+
+    def shuffle(self) -> None:
+        generator = torch.Generator()
+        generator.set_state(self.state["generator"])
+        order = torch.randperm(self.length, generator=generator)
+        self.state = {"order": order, "place": 0, "generator": generator.get_state()}
+
+    def take(self) -> int:
+        if self.state["place"] == self.length:
+            self.shuffle()
+        self.state["place"] += 1
+        return int(self.state["order"][self.state["place"] - 1])
 
 
 @dataclass
@@ -161,13 +154,7 @@ class Job:
 
     @property
     def extra(self) -> dict[str, Any]:
-        return {
-            "schedule": self.schedule,
-            "scaler": self.scaler,
-            "data": self.data,
-            "average": self.average,
-            "counter": self.counter,
-        }
+        return {name: getattr(self, name) for name in ("schedule", "scaler", "data", "average", "counter")}
 
     def step(self, number: int) -> None:
         total = 0.0
@@ -214,27 +201,25 @@ class Job:
             "buffers": {name: value.clone() for name, value in self.model.named_buffers()},
             "optimizer": state,
             "options": options,
-            "schedule": copy.deepcopy(self.schedule.state_dict()),
-            "scaler": self.scaler.state_dict(),
-            "data": copy.deepcopy(self.data.state_dict()),
+            **copy.deepcopy({name: each.state_dict() for name, each in self.extra.items() if name != "average"}),
             "average": {name: _whole(value) for name, value in self.average.state_dict().items()},
-            "counter": dict(self.counter.state),
-            "streams": streams(),
+            "streams": {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()},
         }
-
-
-def streams() -> dict[str, Any]:
-    """Where this rank's random generators stand."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 def _whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
 
 
+def train(job: Job, steps: range) -> Outcome:
+    for number in steps:
+        job.step(number)
+    return job.outcome()
+
+
 def train_whole(cases: list[Case], steps: int) -> list[Outcome]:
     """Train without a checkpoint."""
-    return [_trained(Job(case, 0), range(steps)) for case in cases]
+    return [train(Job(case, 0), range(steps)) for case in cases]
 
 
 def train_and_save(cases: list[Case], steps: int, root: str) -> list[Outcome]:
@@ -243,34 +228,24 @@ def train_and_save(cases: list[Case], steps: int, root: str) -> list[Outcome]:
     for case in cases:
         job = Job(case, 0)
         with Checkpointer(f"{root}/{case.folder}", in_background=case.in_background) as checkpoints:
-            for number in range(steps):
-                job.step(number)
-            saved.append(job.outcome())
+            saved.append(train(job, range(steps)))
             checkpoints.save(steps, job.model, job.optimizer, extra=job.extra)
             job.step(steps)
     return saved
 
 
 def resume(cases: list[Case], steps: int, root: str, leave_out: str | None = None) -> list[Outcome]:
-    """Load into a job that was begun otherwise, and train to the end.
-
-    Args:
-        cases: As they were saved.
-        steps: Of the whole run.
-        root: Where they were saved.
-        leave_out: Something that is not loaded: "optimizer", "streams" or a name of `Job.extra`.
-    """
-    return [_resumed(case, steps, root, leave_out) for case in cases]
-
-
-def _resumed(case: Case, steps: int, root: str, leave_out: str | None) -> Outcome:
-    job = Job(case, 7)
-    extra = {name: part for name, part in job.extra.items() if name != leave_out}
-    optimizer = None if leave_out == "optimizer" else job.optimizer
-    with Checkpointer(f"{root}/{case.folder}") as checkpoints:
-        report = checkpoints.load(job.model, optimizer, extra=extra, with_rng=leave_out != "streams", verify=True)
-    assert report.iteration is not None
-    return {**_trained(job, range(report.iteration, steps)), "report": str(report)}
+    """Load into jobs that were begun otherwise, all but "optimizer", "streams" or an extra; and train to the end."""
+    outcomes = []
+    for case in cases:
+        job = Job(case, 7)
+        extra = {name: part for name, part in job.extra.items() if name != leave_out}
+        optimizer = None if leave_out == "optimizer" else job.optimizer
+        with Checkpointer(f"{root}/{case.folder}") as checkpoints:
+            report = checkpoints.load(job.model, optimizer, extra=extra, with_rng=leave_out != "streams", verify=True)
+        assert report.iteration is not None
+        outcomes.append({**train(job, range(report.iteration, steps)), "report": str(report)})
+    return outcomes
 
 
 def load_elsewhere(case: Case, saved: Case, root: str) -> Outcome:
@@ -281,12 +256,6 @@ def load_elsewhere(case: Case, saved: Case, root: str) -> Outcome:
     loaded = job.outcome()
     draws = (random.random(), float(np.random.random()), float(torch.rand((), dtype=torch.float64)))
     return {**loaded, "report": str(report), "draws": draws}
-
-
-def _trained(job: Job, steps: range) -> Outcome:
-    for number in steps:
-        job.step(number)
-    return job.outcome()
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -303,36 +272,32 @@ CASES = {
 ALL = [(ranks, index) for ranks, cases in CASES.items() for index in range(len(cases))]
 
 
-def fresh(ranks: int, fn: Any, *args: Any) -> list[Any]:
-    """Run a function in processes that have never run anything else."""
-    pool = WorkerPool(ranks)
-    try:
-        return pool.run(fn, *args, timeout_s=300.0)
-    finally:
-        pool.stop()
-
-
 class Runs:
     """Outcomes on one number of ranks, by rank and case, each made when it is first asked for."""
 
     def __init__(self, run_ranks: RunRanks, ranks: int, folder: str) -> None:
-        self._run_ranks, self._ranks, self._folder = run_ranks, ranks, folder
+        self._run = partial(run_ranks, ranks, timeout_s=300.0)
+        self._ranks, self._cases, self._folder = ranks, CASES[ranks], folder
 
     @cached_property
     def saved(self) -> list[list[Outcome]]:
         """When it was saved."""
-        return self._run_ranks(self._ranks, train_and_save, CASES[self._ranks], HALF, self._folder, timeout_s=300.0)
+        return self._run(train_and_save, self._cases, HALF, self._folder)
 
     @cached_property
     def whole(self) -> list[list[Outcome]]:
         """Of whole runs."""
-        return self._run_ranks(self._ranks, train_whole, CASES[self._ranks], WHOLE, timeout_s=300.0)
+        return self._run(train_whole, self._cases, WHOLE)
 
     @cached_property
     def resumed(self) -> list[list[Outcome]]:
-        """Of halves that were resumed."""
+        """Of halves that were resumed, in processes that have never run anything else."""
         assert self.saved
-        return fresh(self._ranks, resume, CASES[self._ranks], WHOLE, self._folder)
+        pool = WorkerPool(self._ranks)
+        try:
+            return pool.run(resume, self._cases, WHOLE, self._folder, timeout_s=300.0)
+        finally:
+            pool.stop()
 
 
 @pytest.fixture(scope="module")
@@ -344,23 +309,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(run_ranks: RunRanks, root: Path) -> dict[int, Runs]:
     """By number of ranks."""
     return {ranks: Runs(run_ranks, ranks, str(root / str(ranks))) for ranks in CASES}
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two nestings are equal bit for bit; NaN equals NaN."""
-    if isinstance(a, torch.Tensor):
-        return (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
-        )
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return type(a) is type(b) and bool(a == b or (a != a and b != b))
 
 
 def differing(found: Outcome, wanted: Outcome) -> list[str]:
@@ -380,22 +328,14 @@ def test_a_resumed_run_equals_a_whole_one(runs: dict[int, Runs], ranks: int, ind
         assert "verified: " in resumed["report"]
 
 
-@pytest.mark.parametrize(
-    ("part", "spoilt"),
-    [
-        ("streams", "losses"),
-        ("optimizer", "weights"),
-        ("schedule", "weights"),
-        ("scaler", "scaler"),  # a power of two: the weights do not feel it
-        ("data", "losses"),
-        ("average", "average"),
-        ("counter", "counter"),
-    ],
-)
-def test_what_is_not_loaded_is_missed(
-    run_ranks: RunRanks, runs: dict[int, Runs], root: Path, part: str, spoilt: str
-) -> None:
+SPOILT = {"streams": "losses", "optimizer": "weights", "schedule": "weights", "data": "losses"}
+"""What shows that something was not loaded, if not itself: the weights do not feel the scaler, a power of two."""
+
+
+@pytest.mark.parametrize("part", [*SPOILT, "scaler", "average", "counter"])
+def test_what_is_not_loaded_is_missed(run_ranks: RunRanks, runs: dict[int, Runs], root: Path, part: str) -> None:
     assert runs[1].saved
+    spoilt = SPOILT.get(part, part)
     found = run_ranks(1, resume, CASES[1][:1], WHOLE, str(root / "1"), part)[0][0]
     whole = runs[1].whole[0][0]
     assert not same(found[spoilt], whole[spoilt][HALF:] if spoilt == "losses" else whole[spoilt])

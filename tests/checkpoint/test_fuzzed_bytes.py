@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,28 +14,11 @@ from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError
+from tests.support.dcp_contents import bits, same
 from tests.support.hostile import small_state, write_ours
 
 CASES = 60
 DATA, METADATA, MANIFEST = "__0_0.distcp", ".metadata", "manifest.json"
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
-    if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, tuple | list):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
-
-
-def bits(values: torch.Tensor) -> bytes:
-    return (
-        values.contiguous().view(torch.uint8).numpy().tobytes()
-        if values.numel() and values.dim()
-        else bytes(values.reshape(-1).view(torch.uint8).tolist())
-    )
 
 
 def read_all(folder: Path) -> dict[str, Any]:

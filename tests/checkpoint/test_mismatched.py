@@ -44,8 +44,7 @@ REFUSALS = {
 }
 
 
-Answers = dict[str, tuple[str, bool]]
-"""By kind what a load that has to be refused says, and whether it left everything alone."""
+Answers = dict[str, tuple[str, bool]]  # by kind what a refused load says, and whether it left everything alone
 
 
 def save_once(root: str) -> None:

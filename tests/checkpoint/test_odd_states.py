@@ -12,7 +12,7 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import CheckpointError, MegatronFSDPError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
 
 
 def sequential(seed: int) -> nn.Module:
@@ -113,7 +113,8 @@ def test_a_sharded_model_goes_on_as_it_would_have(
             assert whole == again
 
 
-def another_shape(folder: str) -> tuple[Any, ...]:
+@on_ranks(2)
+def test_what_does_not_fit_stays_as_it_was(tmp_path: Path) -> None:
     def make(width: int) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, width))
@@ -121,40 +122,25 @@ def another_shape(folder: str) -> tuple[Any, ...]:
 
     model, optimizer = make(4)
     train(model, optimizer, range(2))
-    save_checkpoint(model, optimizer, folder, iteration=2)
-    save_checkpoint(model, None, folder + "-weights", iteration=2)
+    save_checkpoint(model, optimizer, tmp_path / "all", iteration=2)
+    save_checkpoint(model, None, tmp_path / "weights", iteration=2)
     other, other_optimizer = make(5)
     train(other, other_optimizer, range(1))
-    before = {
-        key: value.full_tensor()
-        for key, value in other_optimizer.state[other.module[1].weight].items()
-        if key != "step"
-    }
-    report = load_checkpoint(other, other_optimizer, folder, strict=False)
-    state = other_optimizer.state[other.module[1].weight]
-    kept = (
-        all(torch.equal(state[key].full_tensor(), value) for key, value in before.items()) and float(state["step"]) == 1
-    )
-    taken = float(other_optimizer.state[other.module[0].weight]["step"])
+    fitting, odd = (other.module[index].weight for index in (0, 1))
+
+    def moments() -> dict[str, torch.Tensor]:
+        return {key: value.full_tensor() for key, value in other_optimizer.state[odd].items() if key != "step"}
+
+    before = moments()
+    report = load_checkpoint(other, other_optimizer, tmp_path / "all", strict=False)
+    slots = [f"optimizer.state.module.1.{name}.{slot}" for name in ("bias", "weight") for slot in before]
+    assert sorted(report.reshaped) == ["model.module.1.bias", "model.module.1.weight", *slots]
+    assert_equal_tensors(moments(), before)
+    assert [float(other_optimizer.state[weight]["step"]) for weight in (fitting, odd)] == [2, 1]
     train(other, other_optimizer, range(2))
-    slots = {param: set(found) for param, found in other_optimizer.state.items()}
-    load_checkpoint(other, other_optimizer, folder + "-weights", strict=False)
-    return sorted(report.reshaped), kept, taken, slots == {p: set(found) for p, found in other_optimizer.state.items()}
-
-
-def test_what_does_not_fit_stays_as_it_was(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for reshaped, kept, taken, all_kept in run_ranks(2, another_shape, str(tmp_path / "a")):
-        assert reshaped == [
-            "model.module.1.bias",
-            "model.module.1.weight",
-            "optimizer.state.module.1.bias.exp_avg",
-            "optimizer.state.module.1.bias.exp_avg_sq",
-            "optimizer.state.module.1.weight.exp_avg",
-            "optimizer.state.module.1.weight.exp_avg_sq",
-        ]
-        assert kept
-        assert taken == 2
-        assert all_kept
+    kept = {param: set(found) for param, found in other_optimizer.state.items()}
+    load_checkpoint(other, other_optimizer, tmp_path / "weights", strict=False)
+    assert {param: set(found) for param, found in other_optimizer.state.items()} == kept
 
 
 @on_ranks(2)
@@ -263,16 +249,11 @@ def test_what_an_old_run_has_not_is_left_alone_and_empty_ones_are_filled(tmp_pat
     assert fresh.state == {"files": {"a.txt": 5}}
 
 
-def inside_full_parameters(folder: str) -> str:
+@on_ranks(2)
+def test_loading_where_full_parameters_are_shown_is_refused(tmp_path: Path) -> None:
     model = sequential(0)
     wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
-    save_checkpoint(wrapped, None, folder, iteration=1)
+    save_checkpoint(wrapped, None, tmp_path, iteration=1)
     with wrapped.full_parameters_context(), pytest.raises(MegatronFSDPError) as caught:
-        load_checkpoint(wrapped, None, folder)
-    return str(caught.value)
-
-
-def test_loading_where_full_parameters_are_shown_is_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
-    first, second = run_ranks(2, inside_full_parameters, str(tmp_path))
-    assert first == second
-    assert "load outside of full_parameters_context()" in first
+        load_checkpoint(wrapped, None, tmp_path)
+    assert "load outside of full_parameters_context()" in same_on_ranks(str(caught.value))

@@ -22,7 +22,8 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.test_reshard import DENSE, HYBRID, ODD, TENSOR_PARALLEL, Places, trained, whole_state
 from tests.conftest import RunRanks
 from tests.support.case import Setting
-from tests.support.on_ranks import assert_equal_tensors
+from tests.support.hostile import saved_bytes
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
 from tests.support.zoo import ModelCase
 
 PLACES: Places = {
@@ -96,19 +97,20 @@ def everything(model: MegatronFSDP) -> dict[str, Tensor]:
     return {**model.full_parameters(), **{name: value.clone() for name, value in model.named_buffers()}}
 
 
-def refuse_bad_entries() -> list[str]:
+@on_ranks(2)
+def test_what_does_not_fit_is_listed_at_once_and_nothing_is_loaded() -> None:
     """Every kind of misfit at once, with an entry that fits: nothing of it is taken."""
     model = wrap()
     before = everything(model)
-    good = {key: torch.full_like(value, 9.0) for key, value in whole_state_of(model).items()}
-    good["module._extra_state"] = "after"  # type: ignore[assignment]
+    good: dict[str, Any] = {key: torch.full_like(value, 9.0) for key, value in whole_state_of(model).items()}
+    good["module._extra_state"] = "after"
     bad = {**good, "module.a.weight": torch.zeros(6, 5), "module.more": torch.zeros(1)}
     del bad["module.b.bias"]
-    told = []
-    for strict in (True, False):
+    parts = ("nothing was loaded", "Missing key", "b.bias", "Unexpected key", "module.more", "size mismatch")
+    for strict, told in ((True, parts), (False, ("size mismatch for module.a.weight",))):
         with pytest.raises(CheckpointError) as raised:
             model.load_state_dict(bad, strict=strict)
-        told.append(str(raised.value))
+        assert [part for part in told if part not in str(raised.value)] == []
         assert_equal_tensors(everything(model), before)
         assert model.module.extra == "before"
     with pytest.raises(CheckpointError, match=r"a\.weight"):
@@ -116,12 +118,12 @@ def refuse_bad_entries() -> list[str]:
     with pytest.raises(ConfigurationError, match="assign"):
         model.load_state_dict(good, assign=True)
     assert_equal_tensors(everything(model), before)
-    fitting = {key: value for key, value in bad.items() if key != "module.a.weight"}
-    result = model.load_state_dict(fitting, strict=False)
-    told.append(f"{result.missing_keys} {result.unexpected_keys}")
-    after = everything(model)
-    changed = sorted(name for name in after if not torch.equal(after[name], before[name]))
-    return [*told, str(changed), model.module.extra]  # type: ignore[list-item]
+    result = model.load_state_dict({k: v for k, v in bad.items() if k != "module.a.weight"}, strict=False)
+    assert result == (["module.a.weight", "module.b.bias"], ["module.more"])
+    changed = [name for name, value in everything(model).items() if not torch.equal(value, before[name])]
+    assert sorted(changed) == ["a.bias", "b.weight", "module.seen"]
+    assert model.module.extra == "after"
+    assert issubclass(CheckpointError, RuntimeError)  # which torch raises
 
 
 def whole_state_of(model: MegatronFSDP) -> dict[str, Tensor]:
@@ -129,27 +131,27 @@ def whole_state_of(model: MegatronFSDP) -> dict[str, Tensor]:
     return {f"module.{name.removeprefix('module.')}": value for name, value in everything(model).items()}
 
 
-def test_what_does_not_fit_is_listed_at_once_and_nothing_is_loaded(run_ranks: RunRanks) -> None:
-    for strict, loose, result, changed, extra in run_ranks(2, refuse_bad_entries):
-        for part in ("nothing was loaded", "Missing key", "b.bias", "Unexpected key", "module.more", "size mismatch"):
-            assert part in strict
-        assert "size mismatch for module.a.weight" in loose
-        assert result == "['module.a.weight', 'module.b.bias'] ['module.more']"
-        assert changed == "['a.bias', 'b.weight', 'module.seen']"
-        assert extra == "after"
-    assert issubclass(CheckpointError, RuntimeError)  # which torch raises
-
-
-def without_prefix() -> list[str]:
+@on_ranks(2)
+def test_the_missing_prefix_is_named_and_strict_false_only_where_it_helps() -> None:
     """The state dict of an unsharded model, as it is and as the error says; and one that has nothing in common."""
     model = wrap()
     torch.manual_seed(5)
     source = WithState()
     told = []
-    for state, strict in ((source.state_dict(), True), (source.state_dict(), False), ({"other": torch.ones(1)}, True)):
+    for state, is_strict in (
+        (source.state_dict(), True),
+        (source.state_dict(), False),
+        ({"other": torch.ones(1)}, True),
+    ):
         with pytest.raises(CheckpointError) as raised:
-            model.load_state_dict(state, strict=strict)
+            model.load_state_dict(state, strict=is_strict)
         told.append(str(raised.value))
+    strict, loose, nothing = told
+    assert strict == loose
+    assert "lack the prefix 'module.' (such as 'a.weight')" in strict
+    assert strict.endswith("load it with model.module.load_state_dict(state_dict)")
+    assert "strict=False" not in strict + nothing
+    assert nothing.endswith("load what state_dict() of the same model gave")
     more = {**model.state_dict(), "module.more": torch.ones(1), "module._extra_state": "after"}
     with pytest.raises(CheckpointError, match="or pass strict=False to load what fits and leave out the rest"):
         model.load_state_dict(more)
@@ -160,16 +162,6 @@ def without_prefix() -> list[str]:
     torch.testing.assert_close(model(x), source(x), rtol=1e-5, atol=1e-6)
     with pytest.raises(TypeError, match="dict-like"):
         model.load_state_dict(None)  # type: ignore[arg-type]
-    return told
-
-
-def test_the_missing_prefix_is_named_and_strict_false_only_where_it_helps(run_ranks: RunRanks) -> None:
-    for strict, loose, nothing in run_ranks(2, without_prefix):
-        assert strict == loose
-        assert "lack the prefix 'module.' (such as 'a.weight')" in strict
-        assert strict.endswith("load it with model.module.load_state_dict(state_dict)")
-        assert "strict=False" not in strict + nothing
-        assert nothing.endswith("load what state_dict() of the same model gave")
 
 
 # ---- torch's own functions -------------------------------------------------------------------------------------------
@@ -206,28 +198,21 @@ def test_torch_sets_whole_state_dicts(run_ranks: RunRanks, place: str) -> None:
     run_ranks(FULL[place][0], set_full_state, place)
 
 
-def refuse_whole_of_another_shape() -> list[str]:
+@on_ranks(2)
+def test_a_whole_tensor_of_another_shape_is_refused() -> None:
     model = wrap()
     bad = {**whole_state_of(model), "module.a.bias": torch.zeros(9)}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with pytest.raises(CheckpointError, match=r"size mismatch for module\.a\.bias") as raised:
         set_model_state_dict(model, bad if dist.get_rank() == 0 else {}, options=options)
-    return [str(raised.value)]
-
-
-def test_a_whole_tensor_of_another_shape_is_refused(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, refuse_whole_of_another_shape)
-    assert first == second
+    same_on_ranks(str(raised.value))
 
 
 # ---- torch.save ------------------------------------------------------------------------------------------------------
 
 
 def through_a_file(value: Any) -> Any:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    return torch.load(stream, weights_only=True)
+    return torch.load(io.BytesIO(saved_bytes(value)), weights_only=True)
 
 
 def save_and_load(place: str) -> None:
@@ -247,15 +232,9 @@ def save_and_load(place: str) -> None:
     run.model.load_state_dict(model)
     run.optimizer.load_state_dict(optimizer)
     assert_equal_tensors(whole_state(run), expected)
-    size = len(_bytes(run.model.state_dict()))
+    size = len(saved_bytes(run.model.state_dict()))
     elements = sum(value.to_local().numel() for value in run.model.state_dict().values())  # type: ignore[attr-defined]
     assert size < 4 * elements + 3000 * len(model)  # a rank's shards, not the buffers they are views of
-
-
-def _bytes(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
 
 
 @pytest.mark.full(short=["FSDP x TP"])

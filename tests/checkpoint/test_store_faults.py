@@ -1,20 +1,20 @@
 """Every single step of a save fails or is the last one of its process; what is found afterwards is whole."""
 
+import itertools
 import os
 import random
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from megatron_fsdp.checkpoint.store import CLAIM, POINTER, CheckpointStore, FileOps, RunFolder
+from megatron_fsdp.checkpoint.store import CLAIM, POINTER, CheckpointStore, FileOps, RunFolder, folder_name
 from megatron_fsdp.errors import CheckpointError
 
 Fault = Literal["killed before", "killed halfway", "killed after", "error once", "errors from there on"]
@@ -316,151 +316,111 @@ def test_what_a_living_process_is_saving_is_not_taken_for_left_over(tmp_path: Pa
 # ---- processes that are killed ---------------------------------------------------------------------------------------
 
 
-KILLS = 24
-PARTS, LINES = 4, 2000
+KILLS, REPEATS = 24, 4000
 SAVES_WITHIN = 6  # the longest life of a saver, in undisturbed saves of this machine as busy as it is
-
-
-def nursery(connection: Connection, root: Path) -> None:
-    """For every request fork a child that sends its process id and saves; tell when it has ended; until None."""
-    while connection.recv() is not None:
-        child = os.fork()
-        if child == 0:
-            try:
-                connection.send(os.getpid())
-                save_for_ever(root)
-            finally:
-                os._exit(1)
-        _, status = os.waitpid(child, 0)
-        connection.send(os.waitstatus_to_exitcode(status))
 
 
 def save_for_ever(root: Path) -> None:
     """Go on from the latest iteration; replace every third one at once."""
-    store = CheckpointStore(root, keep_last=2)
-    latest = store.latest()
-    iteration = 0 if latest is None else iteration_in(latest)
-    while True:
-        iteration += 1
-        save_files(store, iteration, "first")
+    latest = RunFolder(root).latest()
+    for iteration in itertools.count(1 if latest is None else said_by(latest) + 1):
+        save(root, iteration, f"{iteration} first " * REPEATS, FileOps())
         if iteration % 3 == 0:
-            save_files(store, iteration, "second", overwrite=True)
+            save(root, iteration, f"{iteration} second " * REPEATS, FileOps(), overwrite=True)
 
 
-def save_files(store: CheckpointStore, iteration: int, version: str, overwrite: bool = False) -> None:
-    """Save files that all tell the same iteration and version."""
-
-    def write(folder: Path) -> None:
-        for number in range(PARTS):
-            (folder / f"part{number}").write_text(f"{iteration} {version}\n" * LINES)
-        (folder / ".metadata").write_text(f"{iteration} {version}")
-
-    store.write(iteration, write, overwrite=overwrite)
-
-
-def iteration_in(folder: Path) -> int:
-    """The iteration that a checkpoint holds; all of its files are looked at."""
-    said = (folder / ".metadata").read_text()
-    for number in range(PARTS):
-        assert (folder / f"part{number}").read_text() == f"{said}\n" * LINES, f"{folder} is not whole"
-    return int(said.split()[0])
+def said_by(folder: Path) -> int:
+    return int(content_of(folder).split()[0])
 
 
 def kill_savers(root: Path) -> tuple[int, int]:
     """Kill children again and again; how many left something behind, and the last iteration."""
-    context = get_context("forkserver")
-    here, there = context.Pipe()
-    process = context.Process(target=nursery, args=(there, root), daemon=True)
-    process.start()
-    there.close()
     draw = random.Random(0)
     begin = time.monotonic()
-    save_files(CheckpointStore(root, keep_last=2), 1, "first")
+    save(root, 1, "1 first " * REPEATS, FileOps())
     save_s = time.monotonic() - begin
-    interrupted, newest = 0, 0
+    interrupted, newest = 0, 1
     for kill in range(10 * KILLS):  # a busy machine finishes few saves in so short a time
         if kill >= KILLS and newest > KILLS // 4:
             break
-        here.send("save")
-        child = here.recv()
-        time.sleep(draw.uniform(0.0, SAVES_WITHIN * save_s))
-        os.kill(child, signal.SIGKILL)
-        assert here.recv() == -signal.SIGKILL
+        with forked(lambda: save_for_ever(root)):
+            time.sleep(draw.uniform(0.0, SAVES_WITHIN * save_s))
         interrupted += bool(RunFolder(root).hidden())
-        found = check(root, newest)
+        whole, latest = RunFolder(root).iterations(), RunFolder(root).resolve()
+        assert [said_by(RunFolder(root).resolve(iteration)) for iteration in whole] == whole
+        found = said_by(latest)
+        assert newest <= found in whole
         save_s *= 1.2 if found == newest else 1.0  # the machine may have become busier
         newest = found
-    here.send(None)
-    process.join()
     return interrupted, newest
 
 
-def check(root: Path, newest: int) -> int:
-    store = CheckpointStore(root, keep_last=2)
-    latest = store.latest()
-    if latest is None:
-        assert newest == 0
-        return 0
-    found = iteration_in(latest)
-    assert found >= newest
-    assert store.resolve() == latest
-    whole = store.iterations()
-    assert found in whole
-    assert [iteration_in(store.resolve(iteration)) for iteration in whole] == whole
-    return found
-
-
-def saved_by_a_child(root: Path, iteration: int, *, waits: bool = False) -> tuple[int, str]:
-    """Save in a forked process, which may stay alive with its store; its id, and what it was told."""
-    here, there = os.pipe()
+@contextmanager
+def forked(act: Callable[[], object]) -> Iterator[None]:
+    """Let a child do something, and kill it at the end of the block."""
     child = os.fork()
     if child == 0:
-        told = "saved"
-        store = CheckpointStore(root, keep_last=2)
         try:
-            save_files(store, iteration, "first")
+            act()
+        finally:
+            os._exit(1)
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@contextmanager
+def saving_child(root: Path, iteration: int) -> Iterator[str]:
+    """Save in a child, which stays alive with its store for the block; what it was told."""
+    here, there = os.pipe()
+
+    def act() -> None:
+        store, told = CheckpointStore(root, keep_last=2), b"saved"
+        try:
+            store.write(iteration, lambda folder: write_content(folder, "of a child"))
         except CheckpointError as error:
-            told = str(error)
-        os.write(there, told.encode())
+            told = str(error).encode()
+        os.write(there, told)
+        signal.pause()
+
+    with forked(act):
         os.close(there)
-        while waits:
-            time.sleep(1)
-        os._exit(0)
-    os.close(there)
-    with os.fdopen(here, encoding="utf-8") as stream:
-        told = stream.read()
-    if not waits:
-        os.waitpid(child, 0)
-    return child, told
+        yield os.read(here, 10_000).decode()
+    os.close(here)
 
 
 def test_one_process_saves_in_a_folder(tmp_path: Path) -> None:
     """Until it closes its store, or is killed; loading, and other stores of its own, go on."""
     root = tmp_path / "run"
-    child, told = saved_by_a_child(root, 1, waits=True)
-    assert told == "saved"
     store = CheckpointStore(root, keep_last=2)
-    for _ in range(2):
-        with pytest.raises(
-            CheckpointError, match=r"run: another process saves its checkpoints in it now; give each run"
-        ):
-            save_files(store, 2, "first")
-    assert store.iterations() == [1]
-    assert not store._folder.hidden()
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    save_files(store, 2, "first")
+
+    def write(store: CheckpointStore, iteration: int) -> None:
+        store.write(iteration, lambda folder: write_content(folder, f"{iteration} here"))
+
+    with saving_child(root, 1) as told:
+        assert told == "saved"
+        for _ in range(2):
+            with pytest.raises(
+                CheckpointError, match=r"run: another process saves its checkpoints in it now; give each run"
+            ):
+                write(store, 2)
+        assert store.iterations() == [1]
+        assert not RunFolder(root).hidden()
+    write(store, 2)
     other = CheckpointStore(root, keep_last=2)
-    save_files(other, 3, "first")
-    assert "another process saves" in saved_by_a_child(root, 4)[1]
+    write(other, 3)
+    with saving_child(root, 4) as told:
+        assert "another process saves" in told
     other.close()
-    save_files(store, 4, "first")
-    assert "another process saves" in saved_by_a_child(root, 5)[1]
+    write(store, 4)
+    with saving_child(root, 5) as told:
+        assert "another process saves" in told
     store.close()
-    assert saved_by_a_child(root, 5)[1] == "saved"
-    latest = store.latest()
-    assert latest is not None
-    assert iteration_in(latest) == 5
+    with saving_child(root, 5) as told:
+        assert told == "saved"
+    assert content_of(RunFolder(root).resolve()) == "of a child"
 
 
 @pytest.mark.full
@@ -469,11 +429,7 @@ def test_a_whole_checkpoint_is_found_whenever_the_saver_is_killed(tmp_path: Path
     interrupted, newest = kill_savers(root)
     assert interrupted >= KILLS // 4
     assert newest > KILLS // 4
-    # Whoever comes next saves, and leaves nothing of the killed ones.
-    save_files(CheckpointStore(root, keep_last=2), newest + 1, "last")
-    save_files(CheckpointStore(root, keep_last=2), newest + 2, "last")
-    assert sorted(path.name for path in root.iterdir()) == [
-        f"iter_{newest + 1:07d}",
-        f"iter_{newest + 2:07d}",
-        "latest_checkpointed_iteration.txt",
-    ]
+    for iteration in (newest + 1, newest + 2):  # whoever comes next saves, and leaves nothing of the killed ones
+        save(root, iteration, "last", FileOps())
+    left = [folder_name(iteration) for iteration in (newest + 1, newest + 2)]
+    assert sorted(path.name for path in root.iterdir()) == [*left, POINTER]

@@ -49,19 +49,6 @@ def save_cut(tensors: Mapping[str, tuple[torch.Tensor, Sequence[Box]]], path: Pa
     return CheckpointFolder(path)
 
 
-def is_same(a: Any, b: Any) -> bool:
-    """Whether two nested states are of one type and value throughout; two NaN are."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(is_same(value, b[key]) for key, value in a.items())
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(is_same, a, b))
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-    return bool(a == b) or (a != a and b != b)
-
-
 def _box_of(values: torch.Tensor, box: Box) -> torch.Tensor:
     return values[box.indices]
 
