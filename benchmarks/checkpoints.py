@@ -46,36 +46,46 @@ class Saver:
     """One way to save a trained model with its optimizer, and to load it again."""
 
     job: Contender
+    optimizer: torch.optim.Optimizer
     save: Callable[[], object]  # returns when training may go on
     load: Callable[[], object]
     finish: Callable[[], object] = lambda: None  # waits until what was saved is on the disk
     close: Callable[[], object] = lambda: None  # lets go of what is kept between saves
 
 
+def optimizer_of(job: Contender) -> torch.optim.Optimizer:
+    """Return the optimizer of a job that has one."""
+    assert isinstance(job.optimizer, torch.optim.Optimizer)
+    return job.optimizer
+
+
 def our_saver(job: Contender, folder: Path, *, in_background: bool) -> Saver:
     """Save with `Checkpointer`, which verifies, publishes and prunes."""
     checkpoints = Checkpointer(folder, in_background=in_background)
 
-    def load() -> None:
-        assert checkpoints.load(job.model, job.optimizer).is_complete
+    optimizer = optimizer_of(job)
 
-    save = partial(checkpoints.save, _ITERATION, job.model, job.optimizer, overwrite=True)
-    return Saver(job, save, load, checkpoints.wait, checkpoints.close)
+    def load() -> None:
+        assert checkpoints.load(job.model, optimizer).is_complete
+
+    save = partial(checkpoints.save, _ITERATION, job.model, optimizer, overwrite=True)
+    return Saver(job, optimizer, save, load, checkpoints.wait, checkpoints.close)
 
 
 def dcp_saver(job: Contender, folder: Path) -> Saver:
     """Save with torch's `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict`, as its documentation tells."""
+    optimizer = optimizer_of(job)
 
     def state() -> dict[str, Any]:
-        model, optimizer = get_state_dict(job.model, job.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        names = ("model", "optimizer")
+        return dict(zip(names, get_state_dict(job.model, optimizer), strict=True))
 
     def load() -> None:
         found = state()
-        dcp.load(found, checkpoint_id=folder)
-        set_state_dict(job.model, job.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        dcp.load(found, checkpoint_id=folder)  # type: ignore[attr-defined]
+        set_state_dict(job.model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
-    return Saver(job, lambda: dcp.save(state(), checkpoint_id=folder), load)
+    return Saver(job, optimizer, lambda: dcp.save(state(), checkpoint_id=folder), load)  # type: ignore[attr-defined]
 
 
 def build_savers(setting: Setting, batch: Microbatch, folder: Path) -> dict[str, Saver]:
@@ -101,7 +111,7 @@ def local_values(job: Contender) -> dict[str, Tensor]:
     for name, value in job.model.state_dict().items():
         if isinstance(value, Tensor):
             found[f"model.{name}"] = _local(value)
-    for param, slots in job.optimizer.state.items():
+    for param, slots in optimizer_of(job).state.items():
         for slot, value in slots.items():
             if isinstance(value, Tensor):
                 found[f"optimizer.{names[id(param)]}.{slot}"] = _local(value)
@@ -117,7 +127,7 @@ def forget(saver: Saver) -> None:
     with torch.no_grad():
         for value in local_values(saver.job).values():
             value.fill_(torch.nan)
-    saver.job.optimizer.state.clear()
+    saver.optimizer.state.clear()
 
 
 def differences(job: Contender, expected: dict[str, Tensor]) -> list[str]:

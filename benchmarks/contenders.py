@@ -264,7 +264,7 @@ def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
     wrapped = TorchDDP(
         model,
         process_group=group,
-        bucket_cap_mb=setting.bucket_mib,  # type: ignore[arg-type]  # it multiplies and rounds, so fractions are fine
+        bucket_cap_mb=setting.bucket_mib,  # it multiplies and rounds, so fractions are fine
     )
     if setting.narrow_dtype == torch.bfloat16:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -334,6 +334,8 @@ def _before_the_boundary(engine: Any) -> Iterator[None]:
 
 
 def _muon(name: str, model: nn.Module, setting: Setting) -> Contender:
+    wrap: Callable[[Any], Any]
+    kind: type[torch.optim.Optimizer]
     if name == FSDP2_MUON:
         model = _fsdp2(FSDP2, model, setting).model
         wrap, kind = (lambda optimizer: optimizer), GatheredMuon

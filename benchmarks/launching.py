@@ -49,13 +49,13 @@ def measure_on_ranks(
     return run_on_local_ranks(_measure_here, job, ranks, device_type, _LIMIT_S)
 
 
-def _measure_here(job: tuple[RankFunction, Any, int, int], device_type: str) -> list[Any]:
+def _measure_here(job: tuple[RankFunction, Any, int, int], device_type: str | None) -> list[Any]:
     """Measure on this rank, or as the first of many whose collectives send nothing."""
     function, request, threads, simulated_ranks = job
     torch.set_num_threads(threads)
     torch.set_flush_denormal(bool(simulated_ranks))  # what simulated ranks receive is whatever lies in memory
     device = torch.device("cpu")
-    if device_type != "cpu":
+    if device_type is not None and device_type != "cpu":
         device = torch.device(device_type, torch.accelerator.current_device_index())
         torch.empty(0, device=device)  # a mesh of more ranks than devices is taken only from a device in use
     if simulated_ranks:

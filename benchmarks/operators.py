@@ -87,7 +87,7 @@ class MovedModel(TorchDispatchMode):
     """Counts inside the block; operators that run inside those of tensor subclasses are not seen."""
 
     def __init__(self, num_ranks: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._num_ranks = num_ranks
         self._bytes: Counter[str] = Counter()
         self._copied: Counter[str] = Counter()

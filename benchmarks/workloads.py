@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +122,7 @@ def _hugging_face(workload: Workload) -> nn.Module:
     """Built on the spot, so no file is read; attention is torch's `scaled_dot_product_attention`."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": workload.vocabulary,
         "hidden_size": workload.features,
         "intermediate_size": workload.feed_forward,

@@ -35,7 +35,7 @@ def main() -> None:
     section = parse_distributed_section(settings["distributed"])
     training = settings["training"]
 
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as temporary:
         folder = training["model"] or make_small_model(Path(temporary) / "small-llama")
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **section.arguments())

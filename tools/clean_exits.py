@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ import megatron_fsdp.checkpoint
 import megatron_fsdp.ddp
 import megatron_fsdp.megatron_fsdp
 import megatron_fsdp.optim.optimizer
-from megatron_fsdp import DistributedDataParallelConfig, fully_shard
+from megatron_fsdp import DistributedDataParallelConfig, MegatronFSDP, fully_shard
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.ddp import DistributedDataParallel
 
@@ -40,7 +41,7 @@ def _net() -> nn.Module:
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
 
 
-def _trained(**options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trained(**options: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     net = _net()
     model, optimizer = fully_shard(net, torch.optim.AdamW(net.parameters()), fsdp_unit_modules=[nn.Linear], **options)
     for _ in range(2):

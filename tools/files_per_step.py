@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the files")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (f"{folder}/store", given.list), RANKS)  # type: ignore[no-untyped-call]
+        mp.spawn(measure, (f"{folder}/store", given.list), RANKS)  # type: ignore[attr-defined, no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def start_alone(device: torch.device, world_size: int = 1) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.HashStore(),  # a port could be taken
+        store=dist.HashStore(),  # type: ignore[attr-defined]  # a port could be taken
         rank=0,
         world_size=1,
         device_id=bound_device(backend, torch.device("cuda", 0)),  # None for gloo
@@ -255,7 +255,7 @@ def alone(session: Session) -> None:
             runs = []
             for delays in (False, True):
                 sharded, optimizer = small(session, dtype, zero_dp_strategy=strategy)
-                with inject_delays(sharded, seed=strategy, up_to_s=0.002) if delays else nullcontext():
+                with inject_delays(sharded, seed=strategy, up_to_s=0.002) if delays else nullcontext():  # type: ignore[arg-type]
                     runs.append(train(sharded, optimizer, batches))
             session.finish()
             undelayed, delayed = runs
@@ -286,7 +286,7 @@ def formats(session: Session) -> None:
         model, optimizer = small(session, torch.bfloat16, mixed_precision_policy=policy)
         found = train(model, optimizer, batches)
         if name.endswith("compute"):
-            native, fp8_linear.multiplies_float8 = fp8_linear.multiplies_float8, lambda _: False
+            native, fp8_linear.multiplies_float8 = fp8_linear.multiplies_float8, lambda _: False  # type: ignore[assignment]
             try:
                 model, optimizer = small(session, torch.bfloat16, mixed_precision_policy=policy)
                 expected, told = train(model, optimizer, batches), "off_emulation"
@@ -371,7 +371,7 @@ def away(session: Session) -> None:
                 zero_dp_strategy=strategy,
                 homes=where if where in (None, "host") else {where: "host"},
             )
-            found = train(model, optimizer, batches) + list(model.full_parameters().values())
+            found = train(model, optimizer, batches) + list(model.full_parameters().values())  # type: ignore[operator]
             wanted = expected[CPU if where in ("main_weights", "host") else session.device]
             off = max(_off(one.cpu(), other.cpu()) for one, other in zip(found, wanted, strict=True))
             session.note(f"{where}, strategy {strategy}", off_plain=off)
@@ -434,7 +434,7 @@ def rank_of_shared_gpu(session: Session, rank: int, ranks: int, store: str) -> N
     for name, arguments in cases:
         sharded, optimizer = small(session, torch.float32, **arguments)
         train(sharded, optimizer, batches_of(REHEARSAL, session.device, torch.float32, own))
-        found = sharded.full_parameters()
+        found = sharded.full_parameters()  # type: ignore[operator]
         if rank == 0:
             off = max(_off(found[key], param.detach()) for key, param in plain.named_parameters())
             session.note(f"{ranks} ranks, {name}", weights_off_one_process=off)
@@ -442,7 +442,7 @@ def rank_of_shared_gpu(session: Session, rank: int, ranks: int, store: str) -> N
         options: dict[str, Any] = {"deterministic": "world", "calculate_per_token_loss": True}
         sharded, optimizer = small(session, torch.float32, **options, **arguments)
         _train_by_numbers(sharded, optimizer, session.device, rank, ranks)
-        found = sharded.full_parameters()
+        found = sharded.full_parameters()  # type: ignore[operator]
         plain = layers(REHEARSAL, session.device, torch.float32)
         _train_by_numbers(plain, torch.optim.SGD(plain.parameters(), lr=0.1), session.device)
         if rank == 0:
@@ -492,7 +492,7 @@ def out_of_memory(session: Session) -> None:
         sharded, optimizer = small(session, torch.float32, zero_dp_strategy=3)
         if fails:
             size = torch.cuda.get_device_properties(0).total_memory if session.is_gpu else 2**62
-            handle = sharded.module[1].register_forward_pre_hook(
+            handle = sharded.module[1].register_forward_pre_hook(  # type: ignore[index, union-attr]
                 lambda *_, size=size: torch.empty(size, dtype=torch.uint8, device=session.device) and None
             )
             try:
@@ -500,7 +500,7 @@ def out_of_memory(session: Session) -> None:
             except RuntimeError as error:
                 session.note("raised", error=type(error).__name__)
             handle.remove()
-            sharded.reset()
+            sharded.reset()  # type: ignore[operator]
             optimizer.zero_grad()
         results.append(train(sharded, optimizer, batches))
     session.note("after a reset", equal=all(map(torch.equal, *results)))
@@ -522,10 +522,10 @@ class MasterWeights:
     def step(self) -> None:
         """Update the main weights, and copy them into the model."""
         grads = [p.grad for p in self.model if p.grad is not None]
-        torch._foreach_copy_([main.grad for main in self.main], grads)
+        torch._foreach_copy_([main.grad for main in self.main], grads)  # type: ignore[misc]
         self.adam.step()
         with torch.no_grad():
-            torch._foreach_copy_(self.model, self.main)
+            torch._foreach_copy_(self.model, self.main)  # type: ignore[arg-type]
 
     def zero_grad(self) -> None:
         """Drop the gradients of the model."""
@@ -834,7 +834,7 @@ def _fits(session: Session, name: str, where: Any, sizes: Sizes) -> bool:
         plain = layers(sizes, session.device, torch.bfloat16)
         numel = sum(param.numel() for param in plain.parameters())
         for layer in plain.children():
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         model, optimizer = fully_shard(
             plain,
             torch.optim.AdamW(plain.parameters(), fused=True),

@@ -13,7 +13,9 @@ import torch.distributed as dist
 def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of a module on every rank, and return what it returned on the first, which JSON has to hold."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_call, (count, folder, function, arguments), nprocs=count)
+        torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
+            _call, (count, folder, function, arguments), nprocs=count
+        )
         return json.loads(Path(folder, "returned.json").read_text("utf-8"))
 
 

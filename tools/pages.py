@@ -151,9 +151,9 @@ def _in_a_process(words: list[str], folder: str) -> str:
 
 def diff_of(origin: str) -> str:
     """Return what `diff -u` says of the script before and the script after, with a line of context."""
-    names = [f"examples/coming_from/{origin}_{moment}.py" for moment in ("before", "after")]
-    texts = [(ROOT / name).read_text("utf-8").splitlines(keepends=True) for name in names]
-    return "".join(difflib.unified_diff(*texts, *names, n=1))
+    before, after = (f"examples/coming_from/{origin}_{moment}.py" for moment in ("before", "after"))
+    old, new = ((ROOT / name).read_text("utf-8").splitlines(keepends=True) for name in (before, after))
+    return "".join(difflib.unified_diff(old, new, before, after, n=1))
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def strategy_costs() -> str:
     """Return what each strategy holds and sends for Llama 3 8B on 8 ranks."""
     plans = [_plan("llama-3-8b", "--ranks", "8", "--machine", "h100", "--strategy", name) for name in "0123"]
     rows = [
-        (f"{title}, GiB", *(f"{read(plan) / _GIB:.2f}" for plan in plans))
+        (f"{title}, GiB", *(f"{read(plan) / _GIB:.2f}" for plan in plans))  # type: ignore[no-untyped-call]
         for title, read in (
             ("compute weights", lambda plan: plan["memory"]["held"]["compute_weights"]),
             ("main weights", lambda plan: plan["memory"]["held"]["main_weights"]),

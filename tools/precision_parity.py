@@ -64,7 +64,7 @@ def _losses_of(policy: Policy, steps: int) -> list[float]:
     folder = str(ROOT / "examples" / "coming_from")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    from workload import Block, LanguageModel, batch
+    from workload import Block, LanguageModel, batch  # type: ignore[import-not-found]
 
     torch.manual_seed(0)
     module = LanguageModel().to(policy.dtype)

@@ -62,7 +62,7 @@ _LEGACY_FLAGS = {
 
 _Marked = TypeVar("_Marked")
 _Others = ParamSpec("_Others")
-_Result = TypeVar("_Result")
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
 
 def experimental_api(marked: _Marked) -> _Marked:
@@ -313,9 +313,7 @@ def _ranks_of_parameters(optimizer: object = None, *_: object, **__: object) -> 
 
 @agreed("connecting the optimizer", _ranks_of_parameters)
 @explains_arguments(optimizer="give the optimizer that was built on the parameters of the sharded model.")
-def fully_shard_optimizer(
-    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
-) -> torch.optim.Optimizer:
+def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> _Optimizer:
     """Connect an optimizer that was built on a sharded model's parameters, in place. It is not stepped.
 
     Its `step` synchronises gradients before (where backward did not) and installs the new weights after; its parameter
@@ -358,7 +356,8 @@ def fully_shard_optimizer(
     _check_several(optimizer, models)
     was_connected = optimizer in models[0]._engine.connected
     for model in models:
-        for each in dict.fromkeys((optimizer, *members_of(optimizer))):
+        held: tuple[torch.optim.Optimizer, ...] = (optimizer, *members_of(optimizer))
+        for each in dict.fromkeys(held):
             model.adopt(each)
     if not was_connected:
         integrate(optimizer, connected, describes_state=preproc_state_dict_for_dcp_ckpt)
@@ -390,12 +389,15 @@ _OWNER = "_megatron_fsdp_model"
 
 def _takes_arguments_of(
     shard_model: Callable[Concatenate[nn.Module, _Others], object],
-) -> Callable[[Callable[..., _Result]], Callable[Concatenate[nn.Module, torch.optim.Optimizer, _Others], _Result]]:
+) -> Callable[
+    [Callable[..., tuple[MegatronFSDP, _Optimizer]]],
+    Callable[Concatenate[nn.Module, _Optimizer, _Others], tuple[MegatronFSDP, _Optimizer]],
+]:
     """Give a function of model, optimizer and any others the signature of `shard_model`, with the optimizer second."""
 
     def decorate(
-        function: Callable[..., _Result],
-    ) -> Callable[Concatenate[nn.Module, torch.optim.Optimizer, _Others], _Result]:
+        function: Callable[..., tuple[MegatronFSDP, _Optimizer]],
+    ) -> Callable[Concatenate[nn.Module, _Optimizer, _Others], tuple[MegatronFSDP, _Optimizer]]:
         own, others = (inspect.signature(each) for each in (function, shard_model))
         parameters = [*list(own.parameters.values())[:2], *list(others.parameters.values())[1:]]
         function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -411,8 +413,8 @@ def _takes_arguments_of(
 )
 @_takes_arguments_of(fully_shard_model)
 def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described there)
-    module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    module: nn.Module, optimizer: _Optimizer, *args: Any, **kwargs: Any
+) -> tuple[MegatronFSDP, _Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.
 
     The optimizer keeps its parameter groups, their order and every option; its state, if it has any already, is sharded
