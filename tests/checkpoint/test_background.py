@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.checkpoint.background import BackgroundSaver
 from megatron_fsdp.checkpoint.save import SealingWriter
@@ -24,6 +23,7 @@ from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.test_load import step, wrap
 from tests.conftest import RunRanks
+from tests.support.dcp_contents import state_of
 from tests.support.on_ranks import assert_equal_tensors
 from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
@@ -145,10 +145,6 @@ def locals_of(state: Any) -> dict[str, Tensor]:
         else:
             found.update({f"{key}/{path}": tensor for path, tensor in locals_of(value).items()})
     return found
-
-
-def state_of(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], bool, bool]:

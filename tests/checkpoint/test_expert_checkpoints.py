@@ -10,16 +10,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint.checkpointer import collect
 from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from tests.checkpoint.test_reshard import adamw
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
 from tests.support.case import Run, Scenario, Setting
-from tests.support.dcp_contents import assert_same_contents, contents
+from tests.support.dcp_contents import assert_same_contents, contents, state_of
 from tests.support.experts import Experts, ListedExperts, Sizes, build_with_experts, experts_of
-from tests.support.on_ranks import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
 from tests.support.zoo import ModelCase, token_case
 
 KINDS = {"stacked": Experts, "listed": ListedExperts}
@@ -31,10 +33,6 @@ def sizes(ep: int, dp: int) -> Sizes:
 
 def case_of(kind: str) -> ModelCase:
     return token_case(partial(build_with_experts, 2, "experts", KINDS[kind]))
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def by_kind(model: nn.Module) -> torch.optim.Optimizer:
@@ -52,10 +50,6 @@ def trained(kind: str, arrangement: Arrangement, strategy: int, batches: tuple[i
     return run
 
 
-def state_of(run: Run) -> dict[str, Any]:
-    return {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
-
-
 def named(run: Run) -> dict[str, Tensor]:
     """Whole weights of this rank's experts and of everything else, by their names over all ranks."""
     assert run.sharded is not None
@@ -65,7 +59,7 @@ def named(run: Run) -> dict[str, Tensor]:
 def save(kind: str, arrangement: Arrangement, strategy: int, folder: str, outer: int = 0) -> dict[str, Tensor]:
     """By plain calls, and by the library."""
     run = trained(kind, arrangement, strategy, (0, 1), outer)
-    dcp.save(state_of(run), checkpoint_id=f"{folder}/plain")
+    dcp.save(state_of(run.model, run.optimizer), checkpoint_id=f"{folder}/plain")
     write_state(collect(run.model, run.optimizer, 2), Path(folder) / "own")
     return named(run)
 
@@ -73,18 +67,18 @@ def save(kind: str, arrangement: Arrangement, strategy: int, folder: str, outer:
 def load_and_save(kind: str, arrangement: Arrangement, strategy: int, source: str, target: str) -> dict[str, str]:
     """Load by plain calls into a job that has stepped, and by the library into fresh ones; save again, and go on."""
     run = trained(kind, arrangement, strategy, (5,))
-    state = state_of(run)
+    state = state_of(run.model, run.optimizer)
     dcp.load(state, checkpoint_id=f"{source}/plain")
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
-    dcp.save(state_of(run), checkpoint_id=f"{target}/by calls")
+    dcp.save(state_of(run.model, run.optimizer), checkpoint_id=f"{target}/by calls")
     run.train(7)
     told = {}
     for what in ("own", "plain"):
         run = trained(kind, arrangement, strategy, ())
         report = load_checkpoint(run.model, run.optimizer, f"{source}/{what}", with_rng=False)
         told[what] = "" if report.is_complete else str(report)
-        dcp.save(state_of(run), checkpoint_id=f"{target}/{what}")
+        dcp.save(state_of(run.model, run.optimizer), checkpoint_id=f"{target}/{what}")
         run.train(7)
     return told
 
@@ -205,26 +199,17 @@ class Odd(nn.Module):
         return x @ up @ down
 
 
-def odd_experts(folder: str) -> str:
-    from megatron_fsdp import fully_shard
-
+@on_ranks(2)
+def test_experts_that_cannot_be_told_apart_are_refused_in_words(tmp_path: Path) -> None:
     model = Odd()
     wrapped, optimizer = fully_shard(
         model, torch.optim.AdamW(model.parameters()), **experts_of(sizes(2, 1)).arguments()
     )
     wrapped(torch.randn(2, 4)).sum().backward()
     optimizer.step()
-    told = []
     for what in (wrapped.state_dict(), optimizer.state_dict()):
-        with pytest.raises(dcp.CheckpointException) as raised:
-            dcp.save({"state": what}, checkpoint_id=folder)
-        told.append(str(raised.value))
+        with pytest.raises(dcp.CheckpointException, match="first dimensions of experts differ") as raised:
+            dcp.save({"state": what}, checkpoint_id=tmp_path / "never")
+        assert "name experts by their index over all ranks" in str(raised.value)
     with pytest.raises(ConfigurationError, match="another expert"):
         wrapped.state_dict()["module.experts.up"].__create_chunk_list__()
-    return "\n".join(told)
-
-
-def test_experts_that_cannot_be_told_apart_are_refused_in_words(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for told in run_ranks(2, odd_experts, str(tmp_path / "never")):
-        assert told.count("first dimensions of experts differ") >= 2
-        assert "name experts by their index over all ranks" in told

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint
 from tests.conftest import RunRanks
-from tests.support.dcp_contents import assert_same_contents, contents
+from tests.support.dcp_contents import assert_same_contents, contents, state_of
 from tests.support.on_ranks import on_ranks
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -103,10 +103,6 @@ def step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, seed: int) -> No
     model(x.chunk(dist.get_world_size())[dist.get_rank()]).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def state_of(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def save_all(strategy: int, folder: str) -> None:

@@ -41,7 +41,7 @@ def test_any_box_of_any_chunks_is_the_tensors(
     tensor = TENSORS[key]
     offsets = [data.draw(st.integers(0, size - 1)) for size in tensor.shape]
     lengths = [data.draw(st.integers(0, size - start)) for size, start in zip(tensor.shape, offsets, strict=True)]
-    wanted = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+    wanted = tensor[Box(tuple(offsets), tuple(lengths)).indices]
     found = folder.read_box(f"{key}_cut" if cut else key, offsets, lengths)
     assert found.dtype == tensor.dtype
     assert torch.equal(found, wanted)
@@ -137,7 +137,7 @@ def test_the_chunks_that_meet_a_box_are_found(data: st.DataObject) -> None:
     lengths = [data.draw(st.integers(0, size - start)) for size, start in zip(shape, offsets, strict=True)]
     counts = torch.zeros(shape)
     for _, shared in BoxIndex(boxes).meeting(Box(tuple(offsets), tuple(lengths))):
-        counts[tuple(slice(o, o + n) for o, n in zip(shared.offsets, shared.lengths, strict=True))] += 1
+        counts[shared.indices] += 1
     expected = torch.zeros(shape)
-    expected[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] = 1
+    expected[Box(tuple(offsets), tuple(lengths)).indices] = 1
     assert torch.equal(counts, expected)

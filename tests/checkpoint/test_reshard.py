@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, divide_tensors_and_sequences, hybrid, tensor_parallel
 from tests.support.case import Run, Scenario, Setting, whole_moments
-from tests.support.dcp_contents import contents
+from tests.support.dcp_contents import contents, state_of
 from tests.support.zoo import DENSE, MODEL_CASES, ModelCase
 
 Places = dict[str, tuple[int, Setting]]
@@ -51,10 +51,6 @@ def trained(case: ModelCase, setting: Setting, *batches: int) -> Run:
     return run
 
 
-def state_of(run: Run) -> dict[str, Any]:
-    return {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
-
-
 def whole_state(run: Run) -> dict[str, Tensor]:
     """Weights and moments, gathered by the model's own means, under the keys that a checkpoint gives them."""
     assert run.sharded is not None
@@ -74,7 +70,7 @@ def loss_of(run: Run) -> float:
 
 def save(case: ModelCase, setting: Setting, folder: str) -> tuple[dict[str, Tensor], float]:
     run = trained(case, setting, 0, 1)
-    dcp.save(state_of(run), checkpoint_id=folder)
+    dcp.save(state_of(run.model, run.optimizer), checkpoint_id=folder)
     return whole_state(run), loss_of(run)
 
 
@@ -83,7 +79,7 @@ def load_each(case: ModelCase, setting: Setting, folders: Collection[str]) -> di
     run = trained(case, setting, 5)
     told = {}
     for folder in folders:
-        state = state_of(run)
+        state = state_of(run.model, run.optimizer)
         dcp.load(state, checkpoint_id=folder)
         run.model.load_state_dict(state["model"])
         run.optimizer.load_state_dict(state["optimizer"])

@@ -18,7 +18,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import LocalChunks
 from megatron_fsdp.engine.group_plan import Sharding, part_of
 from megatron_fsdp.sharding.mesh import Domain
-from megatron_fsdp.sharding.shards import ShardDescription
+from megatron_fsdp.sharding.shards import Box, ShardDescription
 from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, group_parameters
 
 # ---- what ranks would hold: the engine's own planning, with stand-ins for meshes and process groups ------------------
@@ -28,15 +28,7 @@ _TENSOR_PARALLEL = {0: "column", 1: "row"}
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Ranks and how they share a model.
-
-    Attributes:
-        inner: Ranks of the sharding axis.
-        outer: Ranks of the outer axis; 0: there is none.
-        tensor: Tensor-parallel ranks; 0: there are none.
-        strategy: 0 to 3.
-        outer_strategy: 0 or 1.
-    """
+    """Ranks and how they share a model; 0 outer or tensor-parallel ranks: there is no such axis."""
 
     inner: int
     outer: int = 0
@@ -52,16 +44,10 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a model.
-
-    Attributes:
-        shapes: Over all ranks.
-        cuts: The dimension that tensor parallelism cuts, for each; None: its ranks hold the same. It must be divisible.
-        frozen: Whether they are not trained.
-    """
+    """The tensors of a model, whole; `cuts` are the dimensions that tensor parallelism cuts, divisible."""
 
     shapes: tuple[tuple[int, ...], ...]
-    cuts: tuple[int | None, ...]
+    cuts: tuple[int | None, ...]  # None: its ranks hold the same
     frozen: bool = False
 
 
@@ -167,12 +153,8 @@ def whole_of(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def local_of(description: ShardDescription, whole: Tensor) -> Tensor:
     """Cut out box by box, and so independently of how the engine cuts."""
-    pieces = [whole[box_index(box.offsets, box.lengths)].reshape(-1) for box in description.boxes()]
+    pieces = [whole[box.indices].reshape(-1) for box in description.boxes()]
     return torch.cat([whole.new_empty(0), *pieces]).view(description.local_shape)
-
-
-def box_index(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
 
 
 def chunks_of(description: ShardDescription, local: Tensor) -> LocalChunks:
@@ -207,7 +189,8 @@ class File:
             assert item.storage_index.offset is not None
             source = self.blocks[tuple(item.storage_index.offset)]
             target = chunks.shard_at(local, MetadataIndex("x", item.dest_index.offset))
-            target[box_index(item.dest_offsets, item.lengths)] = source[box_index(item.storage_offsets, item.lengths)]
+            there, here = (Box(at, item.lengths).indices for at in (item.storage_offsets, item.dest_offsets))
+            target[here] = source[there]
         return local
 
 
@@ -220,7 +203,7 @@ def test_the_chunks_of_all_ranks_tile_each_tensor_once(tensors: Tensors, arrange
         file = File([each[index] for each in everyone], whole_of(shape, index))
         count = torch.zeros(shape, dtype=torch.int64)
         for offsets, block in file.blocks.items():
-            count[box_index(offsets, tuple(block.shape))] += 1
+            count[Box(offsets, tuple(block.shape)).indices] += 1
         assert bool((count == 1).all())
         assert file.blocks  # a tensor without elements is in the checkpoint, too
 

@@ -148,21 +148,13 @@ def killed_before_the_pointer_moved(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A folder, and the save that is disturbed in it.
-
-    Attributes:
-        prepare: Makes the folder.
-        iteration: Saved then.
-        overwrite: As of `write`.
-        before: Content of the latest checkpoint before; None where there is none.
-        kept: The iterations that are there after a good save.
-    """
+    """A folder, and the save that is disturbed in it."""
 
     prepare: Callable[[Path], None]
     iteration: int
     overwrite: bool
-    before: str | None
-    kept: tuple[int, ...]
+    before: str | None  # content of the latest checkpoint before; None where there is none
+    kept: tuple[int, ...]  # the iterations that are there after a good save
 
 
 SCENARIOS = {

@@ -5,9 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what plain calls save and load."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def contents(folder: str) -> dict[str, Any]:

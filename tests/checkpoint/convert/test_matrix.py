@@ -1,5 +1,6 @@
 """Every kind of model, grid of chunks, optimizer layout and generation: the output is the truth, bit for bit."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.convert.convert import convert
+from megatron_fsdp.checkpoint.convert.convert import ConversionReport, convert
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
 from tests.support.on_ranks import assert_equal_tensors
 from tests.support.torch_dist import (
     GptSpec,
+    Truth,
     WriteOptions,
     expected_tensors,
     group_map,
@@ -35,9 +37,16 @@ MODELS = {
 TWO_WRAPPERS, THREE_WRAPPERS = "optimizer.state.module.module", "optimizer.state.module.module.module"
 
 
-def tensors_of(path: Path) -> dict[str, Tensor]:
-    folder = CheckpointFolder(path)
+def tensors_of(folder: CheckpointFolder) -> dict[str, Tensor]:
     return {key: folder.read_tensor(key) for key in folder.tensors if not key.startswith("rng_state")}
+
+
+def converted(
+    tmp_path: Path, truth: Truth, written: WriteOptions | None = None, options: ConvertOptions | None = None
+) -> tuple[CheckpointFolder, ConversionReport]:
+    """Write a checkpoint and convert it; return the new folder, and what was told."""
+    report = convert(write_torch_dist(tmp_path / "iter_0000007", truth, written), tmp_path / "out", options)
+    return CheckpointFolder(tmp_path / "out"), report
 
 
 WRITTEN = {
@@ -61,17 +70,16 @@ def test_every_generation_and_grid_of_every_model_converts_to_the_truth(
     tmp_path: Path, model: str, written: str
 ) -> None:
     truth, options = make_truth(MODELS[model]), WRITTEN[written]
-    report = convert(write_torch_dist(tmp_path / "iter_0000007", truth, options), tmp_path / "out")
+    folder, report = converted(tmp_path, truth, options)
     wrappers = TWO_WRAPPERS if options.kind == "plain" else THREE_WRAPPERS
-    assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth, wrappers))
+    assert_equal_tensors(tensors_of(folder), expected_tensors(truth, wrappers))
     assert report.written
 
 
 def test_halves_that_are_apart_in_the_source_have_the_group_of_their_parameter(tmp_path: Path) -> None:
     truth = make_truth(MODELS["homogeneous_moe"])
-    source = write_torch_dist(tmp_path / "iter_0000007", truth, WriteOptions(singleton=True))
-    convert(source, tmp_path / "out", ConvertOptions(param_to_group=group_map(truth.spec)))
-    folder = CheckpointFolder(tmp_path / "out")
+    options = ConvertOptions(param_to_group=group_map(truth.spec))
+    folder, _ = converted(tmp_path, truth, WriteOptions(singleton=True), options)
     name = "optimizer.param_to_group_meta.module.module.module.decoder.layers.1.mlp.experts.linear_fc1.weight3"
     assert all(folder.read_object(f"{name}{half}.is_expert_parallel") for half in ("", "_w", "_v"))
 
@@ -89,33 +97,27 @@ def test_weights_alone_convert_from_any_optimizer_layout(tmp_path: Path, kind: s
     buckets = [item for item in report.plan.dropped if item.key.startswith("optimizer.distributed")]
     assert len(buckets) == (4 if kind == "dp_reshardable" else 0)
     weights = {f"model.module.{k}": v.bfloat16() for k, v in split_halves(truth.masters, True).items()}
-    assert_equal_tensors(tensors_of(tmp_path / "out"), weights)
-    objects = CheckpointFolder(tmp_path / "out").objects
-    assert not [key for key in objects if key.startswith(("optimizer", "rng_state", "opt_param_scheduler"))]
-    assert {"args", "iteration", "checkpoint_version"} <= objects.keys()
+    folder = CheckpointFolder(tmp_path / "out")
+    assert_equal_tensors(tensors_of(folder), weights)
+    assert not [key for key in folder.objects if key.startswith(("optimizer", "rng_state", "opt_param_scheduler"))]
+    assert {"args", "iteration", "checkpoint_version"} <= folder.objects.keys()
 
 
 def test_weights_only_takes_the_masters_where_there_are_some(tmp_path: Path) -> None:
     truth = make_truth(MODELS["dense_swiglu"])
-    convert(write_torch_dist(tmp_path / "iter_0000007", truth), tmp_path / "out", ConvertOptions(weights_only=True))
+    folder, _ = converted(tmp_path, truth, options=ConvertOptions(weights_only=True))
     weights = {f"model.module.{k}": v for k, v in split_halves(truth.masters, True).items()}
-    assert_equal_tensors(tensors_of(tmp_path / "out"), weights)
+    assert_equal_tensors(tensors_of(folder), weights)
 
 
 def test_momentum_of_sgd_converts(tmp_path: Path) -> None:
     truth = make_truth(MODELS["dense_swiglu"], slots=("momentum_buffer",))
-    convert(write_torch_dist(tmp_path / "iter_0000007", truth), tmp_path / "out")
-    assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth))
+    assert_equal_tensors(tensors_of(converted(tmp_path, truth)[0]), expected_tensors(truth))
 
 
 def test_non_tensor_state_comes_over(tmp_path: Path) -> None:
-    truth = make_truth(MODELS["dense_swiglu"])
-    convert(write_torch_dist(tmp_path / "iter_0000007", truth), tmp_path / "out")
-    folder = CheckpointFolder(tmp_path / "out")
-
-    def read(key: str) -> Any:
-        return folder.read_object(key)
-
+    folder, _ = converted(tmp_path, make_truth(MODELS["dense_swiglu"]))
+    read: Callable[[str], Any] = folder.read_object
     assert read("iteration") == 7
     assert read("checkpoint_version") == 3.0
     assert read("num_floating_point_operations_so_far") == 12345
@@ -133,9 +135,8 @@ def test_non_tensor_state_comes_over(tmp_path: Path) -> None:
 
 def test_masters_may_be_left_behind(tmp_path: Path) -> None:
     truth = make_truth(MODELS["dense_swiglu"])
-    source = write_torch_dist(tmp_path / "iter_0000007", truth)
-    report = convert(source, tmp_path / "out", ConvertOptions(masters="model"))
-    found = tensors_of(tmp_path / "out")["model.module.output_layer.weight"]
+    folder, report = converted(tmp_path, truth, options=ConvertOptions(masters="model"))
+    found = tensors_of(folder)["model.module.output_layer.weight"]
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, truth.masters["output_layer.weight"].bfloat16())
     assert any("--masters model" in note for note in report.plan.notes)

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fsdp.checkpoint.convert.convert import Cells
-from megatron_fsdp.checkpoint.convert.plan import CommonState, Content, ConversionPlan, ConvertOptions, Move, make_plan
+from megatron_fsdp.checkpoint.convert.plan import CommonState, Content, ConversionPlan, ConvertOptions, make_plan
 from megatron_fsdp.checkpoint.folder import TensorEntry
+from megatron_fsdp.sharding.shards import Box
 from tests.support.torch_dist import (
     GptSpec,
     Truth,
@@ -57,19 +58,16 @@ def plan_of(truth: Truth, options: ConvertOptions, *, says_swiglu: bool, singlet
     return make_plan(Content(entries, ["common_state/shard_0_1"], CommonState.of(tree)), options)
 
 
-def pick(move: Move, tensor: Tensor) -> Tensor:
-    for axis, (start, length) in enumerate(zip(move.offsets, move.lengths, strict=True)):
-        tensor = tensor.narrow(axis, start, length)
-    return tensor.reshape(move.shape)
-
-
 @settings(max_examples=60)
 @given(specs(), st.booleans(), st.booleans())
 def test_moves_of_any_model_pick_out_the_truth(spec: GptSpec, says_swiglu: bool, singleton: bool) -> None:
     truth = make_truth(spec)
     stored = stored_in(singleton, truth)
     plan = plan_of(truth, ConvertOptions(), says_swiglu=says_swiglu, singleton=singleton)
-    found = {move.target: pick(move, stored[move.source]) for move in plan.moves}
+    found = {
+        move.target: stored[move.source][Box(move.offsets, move.lengths).indices].reshape(move.shape)
+        for move in plan.moves
+    }
     found |= {value.target: value.value for value in plan.values if isinstance(value.value, Tensor)}
     expected = expected_tensors(truth)
     assert found.keys() == expected.keys()
@@ -85,10 +83,7 @@ def test_moves_cover_every_element_of_what_they_read_once(spec: GptSpec, singlet
     plan = plan_of(truth, ConvertOptions(masters="model"), says_swiglu=True, singleton=singleton)
     counts = {key: torch.zeros(t.shape) for key, t in stored_in(singleton, truth).items() if "fp32_param" not in key}
     for move in plan.moves:
-        part = counts[move.source]
-        for axis, (start, length) in enumerate(zip(move.offsets, move.lengths, strict=True)):
-            part = part.narrow(axis, start, length)
-        part += 1
+        counts[move.source][Box(move.offsets, move.lengths).indices] += 1
     assert all(bool((count == 1).all()) for count in counts.values())
     assert plan.nbytes == sum(t.nbytes for k, t in stored_in(singleton, truth).items() if "fp32_param" not in k)
 
@@ -115,14 +110,11 @@ def test_any_box_of_flattened_cells_is_read_from_the_cells_that_it_meets(
     def read_stored(start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         nonlocal read
         read += math.prod(size)
-        part = stored
-        for axis, (first, length) in enumerate(zip(start, size, strict=True)):
-            part = part.narrow(axis, first, length)
-        return part.clone()
+        return stored[Box(start, size).indices].clone()
 
     cells = Cells.of("w", tuple(stored.shape), tuple(tensor.shape))
     found = cells.read(read_stored, offsets, lengths)
-    wanted = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+    wanted = tensor[Box(offsets, lengths).indices]
     assert torch.equal(found, wanted)
     met = (
         ((start + length - 1) // size - start // size + 1) * size

@@ -21,15 +21,14 @@ from megatron_fsdp.checkpoint.convert.groups import (
     read_group_map_json,
 )
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 from tests.checkpoint.convert.test_load_converted import MegatronGpt, MegatronLayer
+from tests.checkpoint.convert.test_matrix import converted
 from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes
 from tests.support.torch_dist import (
     GptSpec,
-    Truth,
     WriteOptions,
     group_map,
     make_group,
@@ -45,14 +44,6 @@ META = "optimizer.param_to_group_meta.module.module.module"
 DENSE, MIXTURE = GptSpec(), GptSpec(experts=4)
 
 
-def converted(
-    tmp_path: Path, truth: Truth, written: WriteOptions | None = None, options: ConvertOptions | None = None
-) -> CheckpointFolder:
-    source = write_torch_dist(tmp_path / "iter_0000007", truth, written or WriteOptions())
-    convert(source, tmp_path / "out", options)
-    return CheckpointFolder(tmp_path / "out")
-
-
 def as_map(groups: dict[str, int]) -> dict[str, int]:
     return {f"model.module.{name}": index for name, index in groups.items()}
 
@@ -60,14 +51,14 @@ def as_map(groups: dict[str, int]) -> dict[str, int]:
 def test_defect_04_the_map_counts_where_there_is_one_optimizer(tmp_path: Path) -> None:
     swapped = {name: 1 - index for name, index in group_map(DENSE).items()}
     options = ConvertOptions(param_to_group=as_map(swapped))
-    folder = converted(tmp_path, make_truth(DENSE), options=options)
+    folder, _ = converted(tmp_path, make_truth(DENSE), options=options)
     assert folder.read_object(f"{META}.decoder.final_layernorm.weight.weight_decay") == 0.1
     assert folder.read_object(f"{META}.output_layer.weight.weight_decay") == 0.0
 
 
 def test_defect_05_no_key_has_an_empty_component(tmp_path: Path) -> None:
     for name, options in {"map": ConvertOptions(param_to_group=as_map(group_map(MIXTURE))), "infer": None}.items():
-        folder = converted(tmp_path / name, make_truth(MIXTURE), options=options)
+        folder, _ = converted(tmp_path / name, make_truth(MIXTURE), options=options)
         keys = [*folder.tensors, *folder.objects]
         assert not [key for key in keys if ".." in key or key.startswith(".") or key.endswith(".")]
         assert len([key for key in keys if key.startswith(f"{META}.decoder.layers.0.") and key.endswith(".lr")]) > 5
@@ -80,14 +71,14 @@ def test_defect_06_every_layer_keeps_its_own_group(tmp_path: Path) -> None:
     own = group_map(spec) | {name.format(layer): 2 + layer for layer in range(3)}
     groups = param_groups(spec) + [make_group(decay) for decay in decays]
     options = ConvertOptions(param_to_group=as_map(own))
-    folder = converted(tmp_path, make_truth(spec), WriteOptions(groups=groups), options)
+    folder, _ = converted(tmp_path, make_truth(spec), WriteOptions(groups=groups), options)
     found = [folder.read_object(f"{META}.{name.format(layer)}.weight_decay") for layer in range(3)]
     assert found == decays
 
 
 def test_defect_08_multi_token_layers_may_have_the_name_that_older_loaders_ask_for(tmp_path: Path) -> None:
     truth = make_truth(GptSpec(mtp=True))
-    renamed = converted(tmp_path / "renamed", truth, options=ConvertOptions(rename_mtp=True))
+    renamed, _ = converted(tmp_path / "renamed", truth, options=ConvertOptions(rename_mtp=True))
     assert "model.module.mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight_w" in renamed.tensors
     assert f"{STATE}.mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight.exp_avg" in renamed.tensors
     assert f"{META}.mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight.lr" in renamed.objects
@@ -95,14 +86,13 @@ def test_defect_08_multi_token_layers_may_have_the_name_that_older_loaders_ask_f
 
 
 def test_defect_09_random_generators_come_over_where_they_fit_and_else_it_is_said(tmp_path: Path) -> None:
-    folder = converted(tmp_path / "one", make_truth(DENSE))
+    folder, _ = converted(tmp_path / "one", make_truth(DENSE))
     state = folder.read_tensor("rng_state.(0, 0).0.torch_rng_state")
     assert torch.equal(state, torch.Generator().manual_seed(0).get_state())
     assert folder.read_object("rng_state.(0, 0).0.random_rng_state")[0] == 3
     assert folder.read_object("rng_state.(0, 0).0.np_rng_state")[0] == "MT19937"
-    source = write_torch_dist(tmp_path / "two" / "iter_0000007", make_truth(DENSE), WriteOptions(tp=2))
-    report = convert(source, tmp_path / "two" / "out")
-    assert not [key for key in CheckpointFolder(tmp_path / "two" / "out").objects if key.startswith("rng_state")]
+    folder, report = converted(tmp_path / "two", make_truth(DENSE), WriteOptions(tp=2))
+    assert not [key for key in folder.objects if key.startswith("rng_state")]
     assert "random generators are left behind: load with --no-load-rng" in report.plan.notes
 
 
@@ -146,7 +136,7 @@ def test_defect_14_steps_without_dimensions_convert(tmp_path: Path) -> None:
                 steps = torch.arange(2.0) + 40 if layers else torch.tensor(41.0)
                 tensors[key.replace("exp_avg", "step")] = plain(steps, layers)
 
-    folder = converted(tmp_path, truth, WriteOptions(change_tensors=add_steps))
+    folder, _ = converted(tmp_path, truth, WriteOptions(change_tensors=add_steps))
     steps = [folder.read_tensor(f"{STATE}.decoder.layers.{i}.mlp.linear_fc1.weight_v.step") for i in range(2)]
     assert [(step.ndim, step.item()) for step in steps] == [(0, 40.0), (0, 41.0)]
     assert folder.read_tensor(f"{STATE}.output_layer.weight.step").item() == 41.0
@@ -168,9 +158,8 @@ def test_defect_14_objects_run_no_code(tmp_path: Path, generation: int) -> None:
         common["args"].planted = Planted(tmp_path / "it ran")
 
     written = WriteOptions(generation=generation, change_common=plant)
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(DENSE), written)
     with pytest.raises(CheckpointError, match=r"asks to import .*, which no checkpoint needs"):
-        convert(source, tmp_path / "out")
+        converted(tmp_path, make_truth(DENSE), written)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000007"]
 
 

@@ -13,6 +13,7 @@ from megatron_fsdp.checkpoint.convert.convert import Cells, TorchDistSource, con
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions, make_plan
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
+from tests.checkpoint.convert.test_matrix import converted
 from tests.support.torch_dist import GptSpec, WriteOptions, make_truth, plain, write_torch_dist
 
 SPEC = GptSpec()
@@ -20,9 +21,8 @@ PROJECTION = "decoder.layers.self_attention.linear_proj.weight"
 
 
 def refused(tmp_path: Path, written: WriteOptions, options: ConvertOptions | None = None) -> str:
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), written)
     with pytest.raises(CheckpointError) as error:
-        convert(source, tmp_path / "out", options)
+        converted(tmp_path, make_truth(SPEC), written, options)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"]
     return str(error.value)
 
@@ -63,8 +63,7 @@ def test_optimizer_state_of_an_unknown_kind_stops_all_but_the_weights(tmp_path: 
     written = changed(lambda tensors: tensors.update(unknown))
     assert "does not know: optimizer.new_kind.w, optimizer.state.exp_avg.no.such" in refused(tmp_path, written)
     written = changed(lambda tensors: tensors.update({"optimizer.new_kind.w": plain(torch.zeros(3))}))
-    source = write_torch_dist(tmp_path / "other" / "iter_0000007", make_truth(SPEC), written)
-    report = convert(source, tmp_path / "out", ConvertOptions(weights_only=True))
+    _, report = converted(tmp_path / "other", make_truth(SPEC), written, ConvertOptions(weights_only=True))
     assert [item.why for item in report.plan.dropped if item.key == "optimizer.new_kind.w"] == ["--weights-only"]
 
 
@@ -95,9 +94,7 @@ def test_cells_that_do_not_fit_their_true_shape() -> None:
 
 
 def test_no_groups_are_written_where_none_are_wanted(tmp_path: Path) -> None:
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
-    convert(source, tmp_path / "out", ConvertOptions(groups="none"))
-    folder = CheckpointFolder(tmp_path / "out")
+    folder, _ = converted(tmp_path, make_truth(SPEC), options=ConvertOptions(groups="none"))
     assert not [key for key in folder.objects if "param_to_group_meta" in key]
     assert folder.read_object("optimizer.param_groups.0.params") == []
     step = folder.read_tensor("optimizer.state.module.module.module.output_layer.weight.step")
@@ -120,18 +117,16 @@ def test_steps_that_groups_disagree_on_are_not_guessed(tmp_path: Path) -> None:
 
 def test_a_parameter_without_a_master_among_others_with_is_noted(tmp_path: Path) -> None:
     written = changed(lambda tensors: tensors.pop("optimizer.state.fp32_param.output_layer.weight"))
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), written)
-    report = convert(source, tmp_path / "out")
+    folder, report = converted(tmp_path, make_truth(SPEC), written)
     assert "no fp32 master weights of output_layer.weight; these are the model's" in report.plan.notes
-    assert CheckpointFolder(tmp_path / "out").tensors["model.module.output_layer.weight"].dtype == torch.bfloat16
+    assert folder.tensors["model.module.output_layer.weight"].dtype == torch.bfloat16
 
 
 def test_a_gradient_scaler_comes_over(tmp_path: Path) -> None:
     scaler = {"scale": 65536.0}
     written = common_changed(lambda common: common["optimizer"].update(grad_scaler=scaler))
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), written)
-    convert(source, tmp_path / "out")
-    assert CheckpointFolder(tmp_path / "out").read_object("grad_scaler.scale") == 65536.0
+    folder, _ = converted(tmp_path, make_truth(SPEC), written)
+    assert folder.read_object("grad_scaler.scale") == 65536.0
 
 
 def test_random_generators_of_several_data_parallel_ranks_are_left_behind(tmp_path: Path) -> None:

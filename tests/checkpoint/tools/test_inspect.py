@@ -152,7 +152,7 @@ def test_parts_are_what_python_makes_of_them(words: list[int | tuple[int | None,
         for word in words
     )
     box, gone = parse_part(text, (5, 6, 7))
-    part = values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))]
+    part = values[box.indices]
     for dim in reversed(gone):
         part = part.select(dim, 0)
     expected = values[tuple(word if isinstance(word, int) else slice(*word) for word in words)]
