@@ -188,7 +188,7 @@ _OUT_OF_MEMORY = re.compile(
     "CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|(?i:nccl(?s:.*)out of memory)"
 )
 """What untyped errors of drivers and libraries say."""
-_OF_PEERS = ("MemoryError: ", "OutOfMemoryError: ")  # ranks exchange the type and the message of an error
+_OF_PEERS = re.compile(r"\b(OutOf)?MemoryError\b")  # ranks exchange the type and the message of an error
 _MET_TOGETHER = (CheckpointError, RankError, ConfigurationError)  # whose messages name the ranks that met something
 
 
@@ -200,7 +200,7 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         if isinstance(seen, (RuntimeError, OSError, *_MET_TOGETHER)) and _OUT_OF_MEMORY.search(str(seen)):
             return True
-        if isinstance(seen, _MET_TOGETHER) and any(words in str(seen) for words in _OF_PEERS):
+        if isinstance(seen, _MET_TOGETHER) and _OF_PEERS.search(str(seen)):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
