@@ -11,7 +11,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [*(str(Path(__file__).parents[1] / folder) for folder in ("src", "")), os.environ.get("PYTHONPATH", "")]
 ).rstrip(os.pathsep)
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["MFSDP_MESSAGE_BYTES"] = "0"  # models of tests are so small that all their units would be merged
+os.environ["MFSDP_MESSAGE_BYTES"] = "0"  # see `pytest_runtest_setup`
 os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
 
 from collections.abc import Callable, Iterator
@@ -83,6 +83,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Say what the server of the forks imports, before any test starts it: it is one for all that fork from it."""
     get_context("forkserver").set_forkserver_preload(preloaded_modules())
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of modules are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Merge small units, as users' models do, but where messages are counted or units named: marked tests, and tools.
+
+    Models of tests are so small that all their units become one or two.
+    """
+    is_parity = {"engine", "meshes", "usage", "ddp"} & set(item.path.parts)
+    if is_parity and item.get_closest_marker("unmerged") is None:
+        os.environ.pop("MFSDP_MESSAGE_BYTES", None)
+    else:
+        os.environ["MFSDP_MESSAGE_BYTES"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -172,6 +172,7 @@ def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, i
     return sent.reductions, sent.reduce_bytes, model.memory().transient_peak_bytes, early
 
 
+@pytest.mark.unmerged
 @pytest.mark.full(short=["optim_grads_params"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_delayed_units_are_reduced_once_each_out_of_two_buckets(run_ranks: RunRanks, strategy: str) -> None:

@@ -31,6 +31,8 @@ from tests.support.formulas import (
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.zoo import TOWER_FEATURES, Floor, Ordered, Recomputed, Tower, tower_loss, vector_case
 
+pytestmark = pytest.mark.unmerged
+
 ZERO3 = ShardingStrategy.optim_grads_params
 WIDTHS = (32, 32, 64, 48, 32, 32)  # the third and the fourth floor fit no slot of the others
 CHOICES: dict[WeightAllocator, dict[str, Any]] = {

@@ -25,6 +25,8 @@ from tests.support.counting import LiveBytes, held_bytes
 from tests.support.on_ranks import engine_of, first_rank_warns, on_ranks, same_on_ranks
 from tests.support.settling import settled
 
+pytestmark = pytest.mark.unmerged
+
 CPU = torch.device("cpu")
 MIXED = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
 TAKEN = r"bytes of communication memory are taken once and keep their addresses, but nothing is registered, since"

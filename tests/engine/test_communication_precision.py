@@ -30,6 +30,8 @@ from tests.support.api_net import Layer, backward, batches, build, mesh
 from tests.support.case import Recording
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
 
+pytestmark = pytest.mark.unmerged
+
 SWITCH = "reduce_scatter_with_fp32_accumulation"
 ALL_BF16 = MixedPrecisionPolicy(FP32, FP32, BF16)
 

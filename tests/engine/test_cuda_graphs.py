@@ -23,6 +23,8 @@ from tests.optim.test_decoupled_grad import DecoupledSGD
 from tests.support.arrangements import hybrid_arguments
 from tests.support.on_ranks import first_rank_warns, on_ranks, same_on_ranks
 
+pytestmark = pytest.mark.unmerged
+
 FP32_SUMS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
 
 

@@ -28,6 +28,8 @@ from tests.support.zoo import (
     tower_loss,
 )
 
+pytestmark = pytest.mark.unmerged
+
 STRATEGIES = list(ShardingStrategy)
 STEPS = 3
 _SAMPLES = 2

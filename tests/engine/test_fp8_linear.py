@@ -448,6 +448,7 @@ def transposed_bytes(keeps: bool) -> list[int]:
     return [*found, held(), gathered]
 
 
+@pytest.mark.unmerged
 @pytest.mark.parametrize(
     ("ranks", "keeps", "in_units"),
     [(2, True, [2, 4, 4, 4, 4, 0, 8]), (2, False, [0, 0, 0, 0, 0, 0, 8]), (1, True, [2, 4, 6, 8, 8, 0, 0])],

@@ -13,6 +13,8 @@ from tests.support.counting import LiveBytes, OpCounts
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 from tests.support.zoo import MODEL_CASES, ModelName
 
+pytestmark = pytest.mark.unmerged
+
 SIZES_BYTES = [1, 800, 2**28]
 """From one tensor at a time to whole groups."""
 

@@ -30,6 +30,8 @@ from tests.support.experts import FLAT, build_with_experts, experts_of
 from tests.support.on_ranks import first_rank_warns, fixed_seed, on_ranks, same_on_ranks
 from tests.support.zoo import Block, make_token_batch, token_loss
 
+pytestmark = pytest.mark.unmerged
+
 CPU = torch.device("cpu")
 
 

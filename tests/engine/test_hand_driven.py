@@ -16,6 +16,8 @@ from megatron_fsdp import (
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
 from tests.support.on_ranks import engine_of, on_ranks
 
+pytestmark = pytest.mark.unmerged
+
 
 def wrap() -> MegatronFSDP:
     return fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer])

@@ -34,6 +34,8 @@ from tests.support.ordered_streams import (
 )
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
+pytestmark = pytest.mark.unmerged
+
 # ---- random programs -------------------------------------------------------------------------------------------------
 
 POLICIES = {

@@ -28,6 +28,8 @@ from tests.support.formulas import (
 )
 from tests.support.zoo import MODEL_CASES, Floor, Tower, tower_loss
 
+pytestmark = pytest.mark.unmerged
+
 BF16, FP32 = torch.bfloat16, torch.float32
 STRATEGIES = list(ShardingStrategy)
 POLICIES = {

@@ -21,6 +21,8 @@ from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_job
 from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
 from tests.support.zoo import FEATURES, Layer, ModelCase, NeighbourCallers, Ordered, Penalised, Recomputed, vector_case
 
+pytestmark = pytest.mark.unmerged
+
 LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
 MIB = 2**20
 Sharded = tuple[MegatronFSDP, torch.optim.Optimizer]

@@ -10,6 +10,8 @@ from megatron_fsdp.engine.observer import Observer, Phase
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import FLOORS, TOWER_FEATURES, Floor, Tower, tower_loss
 
+pytestmark = pytest.mark.unmerged
+
 
 class Notes(Observer):
     """Writes down everything, phases with their nesting."""

@@ -183,6 +183,7 @@ def expect_refusal(run: Run) -> None:
         run.loss(0)
 
 
+@pytest.mark.unmerged
 def test_opaque_outputs_are_refused_where_weights_were_released(run_ranks: RunRanks) -> None:
     outcomes = run_ranks(2, run_sharded, [(Scenario(expect_refusal, vector_case(HidesResults)), Setting(3))])
     assert len(outcomes) == 2

@@ -265,6 +265,7 @@ def test_a_frozen_teacher_is_evaluated_and_left_alone() -> None:
     assert teacher.traffic().reduce_bytes == 0
 
 
+@pytest.mark.unmerged
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_ranks_agree_once_when_something_changes_and_never_in_a_steady_step(strategy: int) -> None:

@@ -24,6 +24,8 @@ from tests.support.formulas import exchange_scratch_bytes, footprints_of, step_t
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.zoo import FLOOR_NUMEL, TOWER_FEATURES, Floor, Ordered, Tower, tower_loss, vector_case
 
+pytestmark = pytest.mark.unmerged
+
 FLOORS = 5
 
 

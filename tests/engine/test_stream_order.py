@@ -432,6 +432,7 @@ def is_found(fault: str) -> bool:
             return True
 
 
+@pytest.mark.unmerged
 @pytest.mark.full(short=["lanes run ahead of compute", "buckets are filled while they are reduced"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_wait_is_needed(run_ranks: RunRanks, fault: str) -> None:

@@ -248,6 +248,7 @@ def test_what_summed_gradients_mean_for_a_number_is_not_guessed(strategy: int) -
         (plain_loss(model, part(x), part(y)) * model.module.layers[0].weight.norm()).backward()
 
 
+@pytest.mark.unmerged
 @on_ranks(2)
 def test_ranks_that_call_different_units_are_found() -> None:
     model = wrap_layers(1)[0]
@@ -326,6 +327,7 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.unmerged
 @on_ranks(2)
 def test_what_cannot_work_is_refused_in_words() -> None:
     for use, words, *how in REFUSALS.values():

@@ -308,6 +308,7 @@ def test_a_pattern_that_takes_no_effect_is_refused_by_name(asked: dict[str, str 
     assert found == {"middle.weight": "fp8", "head.weight": "nvfp4"}
 
 
+@pytest.mark.unmerged
 @on_ranks(2)
 def test_encoded_shards_live_in_kept_memory() -> None:
     with first_rank_warns("only NCCL registers memory"):

@@ -17,6 +17,8 @@ from megatron_fsdp.engine.group_plan import plan_groups
 from megatron_fsdp.sharding.units import find_units
 from tests.support.on_ranks import engine_of, on_ranks
 
+pytestmark = pytest.mark.unmerged
+
 COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",

@@ -29,6 +29,8 @@ from tests.support.zoo import (
     tower_loss,
 )
 
+pytestmark = pytest.mark.unmerged
+
 EXPERTS = token_case(build_with_experts)
 
 

@@ -16,6 +16,8 @@ from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.on_ranks import on_ranks
 from tests.support.zoo import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 
+pytestmark = pytest.mark.unmerged
+
 UNITS = FLOORS + 1
 P = ROOT_NUMEL + FLOORS * FLOOR_NUMEL
 REGATHERED = (FLOORS - 2) * FLOOR_NUMEL

@@ -9,6 +9,8 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.arrangements import hybrid_arguments
 from tests.support.on_ranks import on_ranks
 
+pytestmark = pytest.mark.unmerged
+
 POLICIES = {"shared": MixedPrecisionPolicy(main_params_dtype=None), "copied": MixedPrecisionPolicy(torch.float64)}
 
 

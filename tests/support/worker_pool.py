@@ -39,6 +39,7 @@ from _pytest.config import apply_warning_filters, get_config
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 
 # Guards against waiting for ever, far above what anything takes: the machine may be busy with other things.
+_MESSAGE_BYTES = "MFSDP_MESSAGE_BYTES"
 DEFAULT_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 600.0
 _STACK_DUMP_TIMEOUT_S = 120.0
@@ -130,7 +131,8 @@ class WorkerPool:
         Ranks that still run after `timeout_s` are taken for hung. If a rank raised, died or hung (`WorkerError`), the
         workers are replaced before the next call.
         """
-        request = pickle.dumps((fn, args))
+        given = {name: value for name, value in os.environ.items() if name == _MESSAGE_BYTES}  # a test's, not a pool's
+        request = pickle.dumps((fn, args, given))
         if not self._workers or not all(worker.process.is_alive() for worker in self._workers):
             self._start()
         self._call_count += 1
@@ -268,7 +270,9 @@ def _answer(request: bytes, spec: _Spec, environment: dict[str, str]) -> _Reply:
     """Run one pickled `(fn, args)` from a known state of all random generators, and catch whatever it raises."""
     value, error = None, None
     try:
-        fn, args = pickle.loads(request)
+        fn, args, given = pickle.loads(request)
+        os.environ.pop(_MESSAGE_BYTES, None)
+        os.environ.update(given)
         random.seed(0)
         torch.manual_seed(0)
         value = pickle.dumps(fn(*args))

@@ -114,6 +114,7 @@ GATHERS: dict[Where | None, int] = {
 }
 
 
+@pytest.mark.unmerged
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", GATHERS)
