@@ -24,7 +24,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.test_load import step, wrap
 from tests.conftest import RunRanks
 from tests.support.dcp_contents import state_of
-from tests.support.on_ranks import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
 from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 from tests.support.worker_pool import WorkerPool
@@ -191,8 +191,9 @@ def test_training_does_not_leak_into_what_is_saved(run_ranks: RunRanks, tmp_path
     assert CheckpointStore(tmp_path / "run").iterations() == [2]
 
 
-def errors_of_one_rank(root: Path) -> dict[str, str]:
-    store, rank = CheckpointStore(root), dist.get_rank()
+@on_ranks(2)
+def test_errors_of_one_rank_are_told_by_all(tmp_path: Path) -> None:
+    store, rank = CheckpointStore(tmp_path / "run"), dist.get_rank()
     said: dict[str, str] = {}
     with closing(BackgroundSaver()) as saver:
         assert saver.group is not dist.group.WORLD
@@ -219,21 +220,9 @@ def errors_of_one_rank(root: Path) -> dict[str, str]:
             said["device"] = message_of(saver.wait)
         saver.start(state, lambda _, group: store.write(20, lambda folder: mark_from_first(folder, rank), group=group))
     said["latest"] = str(store.iterations())
-    return said
-
-
-def mark_from_first(folder: Path, rank: int) -> None:
-    if rank == 0:
-        (folder / ".metadata").write_text("whole")
-
-
-def test_errors_of_one_rank_are_told_by_all(run_ranks: RunRanks, tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    found = run_ranks(2, errors_of_one_rank, root)
-    assert found[0] == found[1]
-    assert found[0] == {
+    assert same_on_ranks(said) == {
         "alone": "saving in the background failed (rank 1: OSError: [Errno 28] No space left on device)",
-        "store": f"saving {root}/iter_0000010 failed (rank 1: OSError: [Errno 28] No space left on device)",
+        "store": f"saving {store.path_of(10)} failed (rank 1: OSError: [Errno 28] No space left on device)",
         "copy": "copying the state for a background save failed (rank 1: CheckpointError: a Tensor (torch.strided, on "
         "meta) cannot be copied for a background save; save it in the foreground, or give a plain tensor)",
         "device": "copying the state for a background save failed (rank 1: OSError: [Errno 28] No space left on "
@@ -242,28 +231,28 @@ def test_errors_of_one_rank_are_told_by_all(run_ranks: RunRanks, tmp_path: Path)
     }
 
 
-def save_in_a_part(root: Path) -> list[str]:
+def mark_from_first(folder: Path, rank: int) -> None:
+    if rank == 0:
+        (folder / ".metadata").write_text("whole")
+
+
+@on_ranks(3)
+def test_some_of_the_ranks_save_for_themselves(tmp_path: Path) -> None:
     """Ranks 0 and 1 save together, rank 2 alone, at the same time."""
     rank = dist.get_rank()
     pair, single = dist.new_group([0, 1]), dist.new_group([2])
     if rank == 0:  # ranks of a group need not be in the same number of others
         dist.new_group([0], use_local_synchronization=True)
-    group = single if rank == 2 else pair
+    ranks, group = ([2], single) if rank == 2 else ([0, 1], pair)
+    mine = CheckpointStore(tmp_path / str(len(ranks)), group=group)
+
+    def writer(folder: Path) -> None:
+        (folder / f"rank{rank}").write_text("")
+        mark_from_first(folder, dist.get_rank(group))
+
     with closing(BackgroundSaver(group)) as saver:
-        mine = CheckpointStore(root / ("single" if rank == 2 else "pair"))
-
-        def writer(folder: Path) -> None:
-            (folder / f"rank{rank}").write_text("")
-            mark_from_first(folder, dist.get_rank(group))
-
         saver.start({}, lambda _, twin: mine.write(1, writer, group=twin))
-    folder = CheckpointStore(mine.root, group=group).resolve()
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_some_of_the_ranks_save_for_themselves(run_ranks: RunRanks, tmp_path: Path) -> None:
-    pair = [".metadata", "rank0", "rank1"]
-    assert run_ranks(3, save_in_a_part, tmp_path) == [pair, pair, [".metadata", "rank2"]]
+    assert sorted(path.name for path in mine.resolve().iterdir()) == [".metadata", *(f"rank{each}" for each in ranks)]
 
 
 # ---- an end under way ------------------------------------------------------------------------------------------------

@@ -13,21 +13,10 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError
+from tests.checkpoint.test_odd_states import Box
 from tests.checkpoint.test_rank_arguments import build, told
 from tests.conftest import RunRanks
-
-
-class Holder:
-    """Saves what it is given."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
+from tests.support.on_ranks import on_ranks, same_on_ranks
 
 
 def save_disagreeing(root: str) -> tuple[list[str], list[str]]:
@@ -42,12 +31,12 @@ def save_disagreeing(root: str) -> tuple[list[str], list[str]]:
     values += [torch.zeros(2) if rank else 5]
     said = [told(lambda: save_checkpoint(sharded, optimizer, root, iteration=1))]
     said += [
-        told(lambda held=held: save_checkpoint(sharded, None, root, iteration=1, extra={"held": Holder(held)}))
+        told(lambda held=held: save_checkpoint(sharded, None, root, iteration=1, extra={"held": Box({"value": held})}))
         for held in values
     ]
-    plain = nn.Linear(2, 3 + rank)
+    plain, same = nn.Linear(2, 3 + rank), Box({"value": torch.ones(2)})
     said += [told(lambda: save_checkpoint(plain, None, root, iteration=1))]
-    said += [told(lambda: save_checkpoint(sharded, None, root, iteration=1, extra={"held": Holder(torch.ones(2))}))]
+    said += [told(lambda: save_checkpoint(sharded, None, root, iteration=1, extra={"held": same}))]
     dist.barrier()
     return said, sorted(path.name for path in Path(root).iterdir())
 
@@ -116,17 +105,13 @@ def test_damaged_random_states_change_nothing(run_ranks: RunRanks, tmp_path: Pat
 # ---- a checkpoint that is also the folder of a run ------------------------------------------------------------------
 
 
-def save_beside(root: str) -> list[str]:
+@on_ranks(2)
+def test_a_checkpoint_does_not_become_the_folder_of_a_run(tmp_path: Path) -> None:
     model, _ = build()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=root)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
     dist.barrier()
-    return [told(lambda: save_checkpoint(model, None, root, iteration=2))]
-
-
-def test_a_checkpoint_does_not_become_the_folder_of_a_run(run_ranks: RunRanks, tmp_path: Path) -> None:
-    first, second = run_ranks(2, save_beside, str(tmp_path))
-    assert first == second
-    assert f"{tmp_path} is a checkpoint itself (it has a .metadata); save in another folder" in first[0]
+    said = same_on_ranks(told(lambda: save_checkpoint(model, None, tmp_path, iteration=2)))
+    assert f"{tmp_path} is a checkpoint itself (it has a .metadata); save in another folder" in said
     assert not (tmp_path / "iter_0000002").exists()
 
 

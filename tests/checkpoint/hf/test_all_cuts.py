@@ -1,7 +1,6 @@
 """Tensors cut in every way that sharding knows are saved whole and loaded into their pieces."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 from tests.checkpoint.hf.hf_models import same_tensors, stored
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.uneven import CASES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
@@ -89,28 +89,15 @@ def test_all_cuts_are_saved_and_loaded(run_ranks: RunRanks, tmp_path: Path, num_
     assert same_tensors(stored(tmp_path / "out"), wholes(num_ranks))
 
 
-def refuse_ambiguous(folder: str) -> set[str]:
+@on_ranks(2)
+def test_experts_that_share_a_name_are_refused(tmp_path: Path) -> None:
+    save_hf(module_of(2), tmp_path / "whole")
     module = module_of(2)
     param: DTensor = module.c0  # type: ignore[assignment]
     param.shard_frame.problem = "c0 is another expert on other ranks"  # type: ignore[attr-defined]
-    said = set()
-    with pytest.raises(CheckpointError) as raised:
-        save_hf(module, folder)
-    said.add(str(raised.value))
-    build_whole(folder)
-    with pytest.raises(CheckpointError) as raised:
-        load_hf(module, folder)
-    said.add(str(raised.value))
-    return said
-
-
-def build_whole(folder: str) -> None:
-    save_hf(module_of(2), folder)
-
-
-def test_experts_that_share_a_name_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
-    one, other = run_ranks(2, refuse_ambiguous, str(tmp_path / "out"))
-    assert one == other == {"c0 is another expert on other ranks"}
+    for act, folder in ((save_hf, "out"), (load_hf, "whole")):
+        with pytest.raises(CheckpointError, match=r"^c0 is another expert on other ranks$"):
+            act(module, tmp_path / folder)  # type: ignore[operator]
 
 
 # ---- ranks that hold different tensors, and ranks that take no part --------------------------------------------------
@@ -128,45 +115,36 @@ class Stage(nn.Module):
             self.experts[str(rank)].bias.fill_(-rank - 1.0)  # type: ignore[operator]
 
 
-def save_and_load_stages(folder: str) -> tuple[Any, dict[str, Tensor], str]:
+@on_ranks(3)
+def test_ranks_may_hold_different_tensors(tmp_path: Path) -> None:
     stage = Stage(dist.get_rank())
     before = {name: value.clone() for name, value in stage.named_parameters()}
-    save_hf(stage, folder, max_shard_bytes=170)
+    save_hf(stage, tmp_path / "out", max_shard_bytes=170)
+    on_disk = stored(tmp_path / "out")
+    assert len(on_disk) == 7
+    assert same_tensors({name: on_disk[name] for name in before}, before)
     with torch.no_grad():
         for param in stage.parameters():
             param.zero_()
-    report = load_hf(stage, folder)
+    report = same_on_ranks(load_hf(stage, tmp_path / "out"))
+    assert set(report.loaded) == on_disk.keys()
     assert same_tensors(dict(stage.named_parameters()), before)
-    with pytest.raises(CheckpointError) as raised:
-        load_hf(Stage(dist.get_rank() % 2), folder)
-    return report, before, str(raised.value)
+    with pytest.raises(CheckpointError, match="0 missing, 2 unexpected") as raised:
+        load_hf(Stage(dist.get_rank() % 2), tmp_path / "out")
+    assert "experts.2.weight" in str(raised.value)
 
 
-def test_ranks_may_hold_different_tensors(run_ranks: RunRanks, tmp_path: Path) -> None:
-    found = run_ranks(3, save_and_load_stages, str(tmp_path / "out"))
-    on_disk = stored(tmp_path / "out")
-    assert same_tensors(on_disk, {name: value for _, before, _ in found for name, value in before.items()})
-    assert len(on_disk) == 7
-    for report, _, message in found:
-        assert report == found[0][0]
-        assert set(report.loaded) == on_disk.keys()
-        assert "0 missing, 2 unexpected" in message
-        assert "experts.2.weight" in message
-
-
-def save_in_a_group(folder: str) -> None:
+@on_ranks(3)
+def test_ranks_outside_of_the_group_take_no_part(tmp_path: Path) -> None:
     group = dist.new_group([1, 2])
-    if dist.get_rank() > 0:
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        with torch.no_grad():
-            for index, param in enumerate(model.parameters()):
-                param.fill_(index + 10 * dist.get_rank())  # the first rank of the group is right
-        save_hf(model, folder, max_shard_bytes=300, group=group)
-        assert load_hf(model, folder, group=group).is_complete
-        assert [param.view(-1)[0].item() for param in model.parameters()] == list(range(10, 18))
-
-
-def test_ranks_outside_of_the_group_take_no_part(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(3, save_in_a_group, str(tmp_path / "out"))
+    if dist.get_rank() == 0:
+        return
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with torch.no_grad():
+        for index, param in enumerate(model.parameters()):
+            param.fill_(index + 10 * dist.get_rank())  # the first rank of the group is right
+    save_hf(model, tmp_path / "out", max_shard_bytes=300, group=group)
+    assert load_hf(model, tmp_path / "out", group=group).is_complete
+    assert [param.view(-1)[0].item() for param in model.parameters()] == list(range(10, 18))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 4
     assert sorted({value.view(-1)[0].item() for value in stored(tmp_path / "out").values()}) == list(range(10, 18))
