@@ -16,7 +16,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint
 from tests.conftest import RunRanks
 from tests.support.dcp_contents import assert_same_contents, contents, state_of
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import of_ranks, on_ranks
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -187,64 +187,56 @@ def test_blank_momentum_is_told_from_one_of_zeros() -> None:
 # ---- a rank without state --------------------------------------------------------------------------------------------
 
 
-def one_rank_without_state(folder: str) -> dict[str, Any]:
-    """A rank whose shard is empty may have no state for it, when it saves and when it loads."""
+@on_ranks(4)
+def test_ranks_without_state_for_an_empty_shard_save_and_load(tmp_path: Path) -> None:
+    """They may have none when they save and when they load."""
     model, optimizer = wrap("Adam", 3, 0)
     step(model, optimizer, 1)
-    empty = [param for param in optimizer.state if param.to_local().numel() == 0]  # type: ignore[attr-defined]
-    for param in empty:
-        del optimizer.state[param]
-    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    dropped = of_ranks(drop_empty_state(optimizer))
+    assert sum(count > 0 for count in dropped) >= 2
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / "saved")
     other, loaded = wrap("Adam", 3, 7)
     step(other, loaded, 2)
     if dist.get_rank() % 2:
-        for param in [param for param in loaded.state if param.to_local().numel() == 0]:  # type: ignore[attr-defined]
-            del loaded.state[param]
+        drop_empty_state(loaded)
     state = state_of(other, loaded)
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path / "saved")
     other.load_state_dict(state["model"])
     loaded.load_state_dict(state["optimizer"])
-    dcp.save(state_of(other, loaded), checkpoint_id=f"{folder}-again")
+    dcp.save(state_of(other, loaded), checkpoint_id=tmp_path / "again")
+    assert_same_contents(contents(str(tmp_path / "again")), contents(str(tmp_path / "saved")))
     step(other, loaded, 3)
     step(model, optimizer, 3)
-    return {
-        "empty": len(empty),
-        "same": [torch.equal(a, b) for a, b in zip(_locals(other), _locals(model), strict=True)],
-    }
+    assert all(map(torch.equal, _locals(other), _locals(model)))
+
+
+def drop_empty_state(optimizer: torch.optim.Optimizer) -> int:
+    empty = [param for param in optimizer.state if param.to_local().numel() == 0]  # type: ignore[attr-defined]
+    for param in empty:
+        del optimizer.state[param]
+    return len(empty)
 
 
 def _locals(model: MegatronFSDP) -> list[Tensor]:
     return [param.detach().to_local() for param in model.parameters()]  # type: ignore[attr-defined]
 
 
-def test_ranks_without_state_for_an_empty_shard_save_and_load(run_ranks: RunRanks, tmp_path: Path) -> None:
-    found = run_ranks(4, one_rank_without_state, str(tmp_path / "saved"))
-    assert sum(each["empty"] > 0 for each in found) >= 2
-    assert all(all(each["same"]) for each in found)
-    assert_same_contents(contents(str(tmp_path / "saved-again")), contents(str(tmp_path / "saved")))
-
-
 # ---- torch's own functions -------------------------------------------------------------------------------------------
 
 
-def by_torch(folder: str) -> tuple[list[str], bool]:
+@on_ranks(3)
+def test_the_functions_of_torch_key_the_state_by_name(tmp_path: Path) -> None:
     model, optimizer = wrap("Adam", 3, 0)
     step(model, optimizer, 1)
     found, state = torch_state_dict.get_state_dict(model, optimizer)
-    dcp.save({"model": found, "optimizer": state}, checkpoint_id=folder)
+    assert sorted(state["state"]) == [f"module.{name}" for name in ("one", "rows", "scale", "wide")]
+    dcp.save({"model": found, "optimizer": state}, checkpoint_id=tmp_path / "saved")
     other, fresh = wrap("Adam", 3, 7)
     before = _locals(other)
     blank_model, blank = torch_state_dict.get_state_dict(other, fresh)
-    unchanged = all(torch.equal(a, b) for a, b in zip(before, _locals(other), strict=True))
-    dcp.load({"model": blank_model, "optimizer": blank}, checkpoint_id=folder)
+    assert all(map(torch.equal, before, _locals(other)))  # torch makes state by a step with a learning rate of 0
+    dcp.load({"model": blank_model, "optimizer": blank}, checkpoint_id=tmp_path / "saved")
     torch_state_dict.set_state_dict(other, fresh, model_state_dict=blank_model, optim_state_dict=blank)
     again, state_again = torch_state_dict.get_state_dict(other, fresh)
-    dcp.save({"model": again, "optimizer": state_again}, checkpoint_id=f"{folder}-again")
-    return sorted(state["state"]), unchanged
-
-
-def test_the_functions_of_torch_key_the_state_by_name(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for names, unchanged in run_ranks(3, by_torch, str(tmp_path / "saved")):
-        assert names == [f"module.{name}" for name in ("one", "rows", "scale", "wide")]
-        assert unchanged  # torch makes state by a step with a learning rate of 0
-    assert_same_contents(contents(str(tmp_path / "saved-again")), contents(str(tmp_path / "saved")))
+    dcp.save({"model": again, "optimizer": state_again}, checkpoint_id=tmp_path / "again")
+    assert_same_contents(contents(str(tmp_path / "again")), contents(str(tmp_path / "saved")))

@@ -1,6 +1,7 @@
 """Which group a parameter belongs to, by rule or by a map, and which MLPs are gated; refusals where nothing says it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megatron_fsdp.checkpoint.convert.names import canonical_name, decide_gating
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.torch_dist import GptSpec, buffers_of, group_map, make_group, param_groups, parameter_shapes
 
 FC1, FC2 = "decoder.layers.mlp.linear_fc1", "decoder.layers.mlp.linear_fc2"
@@ -220,32 +221,27 @@ def test_parameters_of_another_model_are_refused() -> None:
         map_of(two_layers(), torch.optim.SGD(two_layers().parameters(), lr=0.1))
 
 
-def dump_experts(folder: str, first_group: int) -> str:
+@on_ranks(2)
+def test_ranks_with_other_experts_dump_all_of_them_and_those_that_disagree_are_refused(tmp_path: Path) -> None:
     """Each rank has one expert, which it calls 0."""
-    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2, bias=False)]), "norm": nn.LayerNorm(2)})
-    groups = [{"params": model["norm"].parameters()}, {"params": model["experts"].parameters()}]
-    optimizer = torch.optim.SGD(groups if dist.get_rank() == 0 or not first_group else groups[::-1], lr=0.1)
     rank = dist.get_rank()
-    try:
-        dump_param_to_param_group_map(
-            model, optimizer, folder, global_name=lambda name: name.replace("experts.0.", f"experts.{rank}.")
-        )
-    except CheckpointError as error:
-        return str(error)
-    return "dumped"
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2, bias=False)]), "norm": nn.LayerNorm(2)})
+    groups = [{"params": [*model[name].parameters()]} for name in ("norm", "experts")]
 
+    def dump(groups: list[dict[str, Any]], folder: Path) -> None:
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        names = lambda name: name.replace("experts.0.", f"experts.{rank}.")  # noqa: E731
+        dump_param_to_param_group_map(model, optimizer, folder, global_name=names)
 
-def test_ranks_with_other_experts_dump_all_of_them(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(2, dump_experts, str(tmp_path / "map"), 0) == ["dumped"] * 2
+    dump(groups, tmp_path / "map")
     expected = {"experts.0.weight": 1, "experts.1.weight": 1, "norm.weight": 0, "norm.bias": 0}
     assert read_group_map(tmp_path / "map") == expected
-
-
-def test_ranks_that_disagree_are_refused_on_all(run_ranks: RunRanks, tmp_path: Path) -> None:
-    first, second = run_ranks(2, dump_experts, str(tmp_path / "map"), 1)
-    assert first == second
-    assert "ranks put norm.weight, norm.bias into different parameter groups" in first
-    assert not (tmp_path / "map").exists()
+    with pytest.raises(
+        CheckpointError, match=r"ranks put norm\.weight, norm\.bias into different parameter gr"
+    ) as raised:
+        dump(groups if rank == 0 else groups[::-1], tmp_path / "never")
+    same_on_ranks(str(raised.value))
+    assert not (tmp_path / "never").exists()
 
 
 def test_indices_that_are_tensors_are_numbers(tmp_path: Path) -> None:
