@@ -1,6 +1,5 @@
 """Files of transformers load into sharded models: the same logits, nothing but each rank's bytes, all or nothing."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,9 @@ def load(
     kind: str,
     folder: str,
     strategy: int,
-    options: Callable[[], dict[str, Any]] | None = None,
     changes: dict[str, Any] | None = None,
 ) -> Loaded:
-    model = shard(build(kind, **(changes or {})), strategy, **(options() if options else {}))
+    model = shard(build(kind, **(changes or {})), strategy)
     read, count = FolderReader.read, 0
 
     def counting(self: FolderReader, tensor: StoredTensor, box: Box) -> Tensor:
@@ -89,7 +87,7 @@ def test_each_rank_reads_the_bytes_of_its_shards_and_no_others(run_ranks: RunRan
     changes = {"num_experts": 3, "moe_intermediate_size": 64}
     wanted = save_reference(tmp_path, "qwen_moe", "9KB", **changes)
     total = sum(p.numel() for p in build("qwen_moe", **changes).parameters()) * 4
-    found = run_ranks(4, load, "qwen_moe", str(tmp_path), 3, None, changes)
+    found = run_ranks(4, load, "qwen_moe", str(tmp_path), 3, changes)
     assert found[0].cuts_rows
     assert all(torch.equal(f.logits, wanted) for f in found)
     assert [f.bytes_read for f in found] == [f.bytes_held for f in found]
