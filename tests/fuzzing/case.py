@@ -18,43 +18,26 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One block of the model.
+    """One block of the model."""
 
-    Attributes:
-        kind: `mlp`, `attention`, `conv` or `wide` (few huge rows).
-        hidden: inner width.
-        calls: how often the model calls the block, one call after another.
-        scalar: whether it has a 0-d parameter.
-        frozen: whether it has a frozen layer.
-        unused: whether it has a layer that nothing uses.
-        sometimes: whether it has a layer that only some batches use.
-        mixed: whether one of its parameters is stored in another dtype.
-        checkpoint: activation checkpointing: `none`, `reentrant` or `plain`.
-    """
-
-    kind: str
-    hidden: int
-    calls: int
-    scalar: bool
-    frozen: bool
-    unused: bool
-    sometimes: bool
-    mixed: bool
-    checkpoint: str
+    kind: str  # `mlp`, `attention`, `conv` or `wide` (few huge rows)
+    hidden: int  # inner width
+    calls: int  # how often the model calls the block, one call after another
+    scalar: bool  # whether it has a 0-d parameter
+    frozen: bool  # whether it has a frozen layer
+    unused: bool  # whether it has a layer that nothing uses
+    sometimes: bool  # whether it has a layer that only some batches use
+    mixed: bool  # whether one of its parameters is stored in another dtype
+    checkpoint: str  # activation checkpointing: `none`, `reentrant` or `plain`
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes and what agreement they allow.
+    """Dtypes and what agreement they allow."""
 
-    Attributes:
-        compute: of the model.
-        policy: of the rest.
-        tolerance: allowed error, as a part of the largest value of a tensor; more for gradients that travel in 16 bits.
-    """
-
-    compute: torch.dtype
-    policy: MixedPrecisionPolicy
+    compute: torch.dtype  # of the model
+    policy: MixedPrecisionPolicy  # of the rest
+    # allowed error, as a part of the largest value of a tensor; more for gradients that travel in 16 bits
     tolerance: float
 
 
@@ -68,58 +51,35 @@ class MeshPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Processes needed."""
         return self.data_parallel * max(1, self.tensor)
 
     @property
     def data_parallel(self) -> int:
-        """Parts that a batch is cut into."""
         return self.shard * max(1, self.outer)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Everything about one run.
+    """Everything about one run."""
 
-    Attributes:
-        seed: what it was drawn from.
-        dim: width of the model.
-        blocks: its blocks.
-        tied: whether embedding and head share their weight.
-        wrap: units: `blocks`, `auto`, `none` or `everything` (blocks and head).
-        mesh: ranks.
-        strategy: 0 to 3.
-        outer_strategy: 0 or 1.
-        precision: dtypes.
-        microbatches: backwards per step.
-        mode: `plain`, `auto`, `no_sync`, `last` or `mixed`: who says when gradients are synchronised.
-        optimizer: `sgd`, `adamw`, `adamw-foreach` or `adamw-fused`.
-        max_norm: clip to this; None: no clipping.
-        torch_clip: clip with torch's own function.
-        zero: how gradients are cleared: `none`, `zeros`, `module` or `never` (they add up over steps).
-        evaluate: run an evaluation between the steps.
-        reload: load the own state dict between the steps.
-        options: further arguments of `fully_shard`.
-    """
-
-    seed: int
-    dim: int
-    blocks: tuple[BlockPlan, ...]
-    tied: bool
-    wrap: str
-    mesh: MeshPlan
-    strategy: int
-    outer_strategy: int
-    precision: Precision
-    microbatches: int
-    mode: str
-    optimizer: str
-    max_norm: float | None
-    torch_clip: bool
-    zero: str
-    evaluate: bool
-    reload: bool
-    options: dict[str, Any] = field(default_factory=dict)
+    seed: int  # what it was drawn from
+    dim: int  # width of the model
+    blocks: tuple[BlockPlan, ...]  # its blocks
+    tied: bool  # whether embedding and head share their weight
+    wrap: str  # units: `blocks`, `auto`, `none` or `everything` (blocks and head)
+    mesh: MeshPlan  # ranks
+    strategy: int  # 0 to 3
+    outer_strategy: int  # 0 or 1
+    precision: Precision  # dtypes
+    microbatches: int  # backwards per step
+    mode: str  # `plain`, `auto`, `no_sync`, `last` or `mixed`: who says when gradients are synchronised
+    optimizer: str  # `sgd`, `adamw`, `adamw-foreach` or `adamw-fused`
+    max_norm: float | None  # clip to this; None: no clipping
+    torch_clip: bool  # clip with torch's own function
+    zero: str  # how gradients are cleared: `none`, `zeros`, `module` or `never` (they add up over steps)
+    evaluate: bool  # run an evaluation between the steps
+    reload: bool  # load the own state dict between the steps
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `fully_shard`
 
 
 _FP64 = Precision(torch.float64, MixedPrecisionPolicy(main_params_dtype=None), 1e-9)
@@ -135,12 +95,7 @@ _PRECISIONS = (
 
 
 def draw_case(seed: int, max_ranks: int = 4) -> Case:
-    """Draw a case.
-
-    Args:
-        seed: any integer.
-        max_ranks: processes that may be used, at least 1.
-    """
+    """Draw a case of at most so many processes."""
     rng = random.Random(seed)
     mesh = _draw_mesh(rng, max_ranks)
     strategy = rng.randrange(4)
@@ -176,18 +131,9 @@ def draw_case(seed: int, max_ranks: int = 4) -> Case:
 
 
 def _draw_mesh(rng: random.Random, max_ranks: int) -> MeshPlan:
-    choices = [MeshPlan(ranks) for ranks in range(1, max_ranks + 1)]
-    choices += [
-        mesh
-        for mesh in (MeshPlan(2, 2), MeshPlan(1, 2), MeshPlan(2, 1), MeshPlan(1, 3), MeshPlan(1, 4), MeshPlan(2, 2))
-        if mesh.num_ranks <= max_ranks
-    ]
-    choices += [
-        mesh
-        for mesh in (MeshPlan(2, 0, 2), MeshPlan(1, 0, 2), MeshPlan(1, 2, 2), MeshPlan(2, 0, 1))
-        if mesh.num_ranks <= max_ranks
-    ]
-    return rng.choice(choices)
+    hybrid = ((2, 2), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2), (2, 0, 2), (1, 0, 2), (1, 2, 2), (2, 0, 1))
+    choices = [MeshPlan(ranks) for ranks in range(1, max_ranks + 1)] + [MeshPlan(*sizes) for sizes in hybrid]
+    return rng.choice([mesh for mesh in choices if mesh.num_ranks <= max_ranks])
 
 
 def _draw_block(rng: random.Random, mesh: MeshPlan, precision: Precision) -> BlockPlan:

@@ -29,7 +29,6 @@ class Core(nn.Module):
             self.up, self.down = nn.Linear(dim, width), nn.Linear(width, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, dim) -> the same."""
         if self.kind == "attention":
             return cast(Tensor, self.inner(x, x, x, need_weights=False)[0])
         if self.kind == "conv":
@@ -52,7 +51,6 @@ class Block(nn.Module):
         self.mixed = nn.Parameter(torch.linspace(-0.5, 0.5, dim)) if plan.mixed else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, dim) -> the same."""
         if self.plan.checkpoint == "none" or not torch.is_grad_enabled():
             return self._compute(x)
         reentrant = self.plan.checkpoint == "reentrant"
@@ -83,7 +81,6 @@ class Net(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, tokens) integers -> (batch, tokens, vocabulary)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             for _ in range(cast(Block, block).plan.calls):

@@ -24,18 +24,13 @@ Named = dict[str, Tensor | None]
 
 @dataclass
 class Trace:
-    """What was seen, in order: (label, values by name).
+    """What was seen, in order: (label, values by name)."""
 
-    Attributes:
-        entries: That.
-        rounding: How far elements may be off besides, for entries by their position.
-    """
-
-    entries: list[tuple[str, Named]] = field(default_factory=list)
+    entries: list[tuple[str, Named]] = field(default_factory=list)  # that
+    # how far elements may be off besides, for entries by their position
     rounding: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def note(self, label: str, values: Named) -> None:
-        """Remember copies."""
         copies = {name: None if value is None else value.detach().clone() for name, value in values.items()}
         self.entries.append((label, copies))
 
@@ -90,7 +85,6 @@ class OneProcess:
         self._all_used = all(p.grad is not None for p in trainable)
 
     def sync(self, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Nothing to synchronise."""
         return nullcontext()
 
     def parts(self, whole: Tensor) -> Iterator[Tensor]:
@@ -104,15 +98,12 @@ class OneProcess:
         return 1.0 if per_token else 1.0 / self.case.mesh.data_parallel
 
     def gradients(self) -> Named:
-        """By name."""
         return {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
 
     def parameters(self) -> Named:
-        """By name."""
         return dict(self.model.named_parameters())
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip and give the norm."""
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def reload(self) -> None:
@@ -172,6 +163,9 @@ class Led(OneProcess):
         return math.expm1(roundings * math.log1p(torch.finfo(dtype).eps / 2)) * torch.stack(terms).sum(0)
 
 
+_UNITS = {"blocks": [Block], "auto": None, "none": [], "everything": [Block, nn.Linear]}
+
+
 class Ranks(OneProcess):
     """The same on this rank of a sharded model."""
 
@@ -197,9 +191,7 @@ class Ranks(OneProcess):
             dp_outer_dim="outer" if case.mesh.outer else None,
             hybrid_fsdp_group=_hybrid_group(mesh) if case.mesh.outer else None,
             tp_dim="tensor" if case.mesh.tensor else None,
-            fsdp_unit_modules={"blocks": [Block], "auto": None, "none": [], "everything": [Block, nn.Linear]}[
-                case.wrap
-            ],
+            fsdp_unit_modules=_UNITS[case.wrap],
             zero_dp_strategy=case.strategy,
             outer_dp_sharding_strategy=case.outer_strategy,
             mixed_precision_policy=case.precision.policy,
@@ -223,7 +215,6 @@ class Ranks(OneProcess):
         return self.sharded.no_sync() if mode == "no_sync" and not last else nullcontext()
 
     def parts(self, whole: Tensor) -> Iterator[Tensor]:
-        """This rank's part only."""
         yield whole.chunk(self.case.mesh.data_parallel)[self.position]
 
     @property
@@ -232,11 +223,9 @@ class Ranks(OneProcess):
         return 1.0
 
     def gradients(self) -> Named:
-        """By name, whole."""
         return dict(self.sharded.full_gradients())
 
     def parameters(self) -> Named:
-        """By name, whole."""
         return dict(self.sharded.full_parameters())
 
     def clip(self, max_norm: float) -> Tensor:
@@ -248,7 +237,6 @@ class Ranks(OneProcess):
 
 
 def make_mesh(case: Case) -> DeviceMesh:
-    """The mesh of all ranks."""
     sizes = {"outer": case.mesh.outer, "shard": case.mesh.shard, "tensor": case.mesh.tensor}
     names = tuple(name for name, ranks in sizes.items() if ranks)
     return init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
@@ -267,7 +255,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def play(side: OneProcess) -> Trace:
-    """Train a few steps and note everything."""
     case, trace = side.case, Trace()
     for step in range(STEPS):
         total = torch.zeros((), dtype=torch.float64)
@@ -323,12 +310,7 @@ def play_sharded(side: Ranks) -> Trace:
 
 
 def judge(case: Case, found: Sequence[Trace]) -> list[str]:
-    """What differs on some rank from one process, in words; empty where nothing does.
-
-    Args:
-        case: What was played.
-        found: The trace of each rank.
-    """
+    """What differs from one process in the traces of ranks, in words."""
     dtype = case.precision.policy.grad_comm_dtype
     expected = play(Led(case, found[0]) if dtype is not None and dtype.itemsize == 2 else OneProcess(case))
     return [

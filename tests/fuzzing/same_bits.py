@@ -35,53 +35,32 @@ Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class World:
-    """One run.
+class DeterministicCase:
+    """One run."""
 
-    Attributes:
-        seed: What it was drawn from.
-        family: Of the model.
-        width: Of the model.
-        layers: Its blocks.
-        mesh: Outer and inner ranks; outer 0: one axis.
-        strategy: 0 to 3.
-        outer_strategy: 0 or 1.
-        rounds: Microbatches of each rank, per step.
-        samples: Of a microbatch.
-        recomputes: Whether blocks are recomputed in backward.
-        syncs: Whether gradients are synchronised after every microbatch.
-        optimizer: `sgd` or `adamw`.
-        max_norm: Clip to this; None: no clipping.
-        policy: Dtypes.
-        options: Further arguments of `fully_shard`.
-        begins: Where the first step is taken, and saved; None: where the others are.
-    """
-
-    seed: int
-    family: str
-    width: int
-    layers: int
-    mesh: tuple[int, int]
-    strategy: int
-    outer_strategy: int
-    rounds: int
-    samples: int
-    recomputes: bool
-    syncs: bool
-    optimizer: str
-    max_norm: float | None
-    policy: MixedPrecisionPolicy
-    options: dict[str, Any] = field(default_factory=dict)
-    begins: World | None = None
+    seed: int  # what it was drawn from
+    family: str  # of the model
+    width: int  # of the model
+    layers: int  # its blocks
+    mesh: tuple[int, int]  # outer and inner ranks; outer 0: one axis
+    strategy: int  # 0 to 3
+    outer_strategy: int  # 0 or 1
+    rounds: int  # microbatches of each rank, per step
+    samples: int  # of a microbatch
+    recomputes: bool  # whether blocks are recomputed in backward
+    syncs: bool  # whether gradients are synchronised after every microbatch
+    optimizer: str  # `sgd` or `adamw`
+    max_norm: float | None  # clip to this; None: no clipping
+    policy: MixedPrecisionPolicy  # dtypes
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `fully_shard`
+    begins: DeterministicCase | None = None  # where the first step is taken, and saved; None: where the others are
 
     @property
     def num_ranks(self) -> int:
-        """Processes needed."""
         return max(1, self.mesh[0]) * self.mesh[1]
 
     @property
     def microbatches(self) -> int:
-        """Of a step, over all ranks."""
         return self.rounds * self.num_ranks
 
     @property
@@ -90,12 +69,12 @@ class World:
         return self.policy.main_params_dtype in (None, torch.float32) and self.policy.weight_format is None
 
 
-def draw_world(seed: int, num_ranks: int) -> World:
+def draw_deterministic_case(seed: int, num_ranks: int) -> DeterministicCase:
     """Draw a run on a number of ranks; the same arguments are the same run."""
     rng = random.Random(seed)
     place = _draw_place(rng, num_ranks)
     family = rng.choice(FAMILIES)
-    case = World(
+    case = DeterministicCase(
         seed=seed,
         family=family,
         width=rng.choice([4, 8]) if family == "llama" else rng.choice([3, 4, 5, 8]),
@@ -181,7 +160,7 @@ class Experts(nn.Module):
 class Block(nn.Module):
     """A residual block."""
 
-    def __init__(self, case: World) -> None:
+    def __init__(self, case: DeterministicCase) -> None:
         super().__init__()
         make: dict[str, Callable[[int], nn.Module]] = {"moe": Experts, "lora": Adapted}
         self.norm = nn.LayerNorm(case.width).requires_grad_(case.family != "lora")
@@ -200,7 +179,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, blocks, head; token ids (samples, tokens) -> logits."""
 
-    def __init__(self, case: World) -> None:
+    def __init__(self, case: DeterministicCase) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, case.width).requires_grad_(case.family != "lora")
         self.blocks = nn.ModuleList(Block(case) for _ in range(case.layers))
@@ -215,7 +194,7 @@ class Net(nn.Module):
         return cast(Tensor, self.head(x))
 
 
-def build(case: World) -> tuple[nn.Module, list[type[nn.Module]]]:
+def build(case: DeterministicCase) -> tuple[nn.Module, list[type[nn.Module]]]:
     """Build the model and return it with the classes of its units."""
     torch.manual_seed(case.seed)
     if case.family != "llama":
@@ -239,7 +218,7 @@ def build(case: World) -> tuple[nn.Module, list[type[nn.Module]]]:
     return model, [LlamaDecoderLayer]
 
 
-def loss_of(case: World, model: nn.Module, step: int, number: int) -> Tensor:
+def loss_of(case: DeterministicCase, model: nn.Module, step: int, number: int) -> Tensor:
     """Return the share of microbatch `number` of a step in the loss."""
     generator = torch.Generator().manual_seed((case.seed * 97 + step) * 97 + number)
     tokens = torch.randint(VOCABULARY, (case.samples, TOKENS + 1), generator=generator)
@@ -260,15 +239,14 @@ class Trace:
     state: Named = field(default_factory=dict)
 
 
-def make_optimizer(case: World, model: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer of what is trained."""
+def make_optimizer(case: DeterministicCase, model: nn.Module) -> torch.optim.Optimizer:
     params = [param for param in model.parameters() if param.requires_grad]
     if case.optimizer == "sgd":
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
     return torch.optim.AdamW(params, lr=1e-2, foreach=case.seed % 2 == 0)
 
 
-def alone(case: World) -> Trace:
+def alone(case: DeterministicCase) -> Trace:
     """Train in a plain loop, one microbatch after another."""
     if not case.is_plain_alone:
         return sharded(replace(case, mesh=(0, 1), rounds=case.microbatches, options={}, outer_strategy=0, begins=None))
@@ -291,14 +269,14 @@ def alone(case: World) -> Trace:
     return trace
 
 
-def sharded(case: World) -> Trace:
+def sharded(case: DeterministicCase) -> Trace:
     """Train this rank's microbatches, on all ranks or on sets of fewer that each do the same."""
     trace = Trace()
     if case.begins is None:
         model, optimizer = _wrapped(case)
         _take_steps(case, model, optimizer, range(STEPS), trace)
     else:
-        folder = tempfile.mkdtemp(prefix="worlds-") if dist.get_rank() == 0 else ""
+        folder = tempfile.mkdtemp(prefix="cases-") if dist.get_rank() == 0 else ""
         folder = gather_objects(folder)[0]
         try:
             _take_steps(case.begins, *_wrapped(case.begins), range(1), trace, folder)
@@ -313,7 +291,7 @@ def sharded(case: World) -> Trace:
     return trace
 
 
-def _wrapped(case: World) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def _wrapped(case: DeterministicCase) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     model, units = build(case)
     found: tuple[MegatronFSDP, torch.optim.Optimizer] = fully_shard(
         model,
@@ -332,7 +310,7 @@ def _wrapped(case: World) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
 
 
 def _take_steps(
-    case: World,
+    case: DeterministicCase,
     model: MegatronFSDP,
     optimizer: torch.optim.Optimizer,
     steps: Sequence[int],
@@ -376,15 +354,9 @@ def _places(outer: int, inner: int) -> tuple[dict[str, Any], dist.ProcessGroup]:
         "cpu", (dist.get_world_size() // math.prod(shape), *shape), mesh_dim_names=("sets", *names)
     )
     mesh = every[names]
-    if not outer:
-        return {"device_mesh": mesh, "dp_shard_dim": "inner"}, mesh.get_group()
-    group = mesh._flatten("both").get_group()
-    return {
-        "device_mesh": mesh,
-        "dp_shard_dim": "inner",
-        "dp_outer_dim": "outer",
-        "hybrid_fsdp_group": group,
-    }, group
+    group = mesh._flatten("both").get_group() if outer else mesh.get_group()
+    hybrid = {"dp_outer_dim": "outer", "hybrid_fsdp_group": group} if outer else {}
+    return {"device_mesh": mesh, "dp_shard_dim": "inner", **hybrid}, group
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Named:
@@ -402,10 +374,10 @@ def _full(tensor: Tensor) -> Tensor:
     return whole.detach().clone()
 
 
-def play_worlds(first_seed: int, cases: int) -> dict[int, str]:
+def play_deterministic_cases(first_seed: int, cases: int) -> dict[int, str]:
     """For a worker: run cases one after another; return what differed, by seed, on every rank the same."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    drawn = [draw_world(seed, ranks) for seed in range(first_seed, first_seed + cases)]
+    drawn = [draw_deterministic_case(seed, ranks) for seed in range(first_seed, first_seed + cases)]
     mine = {case.seed: alone(case) for case in drawn if case.is_plain_alone and case.seed % ranks == rank}
     mine |= {case.seed: alone(case) for case in drawn if not case.is_plain_alone}  # wrapping makes groups: all together
     wanted = {seed: trace for traces in gather_objects(mine) for seed, trace in traces.items()}
