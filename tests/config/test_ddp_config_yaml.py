@@ -7,6 +7,10 @@ import pytest
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
 
+NO_FIELD = "is not a field of DistributedDataParallelConfig;"
+PUT_RIGHT = "; put it right there."
+TAG = f"'tag:yaml.org,2002:python/name:os.getcwd' on line 1, column 10{PUT_RIGHT}"
+
 
 def test_yaml_may_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ddp.yaml"
@@ -29,38 +33,14 @@ def test_yaml_may_come_from_a_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("bucket_size: 1e6", "bucket_size='1e6' is not a positive whole number; give 1 or more."),
-        (
-            "overlap_param_gater: true",
-            (
-                "'overlap_param_gater' is not a field of DistributedDataParallelConfig; "
-                "did you mean 'overlap_param_gather'?"
-            ),
-        ),
-        (
-            "ddp:\n  bucket_size: 3\n",
-            "'ddp' is not a field of DistributedDataParallelConfig; give only the mapping below it.",
-        ),
-        (
-            "bucket_size: 3\nnccl_ub: true\nbucket_size: 4\n",
-            "not YAML: 'bucket_size' is there twice on line 3, column 1; put it right there.",
-        ),
+        ("overlap_param_gater: true", f"'overlap_param_gater' {NO_FIELD} did you mean 'overlap_param_gather'?"),
+        ("ddp:\n  bucket_size: 3\n", f"'ddp' {NO_FIELD} give only the mapping below it."),
+        ("nccl_ub: on\nnccl_ub: on", f"not YAML: 'nccl_ub' is there twice on line 2, column 1{PUT_RIGHT}"),
         ("- bucket_size", "the YAML is a list; give a mapping of fields to values."),
-        (
-            "ddp.yaml",
-            ("the YAML is a str; give a mapping of fields to values; give a path as a pathlib.Path."),
-        ),
-        (
-            "bucket_size: [3",
-            "not YAML: expected ',' or ']', but got '<stream end>' on line 1, column 16; put it right there.",
-        ),
+        ("ddp.yaml", "the YAML is a str; give a mapping of fields to values; give a path as a pathlib.Path."),
+        ("a: [3", f"not YAML: expected ',' or ']', but got '<stream end>' on line 1, column 6{PUT_RIGHT}"),
         ("bucket_size: 2001-99-99", "not YAML: month must be in 1..12"),
-        (
-            "nccl_ub: !!python/name:os.getcwd []",
-            (
-                "not YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/name:os.getcwd' "
-                "on line 1, column 10; put it right there."
-            ),
-        ),
+        ("nccl_ub: !!python/name:os.getcwd []", f"not YAML: could not determine a constructor for the tag {TAG}"),
     ],
 )
 def test_yaml_that_is_no_config_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -24,6 +24,14 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+DOUBLE = {"fsdp_double_buffer": True}
+PERSIST = {"fsdp_db_use_persist_buf_on_alloc_fail": True}
+MAX_POOL = {"megatron_fsdp_max_pool_double_buffer": True}
+LATE = {"overlap_param_gather": False}
+SIZE = "suggested_communication_unit_size"
+FEWER = "{}_prefetch_units={} needs {} units gathered at a time, and {} are allowed"
+
+
 def resolve(strategy: str = "optim_grads_params", /, **options: Any) -> MemoryOptions:
     """Arguments of the class go there, all others into the configuration."""
     given = {name: options.pop(name, default) for name, default in DEFAULTS.items()}
@@ -53,12 +61,9 @@ def test_the_environment_says_how_much_is_merged_and_double_buffers_want_units_o
     ("given", "allocator"),
     [
         ({"weight_allocator": "resize"}, WeightAllocator.RESIZE),
-        ({"fsdp_double_buffer": True}, WeightAllocator.DOUBLE_BUFFER),
-        (
-            {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
-            WeightAllocator.PERSISTENT_DOUBLE_BUFFER,
-        ),
-        ({"megatron_fsdp_max_pool_double_buffer": True}, WeightAllocator.MAX_POOL),
+        (DOUBLE, WeightAllocator.DOUBLE_BUFFER),
+        ({**DOUBLE, **PERSIST}, WeightAllocator.PERSISTENT_DOUBLE_BUFFER),
+        (MAX_POOL, WeightAllocator.MAX_POOL),
     ],
 )
 def test_options_name_an_allocator(given: dict[str, Any], allocator: WeightAllocator) -> None:
@@ -68,12 +73,9 @@ def test_options_name_an_allocator(given: dict[str, Any], allocator: WeightAlloc
 @pytest.mark.parametrize(
     ("given", "idle"),
     [
-        ({"fsdp_double_buffer": True}, ["fsdp_double_buffer"]),
-        ({"megatron_fsdp_max_pool_double_buffer": True}, ["maxpool_double_buffer"]),
-        (
-            {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
-            ["fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"],
-        ),
+        (DOUBLE, ["fsdp_double_buffer"]),
+        (MAX_POOL, ["maxpool_double_buffer"]),
+        ({**DOUBLE, **PERSIST}, ["fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"]),
     ],
 )
 def test_double_buffers_for_whole_weights_change_nothing(given: dict[str, Any], idle: list[str]) -> None:
@@ -87,20 +89,14 @@ def test_double_buffers_for_whole_weights_change_nothing(given: dict[str, Any], 
     ("given", "words"),
     [
         ({"disable_symmetric_registration": True}, "disable_symmetric_registration=True has no effect without nccl_ub"),
-        (
-            {"fsdp_db_use_persist_buf_on_alloc_fail": True},
-            "fsdp_db_use_persist_buf_on_alloc_fail=True has no effect without fsdp_double_buffer=True",
-        ),
-        (
-            {"fsdp_db_use_persist_buf_on_alloc_fail": True, "megatron_fsdp_max_pool_double_buffer": True},
-            "fsdp_db_use_persist_buf_on_alloc_fail=True has no effect with a pool that every unit fits",
-        ),
+        (PERSIST, "fsdp_db_use_persist_buf_on_alloc_fail=True has no effect without fsdp_double_buffer=True"),
+        ({**PERSIST, **MAX_POOL}, "buf_on_alloc_fail=True has no effect with a pool that every unit fits"),
     ],
 )
 def test_what_the_published_package_takes_alone_is_idle(given: dict[str, Any], words: str) -> None:
     found = resolve(**given)
     assert len(found.idle) == 1
-    assert found.idle[0].startswith(words)
+    assert words in found.idle[0]
     doubled = {name: value for name, value in given.items() if "max_pool" in name}
     assert found == replace(resolve(**doubled), idle=found.idle)
 
@@ -114,7 +110,7 @@ def test_what_the_published_package_takes_alone_is_idle(given: dict[str, Any], w
         ({"backward_prefetch_units": 2, "forward_prefetch_units": 0}, 0, 2, 3, True),
         ({"forward_prefetch_units": 0, "backward_prefetch_units": 0}, 0, 0, 2, True),
         ({"forward_prefetch_units": 2, "max_gathered_units": 3}, 2, 1, 3, False),
-        ({"fsdp_double_buffer": True}, 1, 1, 2, False),
+        (DOUBLE, 1, 1, 2, False),
     ],
 )
 def test_depths_and_slots_are_derived_from_one_another(
@@ -138,64 +134,30 @@ def test_buckets_outside_of_units_follow_the_number_of_ranks() -> None:
     assert resolve(disable_bucketing=True).root_group_numel_on(64) is None
 
 
+FINE = "enable_fine_grained_param_gather_hook"
+FULL, OPTIM = "optim_grads_params", "optim"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("optim_grads_params", {"weight_allocator": "pool"}, "weight_allocator='pool' does not exist; give \"slots\""),
-    ("optim", {"weight_allocator": "resize"}, "has no effect under optim, where every rank holds whole weights"),
-    ("optim", {"max_gathered_units": 2}, "max_gathered_units=2 has no effect under optim, where"),
-    ("optim_grads_params", {"max_gathered_units": 0}, "max_gathered_units=0 is not a whole number of units; give 1"),
-    ("optim_grads_params", {"max_gathered_units": True}, "max_gathered_units=True is not a whole number of units"),
-    ("optim_grads_params", {"forward_prefetch_units": -1}, "forward_prefetch_units=-1 is not a whole number of units"),
+    (FULL, {"weight_allocator": "pool"}, "weight_allocator='pool' does not exist; give \"slots\""),
+    (OPTIM, {"weight_allocator": "resize"}, "has no effect under optim, where every rank holds whole weights"),
+    (OPTIM, {"max_gathered_units": 2}, "max_gathered_units=2 has no effect under optim, where"),
+    (FULL, {"max_gathered_units": 0}, "max_gathered_units=0 is not a whole number of units; give 1"),
+    (FULL, {"max_gathered_units": True}, "max_gathered_units=True is not a whole number of units"),
+    (FULL, {"forward_prefetch_units": -1}, "forward_prefetch_units=-1 is not a whole number of units"),
+    (FULL, {"max_gathered_units": 3, "backward_prefetch_units": 3}, FEWER.format("backward", 3, 4, 3)),
+    (FULL, {**DOUBLE, "forward_prefetch_units": 2}, FEWER.format("forward", 2, 3, 2)),
+    (FULL, {**DOUBLE, "max_gathered_units": 3}, "max_gathered_units=3 contradicts a double buffer"),
+    (FULL, {**DOUBLE, "weight_allocator": "resize"}, "are two ways to hold gathered weights; give only one"),
     (
-        "optim_grads_params",
-        {"max_gathered_units": 3, "backward_prefetch_units": 3},
-        "backward_prefetch_units=3 needs 4 units gathered at a time, and 3 are allowed; give at most 2 or raise max_",
-    ),
-    (
-        "optim_grads_params",
-        {"fsdp_double_buffer": True, "forward_prefetch_units": 2},
-        "forward_prefetch_units=2 needs 3 units gathered at a time, and 2 are allowed",
-    ),
-    (
-        "optim_grads_params",
-        {"fsdp_double_buffer": True, "max_gathered_units": 3},
-        "max_gathered_units=3 contradicts a double buffer",
-    ),
-    (
-        "optim_grads_params",
-        {"fsdp_double_buffer": True, "weight_allocator": "resize"},
-        "are two ways to hold gathered weights; give only one",
-    ),
-    (
-        "optim",
-        {"forward_prefetch_units": 1, "overlap_param_gather": False},
-        "forward_prefetch_units=1 has no effect with overlap_param_gather=False",
+        OPTIM,
+        {"forward_prefetch_units": 1, **LATE},
+        "forward_prefetch_units=1 has no effect with overlap_param_gather",
     ),
     ("no_shard", {"backward_prefetch_units": 1}, "backward_prefetch_units=1 has no effect under no_shard"),
-    (
-        "optim_grads_params",
-        {"forward_prefetch_units": 1, "suggested_communication_unit_size": 100},
-        "suggested_communication_unit_size=100 both say how far to gather ahead",
-    ),
-    (
-        "optim_grads_params",
-        {"disable_bucketing": True, "bucket_size": 5},
-        "disable_bucketing=True and bucket_size=5 contradict each other",
-    ),
-    (
-        "optim_grads_params",
-        {"enable_fine_grained_param_gather_backward_hook": True},
-        "enable_fine_grained_param_gather_backward_hook=True needs enable_fine_grained_param_gather_hook=True",
-    ),
-    (
-        "optim_grads_params",
-        {"fine_grained_recurse_module_types": [nn.Linear]},
-        "needs enable_fine_grained_param_gather_hook=True, since modules are gathered alike in both directions",
-    ),
-    (
-        "no_shard",
-        {"megatron_fsdp_enable_fine_grained_param_gather": True},
-        "enable_fine_grained_param_gather=True has no effect under no_shard",
-    ),
+    (FULL, {"forward_prefetch_units": 1, SIZE: 100}, f"{SIZE}=100 both say how far to gather ahead"),
+    (FULL, {"disable_bucketing": True, "bucket_size": 5}, "disable_bucketing=True and bucket_size=5 contradict"),
+    (FULL, {f"{FINE[:-5]}_backward_hook": True}, f"{FINE[:-5]}_backward_hook=True needs {FINE}=True"),
+    (FULL, {"fine_grained_recurse_module_types": [nn.Linear]}, f"needs {FINE}=True, since modules are gathered alike"),
+    ("no_shard", {f"megatron_fsdp_{FINE[:-5]}": True}, f"{FINE[:-5]}=True has no effect under no_shard"),
 ]
 
 
