@@ -82,9 +82,10 @@ def test_what_has_begun_can_be_tidied_up_and_after_it_the_end_is_quiet_again() -
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "tidied up\n", "")
 
 
-def test_a_handler_of_somebody_else_stays() -> None:
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_handler_of_somebody_else_stays_and_what_ignores_ctrl_c_goes_on_ignoring_it(ignores: bool) -> None:
     heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignores else lambda number, _: heard.append(number))
     try:
         end_quietly()
         with raising():
@@ -92,15 +93,4 @@ def test_a_handler_of_somebody_else_stays() -> None:
         os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert heard == [signal.SIGINT, signal.SIGINT]
-
-
-def test_what_ignores_ctrl_c_goes_on_ignoring_it() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        end_quietly()
-        with raising():
-            os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert heard == ([] if ignores else [signal.SIGINT, signal.SIGINT])

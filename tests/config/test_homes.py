@@ -37,11 +37,6 @@ def test_gradients_and_state_follow_the_main_weights() -> None:
         (3, ZERO3, "homes=3 is a int; give a mapping"),
         ({"weights": "host"}, ZERO3, "homes has 'weights'; the kinds of state are main_weights, optimizer_state"),
         ({"main_weights": "disk"}, ZERO3, 'does not exist; give "device" or "host"'),
-        (
-            {"activations": "host"},
-            ZERO3,
-            "homes has 'activations'; the kinds of state are main_weights, optimizer_state",
-        ),
         ({"main_weights": {"home": "host", "part": 1}}, ZERO3, "with 'home' and 'fraction'"),
         ({"main_weights": {"home": "host", "fraction": 2}}, ZERO3, "the fraction 2; give a number from 0 to 1"),
         ({"main_weights": {"home": "device", "fraction": 0.5}}, ZERO3, "it stays on the device; give that alone"),

@@ -11,18 +11,12 @@ from megatron_fsdp.fully_shard import _DEFAULT_POLICY, replace_legacy_arguments
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 
 FP32, BF16 = torch.float32, torch.bfloat16
-NOT_GIVEN: dict[str, Any] = {
-    "grad_reduce_in_fp32": None,
-    "preserve_fp32_weights": None,
-    "check_for_nan_in_grad": None,
-    "keep_fp8_transpose_cache_when_using_custom_fsdp": None,
-    "mixed_precision_policy": None,
-    "report_nan_in_param_grad": False,
-    "keep_fp8_transpose_cache": False,
-}
-REDUCE = "grad_reduce_in_fp32"
-PRESERVE = "preserve_fp32_weights"
+REDUCE, PRESERVE = "grad_reduce_in_fp32", "preserve_fp32_weights"
 KEEP = "keep_fp8_transpose_cache_when_using_custom_fsdp"
+NOT_GIVEN: dict[str, Any] = {
+    **dict.fromkeys([REDUCE, PRESERVE, "check_for_nan_in_grad", KEEP, "mixed_precision_policy"]),
+    **dict.fromkeys(["report_nan_in_param_grad", "keep_fp8_transpose_cache"], False),
+}
 
 
 def resolve(**given: Any) -> dict[str, Any]:

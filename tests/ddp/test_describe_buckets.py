@@ -19,36 +19,32 @@ def bucketed(config: DistributedDataParallelConfig, steps: int = 0, **arguments:
         return model.describe()
 
 
-_DDP: dict[str, dict[str, Any]] = {
-    "use_distributed_optimizer": {"use_distributed_optimizer": True},
-    "overlap_grad_reduce": {"overlap_grad_reduce": True},
-    "overlap_param_gather": {
-        "overlap_param_gather": True,
-        "use_distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-    },
-    "bucket_size": {"bucket_size": 2000},
-    "num_buckets": {"num_buckets": 3},
-    "pad_buckets_for_high_nccl_busbw": {"pad_buckets_for_high_nccl_busbw": True, "use_distributed_optimizer": True},
-    "check_for_large_grads": {"check_for_large_grads": True},
-    "check_for_nan_in_grad": {"check_for_nan_in_grad": True},
-    "gradient_reduce_div_fusion": {"gradient_reduce_div_fusion": False},
-    "grad_reduce_in_fp32": {"grad_reduce_in_fp32": True},
-    "num_distributed_optimizer_instances": {
-        "num_distributed_optimizer_instances": 2,
-        "use_distributed_optimizer": True,
-    },
-    "delay_wgrad_compute": {"delay_wgrad_compute": True, "overlap_grad_reduce": True},
-    "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
-    "use_megatron_fsdp": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
-    "data_parallel_sharding_strategy": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim"},
+SHARDS = {"use_distributed_optimizer": True}
+CHANGED: dict[str, Any] = {
+    **dict.fromkeys(["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"], True),
+    **dict.fromkeys(["pad_buckets_for_high_nccl_busbw", "check_for_large_grads", "check_for_nan_in_grad"], True),
+    **dict.fromkeys(["grad_reduce_in_fp32", "delay_wgrad_compute", "use_megatron_fsdp"], True),
+    "bucket_size": 2000,
+    "num_buckets": 3,
+    "gradient_reduce_div_fusion": False,
+    "num_distributed_optimizer_instances": 2,
+    "param_name_patterns_for_fp32_local_accumulation": ("all",),
+    "data_parallel_sharding_strategy": "optim",
+}
+NEEDS: dict[str, dict[str, Any]] = {
+    "overlap_param_gather": {**SHARDS, "overlap_grad_reduce": True},
+    "pad_buckets_for_high_nccl_busbw": SHARDS,
+    "num_distributed_optimizer_instances": SHARDS,
+    "delay_wgrad_compute": {"overlap_grad_reduce": True},
+    "use_megatron_fsdp": {"data_parallel_sharding_strategy": "optim_grads_params"},
+    "data_parallel_sharding_strategy": {"use_megatron_fsdp": True},
 }
 
 
 @pytest.mark.full(short=["bucket_size", "use_distributed_optimizer", "use_megatron_fsdp"])
-@pytest.mark.parametrize("name", _DDP)
+@pytest.mark.parametrize("name", CHANGED)
 def test_changed_fields_of_the_configuration_are_told(name: str) -> None:
-    fields = _DDP[name]
+    fields = {name: CHANGED[name], **NEEDS.get(name, {})}
     arguments = {"fsdp_unit_modules": [Floor]} if "use_megatron_fsdp" in fields else {}
     assert name in bucketed(DistributedDataParallelConfig(**fields), **arguments).options
 

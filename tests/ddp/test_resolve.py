@@ -26,11 +26,6 @@ def resolve(num_ranks: int = 4, num_parameters: int = 1_000, disable_bucketing: 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
-NOT_YET: list[tuple[Fields, str]] = [
-    ({"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, "is not supported yet"),
-    ({"megatron_fsdp_version": 2}, "megatron_fsdp_version=2 is not supported: this package has one engine"),
-]
-
 
 def test_gathers_in_few_bits_are_weight_formats_of_sharded_weights() -> None:
     assert resolve(**UNITS, fp8_param_gather=True).policy.weight_format == "fp8"
@@ -47,87 +42,65 @@ def test_gathers_in_few_bits_are_weight_formats_of_sharded_weights() -> None:
         resolve(**SHARDS, fp4_param_gather=True)
 
 
-@pytest.mark.parametrize(("fields", "message"), NOT_YET)
-def test_what_is_not_there_yet_is_refused(fields: Fields, message: str) -> None:
+def test_what_is_not_there_yet_is_refused() -> None:
     for more in ({}, UNITS):
-        with pytest.raises(NotSupportedYetError, match=message):
-            resolve(**fields, **more)
+        with pytest.raises(NotSupportedYetError, match="is not supported yet"):
+            resolve(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True, **more)
+        with pytest.raises(NotSupportedYetError, match="version=2 is not supported: this package has one engine"):
+            resolve(megatron_fsdp_version=2, **more)
 
 
-REFUSED: list[tuple[Fields, str]] = [
-    # without effect on buckets
-    (
-        {"data_parallel_sharding_strategy": "optim"},
-        "strategy='optim' has no effect without use_megatron_fsdp=True; set use_distributed_optimizer=True",
-    ),
-    (
-        {"data_parallel_sharding_strategy": "optim_grads_params"},
-        "has no effect without use_megatron_fsdp=True; set use_megatron_fsdp=True or leave it out",
-    ),
-    (
-        {"outer_dp_sharding_strategy": "optim"},
-        "outer_dp_sharding_strategy='optim' has no effect without use_megatron_fsdp=True",
-    ),
-    ({"suggested_communication_unit_size": 5}, "suggested_communication_unit_size=5 has no effect without"),
-    ({"fsdp_double_buffer": True}, "fsdp_double_buffer=True has no effect without use_megatron_fsdp"),
-    ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, "fsdp_db_use_persist_buf_on_alloc_fail=True has no effect"),
-    ({"fsdp_all_gather_in_start_param_sync": False}, "fsdp_all_gather_in_start_param_sync=False has no effect"),
-    ({"megatron_fsdp_enable_fine_grained_param_gather": True}, "fine_grained_param_gather=True has no effect"),
-    ({"megatron_fsdp_max_pool_double_buffer": True}, "double_buffer=True has no effect without"),
-    ({"nccl_ub": True, "fsdp_manual_registration": True}, "fsdp_manual_registration=True has no effect without"),
-    ({"megatron_fsdp_cuda_graph_mode": True}, "megatron_fsdp_cuda_graph_mode=True has no effect without"),
-    # without effect on units
-    ({**UNITS, "num_buckets": 2}, "num_buckets=2 has no effect with use_megatron_fsdp=True; leave it out"),
-    ({**UNITS, "pad_buckets_for_high_nccl_busbw": True}, "pad_buckets_for_high_nccl_busbw=True has no effect with "),
-    (
-        {**UNITS, "overlap_param_gather": True, "align_param_gather": True},
-        "align_param_gather=True has no effect with use_megatron_fsdp=True",
-    ),
-    # contradictions
-    (
-        {"use_megatron_fsdp": True, **SHARDS},
-        'use_distributed_optimizer=True contradicts data_parallel_sharding_strategy="no_shard"',
-    ),
-    ({"overlap_param_gather": True}, "overlap_param_gather=True has no effect without use_distributed_optimizer=True"),
-    (
-        {"use_megatron_fsdp": True, "overlap_param_gather": True},
-        "overlap_param_gather=True has no effect without a sharding strategy",
-    ),
-    (
-        {"reduce_scatter_with_fp32_accumulation": True},
-        "reduce_scatter_with_fp32_accumulation=True has no effect without .* gradients are all-reduced",
-    ),
-    ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances=2 has no effect without"),
-    (
-        {**SHARDS, "align_param_gather": True},
-        "align_param_gather=True has no effect without overlap_param_gather=True",
-    ),
-    (
-        {**SHARDS, "num_distributed_optimizer_instances": 3},
-        "num_distributed_optimizer_instances=3 does not divide the 4 data-parallel ranks; give one of 1, 2, 4",
-    ),
-    (
-        {**UNITS, "outer_dp_sharding_strategy": "optim"},
-        "outer_dp_sharding_strategy='optim' has no effect with num_distributed_optimizer_instances=1",
-    ),
-    (
-        {"grad_reduce_in_fp32": True, "megatron_fsdp_main_grads_dtype": "bf16"},
-        "grad_reduce_in_fp32=True contradicts megatron_fsdp_main_grads_dtype=torch.bfloat16",
-    ),
-    (
-        {"grad_reduce_in_fp32": True, "megatron_fsdp_grad_comm_dtype": "bf16"},
-        "grad_reduce_in_fp32=True contradicts megatron_fsdp_grad_comm_dtype=torch.bfloat16",
-    ),
-]
+def sets(text: str) -> Fields:
+    """Fields out of `name` (True) and `name=value`, separated by blanks."""
+    pairs = [word.partition("=") for word in text.split()]
+    return {name: eval(value) if value else True for name, _, value in pairs}
 
 
-@pytest.mark.parametrize(("fields", "message"), REFUSED)
-def test_what_cannot_take_effect_is_refused_in_words(fields: Fields, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+REFUSED = """
+# without effect on buckets
+data_parallel_sharding_strategy='optim' :: has no effect without use_megatron_fsdp=True; set use_distributed_optimizer
+data_parallel_sharding_strategy='optim_grads_params' :: \
+has no effect without use_megatron_fsdp=True; set use_megatron_fsdp=True or leave it out
+outer_dp_sharding_strategy='optim' :: has no effect without use_megatron_fsdp=True
+suggested_communication_unit_size=5 :: has no effect without
+fsdp_double_buffer :: has no effect without use_megatron_fsdp
+fsdp_db_use_persist_buf_on_alloc_fail :: has no effect
+fsdp_all_gather_in_start_param_sync=False :: has no effect
+megatron_fsdp_enable_fine_grained_param_gather :: has no effect
+fsdp_manual_registration nccl_ub :: has no effect without
+megatron_fsdp_cuda_graph_mode :: has no effect without
+# without effect on units
+num_buckets=2 UNITS :: has no effect with use_megatron_fsdp=True; leave it out
+pad_buckets_for_high_nccl_busbw UNITS :: has no effect with
+align_param_gather overlap_param_gather UNITS :: has no effect with use_megatron_fsdp=True
+# contradictions
+use_distributed_optimizer use_megatron_fsdp :: contradicts data_parallel_sharding_strategy="no_shard"
+overlap_param_gather :: has no effect without use_distributed_optimizer=True
+overlap_param_gather use_megatron_fsdp :: has no effect without a sharding strategy
+reduce_scatter_with_fp32_accumulation :: has no effect without .* gradients are all-reduced
+num_distributed_optimizer_instances=2 :: has no effect without
+align_param_gather SHARDS :: has no effect without overlap_param_gather=True
+num_distributed_optimizer_instances=3 SHARDS :: does not divide the 4 data-parallel ranks; give one of 1, 2, 4
+outer_dp_sharding_strategy='optim' UNITS :: has no effect with num_distributed_optimizer_instances=1
+grad_reduce_in_fp32 megatron_fsdp_main_grads_dtype='bf16' :: contradicts megatron_fsdp_main_grads_dtype=torch.bfloat16
+grad_reduce_in_fp32 megatron_fsdp_grad_comm_dtype='bf16' :: contradicts megatron_fsdp_grad_comm_dtype=torch.bfloat16
+"""
+"""Fields and what their refusal says behind the first one and its value."""
+
+
+@pytest.mark.parametrize("line", [line for line in REFUSED.splitlines() if "::" in line])
+def test_what_cannot_take_effect_is_refused_in_words(line: str) -> None:
+    given, _, words = line.partition(" :: ")
+    fields = sets(given)
+    name, value = next(iter(fields.items()))
+    fields |= (UNITS if fields.pop("UNITS", False) else {}) | (SHARDS if fields.pop("SHARDS", False) else {})
+    with pytest.raises(ConfigurationError, match=f"{name}={value!r} {words}"):
         resolve(**fields)
 
 
-def test_what_is_set_after_construction_is_checked_as_well() -> None:
+def test_what_is_implied_or_set_after_construction_is_checked_as_well() -> None:
+    with pytest.raises(ConfigurationError, match="double_buffer=True has no effect without"):
+        resolve(megatron_fsdp_max_pool_double_buffer=True)
     config = DistributedDataParallelConfig()
     config.bucket_size = -1
     with pytest.raises(ConfigurationError, match="bucket_size=-1 is not a positive whole number"):
@@ -197,27 +170,27 @@ def test_when_weights_are_gathered() -> None:
     assert resolve(pad_buckets_for_high_nccl_busbw=True).numel_multiple == 2**16
 
 
+FP32 = torch.float32
+
+
 @pytest.mark.parametrize(
-    ("fields", "policy"),
+    ("given", "policy"),
     [
-        ({}, MixedPrecisionPolicy(torch.float32, None, None)),
-        ({"megatron_fsdp_main_params_dtype": None}, MixedPrecisionPolicy(None, None, None)),
-        ({"grad_reduce_in_fp32": True}, MixedPrecisionPolicy(torch.float32, torch.float32, torch.float32)),
+        ("", (FP32, None, None)),
+        ("megatron_fsdp_main_params_dtype=None", (None, None, None)),
+        ("grad_reduce_in_fp32", (FP32, FP32, FP32)),
+        ("grad_reduce_in_fp32 megatron_fsdp_grad_comm_dtype='fp32'", (FP32, FP32, FP32)),
         (
-            {"grad_reduce_in_fp32": True, "megatron_fsdp_grad_comm_dtype": "fp32"},
-            MixedPrecisionPolicy(torch.float32, torch.float32, torch.float32),
-        ),
-        (
-            {"megatron_fsdp_main_grads_dtype": "fp32", "megatron_fsdp_grad_comm_dtype": "bf16"},
-            MixedPrecisionPolicy(torch.float32, torch.float32, torch.bfloat16),
+            "megatron_fsdp_main_grads_dtype='fp32' megatron_fsdp_grad_comm_dtype='bf16'",
+            (FP32, FP32, torch.bfloat16),
         ),
     ],
 )
-def test_dtypes(fields: Fields, policy: MixedPrecisionPolicy) -> None:
-    found = resolve(**fields)
-    assert found.policy == policy
+def test_dtypes(given: str, policy: tuple[torch.dtype | None, ...]) -> None:
+    found = resolve(**sets(given))
+    assert found.policy == MixedPrecisionPolicy(*policy)
     says = any("grad_reduce_in_fp32" in line for line in found.notices)
-    assert says is bool(fields.get("grad_reduce_in_fp32"))
+    assert says is ("grad_reduce_in_fp32" in given)
 
 
 def test_notices_of_what_is_implied() -> None:

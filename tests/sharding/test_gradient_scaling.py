@@ -39,60 +39,48 @@ def apply(reduction: GradientReduction, gradients: torch.Tensor) -> torch.Tensor
 def test_operation_and_factors_give_the_wanted_value(
     dp_size: int, group_size: int, mode: str, comm_dtype: torch.dtype, seed: int
 ) -> None:
-    reduction = gradient_reduction(
-        dp_size,
-        group_size,
-        average_in_collective=mode == "average in collective",
-        calculate_per_token_loss=mode == "per token",
-        comm_dtype=comm_dtype,
-    )
+    is_average, per_token = mode == "average in collective", mode == "per token"
+    reduction = reduction_for(dp_size, group_size, is_average, comm_dtype, per_token)
     gradients = torch.randn(group_size, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     wanted = gradients.sum(dim=0) / (1 if mode == "per token" else dp_size)
     torch.testing.assert_close(apply(reduction, gradients), wanted, rtol=1e-12, atol=1e-12)
 
 
 def reduction_for(
-    *, dp_size: int = 8, group_size: int = 8, average: bool = False, comm: torch.dtype = torch.float32
+    dp_size: int = 8, group_size: int = 8, average: bool = False, comm: torch.dtype = torch.float32, token: bool = False
 ) -> GradientReduction:
     return gradient_reduction(
-        dp_size,
-        group_size,
-        average_in_collective=average,
-        calculate_per_token_loss=False,
-        comm_dtype=comm,
+        dp_size, group_size, average_in_collective=average, calculate_per_token_loss=token, comm_dtype=comm
     )
 
 
-def test_the_mean_scales_the_result_and_float16_before_the_sum_so_that_it_cannot_overflow() -> None:
-    assert reduction_for() == GradientReduction("sum", 1.0, 0.125)
-    assert reduction_for(comm=torch.bfloat16) == GradientReduction("sum", 1.0, 0.125)
-    reduction = reduction_for(comm=torch.float16)
-    assert reduction == GradientReduction("sum", 0.125, 1.0)
-    gradients = torch.full((8, 1), 60000.0, dtype=torch.float16)
+FP16 = torch.float16
+
+
+def test_float16_is_scaled_before_the_sum_and_experts_are_divided_by_the_dense_size() -> None:
+    for reduction, expected in (
+        (reduction_for(), ("sum", 1.0, 0.125)),
+        (reduction_for(comm=torch.bfloat16), ("sum", 1.0, 0.125)),
+        (reduction_for(comm=FP16), ("sum", 0.125, 1.0)),
+        (reduction_for(average=True), ("avg", 1.0, 1.0)),
+        (reduction_for(average=True, comm=FP16), ("sum", 0.125, 1.0)),
+        (reduction_for(8, 2, average=True, comm=FP16), ("sum", 0.125, 1.0)),
+        (reduction_for(8, 2, average=True).for_dtype(FP16), ("sum", 0.125, 1.0)),
+        (reduction_for(8, 2), ("sum", 1.0, 0.125)),
+        (reduction_for(8, 2, average=True), ("avg", 1.0, 0.25)),
+        (reduction_for(1, 1), ("sum", 1.0, 1.0)),
+        (reduction_for(token=True), ("sum", 1.0, 1.0)),
+        (reduction_for(token=True, comm=FP16), ("sum", 1.0, 1.0)),
+    ):
+        assert reduction == GradientReduction(*expected)
+    gradients = torch.full((8, 1), 60000.0, dtype=FP16)
     assert gradients.sum(dim=0).isinf().all()  # what scaling afterwards would have met
-    assert (gradients * reduction.pre_factor).sum(dim=0).item() == 60000.0
-
-
-def test_an_average_needs_no_factor_but_in_float16() -> None:
-    assert reduction_for(average=True) == GradientReduction("avg", 1.0, 1.0)
-    assert reduction_for(average=True, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
-    assert reduction_for(group_size=2, average=True, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
-    assert reduction_for(group_size=2, average=True).for_dtype(torch.float16) == GradientReduction("sum", 0.125, 1.0)
-
-
-def test_expert_gradients_are_divided_by_the_dense_size() -> None:
-    assert reduction_for(group_size=2) == GradientReduction("sum", 1.0, 0.125)
-    assert reduction_for(group_size=2, average=True) == GradientReduction("avg", 1.0, 0.25)
-    assert reduction_for(dp_size=1, group_size=1) == GradientReduction("sum", 1.0, 1.0)
-    for comm_dtype in (torch.float16, torch.float32):
-        assert gradient_reduction(
-            8, 8, average_in_collective=False, calculate_per_token_loss=True, comm_dtype=comm_dtype
-        ) == GradientReduction("sum", 1.0, 1.0)
+    assert (gradients * reduction_for(comm=FP16).pre_factor).sum(dim=0).item() == 60000.0
 
 
 def test_an_average_of_a_plain_sum_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        gradient_reduction(8, 8, average_in_collective=True, calculate_per_token_loss=True, comm_dtype=torch.float32)
+        reduction_for(average=True, token=True)
     assert str(caught.value) == (
         "average_in_collective=True contradicts calculate_per_token_loss=True, which asks for a plain sum; "
         "set one of them to False."

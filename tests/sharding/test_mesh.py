@@ -134,20 +134,12 @@ def test_what_does_not_fit_together_is_refused() -> None:
         "hsdp_outer_dp_shard needs dp_outer_dim": {**shard, "hsdp_outer_dp_shard": True},
         "hybrid_fsdp_expt_group needs expt_device_mesh": {**hybrid, "hybrid_fsdp_expt_group": group},
         "expt_fsdp_group_ag needs expt_device_mesh": {**shard, "expt_fsdp_group_ag": group},
-        "expt_device_mesh has the dimensions 'out', 'shard' but not 'outer'": {
-            **hybrid,
-            "expt_device_mesh": mesh_of((1, 2), "out", "shard"),
-        },
-        "expt_device_mesh has the dimensions 'outer', 'dp' but not 'shard'": {
-            **hybrid,
-            "expt_device_mesh": mesh_of((1, 2), "outer", "dp"),
-        },
         "fsdp_group_ag is a group of 1 ranks": {**shard, "fsdp_group_ag": alone},
-        "hybrid_fsdp_group is a group of 1 ranks that are not those along the mesh dimensions": {
-            **hybrid,
-            "hybrid_fsdp_group": alone,
-        },
+        "is a group of 1 ranks that are not those along the mesh dimensions": {**hybrid, "hybrid_fsdp_group": alone},
     }
+    for names, missing in ((("out", "shard"), "outer"), (("outer", "dp"), "shard")):
+        words = f"expt_device_mesh has the dimensions {names[0]!r}, {names[1]!r} but not {missing!r}"
+        refusals[words] = {**hybrid, "expt_device_mesh": mesh_of((1, 2), *names)}
     for words, arguments in refusals.items():
         refuses(words, FSDPDistributedIndex, mesh, **arguments)
     refuses("has no dimension names", FSDPDistributedIndex, DeviceMesh("cpu", [0, 1]), dp_shard_dim="dp")

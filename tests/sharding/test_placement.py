@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, placements_for, shard_count
+from megatron_fsdp.sharding.placement import Placement, Region, held_region, placements_for, shard_count
 
 R, P, S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy
@@ -31,38 +31,25 @@ def test_anything_else_is_refused_and_both_spellings_are_listed(given: object) -
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        (NO_SHARD, Placements(compute_weight=(R,), accumulated_grad=(P,), main_grad=(R,), main_weight=(R,))),
-        (OPTIM, Placements(compute_weight=(R,), accumulated_grad=(P,), main_grad=(S,), main_weight=(S,))),
-        (OPTIM_GRADS, Placements(compute_weight=(R,), accumulated_grad=(S,), main_grad=(S,), main_weight=(S,))),
-        (OPTIM_GRADS_PARAMS, Placements(compute_weight=(S,), accumulated_grad=(S,), main_grad=(S,), main_weight=(S,))),
-    ],
-)
-def test_each_step_up_shards_one_buffer_more(strategy: ShardingStrategy, expected: Placements) -> None:
-    assert placements_for(strategy) == expected
+TABLE: dict[tuple[ShardingStrategy, ...], tuple[str, str, str, str]] = {
+    (NO_SHARD,): ("R", "P", "R", "R"),
+    (OPTIM,): ("R", "P", "S", "S"),
+    (OPTIM_GRADS,): ("R", "S", "S", "S"),
+    (OPTIM_GRADS_PARAMS,): ("S", "S", "S", "S"),
+    (NO_SHARD, NO_SHARD): ("RR", "PP", "RR", "RR"),
+    (OPTIM_GRADS_PARAMS, NO_SHARD): ("RS", "PS", "RS", "RS"),
+    (OPTIM, OPTIM): ("RR", "PP", "SS", "SS"),
+    (OPTIM_GRADS, OPTIM): ("RR", "PS", "SS", "SS"),
+    (OPTIM_GRADS_PARAMS, OPTIM): ("RS", "PS", "SS", "SS"),
+}
+"""Strategies inside and outside; compute weight, accumulated gradient, main gradient and main weight, outer first."""
 
 
-def test_an_outer_axis_replicates_or_shards_main_weights() -> None:
-    assert placements_for(OPTIM_GRADS_PARAMS, NO_SHARD) == Placements(
-        compute_weight=(R, S), accumulated_grad=(P, S), main_grad=(R, S), main_weight=(R, S)
-    )
-    assert placements_for(OPTIM_GRADS_PARAMS, OPTIM) == Placements(
-        compute_weight=(R, S), accumulated_grad=(P, S), main_grad=(S, S), main_weight=(S, S)
-    )
-    assert placements_for(NO_SHARD, NO_SHARD) == Placements(
-        compute_weight=(R, R), accumulated_grad=(P, P), main_grad=(R, R), main_weight=(R, R)
-    )
-
-
-@pytest.mark.parametrize("inner", [OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS])
-def test_an_outer_optimizer_shard_cuts_main_weights_and_gradients_further(inner: ShardingStrategy) -> None:
-    alone, both = placements_for(inner), placements_for(inner, OPTIM)
-    assert both.main_weight == (S, *alone.main_weight)
-    assert both.main_grad == (S, *alone.main_grad)
-    assert both.accumulated_grad == (P, *alone.accumulated_grad)
-    assert both.compute_weight == (R, *alone.compute_weight)
+@pytest.mark.parametrize(("strategies", "letters"), TABLE.items())
+def test_each_strategy_places_each_buffer(strategies: tuple[ShardingStrategy, ...], letters: tuple[str, ...]) -> None:
+    expected = (tuple({"R": R, "P": P, "S": S}[letter] for letter in each) for each in letters)
+    found = placements_for(*strategies)
+    assert (found.compute_weight, found.accumulated_grad, found.main_grad, found.main_weight) == tuple(expected)
 
 
 def test_what_cannot_be_sharded_over_the_outer_axis_is_refused() -> None:
@@ -93,14 +80,7 @@ class At(NamedTuple):
 
 def test_a_buffer_is_cut_inner_first_by_the_axes_that_shard_it() -> None:
     held = {(o, i): held_region(12, [S, S], [At(o, 2), At(i, 3)]) for o in range(2) for i in range(3)}
-    assert held == {
-        (0, 0): Region(0, 2),
-        (1, 0): Region(2, 4),
-        (0, 1): Region(4, 6),
-        (1, 1): Region(6, 8),
-        (0, 2): Region(8, 10),
-        (1, 2): Region(10, 12),
-    }
+    assert held == {(o, i): Region(4 * i + 2 * o, 4 * i + 2 * o + 2) for o in range(2) for i in range(3)}
     assert held_region(12, [R, S], [At(1, 2), At(2, 3)]) == Region(8, 12)
     assert held_region(12, [R, R], [At(1, 2), At(2, 3)]) == Region(0, 12)
     assert shard_count([R, S], [At(1, 2), At(2, 3)]) == 3
