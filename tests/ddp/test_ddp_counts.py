@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -29,14 +30,8 @@ EACH_LAYER: Fields = {"bucket_size": 1, "overlap_grad_reduce": True}
 SHARDS: Fields = {**EACH_LAYER, "use_distributed_optimizer": True}
 
 
-class Log:
-    """What happened, in order: `reduce3`, `gather1`, `forward2`, `backward4`, by bucket and layer from 1."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        self.lines.append(line)
+Log = list[str]
+"""What happened, in order: `reduce3`, `gather1`, `forward2`, `backward4`, by bucket and layer from 1."""
 
 
 class Mark(torch.autograd.Function):
@@ -49,7 +44,7 @@ class Mark(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.log(ctx.line)
+        ctx.log.append(ctx.line)
         return grads[0], None, None
 
 
@@ -86,27 +81,31 @@ class Wire(TorchDispatchMode):
             sent = args[0][0] if name == "c10d::allreduce_" else args[0]
             if sent.numel() in NUMELS:
                 kind = "gather" if "gather" in name else "reduce"
-                self.log(f"{kind}{NUMELS.index(sent.numel()) + 1}")
+                self.log.append(f"{kind}{NUMELS.index(sent.numel()) + 1}")
         return func(*args, **(kwargs or {}))
+
+
+def wrap(fields: Fields, module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(DistributedDataParallelConfig(**fields), module or Steps([]), **options)
 
 
 def steps(fields: Fields, skip: dict[int, dict[int, int]] | None = None, count: int = 3) -> list[str]:
     """What happens in each step; `skip[step][rank]` is the layer that a rank skips."""
-    log = Log()
+    log: Log = []
     torch.manual_seed(0)
-    model = DistributedDataParallel(DistributedDataParallelConfig(**fields), Steps(log))
+    model = wrap(fields, Steps(log))
     for number, layer in enumerate(model.module.layers, start=1):  # type: ignore[arg-type]
-        layer.register_forward_pre_hook(lambda _m, _a, number=number: log(f"forward{number}"))
+        layer.register_forward_pre_hook(lambda *_, number=number: log.append(f"forward{number}"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(count):
         model.module.skipped = (skip or {}).get(step, {}).get(dist.get_rank())  # type: ignore[assignment]
-        log.lines.clear()
+        log.clear()
         with Wire(log):
             model(torch.ones(2, WIDTHS[0])).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(" ".join(log.lines))
+        found.append(" ".join(log))
     return found
 
 
@@ -169,17 +168,14 @@ def count(name: str, fields: Fields, microbatches: int) -> tuple[list[Any], Coll
     """Footprints, what a steady step sends, what the model counted of it, and the number of buckets."""
     case = MODEL_CASES[name]  # type: ignore[index]
     torch.manual_seed(0)
-    model = DistributedDataParallel(DistributedDataParallelConfig(**fields), case.build())
+    model = wrap(fields, case.build())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     batch = case.make_batch(2, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(3):
         before = model.traffic()
         with OpCounts() as counts:
             for microbatch in range(microbatches):
-                if microbatch < microbatches - 1:
-                    with model.no_sync():
-                        case.loss(model, batch).backward()
-                else:
+                with model.no_sync() if microbatch < microbatches - 1 else nullcontext():
                     case.loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -222,8 +218,7 @@ def _shares(trained: list[Any], cut: list[Any], num_ranks: int) -> int:
 
 @on_ranks(4)
 def test_two_instances_send_a_share_of_each_bucket_across_as_well() -> None:
-    fields = {**SHARDS, "num_distributed_optimizer_instances": 2}
-    model = DistributedDataParallel(DistributedDataParallelConfig(**fields), Steps(Log()))
+    model = wrap({**SHARDS, "num_distributed_optimizer_instances": 2})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
         with OpCounts() as counts:
@@ -231,23 +226,11 @@ def test_two_instances_send_a_share_of_each_bucket_across_as_well() -> None:
             optimizer.step()
             optimizer.zero_grad()
     outer, inner = (axis.group for axis in model.parameter_groups()[-1].plan.axes)
-    found = {
-        "gathers inside": counts.on(inner, GATHER),
-        "reductions inside": counts.on(inner, EXCHANGE),
-        "reductions across": counts.on(outer, ALL_REDUCE),
-        "all inside": counts.on(inner),
-        "all across": counts.on(outer),
-    }
-    numels = [group.numel for group in footprints_of(model)]
-    assert numels == NUMELS
+    assert [group.numel for group in footprints_of(model)] == NUMELS
     half = sum(NUMELS) * 4 // 2
-    assert found == {
-        "gathers inside": (4, half),
-        "reductions inside": (4, half),
-        "reductions across": (4, half),  # 2 * (1 - 1/2) of a half
-        "all inside": (8, 2 * half),
-        "all across": (4, half),
-    }
+    assert counts.on(inner, GATHER) == counts.on(inner, EXCHANGE) == (4, half)
+    assert counts.on(inner) == (8, 2 * half)
+    assert counts.on(outer, ALL_REDUCE) == counts.on(outer) == (4, half)  # 2 * (1 - 1/2) of a half
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
@@ -255,13 +238,12 @@ def test_two_instances_send_a_share_of_each_bucket_across_as_well() -> None:
 
 def extra_operators(fields: Fields) -> dict[str, int]:
     """Operators of a steady forward and backward beyond those of the plain model."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(DistributedDataParallelConfig(**fields), Steps(Log()))
+    model = wrap(fields)
     for _ in range(3):
         model.zero_grad()
         with OpCounts() as wrapped:
             model(torch.ones(2, WIDTHS[0])).sum().backward()
-    plain = Steps(Log())
+    plain = Steps([])
     for param in plain.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     with OpCounts() as alone:
@@ -288,9 +270,7 @@ def test_each_gradient_is_copied_once(run_ranks: RunRanks) -> None:
 
 
 def buckets_of(fields: Fields, disable_bucketing: bool = False) -> tuple[list[int], int | None, list[tuple[str, ...]]]:
-    model = DistributedDataParallel(
-        DistributedDataParallelConfig(**fields), Steps(Log()), disable_bucketing=disable_bucketing
-    )
+    model = wrap(fields, disable_bucketing=disable_bucketing)
     names = [group.names for group in model.parameter_groups()]
     return [group.numel for group in footprints_of(model)], model.bucket_size, names
 

@@ -1,5 +1,9 @@
 """The fields that choose dtypes, sums and factors: each has the effect that it promises, against float64."""
 
+from collections import OrderedDict
+from contextlib import nullcontext
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,16 +21,10 @@ MICROBATCHES = 48
 FEATURES = 8
 
 
-class Pair(nn.Module):
+def pair() -> nn.Module:
     """Two bfloat16 layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES, bias=False)
-        self.second = nn.Linear(FEATURES, FEATURES, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
+    first, second = (nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(2))
+    return nn.Sequential(OrderedDict(first=first, between=nn.Tanh(), second=second)).bfloat16()
 
 
 def errors(fields: Fields, microbatches: int) -> tuple[dict[str, float], dict[str, torch.dtype]]:
@@ -35,10 +33,8 @@ def errors(fields: Fields, microbatches: int) -> tuple[dict[str, float], dict[st
     Every rank computes the same gradients in the same bfloat16 operations alone, so that only their sums differ.
     """
     with fixed_seed(0):
-        plain = Pair().bfloat16()
-        model = Pair().bfloat16()
-    model.load_state_dict(plain.state_dict())
-    wrapped = DistributedDataParallel(DistributedDataParallelConfig(**fields), model)
+        plain = pair()
+    wrapped = DistributedDataParallel(DistributedDataParallelConfig(**fields), deepcopy(plain))
     data = torch.Generator().manual_seed(1)
     exact = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in plain.named_parameters()}
     for microbatch in range(microbatches):
@@ -48,10 +44,7 @@ def errors(fields: Fields, microbatches: int) -> tuple[dict[str, float], dict[st
         for name, param in plain.named_parameters():
             assert param.grad is not None
             exact[name] += param.grad
-        if microbatch < microbatches - 1:
-            with wrapped.no_sync():
-                wrapped(x).square().sum().backward()
-        else:
+        with wrapped.no_sync() if microbatch < microbatches - 1 else nullcontext():
             wrapped(x).square().sum().backward()
     found, dtypes = {}, {}
     for name, grad in wrapped.full_gradients().items():
@@ -64,6 +57,7 @@ def errors(fields: Fields, microbatches: int) -> tuple[dict[str, float], dict[st
 
 
 WAYS: tuple[Fields, ...] = ({}, {"use_distributed_optimizer": True, "overlap_grad_reduce": True})
+PATTERNS = "param_name_patterns_for_fp32_local_accumulation"
 BF16 = 2.0**-8
 """Relative rounding of one bfloat16 operation is half of this."""
 
@@ -76,23 +70,18 @@ def test_patterns_accumulate_matching_gradients_in_float32(run_ranks: RunRanks, 
     for found, dtypes in run_ranks(2, errors, {**way, **own}, MICROBATCHES):
         assert min(found.values()) > 1.5 * BF16
         assert set(dtypes.values()) == {torch.bfloat16}
-    patterns = {"param_name_patterns_for_fp32_local_accumulation": ("first.*",)}
-    for found, _ in run_ranks(2, errors, {**way, **own, **patterns}, MICROBATCHES):
+    for found, _ in run_ranks(2, errors, {**way, **own, PATTERNS: ("first.*",)}, MICROBATCHES):
         assert found["first.weight"] < BF16 < 1.5 * BF16 < found["second.weight"]
-    for found, _ in run_ranks(2, errors, {**way, **own, patterns_name(): ("all",)}, MICROBATCHES):
+    for found, _ in run_ranks(2, errors, {**way, **own, PATTERNS: ("all",)}, MICROBATCHES):
         assert max(found.values()) < BF16
     for found, dtypes in run_ranks(2, errors, {**way, "grad_reduce_in_fp32": True}, MICROBATCHES):
         assert max(found.values()) < 1e-6
         assert set(dtypes.values()) == {torch.float32}
 
 
-def patterns_name() -> str:
-    return "param_name_patterns_for_fp32_local_accumulation"
-
-
 def sent_bytes(fields: Fields) -> tuple[int, int]:
     """Bytes of one steady step: gathered, reduced."""
-    wrapped = DistributedDataParallel(DistributedDataParallelConfig(**fields), Pair().bfloat16())
+    wrapped = DistributedDataParallel(DistributedDataParallelConfig(**fields), pair())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     for _ in range(2):
         before = wrapped.traffic()
@@ -110,11 +99,8 @@ def test_dtypes_decide_what_is_sent(run_ranks: RunRanks) -> None:
         (shards, (numel, numel)),  # 2 bytes, of which the other rank gets half
         ({**shards, "grad_reduce_in_fp32": True}, (numel, 2 * numel)),
         ({**shards, "megatron_fsdp_main_grads_dtype": "fp32"}, (numel, 2 * numel)),
-        (
-            {**shards, "megatron_fsdp_main_grads_dtype": "fp32", "megatron_fsdp_grad_comm_dtype": "bf16"},
-            (numel, numel),
-        ),
-        ({**shards, patterns_name(): ("all",)}, (numel, numel)),
+        ({**shards, "megatron_fsdp_main_grads_dtype": "fp32", "megatron_fsdp_grad_comm_dtype": "bf16"}, (numel, numel)),
+        ({**shards, PATTERNS: ("all",)}, (numel, numel)),
         ({"grad_reduce_in_fp32": True}, (0, 4 * numel)),
         ({}, (0, 2 * numel)),
     ]
@@ -168,11 +154,14 @@ def test_division_before_the_sum_keeps_it_in_range(run_ranks: RunRanks, way: Fie
 @on_ranks(4)
 def test_low_precision_values_are_added_in_float32() -> None:
     """1 + 3 * 2**-8 = 1.01171875, whose neighbours in bfloat16 are 1.0078125 and 1.015625."""
-    base = {"use_distributed_optimizer": True, "megatron_fsdp_main_grads_dtype": "fp32"}
-    wire = {"megatron_fsdp_grad_comm_dtype": "bf16", "reduce_scatter_with_fp32_accumulation": True}
-    fields = {**base, **wire}
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        megatron_fsdp_main_grads_dtype="fp32",
+        megatron_fsdp_grad_comm_dtype="bf16",
+        reduce_scatter_with_fp32_accumulation=True,
+    )
     model = nn.Linear(1, 4, bias=False).bfloat16()
-    wrapped = DistributedDataParallel(DistributedDataParallelConfig(**fields), model, calculate_per_token_loss=True)
+    wrapped = DistributedDataParallel(config, model, calculate_per_token_loss=True)
     value = 1.0 if torch.distributed.get_rank() == 0 else 2.0**-8
     wrapped(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
     (grad,) = wrapped.full_gradients().values()
@@ -183,16 +172,12 @@ def test_low_precision_values_are_added_in_float32() -> None:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def build_bf16() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5)).bfloat16()
+def build(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5)).to(dtype)
 
 
 def bf16_loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.mse_loss(model(batch.inputs.bfloat16()).float(), batch.targets)
-
-
-def build_fp32() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5))
 
 
 def rounded(run: Any) -> None:
@@ -223,8 +208,8 @@ MIXED: tuple[DdpSetting, ...] = (
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_bfloat16_model_trains_as_on_one_process_up_to_rounding(run_ranks: RunRanks, num_ranks: int) -> None:
-    scenario = Scenario(rounded, ModelCase(build_bf16, make_vector_batch, bf16_loss, (nn.Linear,)))
-    plain = Scenario(rounded, ModelCase(build_fp32, make_vector_batch, vector_loss, (nn.Linear,)))
+    scenario = Scenario(rounded, ModelCase(partial(build, torch.bfloat16), make_vector_batch, bf16_loss, (nn.Linear,)))
+    plain = Scenario(rounded, ModelCase(partial(build, torch.float32), make_vector_batch, vector_loss, (nn.Linear,)))
     by_rank = run_ranks(num_ranks, run_sharded, [(scenario, setting) for setting in MIXED])
     for outcomes in zip(*by_rank, strict=True):
         assert_parity(outcomes, reference(plain), Tolerance(rtol=2**-6, atol=2**-7))

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.ddp import DistributedOptimizer
+from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, message_of, train, weights
-from tests.support.on_ranks import on_ranks
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
+from tests.support.on_ranks import on_ranks, refusal
 
 TOLERANCE = 2e-6
 CLIP = 0.05
@@ -42,10 +44,7 @@ def units(strategy: int, dtype: torch.dtype = torch.float32, **arguments: Any) -
 
 
 MODELS: dict[str, Callable[[], MegatronFSDP]] = {
-    "units 0": lambda: units(0),
-    "units 1": lambda: units(1),
-    "units 2": lambda: units(2),
-    "units 3": lambda: units(3),
+    **{f"units {strategy}": partial(units, strategy) for strategy in range(4)},
     "units 3, by hand": lambda: units(3, sync_model_each_microbatch=False),
     "buckets": lambda: buckets(),
     "buckets, sharded": lambda: buckets(use_distributed_optimizer=True),
@@ -77,18 +76,16 @@ def one_process(steps: int) -> tuple[dict[str, Tensor], list[float]]:
 @on_ranks()
 def test_a_step_syncs_clips_and_updates_as_one_process_does() -> None:
     expected, norms = one_process(3)
-    found = {}
     for name, make in MODELS.items():
         model = make()
         optimizer = DistributedOptimizer(adamw(model), model, clip_grad=CLIP)
         assert optimizer.grad_norm is None
-        errors = []
         for batch, norm in zip(batches(3), norms, strict=True):
             optimizer.zero_grad()
             backward(model, batch)
             assert optimizer.step() is None
             assert optimizer.grad_norm is not None
-            errors.append(abs(optimizer.grad_norm.item() - norm))
+            assert abs(optimizer.grad_norm.item() - norm) <= TOLERANCE, name
         by_hand = make()
         plain = fully_shard_optimizer(adamw(by_hand))
         for batch in batches(3):
@@ -96,17 +93,8 @@ def test_a_step_syncs_clips_and_updates_as_one_process_does() -> None:
             backward(by_hand, batch)
             by_hand.clip_grad_norm_(CLIP)
             plain.step()
-        reached = weights(model)
-        found[name] = (
-            largest_difference(reached, expected),
-            max(errors),
-            largest_difference(reached, weights(by_hand)),
-        )
-    assert list(found) == list(MODELS)
-    for name, (difference, norm_error, by_hand) in found.items():
-        assert difference <= 5 * TOLERANCE, name
-        assert norm_error <= TOLERANCE, name
-        assert by_hand == 0.0, name
+        assert largest_difference(weights(model), expected) <= 5 * TOLERANCE, name
+        assert largest_difference(weights(model), weights(by_hand)) == 0.0, name
 
 
 @on_ranks(2)
@@ -121,8 +109,8 @@ def test_accumulated_gradients_and_closures() -> None:
     optimizer.step()
     expected.step()
     assert optimizer.grad_norm is None
-    accumulated = largest_difference(weights(model), weights(reference))
-    runs, returned = [], []
+    assert largest_difference(weights(model), weights(reference)) <= 5 * TOLERANCE
+    runs = []
     for uses_closure in (True, False):
         wrapped = units(3)
         optimizer = DistributedOptimizer(adamw(wrapped), wrapped, clip_grad=CLIP)
@@ -133,15 +121,12 @@ def test_accumulated_gradients_and_closures() -> None:
                 return backward(model, batch)
 
             if uses_closure:
-                returned.append(isinstance(optimizer.step(closure), float))
+                assert isinstance(optimizer.step(closure), float)
             else:
                 closure()
                 optimizer.step()
         runs.append(weights(wrapped))
-    difference = largest_difference(*runs)
-    assert accumulated <= 5 * TOLERANCE
-    assert difference == 0.0
-    assert returned == [True] * 3
+    assert largest_difference(*runs) == 0.0
 
 
 def fill(model: nn.Module) -> None:
@@ -155,33 +140,26 @@ def fill(model: nn.Module) -> None:
 )
 @on_ranks(2)
 def test_gathers_start_where_they_cannot_undo_writes(dtype: torch.dtype, started: list[bool]) -> None:
-    found = []
-    makers: list[Callable[[], MegatronFSDP]] = [
-        lambda: units(3, dtype),
-        lambda: units(1, dtype),
-        lambda: buckets(dtype, use_distributed_optimizer=True, overlap_param_gather=True),
-    ]
-    for make in makers:
-        model, reference = make(), build().to(dtype)
+    overlapped = partial(buckets, use_distributed_optimizer=True, overlap_param_gather=True)
+    for make, starts in zip((partial(units, 3), partial(units, 1), overlapped), started, strict=True):
+        model, reference = make(dtype=dtype), build().to(dtype)
         optimizer = DistributedOptimizer(adamw(model), model)
         backward(model, next(batches(1)))
         before = model.traffic().gathers
         optimizer.step()
-        has_started = model.traffic().gathers > before
+        assert (model.traffic().gathers > before) is starts
         fill(model)
         fill(reference)
         inputs = torch.ones(2, 5, dtype=dtype)
-        found.append((has_started, (model(inputs) - reference(inputs)).abs().max().item()))
-    assert [each for each, _ in found] == started
-    assert [difference for _, difference in found] == [0.0] * 3
+        assert torch.equal(model(inputs), reference(inputs))
 
 
 # ---- as any optimizer ------------------------------------------------------------------------------------------------
 
 
-def under_schedule(on_inner: bool) -> tuple[list[float], float, list[int]]:
-    """Rates that were used, distance to one process, and how often a user's hooks were called."""
-
+@pytest.mark.parametrize("on_inner", [False, True])
+@on_ranks(2)
+def test_schedulers_and_hooks_take_it(on_inner: bool) -> None:
     def run(model: Any, optimizer: Any, scheduled: Any) -> list[float]:
         schedule = torch.optim.lr_scheduler.OneCycleLR(scheduled, max_lr=0.1, total_steps=6)
         return train(model, optimizer, 4, schedule=schedule)
@@ -189,31 +167,18 @@ def under_schedule(on_inner: bool) -> tuple[list[float], float, list[int]]:
     model, reference = units(3), build()
     inner, expected = adamw(model), adamw(reference)
     optimizer = DistributedOptimizer(inner, model)
-    calls = [0, 0]
-
-    def count(position: int) -> Any:
-        def called(*_args: Any) -> None:
-            calls[position] += 1
-
-        return called
-
-    optimizer.register_step_pre_hook(count(0))
-    optimizer.register_step_post_hook(count(1))
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     rates = run(model, optimizer, inner if on_inner else optimizer)
     assert rates == run(reference, expected, expected)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.state is inner.state
     assert optimizer.defaults is inner.defaults
-    return rates, largest_difference(weights(model), weights(reference)), calls
-
-
-def test_schedulers_and_hooks_take_it(run_ranks: RunRanks) -> None:
-    for on_inner in (False, True):
-        for rates, difference, calls in run_ranks(2, under_schedule, on_inner):
-            assert len(set(rates)) == 4
-            assert difference <= 10 * TOLERANCE
-            assert calls == [4, 4]
+    assert len(set(rates)) == 4
+    assert largest_difference(weights(model), weights(reference)) <= 10 * TOLERANCE
+    assert calls == ["before", "after"] * 4
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -239,54 +204,40 @@ def test_clipping_sees_unscaled_gradients_under_a_scaler(fused: bool) -> None:
             scaler.update()
         runs.append(weights(model))
         ends += [scaler.get_scale(), *sorted({float(state["step"]) for state in optimizer.state.values()})]
-    difference = largest_difference(*runs)
-    assert difference <= 5 * TOLERANCE
+    assert largest_difference(*runs) <= 5 * TOLERANCE
     assert ends == [512.0, 3.0, 512.0, 3.0]
 
 
 @on_ranks(2)
 def test_groups_zeros_and_bad_arguments() -> None:
     """Zeros in gradients, groups that are added, refusals, and an optimizer that was built before the model was."""
-    words = ("none of the wrapped", "cannot be wrapped", "is not a parameter of", "wrap it first", "clip_grad=-1.0",
-             "clip_grad=nan", "cannot be pickled")  # fmt: skip
     model = units(2)
     params = list(model.parameters())
     optimizer = DistributedOptimizer(torch.optim.SGD(params[:2], lr=0.1), model)
     optimizer.add_param_group({"params": iter(params[2:]), "lr": 0.2})
-    found: dict[str, Any] = {"groups": [len(group["params"]) for group in optimizer.param_groups]}
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 5]
     hooks = len(optimizer.inner_optimizer._optimizer_step_pre_hooks)
-    found["again"] = fully_shard_optimizer(optimizer) is optimizer
-    found["again"] &= len(optimizer.inner_optimizer._optimizer_step_pre_hooks) == hooks
+    assert fully_shard_optimizer(optimizer) is optimizer
+    assert len(optimizer.inner_optimizer._optimizer_step_pre_hooks) == hooks
     with model.no_sync():
         (model(torch.zeros(2, 5)).sum() * 0.0).backward()
-    found["zeros"] = optimizer.count_zeros()
-    found["errors"] = []
-    attempts: list[Callable[[], Any]] = [
-        lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
-        lambda: DistributedOptimizer(optimizer, model),
-        lambda: DistributedOptimizer(adamw(build()), model),
-        lambda: DistributedOptimizer(adamw(model), build()),  # type: ignore[arg-type]
-        lambda: DistributedOptimizer(adamw(model), model, clip_grad=-1.0),
-        lambda: DistributedOptimizer(adamw(model), model, clip_grad=float("nan")),
-        lambda: pickle.dumps(optimizer),
-    ]
-    for attempt in attempts:
-        try:
-            attempt()
-        except Exception as error:  # noqa: BLE001 - the parent looks at it
-            found["errors"].append(message_of(error))
+    assert optimizer.count_zeros() == 82
+    attempts: dict[str, Callable[[], Any]] = {
+        "none of the wrapped": lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+        "cannot be wrapped": lambda: DistributedOptimizer(optimizer, model),
+        "is not a parameter of": lambda: DistributedOptimizer(adamw(build()), model),
+        "wrap it first": lambda: DistributedOptimizer(adamw(model), build()),  # type: ignore[arg-type]
+        "clip_grad=-1.0": lambda: DistributedOptimizer(adamw(model), model, clip_grad=-1.0),
+        "clip_grad=nan": lambda: DistributedOptimizer(adamw(model), model, clip_grad=float("nan")),
+        "cannot be pickled": lambda: pickle.dumps(optimizer),
+    }
+    for words, attempt in attempts.items():
+        assert words in refusal(attempt, error=ConfigurationError)
     early, reference = build(), build()
     wrapped, connected = fully_shard(early, adamw(early), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=3)
     train(wrapped, DistributedOptimizer(connected, wrapped), 2)
     train(reference, adamw(reference), 2)
-    found["early"] = largest_difference(weights(wrapped), weights(reference))
-    assert found["zeros"] == 82
-    assert found["again"]
-    assert found["groups"] == [2, 5]
-    assert found["early"] <= TOLERANCE
-    assert [kind for kind, _ in found["errors"]] == ["ConfigurationError"] * len(words)
-    for (_, message), word in zip(found["errors"], words, strict=True):
-        assert word in message
+    assert largest_difference(weights(wrapped), weights(reference)) <= TOLERANCE
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -309,11 +260,11 @@ def test_torch_distributed_checkpoint_takes_it() -> None:
     expected = whole_state(model, optimizer)
     saved = get_optimizer_state_dict(model, optimizer)
     inner = get_optimizer_state_dict(model, optimizer.inner_optimizer)
-    same = saved.keys() == inner.keys() and saved["state"].keys() == inner["state"].keys()
+    assert saved.keys() == inner.keys()
+    assert saved["state"].keys() == inner["state"].keys()
     fresh, again = (DistributedOptimizer(adamw(model), model) for _ in range(2))
     set_optimizer_state_dict(model, fresh, saved)
     again.load_state_dict(optimizer.state_dict())
-    assert same
     for each in (fresh, again):
         assert largest_difference(whole_state(model, each), expected) == 0.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -51,23 +52,19 @@ class Speaking(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
 
     def forward(self, x: torch.Tensor, uses_third: bool) -> torch.Tensor:
-        x = OverRanks.apply(self.layers[0](x))
-        x = OverRanks.apply(self.layers[1](x))
-        if uses_third:
-            x = self.layers[2](x)
-        x = self.layers[3](x)
-        out: torch.Tensor = self.layers[4](x)
-        return out
+        for index, layer in enumerate(self.layers):
+            x = layer(x) if index != 2 or uses_third else x
+            x = OverRanks.apply(x) if index < 2 else x
+        return x
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @on_ranks()
 def test_collectives_of_the_model_do_not_meet_those_of_buckets() -> None:
     """From a model of this process alone, over some steps; ranks other than the first skip a layer after one step."""
-    fields = REDUCING
     torch.manual_seed(0)
     alone = Speaking()
-    model = DistributedDataParallel(DistributedDataParallelConfig(**fields), copy.deepcopy(alone))
+    model = wrap(REDUCING, copy.deepcopy(alone))
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     reference = torch.optim.SGD(alone.parameters(), lr=0.1)
     rank, worst = dist.get_rank(), 0.0
@@ -89,6 +86,10 @@ def test_collectives_of_the_model_do_not_meet_those_of_buckets() -> None:
     assert worst < 1e-7
 
 
+def wrap(fields: Mapping[str, Any], module: nn.Module | None = None) -> DistributedDataParallel:
+    return DistributedDataParallel(DistributedDataParallelConfig(**fields), module or nn.Linear(3, 3))
+
+
 def live() -> tuple[int, int, int]:
     """Process groups that torch knows, threads and open files (sockets among them) of this process."""
     return (
@@ -96,10 +97,6 @@ def live() -> tuple[int, int, int]:
         len(list(Path("/proc/self/task").iterdir())),
         len(list(Path("/proc/self/fd").iterdir())),
     )
-
-
-def wrap(fields: Mapping[str, Any]) -> DistributedDataParallel:
-    return DistributedDataParallel(DistributedDataParallelConfig(**fields), nn.Sequential(nn.Linear(3, 3)))
 
 
 def groups_made(fields: Mapping[str, Any]) -> int:
@@ -132,38 +129,28 @@ def test_an_own_group_is_like_the_original() -> None:
     model = DistributedDataParallel(DistributedDataParallelConfig(**REDUCING), nn.Linear(3, 3), mesh)
     axis = model.parameter_groups()[0].plan.axes[-1]
     assert axis.group is not None
-    found = {
-        "another": axis.group is not parent,
-        "backend": dist.get_backend(axis.group) == dist.get_backend(parent),
-        "ranks": dist.get_process_group_ranks(axis.group) == dist.get_process_group_ranks(parent),
-        "place": axis.rank == dist.get_rank(axis.group) == dist.get_rank(parent),
-        "timeout": timeout_of(axis.group) == timedelta(seconds=77),
-        "traffic": axis.traffic is engine_of(model).traffic_by_axis["dp"],
-    }
+    assert axis.group is not parent
+    for of_group in (dist.get_backend, dist.get_process_group_ranks, dist.get_rank):
+        assert of_group(axis.group) == of_group(parent)
+    assert axis.rank == dist.get_rank(parent)
+    assert timeout_of(axis.group) == timedelta(seconds=77)
+    assert axis.traffic is engine_of(model).traffic_by_axis["dp"]
     del model, axis
     dist.destroy_process_group(parent)
-    assert found == dict.fromkeys(found, True)
-
-
-def no_more(now: tuple[int, ...], then: tuple[int, ...]) -> bool:
-    return all(late <= early for late, early in zip(now, then, strict=True))
 
 
 @pytest.mark.full
 @on_ranks(2)
 def test_models_one_after_another_leave_no_group_thread_or_socket() -> None:
-    count = 30
-    left: list[tuple[int, int, int]] = []
-    for number in range(count):
+    first: tuple[int, ...] = ()
+    for _ in range(30):
         model = wrap(GATHERING)
         model(torch.ones(2, 3)).sum().backward()
         del model
         gc.collect()
-        if number == 0:
-            left.append(live())
-    left.append(settled(live, lambda now: no_more(now, left[0])))
-    first, last = left
-    assert no_more(last, first), (first, last)
+        first = first or live()
+    last = settled(live, lambda now: all(map(operator.le, now, first)))
+    assert all(map(operator.le, last, first)), (first, last)
 
 
 @on_ranks(2)
@@ -180,16 +167,9 @@ def test_a_rank_may_delete_its_model_before_the_others() -> None:
     assert live()[0] - before == 0
 
 
-def refused() -> int:
-    """A model that one rank alone refuses makes no group."""
+@on_ranks(2)
+def test_a_refusal_makes_no_group() -> None:
     before = live()[0]
-    module = nn.Linear(3, 3 + dist.get_rank())
-    try:
-        DistributedDataParallel(DistributedDataParallelConfig(**REDUCING), module)
-    except ValueError:
-        return live()[0] - before
-    return -1
-
-
-def test_a_refusal_makes_no_group(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, refused) == [0, 0]
+    with pytest.raises(ValueError):
+        wrap(REDUCING, nn.Linear(3, 3 + dist.get_rank()))
+    assert live()[0] == before

@@ -58,17 +58,19 @@ class TwoReaders(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Calls a module once and reads its weight without calling it later."""
+    """Looks at a layer's dtype before it is called, and may read its weight without calling it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.last = nn.Linear(5, 5)
+        self.first, self.middle, self.last = (nn.Linear(5, 5) for _ in range(3))
         self.calls = True
+        self.seen: list[torch.dtype] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        return self.last(x) if self.calls else x @ self.last.weight
+        x = self.first(x.to(self.first.weight.dtype))  # as models of Hugging Face cast
+        self.seen.append(self.last.weight.dtype)
+        x = self.middle(x)
+        return (self.last(x) if self.calls else x @ self.last.weight).float()
 
 
 def trained(module: nn.Module, optimizer: Any, steps: int = 3) -> None:
@@ -93,9 +95,8 @@ def difference(model: DistributedDataParallel, plain: nn.Module) -> float:
 def test_a_holder_of_parameters_below_several_modules_is_read_by_each() -> None:
     torch.manual_seed(0)
     plain = TwoReaders()
-    module = copy.deepcopy(plain)
+    model, optimizer = wrapped(copy.deepcopy(plain), OVERLAPPING)
     trained(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
-    model, optimizer = wrapped(module, OVERLAPPING)
     trained(model, optimizer)
     assert difference(model, plain) < 1e-6
 
@@ -108,22 +109,20 @@ def test_reading_a_weight_too_early_says_why() -> None:
     model.module.calls = False
     with pytest.raises(ShardOperationError) as caught:
         model(torch.ones(2, 5))
+    assert any("leave overlap_param_gather out" in note for note in caught.value.__notes__)
     model.reset()
     model.module.calls = True
     trained(model, optimizer, 1)  # it goes on
-    notes = list(caught.value.__notes__)
-    assert any("leave overlap_param_gather out" in note for note in notes)
 
 
 @pytest.mark.parametrize("shards", [False, True])
 @on_ranks(2)
 def test_the_state_of_one_process_is_cut_when_it_is_loaded(shards: bool) -> None:
-    fields = {"use_distributed_optimizer": shards}
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
     trained(plain, optimizer, 2)
-    model, sharded = wrapped(copy.deepcopy(plain), fields)
+    model, sharded = wrapped(copy.deepcopy(plain), {"use_distributed_optimizer": shards})
     sharded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     trained(plain, optimizer, 2)
     trained(model, sharded, 2)
@@ -135,47 +134,17 @@ def test_a_parameter_can_be_copied_without_its_model_and_sets_are_refused_as_tor
     model, optimizer = wrapped(nn.Linear(5, 7), {"use_distributed_optimizer": True})
     param = next(model.parameters())
     made = copy.deepcopy(param)
-    with pytest.raises(TypeError) as caught:
+    assert torch.equal(made.full_tensor(), param.full_tensor())
+    assert not hasattr(made, "_megatron_fsdp_model")
+    with pytest.raises(TypeError, match="ordered collections"):
         optimizer.add_param_group({"params": set(model.parameters())})
-    equal, has_model, message = (
-        torch.equal(made.full_tensor(), param.full_tensor()),
-        hasattr(made, "_megatron_fsdp_model"),
-        str(caught.value),
-    )
-    assert (equal, has_model) == (True, False)
-    assert "ordered collections" in message
-
-
-class ReadsDtype(nn.Module):
-    """Casts to what a layer wants before it is called, as models of Hugging Face do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.middle = nn.Linear(5, 5)
-        self.last = nn.Linear(5, 5)
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x.to(self.first.weight.dtype))
-        self.seen.append(self.last.weight.dtype)
-        return self.last(self.middle(x)).float()
 
 
 @on_ranks(2)
 def test_the_dtype_of_a_weight_that_is_not_there_yet_is_that_of_compute() -> None:
-    model, optimizer = wrapped(ReadsDtype().bfloat16(), OVERLAPPING)
+    model, optimizer = wrapped(Skipping().bfloat16(), OVERLAPPING)
     trained(model, optimizer)
     assert model.module.seen == [torch.bfloat16] * 3
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(5, 1, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
 
 
 class HeadOutside(nn.Module):
@@ -183,8 +152,7 @@ class HeadOutside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Linear(5, 5)
-        self.head = Head()
+        self.body, self.head = nn.Linear(5, 5), nn.MultiheadAttention(5, 1, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
@@ -199,7 +167,8 @@ def test_a_head_that_is_called_outside_of_the_model_finds_its_weights() -> None:
     for step in range(3):
         x = torch.full((2, 5), 0.1 * (step + 1))
         for body, head, steps in ((plain, plain.head, reference), (model, model.module.head, optimizer)):
-            head(body(x)).square().sum().backward()
+            tokens = body(x)[None]
+            head(tokens, tokens, tokens, need_weights=False)[0].square().sum().backward()
             steps.step()
             steps.zero_grad()
     assert difference(model, plain) < 1e-5
@@ -213,10 +182,8 @@ def test_the_buckets_of_the_first_backward_are_given_back() -> None:
     gradients = [group.gradients for group in model.parameter_groups() if group.gradients is not None]
     views = sum(len(found.bucket_views) for found in gradients)  # they would keep the memory
     trained(model, optimizer, 2)
-    later = model.memory().transient_peak_bytes
-    held = engine_of(model).executor.held_bytes
-    assert first == later == 7 * 256  # six buckets of 30 elements and the exchange, each aligned
-    assert (held, views) == (0, 0)
+    assert first == model.memory().transient_peak_bytes == 7 * 256  # six buckets and the exchange, each aligned
+    assert (engine_of(model).executor.held_bytes, views) == (0, 0)
 
 
 @on_ranks(2)
@@ -231,8 +198,7 @@ def test_a_step_that_gradients_passed_by_is_told_once() -> None:
                 model(torch.ones(2, 5)).sum().backward()
             optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in model.full_parameters().items())
-    told = [str(warning.message) for warning in caught]
-    assert len([text for text in told if "so nothing was updated" in text]) == (dist.get_rank() == 0)
+    assert sum("so nothing was updated" in str(each.message) for each in caught) == (dist.get_rank() == 0)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,23 +27,14 @@ from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 Fault = Callable[[], Any]
 
 
-def _without(action: Action, method: str) -> Any:
-    """The scheduler never says so."""
-    original = getattr(Scheduler, method)
+def _release_skipped() -> Any:
+    original = Scheduler._release
 
     def dropping(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
         found = original(self, *args, **kwargs)
-        return type(found)(operation for operation in found if operation.action is not action)
+        return type(found)(operation for operation in found if operation.action is not Action.RELEASE)
 
-    return mock.patch.object(Scheduler, method, dropping)
-
-
-def _release_skipped() -> Any:
-    return _without(Action.RELEASE, "_release")
-
-
-def _wait_that_does_not_wait() -> Any:
-    return mock.patch.object(Unit, "wait_for_unshard", return_value=None)
+    return mock.patch.object(Scheduler, "_release", dropping)
 
 
 def _released_inside_its_forward() -> Any:
@@ -106,7 +98,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         r"unit floors.2: gathered weights cannot be gathered into memory in which unit floors.\d is READY",
     ),
     "a wait that does not wait": (
-        _wait_that_does_not_wait,
+        partial(mock.patch.object, Unit, "wait_for_unshard", return_value=None),
         r"unit \(root\): gathered weights cannot be used on while 1 collectives .* have not been waited for",
     ),
     "released inside its forward": (

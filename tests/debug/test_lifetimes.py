@@ -140,13 +140,9 @@ def train_buckets(seed: int | None) -> list[Tensor]:
     found = []
     for step in range(3):
         x = torch.linspace(-1, 1 + step + dist.get_rank(), 4 * TOWER_FEATURES).view(4, TOWER_FEATURES)
-        if seed is None:
+        with contextlib.nullcontext() if seed is None else inject_delays(model, seed + step, UP_TO_S):
             loss = tower_loss(model, x)
             loss.backward()
-        else:
-            with inject_delays(model, seed + step, UP_TO_S):
-                loss = tower_loss(model, x)
-                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         found += [loss.detach(), *model.full_parameters().values()]
@@ -223,12 +219,8 @@ def test_off_until_asked_for_and_then_once() -> None:
     assert [*told, bool(torch.isfinite(loss))] == [True, True, True]
 
 
-def train_on_device() -> tuple[list[Tensor], list[Tensor]]:
-    """Losses and weights of three steps on this rank's GPU: alone, and checked and delayed."""
-    return _on_device(is_disturbed=False), _on_device(is_disturbed=True)
-
-
-def _on_device(is_disturbed: bool) -> list[Tensor]:
+def on_device(is_disturbed: bool) -> list[Tensor]:
+    """Losses and weights of three steps on this rank's GPU: alone, or checked and delayed."""
     with fixed_seed(0):
         module = Tower().cuda()
     model, optimizer = fully_shard(module, adam(module), fsdp_unit_modules=[Floor])
@@ -248,7 +240,9 @@ def _on_device(is_disturbed: bool) -> list[Tensor]:
 
 @pytest.mark.gpu
 def test_gpus(run_ranks: RunRanks) -> None:
-    for alone, disturbed in run_ranks(min(4, torch.cuda.device_count()), train_on_device, device_type="cuda"):
+    count = min(4, torch.cuda.device_count())
+    both = (run_ranks(count, on_device, is_disturbed, device_type="cuda") for is_disturbed in (False, True))
+    for alone, disturbed in zip(*both, strict=True):
         assert all(map(torch.equal, alone, disturbed))
 
 

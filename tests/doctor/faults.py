@@ -199,9 +199,6 @@ def frozen_decays(model: nn.Module, optimizer: Optimizer) -> Pair:
     return model, optimizer
 
 
-# ---- hands ---------------------------------------------------------------------------------------------------------
-
-
 def _parameter(model: nn.Module) -> nn.Parameter:
     return next(param for name, param in model.named_parameters() if name.removeprefix("module.") == UP)
 

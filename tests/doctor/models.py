@@ -20,7 +20,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Patient(nn.Module):
+class Model(nn.Module):
     """An embedding, two blocks and a head; returns the mean loss of next tokens."""
 
     _no_split_modules = ("Block",)
@@ -36,8 +36,7 @@ class Patient(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def build() -> nn.Module:
-    return Patient()
+build = Model
 
 
 def tokens(seed: int) -> Tensor:
@@ -45,14 +44,14 @@ def tokens(seed: int) -> Tensor:
 
 
 def build_frozen() -> nn.Module:
-    model = Patient()
+    model = Model()
     model.blocks[0].up.weight.requires_grad_(False)
     model.embed.weight.requires_grad_(False)
     return model
 
 
 def build_tied_frozen_and_unused() -> nn.Module:
-    model = Patient()
+    model = Model()
     model.head.weight = model.embed.weight
     model.blocks[0].up.weight.requires_grad_(False)
     model.spare = nn.Linear(6, 6)
@@ -60,32 +59,27 @@ def build_tied_frozen_and_unused() -> nn.Module:
 
 
 def build_bfloat16() -> nn.Module:
-    return Patient().to(torch.bfloat16)
+    return Model().to(torch.bfloat16)
 
 
 def vectors(seed: int) -> Tensor:
     return torch.randn(12, 6, generator=torch.Generator().manual_seed(seed))
 
 
-def build_linear() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def build_one_output() -> nn.Module:
-    """The first gradient of backward is of one element."""
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+def build_linear(outputs: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
 def build_detached() -> nn.Module:
     """Nothing reaches the first layer."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = build_linear()
     model[1].register_forward_hook(lambda _module, _inputs, out: out.detach())
     return model
 
 
 def build_noisy() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 3))
-    model[0].register_forward_hook(lambda _module, _inputs, out: out + torch.randn_like(out))
+    model[0].register_forward_hook(lambda *given: given[-1] + torch.randn_like(given[-1]))
     return model
 
 
@@ -145,10 +139,6 @@ class Counting(nn.Module):
         return self.linear(x) * 2
 
 
-def build_counting() -> nn.Module:
-    return Counting()
-
-
 class KeyBias(nn.Module):
     """Attention, whose softmax takes the bias of keys off again: its gradient is zero but for rounding."""
 
@@ -170,12 +160,8 @@ def attention_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch.flatten(0, 1)).square().mean()
 
 
-def build_key_bias() -> nn.Module:
-    return KeyBias()
-
-
 def build_double() -> nn.Module:
-    return Patient().double()
+    return Model().double()
 
 
 def build_half() -> nn.Module:
@@ -197,10 +183,6 @@ class OverflowGradient(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight.sqrt().sum() + 0 * x.mean()
-
-
-def build_overflow() -> nn.Module:
-    return OverflowGradient()
 
 
 def moody_tokens(_seed: int) -> Tensor:

@@ -16,14 +16,14 @@ def check(model_fn: Any, options: dict[str, Any]) -> ParityReport:
 
 
 def test_buffers_that_every_rank_has_alike_pass(run_ranks: RunRanks) -> None:
-    report = run_ranks(2, check, models.build_counting, {"strategies": (3,), "microbatches": 2})[0]
+    report = run_ranks(2, check, models.Counting, {"strategies": (3,), "microbatches": 2})[0]
     assert report.passed, report.told()
 
 
 @pytest.mark.parametrize(("buffer", "wrong"), [("running_mean", "rank 1"), ("calls", "rank 1")])
 def test_a_buffer_of_one_rank_is_named_whatever_it_is_called(run_ranks: RunRanks, buffer: str, wrong: str) -> None:
     shard_fn = partial(faults.buffer_of_rank_one, buffer=buffer)
-    report = run_ranks(2, check, models.build_counting, {"shard_fn": shard_fn})[0]
+    report = run_ranks(2, check, models.Counting, {"shard_fn": shard_fn})[0]
     (found,) = report.differences
     assert (found.where, found.step, found.name, found.also) == ("buffer", 2, buffer, ())
     assert f"is not the same on all ranks: on {wrong} it " in found.words
@@ -40,5 +40,5 @@ def test_only_statistics_of_batch_norms_are_excused(run_ranks: RunRanks, buffer:
 
 def test_a_loss_that_is_no_mean_leaves_buffers_as_those_of_a_rank(run_ranks: RunRanks) -> None:
     options = {"loss_fn": models.pairwise_loss, "strategies": (0,)}
-    report = run_ranks(2, check, models.build_counting, options)[0]
+    report = run_ranks(2, check, models.Counting, options)[0]
     assert report.runs[0].differences == ()

@@ -8,6 +8,8 @@ from megatron_fsdp.doctor import ParityReport, check_parity
 from tests.conftest import RunRanks
 from tests.doctor import faults, models
 
+SQUARES: dict[str, Any] = {"batch": models.vectors, "loss_fn": models.square_loss}
+
 
 def check(options: dict[str, Any]) -> ParityReport:
     options = {"model_fn": models.build, "batch": models.tokens, **options}
@@ -40,8 +42,7 @@ def test_tied_frozen_and_unused_parameters_pass(run_ranks: RunRanks) -> None:
 
 
 def test_a_report_that_passed_says_what_it_cannot_see(run_ranks: RunRanks) -> None:
-    options = {"batch": models.vectors, "loss_fn": models.square_loss, "strategies": (3,), "steps": 1}
-    report = passed(run_ranks, 2, model_fn=models.build_detached, **options)
+    report = passed(run_ranks, 2, model_fn=models.build_detached, **SQUARES, strategies=(3,), steps=1)
     hint, limits = report.diagnosis()
     assert hint == (
         "note: 2 trainable parameter(s) got no gradient in one process: `0.weight`, `0.bias`; they are unused, or cut "
@@ -65,31 +66,17 @@ def test_bfloat16_passes_within_its_own_tolerance(run_ranks: RunRanks) -> None:
 
 
 def test_batch_normalisation_is_compared_slice_by_slice(run_ranks: RunRanks) -> None:
-    report = passed(
-        run_ranks,
-        2,
-        model_fn=models.build_batch_norm,
-        batch=models.vectors,
-        loss_fn=models.square_loss,
-        strategies=(0, 3),
-    )
+    report = passed(run_ranks, 2, model_fn=models.build_batch_norm, **SQUARES, strategies=(0, 3))
     assert "each rank normalises by its own samples" in report.notes[0]
 
 
 def test_a_summed_loss_passes_where_gradients_are_summed(run_ranks: RunRanks) -> None:
-    passed(
-        run_ranks,
-        3,
-        batch=models.vectors,
-        model_fn=models.build_linear,
-        loss_fn=models.summed_loss,
-        shard_fn=faults.summed,
-        reduction="sum",
-    )
+    summed = {"batch": models.vectors, "loss_fn": models.summed_loss, "shard_fn": faults.summed, "reduction": "sum"}
+    passed(run_ranks, 3, model_fn=models.build_linear, **summed)
 
 
 @pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_a_gradient_that_is_zero_but_for_rounding_passes(run_ranks: RunRanks, strategy: int) -> None:
-    options = {"model_fn": models.build_key_bias, "batch": models.pairs, "loss_fn": models.attention_loss}
+    options = {"model_fn": models.KeyBias, "batch": models.pairs, "loss_fn": models.attention_loss}
     passed(run_ranks, 3, **options, strategies=(strategy,), microbatches=2, checkpoint=False)

@@ -14,7 +14,7 @@ from megatron_fsdp.doctor import Difference, ParityReport, check_parity, parity
 from tests.conftest import RunRanks
 from tests.doctor import faults, models
 from tests.doctor.faults import UP
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import first_rank_warns, on_ranks
 
 LAST = "head.weight"
 """Its gradient is the first one that backward makes."""
@@ -45,28 +45,16 @@ FEATURE = "gradient", 1, UP
 FIRST = "weight", 1, "embed.weight"
 FROZEN = {"model_fn": models.build_frozen}
 BY_HAND = partial(faults.by_hand, name=UP)
+NEGATED = partial(BY_HAND, change=faults.negate)
+NORM = "gradient norm", 1, ""
 # shard_fn, ranks, place, kind, part of the words, options
 FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = [
     (faults.summed, 3, HEAD, "differs", "has 3 times the norm of one process, cosine 1", {}),
     (faults.louder, 2, ("loss", 1, ""), "differs", "where one process has", {"microbatches": 3}),
     (faults.swapped_shards, 3, ("initial weight", 0, UP), "differs", "has 1 times the norm of one process, cosine", {}),
-    (
-        partial(BY_HAND, change=faults.negate),
-        2,
-        FEATURE,
-        "differs",
-        "has 1 times the norm of one process, cosine -1",
-        {},
-    ),
+    (NEGATED, 2, FEATURE, "differs", "has 1 times the norm of one process, cosine -1", {}),
     (partial(BY_HAND, change=faults.spoil), 2, FEATURE, "non-finite", "is NaN in 72 of 72 elements", {}),
-    (
-        faults.never_reduced,
-        3,
-        HEAD,
-        "not reduced",
-        "on rank 0 it is not reduced over ranks: it equals the gradient of",
-        {},
-    ),
+    (faults.never_reduced, 3, HEAD, "not reduced", "on rank 0 it is not reduced over ranks: it equals the gra", {}),
     (faults.each_shard_its_own, 2, HEAD, "not reduced", "each piece equals the gradient of one rank's samples", {}),
     (faults.one_rank_left_out, 3, HEAD, "not reduced", "lacks the gradient of rank 2's samples: it is not in the", {}),
     (faults.dropped, 2, FEATURE, "missing", "is missing (None), where one process has one", {}),
@@ -76,14 +64,7 @@ FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = 
     (faults.frozen_is_trained, 2, ("gradient", 1, "embed.weight"), "unexpected", "is there, where one process", FROZEN),
     (faults.frozen_decays, 2, ("weight", 1, UP), "differs", "has an update with inf times the norm", FROZEN),
     (faults.gradient_of_rank_one, 2, FEATURE, "unexpected", "on rank 1 it is there, where one process has", FROZEN),
-    (
-        faults.norm_of_rank_one,
-        2,
-        ("gradient norm", 1, ""),
-        "differs",
-        "not the same on all ranks: on rank 1 it is ",
-        {},
-    ),
+    (faults.norm_of_rank_one, 2, NORM, "differs", "not the same on all ranks: on rank 1 it is ", {}),
 ]
 
 
@@ -126,7 +107,7 @@ def test_weights_that_each_rank_draws_are_found(run_ranks: RunRanks, shard: Any,
 
 
 def test_gradients_that_travel_in_bfloat16_are_found(run_ranks: RunRanks) -> None:
-    options = {"model_fn": models.build_one_output, "batch": models.vectors, "loss_fn": models.square_loss}
+    options = {"model_fn": partial(models.build_linear, 1), "batch": models.vectors, "loss_fn": models.square_loss}
     found = first(run_ranks, 3, faults.reduced_in_bfloat16, steps=1, **options)
     assert place(found) == ("gradient", 1, "2.bias", "differs")
     assert found.ratio == pytest.approx(1, rel=1e-2)
@@ -134,16 +115,10 @@ def test_gradients_that_travel_in_bfloat16_are_found(run_ranks: RunRanks) -> Non
 
 
 def test_one_fault_of_all_strategies_is_told_once(run_ranks: RunRanks) -> None:
-    report = run_ranks(2, check_louder_rank)[0]
+    options = {"model_fn": louder_rank, "batch": models.vectors, "loss_fn": models.square_loss, "steps": 1}
+    report = run_ranks(2, check, None, options)[0]
     (line,) = [line for line in report.diagnosis() if not line.startswith("note")]
     assert line.startswith("strategy 0 (no_shard), strategy 1 (optim), strategy 2 (optim_grads), strategy 3 (")
-
-
-def check_louder_rank() -> ParityReport:
-    return check(
-        None,
-        {"model_fn": louder_rank, "batch": models.vectors, "loss_fn": models.square_loss, "steps": 1},
-    )
 
 
 def louder_rank() -> nn.Module:
@@ -185,7 +160,7 @@ def test_the_callers_random_state_is_put_back() -> None:
 
 
 def check_in_float32() -> ParityReport:
-    with pytest.warns(UserWarning, match=r"compute in torch\.float64 and are optimised in torch\.float32"):
+    with first_rank_warns(r"compute in torch\.float64 and are optimised in torch\.float32"):
         return check(None, {"model_fn": models.build_double, "strategies": (3,), "steps": 1})
 
 

@@ -10,22 +10,22 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.doctor import faults, models
 
+SQUARED = {"loss_fn": models.square_loss}
+
 
 def check(model_fn: Any, options: dict[str, Any]) -> ParityReport:
     options = {"strategies": (3,), "steps": 1, "checkpoint": False, "batch": models.vectors, **options}
     return check_parity(model_fn, options.pop("batch"), **options)
 
 
-class GradientOnly:
+def gradient_only(model: Any, batch: torch.Tensor) -> torch.Tensor:
     """A mean in its value, but gradients are not those of a mean."""
-
-    def __call__(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
-        loss = models.square_loss(model, batch)
-        return loss.detach() + (loss - loss.detach()) * len(batch)
+    loss = models.square_loss(model, batch)
+    return loss.detach() + (loss - loss.detach()) * len(batch)
 
 
 def test_a_loss_that_is_no_mean_by_its_gradient_is_told_by_the_gradient(run_ranks: RunRanks) -> None:
-    report = run_ranks(2, check, models.build_linear, {"loss_fn": GradientOnly()})[0]
+    report = run_ranks(2, check, models.build_linear, {"loss_fn": gradient_only})[0]
     (found,) = report.differences
     assert found.kind == "not a mean"
     assert "the gradient of `0.weight` changes by up to " in found.words
@@ -35,7 +35,7 @@ def test_a_loss_that_is_no_mean_by_its_gradient_is_told_by_the_gradient(run_rank
 def test_values_of_one_process_that_are_not_finite_are_told_as_such(run_ranks: RunRanks) -> None:
     half = run_ranks(2, check, models.build_half, {"loss_fn": models.half_loss})[0]
     assert "the weight of `0.weight` in step 1 is not finite in one process already (float16 ends" in half.told()
-    overflow = run_ranks(2, check, models.build_overflow, {})[0]
+    overflow = run_ranks(2, check, models.OverflowGradient, {})[0]
     assert "the gradient of `weight` in step 1 is not finite in one process already, and" in overflow.told()
     for report in (half, overflow):
         assert (report.judged, report.runs, len(report.findings)) == (False, (), 1)
@@ -57,10 +57,7 @@ def refusal(model_fn: Any, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("model_fn", "words"),
     [
-        (
-            models.build_dropout,
-            "it draws random numbers (dropout) or is not deterministic. Sharding was not judged: set",
-        ),
+        (models.build_dropout, "it draws random numbers (dropout) or is not deterministic. Sharding was not judged: "),
         (models.build_random, "model_fn gives `weight` other values each time, though torch.manual_seed is called"),
         (models.build_noisy, "is not deterministic. Sharding was not judged: set dropout to 0"),
         (models.build_broken, "the loss of the first step is nan in one process already"),
@@ -106,14 +103,8 @@ def test_a_planted_fault_is_found_beside_a_loss_that_is_no_mean(run_ranks: RunRa
         ({"batch": models.odd_vectors}, "a batch of 11 samples does not divide into 1 microbatch"),
         ({"batch": models.uneven_batch}, "is samples, and these differ: ['x'] 12, ['weight'] 3"),
         ({}, "the model gave a tensor of shape (12, 3) where the loss is wanted; give loss_fn"),
-        (
-            {"shard_fn": faults.only_the_model, "loss_fn": models.square_loss},
-            "shard_fn gave MegatronFSDP; it has to give (model, optimizer)",
-        ),
-        (
-            {"shard_fn": faults.nothing_at_all, "loss_fn": models.square_loss},
-            "shard_fn gave NoneType; it has to give (model, optimizer)",
-        ),
+        ({"shard_fn": faults.only_the_model, **SQUARED}, "shard_fn gave MegatronFSDP; it has to give (model, optim"),
+        ({"shard_fn": faults.nothing_at_all, **SQUARED}, "shard_fn gave NoneType; it has to give (model, optimizer)"),
         ({"batch": models.moody_tokens}, "batch(1) gives other samples each time"),
         ({"batch": models.moody_batch}, "batch gives rank(s) 1 other samples than rank 0"),
         ({"steps": 0}, "steps is 0; give a whole number from 1"),

@@ -73,9 +73,9 @@ class Story:
     def wait(self, unit: int) -> "Story":
         return self.add(Mark.BEGINS, Phase.WAIT, unit)
 
-    def log(self, rank: int, world: int = 2, *, alive: bool | None = True, beat: Record | None = None) -> RankLog:
+    def log(self, rank: int, num_ranks: int = 2, *, alive: bool | None = True, beat: Record | None = None) -> RankLog:
         process = Process("host", 10 + rank)
-        writer = Writer(rank, tuple(range(world)), 0, "run", 1, process, _UNITS)
+        writer = Writer(rank, tuple(range(num_ranks)), 0, "run", 1, process, _UNITS)
         return RankLog(writer, tuple(self.records), beat=beat, alive=alive, read_ns=_NOW)
 
 
@@ -242,10 +242,10 @@ def test_an_error_is_told_with_its_place(story: Story, told: str) -> None:
     ("phase", "doing"),
     [(Phase.WHOLE, "puts whole tensors together"), (Phase.NORM, "waits for the norm of all gradients")],
 )
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_what_one_rank_alone_asks_for_while_others_train_on_is_told_with_what_they_do(
-    phase: Phase, doing: str, world: int, steps: int
+    phase: Phase, doing: str, num_ranks: int, steps: int
 ) -> None:
     def story() -> Story:
         told = Story()
@@ -253,10 +253,10 @@ def test_what_one_rank_alone_asks_for_while_others_train_on_is_told_with_what_th
             told.train()
         return told
 
-    others = [story().gather(0).wait(0).log(rank, world) for rank in range(world) if rank != 1]
-    kind, ranks, text = _found(*others, story().meet(phase).log(1, world))
-    assert (kind, ranks) == (Kind.DIFFERENT, (0, 1) if world == 2 else (1,))  # of two, either may be wrong
-    each = "rank 0" if world == 2 else "each of ranks 0, 2"
+    others = [story().gather(0).wait(0).log(rank, num_ranks) for rank in range(num_ranks) if rank != 1]
+    kind, ranks, text = _found(*others, story().meet(phase).log(1, num_ranks))
+    assert (kind, ranks) == (Kind.DIFFERENT, (0, 1) if num_ranks == 2 else (1,))  # of two, either may be wrong
+    each = "rank 0" if num_ranks == 2 else "each of ranks 0, 2"
     place = f"(operation {4 * steps + 1}, in the forward of step {steps})"
     assert text.startswith(f"rank 1 {doing} where {each} starts to gather the weights of (root) (64 bytes) {place}\n")
 
@@ -330,15 +330,9 @@ def test_a_difference_before_what_the_logs_hold_is_told_as_such() -> None:
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
-def _written(folder: Path) -> None:
-    story = Story().gather(1)
-    log = story.log(0, 1)
-    ring = Ring(folder / file_name(0, 0), replace(log.writer, process=this_process()))
-    ring.add(Mark.BEGINS, Phase.FORWARD)
-
-
 def test_the_command_says_that_nothing_is_odd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _written(tmp_path)
+    ring = Ring(tmp_path / file_name(0, 0), replace(Story().log(0, 1).writer, process=this_process()))
+    ring.add(Mark.BEGINS, Phase.FORWARD)
     assert main(["hang", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["odd"], found["findings"]) == (False, [{"kind": "nothing", "ranks": [], "sentences": []}])

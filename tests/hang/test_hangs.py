@@ -1,5 +1,6 @@
 """Real ranks that wait for one another in vain: each kind of misbehaviour is named, with rank, unit and parameters."""
 
+import functools
 import os
 import signal
 import sys
@@ -43,13 +44,13 @@ def step(model: nn.Module) -> Tensor:
     return loss
 
 
-def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, *settings: Any) -> None:
+def _main(rank: int, num_ranks: int, folder: str, store: str, misbehave: Misbehave, *settings: Any) -> None:
     """One rank: two steps as they should be, and the third with the misbehaviour."""
     limit_s, watch_s = settings
     torch.set_num_threads(1)
     error = os.open(str(Path(folder) / f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT)
     os.dup2(error, 2)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     torch.manual_seed(0)
     model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
     model.log_for_hangs(folder, timeout_s=watch_s or None)
@@ -79,31 +80,17 @@ def _train(model: MegatronFSDP, rank: int, misbehave: Misbehave, limit_s: float)
 
 @contextmanager
 def misbehaving(
-    misbehave: Misbehave,
-    folder: Path,
-    world: int = 2,
-    limit_s: float = DEADLINE_S,
-    watch_s: float = 0.0,
+    misbehave: Misbehave, folder: Path, num_ranks: int = 2, limit_s: float = DEADLINE_S, watch_s: float = 0.0
 ) -> Iterator[None]:
-    """Ranks that run a scenario, until the block ends.
+    """Ranks that run a scenario, until the block ends; logs and error streams go to the folder.
 
-    Args:
-        misbehave: The scenario.
-        folder: Where logs and error streams go.
-        world: How many ranks.
-        limit_s: The time limit of their process group, from the misbehaviour on.
-        watch_s: The time after which they explain by themselves; 0: never.
+    The time limit of their process group holds from the misbehaviour on; after `watch_s` they explain by themselves.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([*preloaded_modules(), __name__])
     with tempfile.TemporaryDirectory() as beside:
-        ranks = [
-            context.Process(
-                target=_main,
-                args=(rank, world, str(folder), f"{beside}/store", misbehave, limit_s, watch_s),
-            )
-            for rank in range(world)
-        ]
+        given = (num_ranks, str(folder), f"{beside}/store", misbehave, limit_s, watch_s)
+        ranks = [context.Process(target=_main, args=(rank, *given)) for rank in range(num_ranks)]
         try:
             for process in ranks:
                 process.start()
@@ -116,7 +103,6 @@ def misbehaving(
 
 
 def explained(folder: Path, kind: Kind) -> Explanation:
-    """What the logs say, as soon as they say something of a kind; at the deadline, whatever they say."""
     return until(folder, lambda found: any(finding.kind is kind for finding in found.findings))
 
 
@@ -154,62 +140,63 @@ _LAYER_2 = (
 _ROOT = "(root) holds first.weight, first.bias, last.weight, last.bias (4 parameters, 336 bytes)"
 
 
-def skip_a_unit(model: MegatronFSDP, rank: int) -> None:
-    if rank == 1:
-        model.module.order = (0, 1, 3)
+def only_on_rank_1(act: Callable[[MegatronFSDP], object]) -> Misbehave:
+    @functools.wraps(act)
+    def misbehave(model: MegatronFSDP, rank: int) -> None:
+        if rank == 1:
+            act(model)
+
+    return misbehave
 
 
-def send_other_bytes(model: MegatronFSDP, rank: int) -> None:
-    if rank == 1:
-        model._change_policy(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16))  # the public call agrees first
+@only_on_rank_1
+def skip_a_unit(model: MegatronFSDP) -> None:
+    model.module.order = (0, 1, 3)
 
 
-def sleep_outside(model: MegatronFSDP, rank: int) -> None:  # noqa: ARG001
-    if rank == 1:
-        time.sleep(DEADLINE_S)
+@only_on_rank_1
+def send_other_bytes(model: MegatronFSDP) -> None:
+    model._change_policy(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16))  # the public call agrees first
 
 
-def sleep_in_a_unit(model: MegatronFSDP, rank: int) -> None:
-    if rank == 1:
-        model.module.layers[2].up.register_forward_pre_hook(_sleep)
-
-
-def die(model: MegatronFSDP, rank: int) -> None:
-    if rank == 1:
-        model.module.layers[2].up.register_forward_pre_hook(_die)
-
-
-def raise_in_forward(model: MegatronFSDP, rank: int) -> None:
-    if rank == 1:
-        model.module.layers[2].up.register_forward_pre_hook(_raise)
-
-
-def ask_for_whole_tensors(model: MegatronFSDP, rank: int) -> None:
-    if rank == 1:
-        list(model.iter_full_tensors())
-
-
-def leave_early(model: MegatronFSDP, rank: int) -> None:
-    if rank == 1:
-        model.stop_logging_for_hangs()
-        time.sleep(DEADLINE_S)
-
-
-def raise_in_backward(model: MegatronFSDP, rank: int) -> None:
-    if rank == 1:
-        model.module.layers[2].up.register_forward_hook(_raise_with_gradient)
-
-
-def _raise_with_gradient(_module: object, _inputs: object, output: torch.Tensor) -> None:
-    output.register_hook(_raise)
-
-
-def _sleep(*_unused: object) -> None:
+@only_on_rank_1
+def sleep_outside(_model: MegatronFSDP) -> None:
     time.sleep(DEADLINE_S)
 
 
-def _die(*_unused: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+@only_on_rank_1
+def sleep_in_a_unit(model: MegatronFSDP) -> None:
+    model.module.layers[2].up.register_forward_pre_hook(lambda *_: time.sleep(DEADLINE_S))
+
+
+@only_on_rank_1
+def die(model: MegatronFSDP) -> None:
+    model.module.layers[2].up.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@only_on_rank_1
+def raise_in_forward(model: MegatronFSDP) -> None:
+    model.module.layers[2].up.register_forward_pre_hook(_raise)
+
+
+@only_on_rank_1
+def raise_in_backward(model: MegatronFSDP) -> None:
+    model.module.layers[2].up.register_forward_hook(lambda *given: _watch(given[-1]))
+
+
+@only_on_rank_1
+def ask_for_whole_tensors(model: MegatronFSDP) -> None:
+    list(model.iter_full_tensors())
+
+
+@only_on_rank_1
+def leave_early(model: MegatronFSDP) -> None:
+    model.stop_logging_for_hangs()
+    time.sleep(DEADLINE_S)
+
+
+def _watch(output: Tensor) -> None:
+    output.register_hook(_raise)
 
 
 def _raise(*_unused: object) -> None:
@@ -217,75 +204,35 @@ def _raise(*_unused: object) -> None:
 
 
 _REDUCES = "starts to reduce the gradients of"
-CASES = [
-    (
-        skip_a_unit,
-        Kind.DIFFERENT,
-        [
-            f"rank 1 {_REDUCES} layers.1 (640 bytes) where rank 0 {_REDUCES} layers.2 (640 bytes) ",
-            ", in the backward of step 2)",
-            _LAYER_2,
-        ],
-    ),
-    (
-        send_other_bytes,
-        Kind.DIFFERENT,
-        [
-            f"rank 1 {_REDUCES} layers.3 (384 bytes) where rank 0 {_REDUCES} layers.3 (640 bytes) (operation ",
-            "layers.3 holds layers.3.up.weight, ",
-        ],
-    ),
-    (
-        sleep_in_a_unit,
-        Kind.ELSEWHERE,
-        [
-            "rank 1 computes the forward of layers.2 in the forward of step 2 since ",
-            "rank 0 waits for the reduced gradients of layers.3 in the backward of step 2 (operation ",
-            "layers.3 holds layers.3.up.weight, ",
-        ],
-    ),
+_LAYER_3 = "layers.3 holds layers.3.up.weight, "
+_BYTES = f"rank 1 {_REDUCES} layers.{{}} ({{}} bytes) where rank 0 {_REDUCES} layers.{{}} (640 bytes) "
+_WHOLE = "rank 1 puts whole tensors together where rank 0 starts to gather the weights of (root) ("
+_IN_FORWARD = "computes the forward of layers.2 in the forward of step 2"
+_WAITS = "rank 0 waits for the reduced gradients of layers.3 in the backward of step 2 (operation "
+_RAISED = "rank 1 raised an error while it computes the {0} of layers.2 in the {0} of step 2:"
+CASES: list[tuple[Misbehave, Kind, list[str]]] = [
+    (skip_a_unit, Kind.DIFFERENT, [_BYTES.format(1, 640, 2), ", in the backward of step 2)", _LAYER_2]),
+    (send_other_bytes, Kind.DIFFERENT, [_BYTES.format(3, 384, 3) + "(operation ", _LAYER_3]),
+    (sleep_in_a_unit, Kind.ELSEWHERE, [f"rank 1 {_IN_FORWARD} since ", _WAITS, _LAYER_3]),
     (
         die,
         Kind.DIED,
-        [
-            "rank 1 died without a word (process ",
-            "; the last thing known: it computes the forward of layers.2 in the forward of step 2",
-            _LAYER_2,
-        ],
+        ["rank 1 died without a word (process ", f"; the last thing known: it {_IN_FORWARD}", _LAYER_2],
     ),
     (
         raise_in_forward,
         Kind.RAISED,
-        [
-            "rank 1 raised an error while it computes the forward of layers.2 in the forward of step 2:",
-            'in _raise: raise ValueError("bad batch")',
-            _LAYER_2,
-        ],
+        [_RAISED.format("forward"), 'in _raise: raise ValueError("bad batch")', _LAYER_2],
     ),
-    (
-        ask_for_whole_tensors,
-        Kind.DIFFERENT,
-        [
-            "rank 1 puts whole tensors together where rank 0 starts to gather the weights of (root) (",
-            ", in the forward of step 2)",
-        ],
-    ),
-    (
-        raise_in_backward,
-        Kind.RAISED,
-        [
-            "rank 1 raised an error while it computes the backward of layers.2 in the backward of step 2:",
-            "ValueError: bad batch",
-            _LAYER_2,
-        ],
-    ),
+    (ask_for_whole_tensors, Kind.DIFFERENT, [_WHOLE, ", in the forward of step 2)"]),
+    (raise_in_backward, Kind.RAISED, [_RAISED.format("backward"), "ValueError: bad batch", _LAYER_2]),
 ]
 
 
 @pytest.mark.full(short=["skip_a_unit", "send_other_bytes", "sleep_in_a_unit", "die", "raise_in_backward"])
 @pytest.mark.parametrize(("misbehave", "kind", "told"), CASES, ids=[case[0].__name__ for case in CASES])
-def test_each_kind_of_misbehaviour_is_named(misbehave: object, kind: Kind, told: list[str], tmp_path: Path) -> None:
-    with misbehaving(misbehave, tmp_path):  # type: ignore[arg-type]
+def test_each_kind_of_misbehaviour_is_named(misbehave: Misbehave, kind: Kind, told: list[str], tmp_path: Path) -> None:
+    with misbehaving(misbehave, tmp_path):
         # A rank that a busy machine holds up for a second looks stuck for as long.
         found = until(tmp_path, lambda found: all(part in str(found) for part in told))
     odd = (0, 1) if kind is Kind.DIFFERENT else (1,)  # of two that differ, neither is the odd one
@@ -303,7 +250,7 @@ def test_a_rank_that_says_goodbye_is_told_from_one_that_died(tmp_path: Path) -> 
 def test_the_lowest_rank_that_waits_speaks_up_once_and_the_others_keep_quiet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with misbehaving(sleep_outside, tmp_path, world=3, watch_s=3.0):  # a busy machine may take a second for a step
+    with misbehaving(sleep_outside, tmp_path, num_ranks=3, watch_s=3.0):  # a busy machine may take a second for a step
         explained(tmp_path, Kind.ELSEWHERE)
         said = until_said(tmp_path / "stderr-0", "nothing has happened for")
         time.sleep(4.0)  # long enough for a second message, if there were one

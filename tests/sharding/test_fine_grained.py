@@ -1,5 +1,7 @@
 """Fine-grained gathers: the modules inside units become units; results are the same and less is gathered at a time."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,20 +46,8 @@ class Block(nn.Module):
         return x + self.attention(rows, rows, rows, need_weights=False)[0].squeeze(1)
 
 
-class Blocks(nn.Module):
-    """Two blocks between layers of the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.last = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
+Blocks = partial(Ordered, (0, 1), 2, Block)
+"""Two blocks between layers of the root."""
 
 
 def refined(*whole: type[nn.Module]) -> dict[str, tuple[str, ...]]:
@@ -69,21 +59,13 @@ def refined(*whole: type[nn.Module]) -> dict[str, tuple[str, ...]]:
 
 def test_modules_that_own_parameters_become_units() -> None:
     units = refined()
-    assert list(units) == [
-        "",
-        "layers.0",
-        "layers.0.attention",
-        "layers.0.gate",
-        "layers.0.gate.inner",
-        "layers.0.one",
-        "layers.0.two",
-    ]
+    inside = ("attention", "gate", "gate.inner", "one", "two")
+    assert list(units) == ["", "layers.0", *(f"layers.0.{name}" for name in inside)]
     # A list of parameters cannot be called, so the block has them; its own children are units by themselves.
     assert units["layers.0"] == ("layers.0.offsets.0", "layers.0.offsets.1")
     assert units["layers.0.gate"] == ("layers.0.gate.scale",)
     assert units["layers.0.gate.inner"] == ("layers.0.gate.inner.weight", "layers.0.gate.inner.bias")
-    assert "layers.0.attention.out_proj.weight" in refined()["layers.0.attention"]
-    units = refined()
+    assert "layers.0.attention.out_proj.weight" in units["layers.0.attention"]
     assert units["layers.0.one"] == ("layers.0.one.bias",)
     assert units["layers.0.two"] == ("layers.0.two.bias",)
     assert "layers.0.one.weight" in units[""]
@@ -95,13 +77,9 @@ def test_modules_that_own_parameters_become_units() -> None:
 
 def test_given_types_are_taken_whole() -> None:
     units = refined(Gate)
-    assert units["layers.0.gate"] == (
-        "layers.0.gate.scale",
-        "layers.0.gate.inner.weight",
-        "layers.0.gate.inner.bias",
-    )
+    assert units["layers.0.gate"] == tuple(f"layers.0.gate.{name}" for name in ("scale", "inner.weight", "inner.bias"))
     assert "layers.0.gate.inner" not in units
-    assert refined(Block)["layers.0"] == tuple(name for name in find_units(Blocks(), [Block]).units[1].parameters)
+    assert refined(Block)["layers.0"] == find_units(Blocks(), [Block]).units[1].parameters
 
 
 def test_a_unit_that_hangs_at_two_paths_is_split_once() -> None:
@@ -135,13 +113,8 @@ SETTINGS = [
 ]
 
 
-def blocks() -> nn.Module:
-    return Blocks()
-
-
 def test_fine_grained_gathers_equal_one_process(run_ranks: RunRanks) -> None:
-    case = vector_case(blocks)
-    case = type(case)(case.build, case.make_batch, case.loss, (Block,))
+    case = replace(vector_case(Blocks), unit_classes=(Block,))
     check_strategies(run_ranks, 2, Scenario(train_and_evaluate, case), SETTINGS)
 
 
@@ -172,5 +145,4 @@ def test_submodules_of_units_may_be_called_on_their_own() -> None:
         fsdp_unit_modules=[Layer],
         enable_fine_grained_param_gather=True,
     )
-    sharded = wrapped.module.layers[1].up(x).sum().item()
-    assert sharded == plain
+    assert wrapped.module.layers[1].up(x).sum().item() == plain
