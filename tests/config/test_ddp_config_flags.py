@@ -23,39 +23,30 @@ from megatron_fsdp.errors import ConfigurationError
 
 FIELDS = dataclasses.fields(DistributedDataParallelConfig)
 
+NAMED_ALIKE = """
+use_megatron_fsdp megatron_fsdp_version use_distributed_optimizer data_parallel_sharding_strategy
+outer_dp_sharding_strategy num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
+suggested_communication_unit_size delay_wgrad_compute megatron_fsdp_enable_fine_grained_param_gather
+fsdp_double_buffer megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail
+disable_symmetric_registration fsdp_manual_registration keep_fp8_transpose_cache megatron_fsdp_main_params_dtype
+megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype fp8_param_gather fp4_param_gather
+reuse_grad_buf_for_mxfp8_param_ag check_for_large_grads
+"""
+NAMED_WITH_DDP = """
+bucket_size num_buckets pad_buckets_for_high_nccl_busbw average_in_collective
+reduce_scatter_with_fp32_accumulation param_name_patterns_for_fp32_local_accumulation
+"""
+
+
+def dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 MEGATRON_FLAGS = {
-    "use_megatron_fsdp": "--use-megatron-fsdp",
-    "megatron_fsdp_version": "--megatron-fsdp-version",
-    "use_distributed_optimizer": "--use-distributed-optimizer",
-    "data_parallel_sharding_strategy": "--data-parallel-sharding-strategy",
-    "outer_dp_sharding_strategy": "--outer-dp-sharding-strategy",
-    "num_distributed_optimizer_instances": "--num-distributed-optimizer-instances",
-    "overlap_grad_reduce": "--overlap-grad-reduce",
-    "overlap_param_gather": "--overlap-param-gather",
-    "bucket_size": "--ddp-bucket-size",
-    "num_buckets": "--ddp-num-buckets",
-    "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
-    "average_in_collective": "--ddp-average-in-collective",
-    "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
-    "param_name_patterns_for_fp32_local_accumulation": "--ddp-param-name-patterns-for-fp32-local-accumulation",
-    "suggested_communication_unit_size": "--suggested-communication-unit-size",
-    "delay_wgrad_compute": "--delay-wgrad-compute",
-    "megatron_fsdp_enable_fine_grained_param_gather": "--megatron-fsdp-enable-fine-grained-param-gather",
-    "fsdp_double_buffer": "--fsdp-double-buffer",
-    "megatron_fsdp_max_pool_double_buffer": "--megatron-fsdp-max-pool-double-buffer",
-    "fsdp_db_use_persist_buf_on_alloc_fail": "--fsdp-db-use-persist-buf-on-alloc-fail",
+    **{name: dashed(name) for name in NAMED_ALIKE.split()},
+    **{name: dashed(f"ddp_{name}") for name in NAMED_WITH_DDP.split()},
     "nccl_ub": "--use-nccl-ub",
-    "disable_symmetric_registration": "--disable-symmetric-registration",
-    "fsdp_manual_registration": "--fsdp-manual-registration",
-    "keep_fp8_transpose_cache": "--keep-fp8-transpose-cache",
-    "megatron_fsdp_main_params_dtype": "--megatron-fsdp-main-params-dtype",
-    "megatron_fsdp_main_grads_dtype": "--megatron-fsdp-main-grads-dtype",
-    "megatron_fsdp_grad_comm_dtype": "--megatron-fsdp-grad-comm-dtype",
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
-    "fp8_param_gather": "--fp8-param-gather",
-    "fp4_param_gather": "--fp4-param-gather",
-    "reuse_grad_buf_for_mxfp8_param_ag": "--reuse-grad-buf-for-mxfp8-param-ag",
-    "check_for_large_grads": "--check-for-large-grads",
 }
 """Flags of Megatron-LM that set a field."""
 
@@ -74,28 +65,15 @@ FIELDS_WITHOUT_A_FLAG_THERE = {
     "megatron_fsdp_weight_format",
 }
 
-ARGUMENTS: dict[Any, list[str]] = {
-    int: ["2"],
-    int | None: ["1"],
-    tuple[str, ...]: ["a", "*b"],
-    torch.dtype | None: ["fp16"],
-    str: ["optim"],
-}
-"""What stands after a flag, by the type of its field."""
-
-STORED: dict[Any, Any] = {
-    int: 2,
-    int | None: 1,
-    tuple[str, ...]: ("a", "*b"),
-    torch.dtype | None: torch.float16,
-    str: "optim",
-}
-
-
-BY_NAME: dict[str, Any] = {
+TAKEN: dict[Any, tuple[list[str], Any]] = {
+    int: (["2"], 2),
+    int | None: (["1"], 1),
+    tuple[str, ...]: (["a", "*b"], ("a", "*b")),
+    torch.dtype | None: (["fp16"], torch.float16),
+    str: (["optim"], "optim"),
     "megatron_fsdp_weight_format": (["*.head=none", "fp8"], ("*.head=none", "fp8")),
 }
-"""The same for fields whose type does not say what they take."""
+"""What stands after a flag and what is stored, by the type of its field, or its name where the type does not say."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -129,9 +107,7 @@ def test_flags_are_those_of_megatron_lm() -> None:
     assert set(MEGATRON_FLAGS) | set(MEGATRON_OFF_FLAGS) | FIELDS_WITHOUT_A_FLAG_THERE == names
     assert {name: flag_of(name) for name in MEGATRON_FLAGS} == MEGATRON_FLAGS
     assert {name: off_flag_of(name) for name in MEGATRON_OFF_FLAGS} == MEGATRON_OFF_FLAGS
-    assert {name: flag_of(name) for name in FIELDS_WITHOUT_A_FLAG_THERE} == {
-        name: "--" + name.replace("_", "-") for name in FIELDS_WITHOUT_A_FLAG_THERE
-    }
+    assert all(flag_of(name) == dashed(name) for name in FIELDS_WITHOUT_A_FLAG_THERE)
 
 
 def test_no_flags_give_the_default_of_the_class() -> None:
@@ -143,7 +119,7 @@ def test_no_flags_give_the_default_of_the_class() -> None:
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_every_switch_turns_on_and_off_and_every_other_flag_takes_a_value(field: dataclasses.Field[Any]) -> None:
     if field.type is not bool:
-        words, stored = BY_NAME.get(field.name, (ARGUMENTS.get(field.type), STORED.get(field.type)))
+        words, stored = TAKEN.get(field.name) or TAKEN[field.type]
         assert parse(flag_of(field.name), *words) == alone(field.name, stored)
         return
     if field.name == "use_custom_fsdp":

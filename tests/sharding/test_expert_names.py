@@ -32,14 +32,10 @@ def test_other_names_have_none(name: str) -> None:
 
 def test_numbers_that_start_at_0_on_every_rank_become_numbers_over_all_ranks() -> None:
     other = {"b.experts.0.w": (2, 3)}
-    plans = [plan_experts([LISTED, other, LISTED], rank) for rank in range(3)]
-    assert [
-        [plan.to_global(name) for name in names] for plan, names in zip(plans, [LISTED, other, LISTED], strict=True)
-    ] == [
-        ["b.experts.0.w", "b.experts.1.w"],
-        ["b.experts.2.w"],
-        ["b.experts.3.w", "b.experts.4.w"],
-    ]
+    held = [LISTED, other, LISTED]
+    plans = [plan_experts(held, rank) for rank in range(3)]
+    found = [[plan.to_global(name) for name in names] for plan, names in zip(plans, held, strict=True)]
+    assert found == [[f"b.experts.{index}.w" for index in indices] for indices in ((0, 1), (2,), (3, 4))]
     assert [plans[2].to_local(f"b.experts.{index}.w") for index in range(6)] == [
         None, None, None, "b.experts.0.w", "b.experts.1.w", "b.experts.5.w"
     ]  # fmt: skip
@@ -83,17 +79,13 @@ def test_what_cannot_be_told_apart_is_a_problem(
         assert all(told in text for text in plan.problems.values())
 
 
-NAMES = [
-    {"a": (), "experts.0.w": (1,), "experts.0.b": (1,), "experts.1.w": (1,), "experts.1.b": (1,)},
-    {"a": (), "experts.0.w": (1,), "experts.0.b": (1,), "experts.1.w": (1,), "experts.1.b": (1,)},
-]
 WHOLE = ["a", *(f"experts.{index}.{part}" for index in range(4) for part in "wb"), "z"]
 
 
 @pytest.mark.parametrize("order", [["0.w", "0.b", "1.w", "1.b"], ["0.w", "1.w", "0.b", "1.b"]])
 def test_an_optimizer_lists_the_experts_of_all_ranks_as_one_process_would(order: list[str]) -> None:
     for rank in range(2):
-        plan = plan_experts([{key: value for key, value in each.items() if "." in key} for each in NAMES], rank)
+        plan = plan_experts([{f"experts.{each}": (1,) for each in ("0.w", "0.b", "1.w", "1.b")}] * 2, rank)
         own = ["a", *(f"experts.{each}" for each in order), "z"]
         numbering = number_parameters([own], plan)
         assert numbering.problem is None

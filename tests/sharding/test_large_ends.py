@@ -1,5 +1,7 @@
 """Embeddings and heads that become units beside the blocks: which do, which do not, and in which order."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,15 +14,11 @@ from megatron_fsdp.sharding.units import UnitPlan, find_units, large_ends, refin
 FEATURES = 4
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     """A unit of 20 elements."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
+        super().__init__(OrderedDict(linear=nn.Linear(FEATURES, FEATURES)))
 
 
 class Scaled(nn.Embedding):
@@ -72,14 +70,13 @@ def test_units_stand_in_module_order_with_the_root_first() -> None:
     model = Decoder(tokens=Scaled(8, FEATURES), norm=nn.LayerNorm(FEATURES))
     model.head = nn.Linear(FEATURES, 8)
     plan = find_units(model, "auto")
-    assert owned(plan) == {
-        "": ("norm.weight", "norm.bias"),
-        "tokens": ("tokens.weight",),
-        "blocks.0": ("blocks.0.linear.weight", "blocks.0.linear.bias"),
-        "blocks.1": ("blocks.1.linear.weight", "blocks.1.linear.bias"),
-        "head": ("head.weight", "head.bias"),
-    }
-    assert list(owned(plan)) == ["", "tokens", "blocks.0", "blocks.1", "head"]
+    assert list(owned(plan).items()) == [
+        ("", ("norm.weight", "norm.bias")),
+        ("tokens", ("tokens.weight",)),
+        ("blocks.0", ("blocks.0.linear.weight", "blocks.0.linear.bias")),
+        ("blocks.1", ("blocks.1.linear.weight", "blocks.1.linear.bias")),
+        ("head", ("head.weight", "head.bias")),
+    ]
     assert plan.source == "repeated blocks; large ends tokens, head"
     assert [unit.class_name for unit in plan.units] == ["Decoder", "Scaled", "Block", "Block", "Linear"]
     model = Decoder(tokens=embedding(100))
@@ -127,22 +124,10 @@ def test_modules_that_ranks_choose_among_or_that_others_read_are_no_ends() -> No
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_hugging_face_decoder_has_its_embedding_and_head_as_units(tied: bool) -> None:
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=tied,
-    )
-    plan = find_units(LlamaForCausalLM(config), None)
-    blocks = ["model.layers.0", "model.layers.1"]
-    assert [u.name for u in plan.units] == [
-        "",
-        *([] if tied else ["model.embed_tokens"]),
-        *blocks,
-        *([] if tied else ["lm_head"]),
-    ]
+    sizes = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    plan = find_units(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=tied)), None)
+    names, blocks = [unit.name for unit in plan.units], ["model.layers.0", "model.layers.1"]
+    assert names == (["", *blocks] if tied else ["", "model.embed_tokens", *blocks, "lm_head"])
     ends = "" if tied else "; large ends model.embed_tokens, lm_head"
     assert plan.source == f"_no_split_modules LlamaDecoderLayer{ends}"
     assert plan.units[0].parameters == (("model.embed_tokens.weight",) if tied else ()) + ("model.norm.weight",)
