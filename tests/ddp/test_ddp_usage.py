@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.support.usage_models import (
     ENCODER,
     FEATURES,
     READING,
+    Between,
     Branches,
     FailingModel,
     InPlace,
@@ -49,14 +51,9 @@ from tests.support.zoo import MODEL_CASES, ModelCase
 
 REPLICATED = ddp(overlap_grad_reduce=True, bucket_size=40)
 LATE = ddp(use_distributed_optimizer=True)
-IN_TURN = ddp(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=40)
-TOGETHER = ddp(
-    use_distributed_optimizer=True,
-    overlap_grad_reduce=True,
-    overlap_param_gather=True,
-    align_param_gather=True,
-    bucket_size=90,
-)
+_OVERLAPPED = dict.fromkeys(["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"], True)
+IN_TURN = ddp(**_OVERLAPPED, bucket_size=40)
+TOGETHER = ddp(**_OVERLAPPED, align_param_gather=True, bucket_size=90)
 ALL = (REPLICATED, LATE, IN_TURN, TOGETHER)
 
 Script = Callable[[Run], None]
@@ -160,19 +157,17 @@ def test_evaluation_and_weights_changed_by_hand(run_ranks: RunRanks, shift: int)
     _check(run_ranks, [(script, ORDERED) for script in scripts], shift)
 
 
-class Fused(nn.Module):
+class Fused(Between):
     """In evaluation it reads the weights of its layers, which it calls in training."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.inner = Layer()
-        self.last = nn.Linear(FEATURES, FEATURES)
+        super().__init__(layers=nn.ModuleList([Layer()]))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            return self.last(self.inner(self.first(x)))
-        fused = self.last.weight @ self.inner.down.weight @ self.inner.up.weight
+            return super().forward(x)
+        inner: Any = self.layers[0]
+        fused = self.last.weight @ inner.down.weight @ inner.up.weight
         return F.linear(F.linear(x, self.first.weight, self.first.bias), fused)
 
 
@@ -283,31 +278,23 @@ def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks, settings: Set
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_everywhere(run_ranks: RunRanks, reentrant: bool, shift: int) -> None:
     places: tuple[Where, ...] = ("units", "inside", "pairs", "all")
-    pairs: list[tuple[Script, ModelCase]] = []
-    for where in places:
-        case = vector_case(partial(Recomputed, where, reentrant))
-        pairs.append((recomputation.train_and_accumulate, case))
-        if not reentrant:
-            pairs.append((recomputation.two_recomputed_forwards, case))
-    _check(run_ranks, pairs, shift)
+    scripts = [recomputation.train_and_accumulate, *([] if reentrant else [recomputation.two_recomputed_forwards])]
+    cases = [vector_case(partial(Recomputed, where, reentrant)) for where in places]
+    _check(run_ranks, [(script, case) for case in cases for script in scripts], shift)
 
 
-class Repeated(nn.Module):
+class Repeated(Between):
     """A layer called, and recomputed, as often as the data say."""
 
     def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first = Layer()
-        self.layer = Layer()
-        self.last = nn.Linear(FEATURES, FEATURES)
+        super().__init__(layers=nn.ModuleList([Layer()]))
         self.reentrant = reentrant
         self.times = 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def middle(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
-            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
-        return self.last(x)
+            x = checkpoint(self.layers[0], x, use_reentrant=self.reentrant)
+        return x
 
 
 def repeat(times: tuple[tuple[int, ...], ...], run: Run) -> None:
