@@ -59,46 +59,35 @@ def valid_configs() -> st.SearchStrategy[DistributedDataParallelConfig]:
     return st.fixed_dictionaries({field.name: _values_of(field) for field in fields}).map(_consistent)
 
 
+def off(names: str) -> list[tuple[str, Any, Any]]:
+    return [(name, bool, False) for name in names.split()]
+
+
 FIELDS: list[tuple[str, Any, Any]] = [
-    ("grad_reduce_in_fp32", bool, False),
-    ("overlap_grad_reduce", bool, False),
-    ("overlap_param_gather", bool, False),
-    ("align_param_gather", bool, False),
-    ("use_distributed_optimizer", bool, False),
+    *off("grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather align_param_gather use_distributed_optimizer"),
     ("num_distributed_optimizer_instances", int, 1),
-    ("check_for_nan_in_grad", bool, False),
-    ("check_for_large_grads", bool, False),
+    *off("check_for_nan_in_grad check_for_large_grads"),
     ("bucket_size", int | None, None),
     ("num_buckets", int | None, None),
-    ("pad_buckets_for_high_nccl_busbw", bool, False),
-    ("reduce_scatter_with_fp32_accumulation", bool, False),
+    *off("pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation"),
     ("param_name_patterns_for_fp32_local_accumulation", tuple[str, ...], ()),
-    ("average_in_collective", bool, False),
-    ("fp8_param_gather", bool, False),
-    ("fp4_param_gather", bool, False),
-    ("reuse_grad_buf_for_mxfp8_param_ag", bool, False),
-    ("use_megatron_fsdp", bool, False),
+    *off("average_in_collective fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag use_megatron_fsdp"),
     ("megatron_fsdp_version", int, 1),
     ("use_custom_fsdp", bool, False),
     ("data_parallel_sharding_strategy", str, "no_shard"),
     ("gradient_reduce_div_fusion", bool, True),
     ("suggested_communication_unit_size", int | None, None),
-    ("keep_fp8_transpose_cache", bool, False),
-    ("nccl_ub", bool, False),
-    ("fsdp_double_buffer", bool, False),
-    ("fsdp_db_use_persist_buf_on_alloc_fail", bool, False),
+    *off("keep_fp8_transpose_cache nccl_ub fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail"),
     ("fsdp_all_gather_in_start_param_sync", bool, True),
     ("outer_dp_sharding_strategy", str, "no_shard"),
-    ("disable_symmetric_registration", bool, False),
-    ("fsdp_manual_registration", bool, False),
-    ("delay_wgrad_compute", bool, False),
+    *off("disable_symmetric_registration fsdp_manual_registration delay_wgrad_compute"),
     ("megatron_fsdp_main_params_dtype", torch.dtype | None, torch.float32),
     ("megatron_fsdp_main_grads_dtype", torch.dtype | None, None),
     ("megatron_fsdp_grad_comm_dtype", torch.dtype | None, None),
-    ("megatron_fsdp_use_decoupled_grad", bool, False),
-    ("megatron_fsdp_cuda_graph_mode", bool, False),
-    ("megatron_fsdp_enable_fine_grained_param_gather", bool, False),
-    ("megatron_fsdp_max_pool_double_buffer", bool, False),
+    *off(
+        "megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode "
+        "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer"
+    ),
     ("megatron_fsdp_weight_format", tuple[str, ...], ()),  # of this package's class only, from here on
 ]
 """Name, type and default of every field, in the order of the class."""

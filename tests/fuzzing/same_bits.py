@@ -69,6 +69,9 @@ class DeterministicCase:
         return self.policy.main_params_dtype in (None, torch.float32) and self.policy.weight_format is None
 
 
+_POLICIES = (MixedPrecisionPolicy(), MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float64, torch.float64))
+
+
 def draw_deterministic_case(seed: int, num_ranks: int) -> DeterministicCase:
     """Draw a run on a number of ranks; the same arguments are the same run."""
     rng = random.Random(seed)
@@ -85,11 +88,7 @@ def draw_deterministic_case(seed: int, num_ranks: int) -> DeterministicCase:
         syncs=rng.random() < 0.4,
         optimizer=rng.choice(["sgd", "adamw", "adamw"]),
         max_norm=rng.choice([None, 0.05]),
-        policy=rng.choice(
-            [MixedPrecisionPolicy(), MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float64, torch.float64)]
-        )
-        if family in ("plain", "tied")
-        else MixedPrecisionPolicy(),
+        policy=rng.choice(_POLICIES) if family in ("plain", "tied") else MixedPrecisionPolicy(),
         **place,
     )
     if rng.random() < 0.3:
@@ -202,17 +201,9 @@ def build(case: DeterministicCase) -> tuple[nn.Module, list[type[nn.Module]]]:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=case.width,
-        intermediate_size=2 * case.width,
-        num_hidden_layers=case.layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=TOKENS,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": case.width, "intermediate_size": 2 * case.width}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": TOKENS}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=case.layers, use_cache=False))
     for layer in model.model.layers if case.recomputes else ():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return model, [LlamaDecoderLayer]
@@ -310,12 +301,7 @@ def _wrapped(case: DeterministicCase) -> tuple[MegatronFSDP, torch.optim.Optimiz
 
 
 def _take_steps(
-    case: DeterministicCase,
-    model: MegatronFSDP,
-    optimizer: torch.optim.Optimizer,
-    steps: Sequence[int],
-    trace: Trace,
-    folder: str = "",
+    case: DeterministicCase, model: MegatronFSDP, optimizer: Any, steps: Sequence[int], trace: Trace, folder: str = ""
 ) -> None:
     """Take some steps, write down what they gave, and save where a folder is given."""
     ranks = case.num_ranks
