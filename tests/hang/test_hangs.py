@@ -209,7 +209,7 @@ _BYTES = f"rank 1 {_REDUCES} layers.{{}} ({{}} bytes) where rank 0 {_REDUCES} la
 _WHOLE = "rank 1 puts whole tensors together where rank 0 starts to gather the weights of (root) ("
 _IN_FORWARD = "computes the forward of layers.2 in the forward of step 2"
 _WAITS = "rank 0 waits for the reduced gradients of layers.3 in the backward of step 2 (operation "
-_RAISED = "rank 1 raised an error while it computes the {0} of layers.2 in the {0} of step 2:"
+_RAISED = "rank 1 raised an error while it computes the forward of layers.2 in the forward of step 2:"
 CASES: list[tuple[Misbehave, Kind, list[str]]] = [
     (skip_a_unit, Kind.DIFFERENT, [_BYTES.format(1, 640, 2), ", in the backward of step 2)", _LAYER_2]),
     (send_other_bytes, Kind.DIFFERENT, [_BYTES.format(3, 384, 3) + "(operation ", _LAYER_3]),
@@ -222,10 +222,10 @@ CASES: list[tuple[Misbehave, Kind, list[str]]] = [
     (
         raise_in_forward,
         Kind.RAISED,
-        [_RAISED.format("forward"), 'in _raise: raise ValueError("bad batch")', _LAYER_2],
+        [_RAISED, 'in _raise: raise ValueError("bad batch")', _LAYER_2],
     ),
     (ask_for_whole_tensors, Kind.DIFFERENT, [_WHOLE, ", in the forward of step 2)"]),
-    (raise_in_backward, Kind.RAISED, [_RAISED.format("backward"), "ValueError: bad batch", _LAYER_2]),
+    (raise_in_backward, Kind.RAISED, [_RAISED.replace("forward", "backward"), "ValueError: bad batch", _LAYER_2]),
 ]
 
 
