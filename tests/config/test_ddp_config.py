@@ -131,6 +131,7 @@ overlap_grad_reduce='yes' is not a bool; give True or False.
 megatron_fsdp_grad_comm_dtype=torch.int32 cannot be used; {FOUR}
 megatron_fsdp_main_grads_dtype=32 is not a torch.dtype; {FOUR}
 bucket_size=-1 is not a positive whole number; give 1 or more.
+bucket_size=0 is not a positive whole number; give 1 or more.
 bucket_size=True is not a positive whole number; give 1 or more.
 num_distributed_optimizer_instances=None is not a positive whole number; give 1 or more.
 data_parallel_sharding_strategy='zero3' is not a sharding strategy; give one of \

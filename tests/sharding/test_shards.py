@@ -136,7 +136,7 @@ def test_shards_of_several_axes() -> None:
 
 
 def test_split_lengths_are_those_of_torch_and_elements_are_counted_in_flattened_order() -> None:
-    for length, size in [(7, 3), (6, 3), (2, 5), (0, 2), (0, 0)]:
+    for length, size in [(7, 3), (6, 3), (3, 1), (2, 5), (0, 2), (0, 0)]:
         wanted = [len(piece) for piece in torch.arange(length).split(size)]
         assert list(split_lengths(length, size)) == wanted
     assert split_ranges(5, [2, 0, 3]) == ((0, 2), (2, 2), (2, 5))
