@@ -47,12 +47,16 @@ def _require_small_file(path: Path) -> None:
         raise ConfigurationError(f"{path} is no regular file of at most {_MAX_CONFIG_BYTES >> 20} MiB")
 
 
+_COUNTS_MODULES = re.compile(r"^(?!.*size).*(layers?|experts?|blocks?|depth)$")
+"""Names of fields such as num_hidden_layers, n_layer and num_experts; not vocab_size_per_layer_input."""
+
+
 def _check_counts(fields: Mapping[str, Any]) -> None:
     """Refuse numbers of modules that would not be built in a lifetime, in a config or those inside of it."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _check_counts(value)
-        elif isinstance(value, int) and value > _MOST_MODULES and re.search("layer|expert|block|depth", name):
+        elif isinstance(value, int) and value > _MOST_MODULES and _COUNTS_MODULES.search(name):
             raise ConfigurationError(f"the config has {name}={value}; give at most {_MOST_MODULES}")
 
 
