@@ -108,8 +108,9 @@ def test_the_peak_is_what_was_allowed_and_collectives_are_batched(strategy: int,
     """Two buckets are alive at a time, each of half the bytes or of one tensor; shards of 3 ranks cut the tensors."""
     model = nn.Sequential(Wide())
     wrapped = fully_shard_model(model, fsdp_unit_modules=[Wide], zero_dp_strategy=strategy)
+    tensors_in_turn = wrapped.iter_full_tensors(tensors * TENSOR_BYTES)  # agrees on its arguments at once
     with OpCounts() as counts, LiveBytes() as live:
-        for _name, _tensor in wrapped.iter_full_tensors(tensors * TENSOR_BYTES):
+        for _name, _tensor in tensors_in_turn:
             pass
     gathers, others = counts.collectives.gathers, counts.collectives.others
     # gloo's thread may let go of the bucket before the last a moment after the wait for it has ended.

@@ -33,8 +33,8 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
-EXPECTED = {"all_gather": 2, "all_reduce": 1}
-"""The optimizer's parameters and the model are agreed on, and a hash of every tensor compared."""
+EXPECTED = {"all_gather": 6, "all_reduce": 1}
+"""Ranks agree on the arguments, the model, its plan and the optimizer, and compare a hash of every tensor."""
 
 
 class Block(nn.Module):
@@ -59,7 +59,7 @@ def wrap(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("num_blocks", [1, 6])
 @on_ranks(2)
-def test_three_small_collectives_are_all(num_blocks: int) -> None:
+def test_seven_small_collectives_are_all(num_blocks: int) -> None:
     """One that another calls counts as well."""
     calls: Counter[str] = Counter()
 

@@ -206,7 +206,6 @@ def _raise(*_unused: object) -> None:
 _REDUCES = "starts to reduce the gradients of"
 _LAYER_3 = "layers.3 holds layers.3.up.weight, "
 _BYTES = f"rank 1 {_REDUCES} layers.{{}} ({{}} bytes) where rank 0 {_REDUCES} layers.{{}} (640 bytes) "
-_WHOLE = "rank 1 puts whole tensors together where rank 0 starts to gather the weights of (root) ("
 _IN_FORWARD = "computes the forward of layers.2 in the forward of step 2"
 _WAITS = "rank 0 waits for the reduced gradients of layers.3 in the backward of step 2 (operation "
 _RAISED = "rank 1 raised an error while it computes the forward of layers.2 in the forward of step 2:"
@@ -224,7 +223,7 @@ CASES: list[tuple[Misbehave, Kind, list[str]]] = [
         Kind.RAISED,
         [_RAISED, 'in _raise: raise ValueError("bad batch")', _LAYER_2],
     ),
-    (ask_for_whole_tensors, Kind.DIFFERENT, [_WHOLE, ", in the forward of step 2)"]),
+    (ask_for_whole_tensors, Kind.RAISED, [_RAISED, "ScheduleError", _LAYER_2]),
     (raise_in_backward, Kind.RAISED, [_RAISED.replace("forward", "backward"), "ValueError: bad batch", _LAYER_2]),
 ]
 
