@@ -38,6 +38,7 @@ from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
 from megatron_fsdp.engine.expert_checkpoints import names_as_saved
 from megatron_fsdp.engine.full_tensors import (
     DEFAULT_BUCKET_BYTES,
@@ -242,6 +243,7 @@ class MegatronFSDP(nn.Module):
                 group.decouple_gradients()
         self._bucket_numel = grouping.cut_numel(self._engine.sharding.dense.num_ranks)
         watch_optimizers(self._engine)
+        answer_for_sharded_parameters(self._engine)
         self._stamp_parameters()
         self._log_if_asked()
         plan = self._assembly.plan

@@ -1,18 +1,20 @@
 """Hooks of the user on parameters, registered before sharding or on the sharded parameters."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, weights
 from tests.support.case import Run, Scenario, Setting, check_strategies
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import MODEL_CASES
 
 
@@ -236,3 +238,51 @@ def test_a_step_without_a_backward_after_clearing_changes_nothing() -> None:
     optimizer.zero_grad()
     optimizer.step()
     assert largest_difference(weights(model), before) == 0.0
+
+
+# ---- gradients that are asked for by name ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@on_ranks(2)
+def test_asked_for_by_a_sharded_parameter_autograd_gives_this_ranks_gradient(strategy: int) -> None:
+    x = torch.arange(8.0).view(2, 4) + dist.get_rank()
+    with fixed_seed(0):
+        alone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = fully_shard_model(copy.deepcopy(alone), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
+    model.module[2].bias.requires_grad_(False)
+    alone[2].bias.requires_grad_(False)
+    for _ in range(2):
+        found, wanted = model(x).square().mean(), alone(x).square().mean()
+        names = [name for name, param in alone.named_parameters() if param.requires_grad]
+        (one,) = torch.autograd.grad(found, model.module[1].weight, retain_graph=True, allow_unused=True)
+        sharded, plain = dict(model.module.named_parameters()), dict(alone.named_parameters())
+        asked = torch.autograd.grad(found, [sharded[n] for n in names], retain_graph=True)
+        expected = torch.autograd.grad(wanted, [plain[n] for n in names], retain_graph=True)
+        torch.testing.assert_close(asked, expected)
+        torch.testing.assert_close(one, expected[names.index("1.weight")])
+        found.backward()
+        wanted.backward()
+        for param in plain.values():
+            if param.grad is not None:
+                dist.all_reduce(param.grad.div_(2))
+        assert difference(model, {n: p.grad for n, p in plain.items() if p.grad is not None}) <= 1e-5
+        model.zero_grad()
+        alone.zero_grad()
+    model(x).square().mean().backward(inputs=[model.module[1].weight])
+    alone(x).square().mean().backward(inputs=[alone[1].weight])
+    assert alone[1].weight.grad is not None
+    dist.all_reduce(alone[1].weight.grad.div_(2))
+    shown = model.full_gradients()["1.weight"]
+    assert shown is not None
+    torch.testing.assert_close(shown, alone[1].weight.grad)
+    spare = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match="at index 1 was not used in the graph"):
+        torch.autograd.grad(model(x).sum(), [model.module[1].weight, spare])
+    create = lambda net, weight: torch.autograd.grad(net(x).square().mean(), weight, create_graph=True)  # noqa: E731
+    if strategy == 3:
+        with pytest.raises(ScheduleError, match="create_graph=True"):
+            create(model, model.module[1].weight)
+        model.reset()
+    else:
+        torch.testing.assert_close(create(model, model.module[1].weight), create(alone, alone[1].weight))
