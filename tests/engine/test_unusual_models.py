@@ -417,3 +417,32 @@ def test_weights_of_other_units_have_the_compute_dtype_inside_a_forward(strategy
         torch.testing.assert_close(gradients[name], param.grad.float(), rtol=0.02, atol=0.02)
     with pytest.raises(ConfigurationError, match="is not the sharded parameter any more"):
         torch.func.functional_call(model.module, {"head.weight": torch.zeros(WIDTH, WIDTH)}, X)
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@on_ranks(2)
+def test_transforms_of_functions_equal_one_process(strategy: int) -> None:
+    """The first forward, in which memory is allocated, is inside of the transform."""
+    with fixed_seed(0):
+        alone = Layers()
+    model = fully_shard_model(copy.deepcopy(alone), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
+    for found, wanted in zip(torch.func.jvp(model, (X,), (X + 1,)), torch.func.jvp(alone, (X,), (X + 1,)), strict=True):
+        torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(torch.func.vmap(model)(X), alone(X))
+
+    def slope(net: nn.Module) -> Tensor:
+        return torch.func.grad(lambda x: net(x).square().sum())(X)
+
+    if strategy == 3:
+        with pytest.raises(ScheduleError, match="differentiate twice under zero_dp_strategy 0 to 2"):
+            slope(model)
+        model.reset()
+    else:
+        torch.testing.assert_close(slope(model), slope(alone))
+    model.zero_grad()
+    model(X).sum().backward()
+    alone.zero_grad()
+    alone(X).sum().backward()
+    shown = model.full_gradients()["layers.0.weight"]
+    assert shown is not None
+    torch.testing.assert_close(shown, alone.layers[0].weight.grad)

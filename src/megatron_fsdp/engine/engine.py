@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
 
 from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import Traffic, broadcast
@@ -507,7 +508,8 @@ class Engine:
         for check in self.gradient_checks:
             check.begin()  # not at the end: an earlier backward may have failed before it
         # Runs when the graph task has nothing left to do; autograd takes it only while backward runs.
-        torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
+        callback = outside_of_transforms()(self._post_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _check_thread(self, unit_index: int) -> None:
         # Autograd has a thread per device. Hooks on two of them would call the scheduler in an order that differs

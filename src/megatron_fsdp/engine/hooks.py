@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
@@ -82,7 +83,8 @@ def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn
         entry.watch.begin()
     engine = live_engine(reference)
     if entry.unit not in engine.full_units:
-        engine.pre_forward(entry.unit, entry.module_index)
+        with outside_of_transforms():
+            engine.pre_forward(entry.unit, entry.module_index)
 
 
 def _post_forward(
@@ -102,7 +104,8 @@ def _post_forward(
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
-    call = engine.post_forward(unit_index, bool(outputs), failed, entry.module_index, _reads_weights(unit, outputs))
+    with outside_of_transforms():
+        call = engine.post_forward(unit_index, bool(outputs), failed, entry.module_index, _reads_weights(unit, outputs))
     if has_graph and not outputs:
         _refuse_opaque(engine, unit_index, (args, kwargs), output)
     for tensor in outputs:
@@ -204,7 +207,8 @@ def _refuse_opaque(engine: Engine, unit_index: int, inputs: Any, output: Any) ->
 
 
 def _pre_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:
-    live_engine(reference).pre_backward(call)
+    with outside_of_transforms():
+        live_engine(reference).pre_backward(call)
 
 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"_buffers"}
