@@ -1,5 +1,6 @@
 """Hugging Face models, and LoRA adapters on them, train and generate under sharding as on one process."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -180,3 +181,65 @@ def test_ranks_that_generate_longer_are_kept_company() -> None:
     batch = make_batch(2, torch.Generator().manual_seed(5))
     assert torch.equal(found, wanted)
     assert (loss_of(model, batch) - loss_of(plain, batch)).abs() < 1e-5
+
+
+# ---- forwards that read the dtype of weights of other modules --------------------------------------------------------
+
+SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+IMAGE = {**SIZE, "image_size": 8, "patch_size": 4}
+SEQUENCES = {
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), VOCABULARY),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16),
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+T5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ViT": ("ForImageClassification", IMAGE),
+    "DeiT": ("ForImageClassification", IMAGE),
+    "ViTMSN": ("ForImageClassification", IMAGE),
+    "IJepa": ("ForImageClassification", IMAGE),
+    "Dinov2": ("ForImageClassification", IMAGE),
+    "CLIPVision": ("Model", IMAGE),
+    "T5": ("ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
+    "MT5": ("ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
+    "Bart": ("ForConditionalGeneration", SEQUENCES),
+    "M2M100": ("ForConditionalGeneration", SEQUENCES),
+    "Bert": ("ForMaskedLM", {**SIZE, "vocab_size": VOCABULARY}),
+    "Mamba2": (
+        "ForCausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 8}
+        | {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    ),
+}
+
+
+@pytest.mark.full(short=["3-ViT"])
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_models_in_bfloat16_compute_as_on_one_process(strategy: int, name: str) -> None:
+    """Both ranks have the same batch, so their mean is the gradient of one process, bit for bit."""
+    kind, sizes = TYPES[name]
+    with fixed_seed(0):
+        alone = getattr(transformers, name + kind)(getattr(transformers, f"{name}Config")(**sizes)).bfloat16().eval()
+    model = fully_shard_model(copy.deepcopy(alone), zero_dp_strategy=strategy)
+    ids = torch.arange(12).view(2, 6) + 3
+    pixels = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8).bfloat16()
+    batch = {"pixel_values": pixels} if sizes is IMAGE else {"input_ids": ids, "labels": ids}
+    losses = []
+    for net in (model, alone):
+        output = net(**batch)
+        loss = output[0].float().square().mean()
+        loss.backward()
+        losses.append(loss)
+    assert torch.equal(*losses)
+    gradients = model.full_gradients()
+    for key, param in alone.named_parameters():
+        if param.grad is not None:
+            found = gradients[key]
+            assert found is not None
+            torch.testing.assert_close(found, param.grad.float(), rtol=0.0, atol=0.0, msg=key)
