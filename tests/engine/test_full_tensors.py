@@ -191,6 +191,45 @@ def test_nothing_else_happens_while_an_iteration_is_open(strategy: int) -> None:
     assert any(not torch.equal(after[name], value) for name, value in before.items())
 
 
+def assign_zeros(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.data = torch.zeros(tensor.shape)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(3)
+def test_tensors_that_were_written_to_since_an_iteration_began_are_not_handed_out(strategy: int) -> None:
+    model = wrap("odd_shapes", strategy)
+    other = nn.Parameter(torch.ones(1))
+
+    def used_by_torch(what: str) -> None:
+        if what == "gradients":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        else:
+            torch.optim.SGD([other, *model.parameters()], 0.1).step()
+
+    for what in ("parameters", "gradients"):
+        every = list(model.parameters()) if what == "parameters" else [each.grad for each in model.parameters()]
+        tensors: list[Tensor] = [each for each in every if each is not None]
+        writes: list[Callable[[], object]] = [
+            lambda tensors=tensors: [tensor.data.zero_() for tensor in tensors],
+            lambda tensors=tensors: torch._foreach_mul_([tensor.detach() for tensor in tensors], 2.0),
+            lambda tensors=tensors: assign_zeros(tensors),
+            lambda what=what: used_by_torch(what),
+        ]
+        for write in writes:
+            found = model.iter_full_tensors(1, what)  # type: ignore[arg-type]
+            next(found)
+            write()
+            with pytest.raises(ScheduleError, match=r"was written to while an iteration.*close\(\)") as raised:
+                next(found)
+            same_on_ranks(str(raised.value))
+    sharded, before = dict(model.module.named_parameters()), model.full_parameters()
+    for name, full in model.iter_full_tensors(1):  # each is read before it is written to
+        torch.testing.assert_close(full, before[name], rtol=0, atol=0)
+        sharded[name].data.add_(1)
+
+
 @on_ranks(2)
 def test_full_tensors_are_not_handed_out_inside_a_forward_nor_changed_below_their_copies() -> None:
     model, optimizer = fully_shard(

@@ -203,11 +203,16 @@ _Named = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor to gather: its place, and this rank's piece of it."""
+    """One tensor to gather: its place, this rank's piece of it, and how often it had been written to at first."""
 
     group: ParameterGroup
     index: int
-    piece: torch.Tensor
+    tensor: torch.Tensor  # sharded
+    version: int
+
+    @property
+    def piece(self) -> torch.Tensor:
+        return local_part(self.tensor).detach()
 
     @property
     def name(self) -> str:
@@ -224,8 +229,8 @@ class _Entry:
 def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over full main weights, in their main dtype, by canonical name."""
     with _open_pass(engine):
-        entries = _entries(engine, lambda group, index: group.weights.main.piece(index))
-        yield from _watched(engine, _stream(entries, bucket_bytes))
+        entries = _entries(engine, lambda group, index: group.sharded[index])
+        yield from _watched(engine, _stream(engine, entries, bucket_bytes))
 
 
 def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -235,7 +240,7 @@ def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, tor
         entries = _entries(engine, lambda group, index: found[id(group)][index])
         # Ranks need the same tensors: for one that a rank lacks, the others would wait.
         engine.compare_facts((entry.group, entry.name, entry.piece.dtype) for entry in entries)
-        yield from _watched(engine, _stream(entries, bucket_bytes))
+        yield from _watched(engine, _stream(engine, entries, bucket_bytes))
 
 
 @contextmanager
@@ -249,13 +254,13 @@ def _open_pass(engine: Engine) -> Iterator[None]:
         engine.open_pass = False
 
 
-def _entries(engine: Engine, piece_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[_Entry]:
-    """List all tensors that have a piece, group after group, in the order of the flat buffers."""
+def _entries(engine: Engine, tensor_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[_Entry]:
+    """List all tensors that there are, group after group, in the order of the flat buffers."""
     return [
-        _Entry(group, index, local_part(piece).detach())
+        _Entry(group, index, tensor, local_part(tensor)._version)
         for group in engine.groups()
         for index in sorted(range(len(group.names)), key=group.plan.layout.tensor_range)
-        if (piece := piece_of(group, index)) is not None
+        if (tensor := tensor_of(group, index)) is not None
     ]
 
 
@@ -270,7 +275,7 @@ def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
         del found
 
 
-def _stream(entries: Sequence[_Entry], bucket_bytes: int) -> Iterator[_Named]:
+def _stream(engine: Engine, entries: Sequence[_Entry], bucket_bytes: int) -> Iterator[_Named]:
     """Iterate over every tensor as a view of its bucket.
 
     A caller holds a tensor of the last bucket while the next one is made, so each takes half of what is allowed.
@@ -279,10 +284,18 @@ def _stream(entries: Sequence[_Entry], bucket_bytes: int) -> Iterator[_Named]:
     for (_, _, is_cut_further), run in alike:
         if is_cut_further:
             for entry in run:
+                _check_unwritten(engine, [entry])
                 yield entry.name, entry.group.describe_piece(entry.index, entry.piece).full_tensor()
         else:
             for bucket, start, stop in _buckets(run, bucket_bytes // 2):
+                _check_unwritten(engine, bucket)
                 yield from _gathered(bucket, start, stop)
+
+
+def _check_unwritten(engine: Engine, entries: Sequence[_Entry]) -> None:
+    """Refuse tensors that were written to since the iteration began, as by `param.data.mul_()` or clipping."""
+    if any(entry.piece._version != entry.version for entry in entries):
+        engine.refuse_open_pass(f"{entries[0].name} or a tensor after it was written to")
 
 
 def _buckets(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[tuple[list[_Entry], int, int]]:
