@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.cli.main import main
 
-TOWER = "tests.support.tower:Tower"
+TOWER = "tests.support.zoo:Tower"
 _CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -54,7 +54,7 @@ def test_json_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--model", TOWER, "--ranks", "8", "--strategy", "7"], "zero_dp_strategy"),
         (["--model", TOWER, "--ranks", "8", "--option", "nothing=1"], "give NAME=VALUE with an option of fully_shard"),
         (["--model", TOWER, "--ranks", "8", "--option", "verify_ranks"], "give NAME=VALUE"),
-        (["--model", "tests.support.tower:Towr", "--ranks", "8"], "the nearest name is 'Tower'"),
+        (["--model", "tests.support.zoo:Towr", "--ranks", "8"], "the nearest name is 'Tower'"),
         (["--hf-config", "no/such/folder", "--ranks", "8"], "there is no such file or folder as no/such/folder"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.cli.plan import planned_run
-from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, ROOT_NUMEL
+from tests.support.zoo import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, TOWER_FEATURES
 
 pytest.importorskip("transformers")
 
@@ -112,7 +112,7 @@ def test_weights_in_few_bits_send_and_hold_less(capsys: pytest.CaptureFixture[st
 
 def rows() -> torch.Tensor:
     """A microbatch of the tower's."""
-    return torch.zeros(7, FEATURES)
+    return torch.zeros(7, TOWER_FEATURES)
 
 
 def square(output: torch.Tensor) -> torch.Tensor:
@@ -122,11 +122,11 @@ def square(output: torch.Tensor) -> torch.Tensor:
 
 def test_any_model_is_planned_with_inputs_and_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
     here = __name__
-    args = ["plan", "tests.support.tower:Tower", "--inputs", f"{here}:rows", "--ranks", "4", "--strategy", "3"]
+    args = ["plan", "tests.support.zoo:Tower", "--inputs", f"{here}:rows", "--ranks", "4", "--strategy", "3"]
     assert main([*args, "--loss", f"{here}:square", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["workload"]["tokens_per_rank_and_microbatch"] == 7
-    assert told["memory"]["inputs"] == 7 * FEATURES * 4
+    assert told["memory"]["inputs"] == 7 * TOWER_FEATURES * 4
     assert told["memory"]["held"]["compute_weights"] == 4 * (ROOT_NUMEL + FLOORS * FLOOR_NUMEL) // 4
     assert main([*args, "--loss", f"{here}:cube"]) == 2
     assert "--loss has" in capsys.readouterr().err

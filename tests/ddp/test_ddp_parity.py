@@ -23,8 +23,7 @@ from tests.support.case import (
     defer_two_of_three,
     three_steps,
 )
-from tests.support.usage_models import ATTENTION, ENCODER, READING, Nested, Recomputed, vector_case
-from tests.support.zoo import MODEL_CASES, ModelCase
+from tests.support.zoo import ATTENTION, ENCODER, MODEL_CASES, READING, ModelCase, Nested, Recomputed, vector_case
 
 RANKS = (1, 2, 3, 4)
 _BF16 = Tolerance(rtol=2**-5, atol=2**-6)

@@ -21,8 +21,7 @@ from tests.support.case import (
     whole_moments,
 )
 from tests.support.on_ranks import assert_equal_tensors, engine_of, on_ranks
-from tests.support.usage_models import READING
-from tests.support.zoo import DENSE, MODEL_CASES, ModelCase
+from tests.support.zoo import DENSE, MODEL_CASES, READING, ModelCase
 
 SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
 IN_TURN: dict[str, Any] = {**SHARDS, "overlap_param_gather": True}

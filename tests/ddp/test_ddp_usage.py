@@ -29,16 +29,18 @@ from tests.support.case import (
     each_half,
     three_steps,
 )
-from tests.support.usage_models import (
+from tests.support.zoo import (
     ATTENTION,
     ENCODER,
     FEATURES,
+    MODEL_CASES,
     READING,
     Between,
     Branches,
     FailingModel,
     InPlace,
     Layer,
+    ModelCase,
     Nested,
     Ordered,
     Penalised,
@@ -47,7 +49,6 @@ from tests.support.usage_models import (
     Where,
     vector_case,
 )
-from tests.support.zoo import MODEL_CASES, ModelCase
 
 REPLICATED = ddp(overlap_grad_reduce=True, bucket_size=40)
 LATE = ddp(use_distributed_optimizer=True)

@@ -17,8 +17,7 @@ from tests.ddp.test_ddp_usage import IN_TURN, REPLICATED, TOGETHER, Repeated
 from tests.support.arrangements import mesh_of
 from tests.support.case import DdpSetting, Run, Scenario, check_jobs
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal
-from tests.support.usage_models import FEATURES, Ordered, vector_case
-from tests.support.zoo import MODEL_CASES
+from tests.support.zoo import FEATURES, MODEL_CASES, Ordered, vector_case
 
 Fields = dict[str, Any]
 

@@ -8,14 +8,14 @@ import torch
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.plan.simulate import simulated_ranks
-from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
+from tests.support.zoo import FLOOR_NUMEL, ROOT_NUMEL, TOWER_FEATURES, Floor, Tower, tower_loss
 
 
 def bucketed(config: DistributedDataParallelConfig, steps: int = 0, **arguments: Any) -> Description:
     with simulated_ranks(4, rank=2) as mesh:
         model = DistributedDataParallel(config, Tower(), mesh, **arguments)
         for _ in range(steps):
-            tower_loss(model, torch.zeros(2, FEATURES)).backward()
+            tower_loss(model, torch.zeros(2, TOWER_FEATURES)).backward()
         return model.describe()
 
 

@@ -21,8 +21,7 @@ from megatron_fsdp.fully_shard import fully_shard_model
 from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, simulated_ranks
 from tests.conftest import RunRanks
 from tests.support.on_ranks import fixed_seed
-from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
-from tests.support.zoo import MODEL_CASES
+from tests.support.zoo import FLOOR_NUMEL, MODEL_CASES, TOWER_FEATURES, Floor, Tower, tower_loss
 
 _BF16 = MixedPrecisionPolicy(
     main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16
@@ -40,7 +39,7 @@ def told(
     arguments = {"fsdp_unit_modules": [Floor], **arguments}
     with simulated_model(build, num_ranks=num_ranks, rank=rank, build_optimizer=adam, **arguments) as simulated:
         for _ in range(steps):
-            tower_loss(simulated.model, torch.zeros(2, FEATURES)).backward()
+            tower_loss(simulated.model, torch.zeros(2, TOWER_FEATURES)).backward()
             assert simulated.optimizer is not None
             simulated.optimizer.step()
         return simulated.model.describe()
@@ -78,7 +77,7 @@ def _described(steps: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model, optimizer = fully_shard(module, adam(module.parameters()), mesh, fsdp_unit_modules=[Floor])
     for _ in range(steps):
-        tower_loss(model, torch.ones(2, FEATURES)).backward()
+        tower_loss(model, torch.ones(2, TOWER_FEATURES)).backward()
         optimizer.step()
     return model.describe().to_dict()
 
@@ -213,7 +212,7 @@ def test_optimizers() -> None:
     for kind, step in ((torch.optim.AdamW, "on local tensors"), (OwnAdam, "on DTensors")):
         with simulated_model(Tower, num_ranks=2, build_optimizer=kind, fsdp_unit_modules=[Floor]) as simulated:
             before = simulated.model.describe()
-            tower_loss(simulated.model, torch.zeros(2, FEATURES)).backward()
+            tower_loss(simulated.model, torch.zeros(2, TOWER_FEATURES)).backward()
             assert simulated.optimizer is not None
             simulated.optimizer.step()
             after = simulated.model.describe()

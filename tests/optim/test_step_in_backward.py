@@ -20,7 +20,7 @@ from megatron_fsdp.optim import step_in_backward
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from tests.support.arrangements import FLAT, hybrid
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
 BF16 = MixedPrecisionPolicy(torch.float32, torch.float32)
 WIDTHS = (32, 32, 48, 32, 32)
@@ -42,7 +42,7 @@ def build(optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, **options: 
 
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:
     inputs = torch.Generator().manual_seed(number + 100 * dist.get_rank())
-    return tower_loss(model, torch.randn(4, FEATURES, generator=inputs).bfloat16())
+    return tower_loss(model, torch.randn(4, TOWER_FEATURES, generator=inputs).bfloat16())
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:

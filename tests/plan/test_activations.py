@@ -18,8 +18,7 @@ from megatron_fsdp.plan.models import PRESETS, build_meta_model
 from megatron_fsdp.plan.setup import Recompute
 from tests.support.counting import LiveBytes, on_meta, token_batch
 from tests.support.language_models import LAYERS, SMALL_MODELS, build_small, unit_names
-from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, HIDDEN, Floor, Tower
-from tests.support.zoo import TinyTransformer
+from tests.support.zoo import FLOOR_NUMEL, FLOORS, HIDDEN, TOWER_FEATURES, Floor, TinyTransformer, Tower
 
 SAMPLES = 10
 FLOAT = 4
@@ -72,8 +71,11 @@ TOWER_UNITS = ["", *(f"floors.{index}" for index in range(FLOORS))]
 BLOCK_UNITS = ["", *(f"blocks.{index}" for index in range(3))]
 TOKENS = torch.arange(32).view(4, 8) % TinyTransformer.VOCABULARY
 
+VECTORS = torch.linspace(-1, 1, SAMPLES * TOWER_FEATURES).view(SAMPLES, -1)
 CASES = {
-    "tower": Case(build_tower, torch.linspace(-1, 1, SAMPLES * FEATURES).view(SAMPLES, -1), TOWER_UNITS, mean_square),
+    "tower": Case(
+        build_tower, torch.linspace(-1, 1, SAMPLES * TOWER_FEATURES).view(SAMPLES, -1), TOWER_UNITS, mean_square
+    ),
     "transformer": Case(TinyTransformer, TOKENS, BLOCK_UNITS, first_token_loss),
     "tied": Case(build_tied, TOKENS, BLOCK_UNITS, first_token_loss),
     "frozen": Case(build_frozen, TOKENS, BLOCK_UNITS, first_token_loss),
@@ -136,15 +138,15 @@ def test_tower_by_hand() -> None:
     """A floor keeps its input (which the one below has as its sum), what relu gave, and nothing else."""
     profile = profile_on_meta(CASES["tower"])
     forwards = [segment for segment in profile.segments if segment.event is Event.FORWARD_BEGINS and segment.unit]
-    kept = FLOAT * SAMPLES * (HIDDEN + FEATURES)
+    kept = FLOAT * SAMPLES * (HIDDEN + TOWER_FEATURES)
     assert [kept_in(profile, f"F{unit}>") for unit in range(1, FLOORS + 1)] == [kept] * FLOORS
     assert [segment.flops for segment in forwards] == [2 * SAMPLES * FLOOR_NUMEL] * FLOORS
     backwards = [segment for segment in profile.segments if segment.event is Event.BACKWARD_BEGINS and segment.unit]
     assert [segment.flops for segment in backwards[:-1]] == [4 * SAMPLES * FLOOR_NUMEL] * (FLOORS - 1)
-    gradient = FLOAT * FEATURES * HIDDEN
+    gradient = FLOAT * TOWER_FEATURES * HIDDEN
     last = backwards[0]
     # its input, what relu gave, the gradient of its output (which goes on to the one below) and of `down`
-    held = (FLOORS - 1) * kept + FLOAT * SAMPLES * (FEATURES + HIDDEN)
+    held = (FLOORS - 1) * kept + FLOAT * SAMPLES * (TOWER_FEATURES + HIDDEN)
     assert last.peak_bytes >= held + gradient
     assert last.gradients == [f"floors.{FLOORS - 1}.down.weight", f"floors.{FLOORS - 1}.up.weight"]
 
@@ -271,7 +273,7 @@ def test_what_cannot_be_profiled_is_refused() -> None:
         profile_compute(model, given, unit_names=[""])
     floor.up.weight.grad = torch.empty_like(floor.up.weight)
     with pytest.raises(ConfigurationError, match=r"up.weight has a gradient already"):
-        profile_compute(floor, torch.empty(2, FEATURES, device="meta"), unit_names=[""], loss_fn=mean_square)
+        profile_compute(floor, torch.empty(2, TOWER_FEATURES, device="meta"), unit_names=[""], loss_fn=mean_square)
     for forward, words in ((_by_value, "asks for the value"), (_by_shape, "no shape without values")):
         model.forward = forward.__get__(model)  # type: ignore[method-assign]
         with pytest.raises(ConfigurationError, match=words):

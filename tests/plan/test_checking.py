@@ -16,8 +16,7 @@ from megatron_fsdp.plan.activations import call_model, scalar_loss
 from megatron_fsdp.plan.planning import Plan, plan
 from megatron_fsdp.plan.report import facts, plan_dict
 from megatron_fsdp.plan.simulate import simulated_model
-from tests.support.tower import FEATURES, Floor, Tower
-from tests.support.zoo import Block, TinyTransformer
+from tests.support.zoo import TOWER_FEATURES, Block, Floor, TinyTransformer, Tower
 
 WIDE = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
 
@@ -35,7 +34,7 @@ def _mean(output: torch.Tensor) -> torch.Tensor:
 
 
 INPUTS: dict[Callable[[], nn.Module], Callable[[], torch.Tensor]] = {
-    tower: lambda: torch.empty(6, FEATURES, dtype=torch.bfloat16, device="meta"),
+    tower: lambda: torch.empty(6, TOWER_FEATURES, dtype=torch.bfloat16, device="meta"),
     odd: lambda: torch.empty(3, 8, dtype=torch.long, device="meta"),
 }
 

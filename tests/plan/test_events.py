@@ -12,7 +12,7 @@ from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.recompute import recomputing
 from megatron_fsdp.plan.setup import Recompute
 from tests.conftest import RunRanks
-from tests.support.tower import FEATURES, FLOORS, Floor, Tower, tower_loss
+from tests.support.zoo import FLOORS, TOWER_FEATURES, Floor, Tower, tower_loss
 
 UNITS = ["", *(f"floors.{index}" for index in range(FLOORS))]
 
@@ -41,7 +41,7 @@ def events_of_a_sharded_step(recompute: Recompute) -> str:
         sharded = fully_shard_model(model, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[Floor])
         events = Events()
         sharded.observe(events)
-        tower_loss(sharded, torch.ones(4, FEATURES)).backward()
+        tower_loss(sharded, torch.ones(4, TOWER_FEATURES)).backward()
     return " ".join(events.told)
 
 
@@ -52,6 +52,6 @@ def mean_square(output: Tensor) -> Tensor:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_profile_has_the_events_of_the_engine(run_ranks: RunRanks, recompute: Recompute) -> None:
     with torch.device("meta"):
-        model, given = Tower(), torch.empty(4, FEATURES)
+        model, given = Tower(), torch.empty(4, TOWER_FEATURES)
     profile = profile_compute(model, given, unit_names=UNITS, loss_fn=mean_square, recompute=recompute)
     assert run_ranks(2, events_of_a_sharded_step, recompute) == [profile.events] * 2

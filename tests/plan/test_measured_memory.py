@@ -20,8 +20,7 @@ from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Se
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS
 from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes, held_bytes
-from tests.support.tower import FEATURES, Floor, Tower
-from tests.support.zoo import Block, TinyTransformer
+from tests.support.zoo import TOWER_FEATURES, Block, Floor, TinyTransformer, Tower
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN = MixedPrecisionPolicy()
@@ -87,8 +86,8 @@ def _llama_inputs(_dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 MODELS = {
-    "tower": Model(tower, lambda dtype: torch.ones(50, FEATURES, dtype=dtype), _square, [Floor]),
-    "wide-tower": Model(wide_tower, lambda dtype: torch.ones(1, FEATURES, dtype=dtype), _square, [Floor]),
+    "tower": Model(tower, lambda dtype: torch.ones(50, TOWER_FEATURES, dtype=dtype), _square, [Floor]),
+    "wide-tower": Model(wide_tower, lambda dtype: torch.ones(1, TOWER_FEATURES, dtype=dtype), _square, [Floor]),
     "transformer": Model(transformer, lambda _: torch.ones(6, 8, dtype=torch.long), _next_token, [Block]),
     "llama": Model(llama, _llama_inputs, None, None),
     "wide-llama": Model(wide_llama, _llama_inputs, None, None),

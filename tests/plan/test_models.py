@@ -14,7 +14,7 @@ from megatron_fsdp.config.hf_config import build_from_config, read_config
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.models import PRESETS, build_meta_model
 from tests.support.language_models import folder_with_code
-from tests.support.tower import Tower
+from tests.support.zoo import Tower
 
 transformers = pytest.importorskip("transformers")
 

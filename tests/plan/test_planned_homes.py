@@ -17,7 +17,7 @@ from megatron_fsdp.plan.planning import make_workload, plan_workload
 from megatron_fsdp.plan.setup import ParallelRanks, Setup, make_setup
 from megatron_fsdp.plan.sharded import away_bytes, held_bytes, home_step_s, optimizer_bytes, plan_model, step_bytes
 from tests.support.on_ranks import on_ranks
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
 GIVEN: dict[str, Any] = {
     "all": "host",
@@ -40,7 +40,7 @@ def test_a_plan_has_the_bytes_of_a_live_rank(given: str) -> None:
         mixed_precision_policy=BF16,
         homes=GIVEN[given],
     )
-    tower_loss(live, torch.randn(2, FEATURES, dtype=torch.bfloat16)).backward()
+    tower_loss(live, torch.randn(2, TOWER_FEATURES, dtype=torch.bfloat16)).backward()
     optimizer.step()
     memory = live.memory()
     assert held_bytes(planned.groups) == (
@@ -80,7 +80,7 @@ def test_state_of_three_groups_is_on_the_device_while_it_steps() -> None:
     widths = (64, 32, 32)
     resident = plan_model(Tower((32, 64, 32, 32)).bfloat16(), replace(setup, homes=Homes()), [Floor])
     paged = step_bytes(planned) - step_bytes(resident)
-    assert paged == sum(8 * 2 * FEATURES * width + 2 * 4 for width in widths)  # and two counters each
+    assert paged == sum(8 * 2 * TOWER_FEATURES * width + 2 * 4 for width in widths)  # and two counters each
 
 
 def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None:

@@ -14,7 +14,7 @@ from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine
 from megatron_fsdp.plan.planning import Plan, plan, plan_workload, recommend
 from megatron_fsdp.plan.replay import INNER, OUTER, Wires
 from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Setup
-from tests.support.tower import FEATURES, Floor, Tower
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower
 
 BF16 = torch.bfloat16
 
@@ -29,7 +29,7 @@ def _tower(hidden: tuple[int, ...] = (32,) * 6) -> nn.Module:
 
 
 def _rows(count: int) -> torch.Tensor:
-    return torch.empty(count, FEATURES, dtype=BF16, device="meta")
+    return torch.empty(count, TOWER_FEATURES, dtype=BF16, device="meta")
 
 
 class Large(nn.Module):
@@ -153,7 +153,7 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
     assert found("momentum") == (4 * numel // 2, cast)
     assert found("adamw-fused") == (8 * numel // 2 + 4 * params, cast)
     assert found("adamw") == (8 * numel // 2 + 4 * params, cast + 4 * numel // 2)
-    run = 2 * FEATURES * 32 // 2  # this rank's part of a unit; of the one before the denominator is still there
+    run = 2 * TOWER_FEATURES * 32 // 2  # this rank's part of a unit; of the one before the denominator is still there
     assert found("adamw-loop") == (8 * numel // 2 + 4 * params, cast + (2 + 1) * 4 * run)
     assert set(OPTIMIZERS) == {"sgd", "momentum", "adamw", "adamw-fused", "adamw-loop", "adamw8bit", "muon"}
 
@@ -227,7 +227,7 @@ class Checkpointed(nn.Module):
 def test_models_that_recompute_by_themselves_are_planned(strategy: int) -> None:
     with torch.device("meta"):
         model = Checkpointed()
-    inputs = torch.empty(8, FEATURES, device="meta", requires_grad=True)
+    inputs = torch.empty(8, TOWER_FEATURES, device="meta", requires_grad=True)
     found = plan(model, 4, strategy, inputs=inputs, loss_fn=_sum, fsdp_unit_modules=[Floor])
     assert found.profile.recomputed_flops > 0
     forwards = [str(segment) for segment in found.profile.segments if segment.unit]
@@ -237,14 +237,14 @@ def test_models_that_recompute_by_themselves_are_planned(strategy: int) -> None:
 def test_parameters_without_gradients_have_no_state() -> None:
     with torch.device("meta"):
         model = Tower(hidden=(32, 32)).to(BF16)
-        model.register_module("unused", nn.Linear(FEATURES, FEATURES, bias=False, dtype=BF16))
+        model.register_module("unused", nn.Linear(TOWER_FEATURES, TOWER_FEATURES, bias=False, dtype=BF16))
     numel = sum(param.numel() for param in model.parameters())
     found = plan(model, 2, inputs=_rows(2), loss_fn=_sum, fsdp_unit_modules=[Floor], optimizer="adamw-fused")
     second = plan_workload(found.workload, replace(found.setup, device_rank=1), found.machine)
     held = [each.memory for each in (found, second)]
     assert [each.compute_weights for each in held] == [2 * numel // 2] * 2
     counters = 2 * 4 * (len(list(model.parameters())) - 1)
-    assert sum(each.optimizer for each in held) == 8 * (numel - FEATURES**2) + counters
+    assert sum(each.optimizer for each in held) == 8 * (numel - TOWER_FEATURES**2) + counters
 
 
 def test_a_plan_does_not_mind_what_goes_on_around_it() -> None:

@@ -13,7 +13,7 @@ from megatron_fsdp.plan.recompute import recomputing
 from megatron_fsdp.plan.setup import Recompute
 from tests.support.counting import on_meta, token_batch
 from tests.support.language_models import LAYERS, build_small, unit_names
-from tests.support.tower import FEATURES, FLOORS, Tower
+from tests.support.zoo import FLOORS, TOWER_FEATURES, Tower
 
 HIDDEN = 32
 TOKENS = token_batch()["input_ids"].numel()
@@ -61,7 +61,7 @@ def test_forwards_are_put_back() -> None:
 
 
 def test_nothing_to_recompute_is_refused() -> None:
-    model = nn.Linear(FEATURES, FEATURES)
+    model = nn.Linear(TOWER_FEATURES, TOWER_FEATURES)
     with pytest.raises(ConfigurationError, match="no units besides the root"), recomputing(model, [""], "full"):
         pass
     words = "no units with self_attn, self_attention, attention, attn"

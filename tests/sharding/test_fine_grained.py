@@ -12,8 +12,17 @@ from megatron_fsdp.sharding.units import find_units, refine_units
 from tests.conftest import RunRanks
 from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import on_ranks
-from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
-from tests.support.usage_models import Layer, Ordered, vector_case
+from tests.support.zoo import (
+    FLOOR_NUMEL,
+    ROOT_NUMEL,
+    TOWER_FEATURES,
+    Floor,
+    Layer,
+    Ordered,
+    Tower,
+    tower_loss,
+    vector_case,
+)
 
 
 class Gate(nn.Module):
@@ -121,7 +130,7 @@ def test_fine_grained_gathers_equal_one_process(run_ranks: RunRanks) -> None:
 def gathered_bytes(options: dict[str, Any]) -> int:
     model = Tower((32,) * 4)
     wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Floor], **options)
-    tower_loss(wrapped, torch.ones(2, FEATURES)).backward()
+    tower_loss(wrapped, torch.ones(2, TOWER_FEATURES)).backward()
     return wrapped.memory().gathered_bytes
 
 

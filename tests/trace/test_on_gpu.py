@@ -14,7 +14,7 @@ from megatron_fsdp.trace import Timeline, trace
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks
 from tests.support.on_ranks import fixed_seed
-from tests.support.tower import FEATURES, FLOORS, Floor, Tower, tower_loss
+from tests.support.zoo import FLOORS, TOWER_FEATURES, Floor, Tower, tower_loss
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def _train(is_traced: bool) -> tuple[list[float], Timeline | None, dict[str, int
     sharded, optimizer = fully_shard(
         model, optimizer, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[Floor], zero_dp_strategy=3
     )
-    x = torch.linspace(-1, 1, 4 * FEATURES, device="cuda").view(4, FEATURES)
+    x = torch.linspace(-1, 1, 4 * TOWER_FEATURES, device="cuda").view(4, TOWER_FEATURES)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.trace import trace
 from tests.conftest import RunRanks
-from tests.support.tower import FLOORS
+from tests.support.zoo import FLOORS
 from tests.trace import training
 from tests.trace.training import data, sharded_tower
 

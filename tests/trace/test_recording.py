@@ -17,7 +17,7 @@ from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks
 from tests.support.formulas import outer_step_traffic, step_traffic
 from tests.support.on_ranks import engine_of, on_ranks
-from tests.support.tower import FLOORS, tower_loss
+from tests.support.zoo import FLOORS, tower_loss
 from tests.trace import training
 from tests.trace.training import Loop, bucketed_tower, data, sharded_tower, train
 

@@ -16,7 +16,7 @@ from megatron_fsdp.trace import Timeline, trace
 from tests.support.arrangements import hybrid_arguments
 from tests.support.formulas import footprints_of
 from tests.support.on_ranks import fixed_seed
-from tests.support.tower import FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
 Wrapped = tuple[MegatronFSDP, torch.optim.Optimizer]
 Loop = Callable[[MegatronFSDP, torch.Tensor], list[float]]
@@ -48,7 +48,7 @@ def bucketed_tower(shards: bool) -> Wrapped:
 
 def data(step: int = 0) -> torch.Tensor:
     """A batch of this rank."""
-    values = torch.linspace(-1, 1, 4 * FEATURES).view(4, FEATURES)
+    values = torch.linspace(-1, 1, 4 * TOWER_FEATURES).view(4, TOWER_FEATURES)
     return values * (1 + dist.get_rank()) + step / 8
 
 
