@@ -74,7 +74,7 @@ WITHOUT_ANYTHING: dict[tuple[str, ...], str | None] = {
     ("checkpoint", "convert", "nowhere", "out", "--verify"): "nowhere is not a folder",
     ("trace", "nowhere"): "nowhere is not a folder",
     ("hang", "nowhere"): "nowhere is not a folder",
-    ("doctor", "some:model", "--batch", "some:batch"): "there is no module 'some'",
+    ("doctor", "some:model", "--batch", "some:batch"): "No module named 'some'",
     **{("train", "--preset", name): f"the trainer needs {TOKENIZERS}" for name in PRESETS},
     ("train", "--help"): f"the trainer needs {TOKENIZERS}",
     **{("plan", name): MODEL for name in MODELS},
