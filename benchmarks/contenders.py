@@ -343,7 +343,7 @@ def _muon(name: str, model: nn.Module, setting: Setting) -> Contender:
         model = fully_shard_model(model, setting.mesh, dp_shard_dim="dp")
         wrap, kind = fully_shard_optimizer, torch.optim.Muon
     split: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-    for param, what in zip(model.parameters(), kinds_of(model.parameters(), model.modules()), strict=True):
+    for param, what in zip(model.parameters(), kinds_of(model.parameters(), model), strict=True):
         split[what != "matrices"].append(param)
     others = torch.optim.AdamW(split[1], lr=LEARNING_RATE, fused=True)
     return Contender(name, model, Several(wrap(kind(split[0], lr=LEARNING_RATE)), wrap(others)))

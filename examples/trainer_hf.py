@@ -8,6 +8,7 @@ accelerators.
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import transformers
 from megatron_fsdp.automodel import AutoModelForCausalLM, DDPConfig, FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.automodel.trainer import ShardedTrainer
 
-STRATEGIES = {"megatron_fsdp": MegatronFSDPConfig, "fsdp2": FSDP2Config, "ddp": DDPConfig}
+# Main weights and gradients in float32, whatever the dtype of the model.
+IN_FLOAT32 = partial(MegatronFSDPConfig, preserve_fp32_weights=True, grad_reduce_in_fp32=True)
+STRATEGIES: dict[str, Any] = {"megatron_fsdp": IN_FLOAT32, "fsdp2": FSDP2Config, "ddp": DDPConfig}
 VOCABULARY = 128
 
 

@@ -1,18 +1,23 @@
 """Weights as the wrapper shows, gathers, saves and loads them."""
 
+import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, build, largest_difference, mesh, train, weights
-from tests.support.on_ranks import local_of, on_ranks
+from tests.support.on_ranks import assert_equal_tensors, local_of, on_ranks
+from tests.support.source_tree import ROOT
 
 
 def wrap(strategy: int, dtype: torch.dtype = torch.float32, **arguments: Any) -> MegatronFSDP:
@@ -186,3 +191,40 @@ def test_casting_the_inner_module_does_not_stop_training_in_silence(run_ranks: R
     """The wrapper refuses casts; its inner module is a plain module, whose cast swaps the memory behind the shards."""
     for refusal, moved_by in run_ranks(2, train_after_inner_cast):
         assert refusal or moved_by > 1e-3
+
+
+# ---- averages --------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_the_printed_average_equals_one_process_and_is_swapped_in_and_out(tmp_path: Path) -> None:
+    """The recipe of docs/integrations.md, which the refusals of copies name."""
+    page = (ROOT / "docs/integrations.md").read_text().partition("## An average of the weights\n")[2]
+    recipe = page.partition("```python\n")[2].partition("```")[0]
+    shown: dict[str, dict[str, Tensor]] = {}
+    for kind in ("sharded", "plain"):
+        model: Any = build()
+        if kind == "sharded":
+            model = fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer])
+            for copied in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
+                with pytest.raises(ConfigurationError, match=r"recipe of docs/.*#an-average-of-the-weights"):
+                    copied(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names: dict[str, Any] = {"torch": torch, "model": model}
+        exec(recipe, names)
+        for step in range(3):
+            train(model, fully_shard_optimizer(optimizer) if kind == "sharded" else optimizer, 1, first=step)
+            names["update_average"](0.5)
+        before = weights(model)
+        names["swap_average"]()
+        shown[kind] = weights(model) | {"output": model(torch.ones(2, 5)).detach()}
+        if kind == "sharded":
+            dcp.save({"average": names["average"]}, checkpoint_id=tmp_path)
+            saved = {name: value.full_tensor() for name, value in names["average"].items()}
+            for value in names["average"].values():
+                value.zero_()
+            dcp.load({"average": names["average"]}, checkpoint_id=tmp_path)
+            assert_equal_tensors({name: value.full_tensor() for name, value in names["average"].items()}, saved)
+        names["swap_average"]()
+        assert_equal_tensors(weights(model), before)
+    assert largest_difference(shown["sharded"], shown["plain"]) <= 2e-6

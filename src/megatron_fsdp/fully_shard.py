@@ -330,7 +330,7 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
         ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
     from megatron_fsdp.optim.chained import members_of
-    from megatron_fsdp.optim.optimizer import check_connected, integrate, route_line
+    from megatron_fsdp.optim.optimizer import check_connected, integrate, route_line, warn_of_lost_updates
     from megatron_fsdp.optim.step import Models, model_of, params_of
 
     _check_optimizer(optimizer)
@@ -361,10 +361,10 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
             model.adopt(each)
     if not was_connected:
         integrate(optimizer, connected, describes_state=preproc_state_dict_for_dcp_ckpt)
+        warn_of_lost_updates(optimizer, connected)
         if rank_of() == 0:
-            modules = [module for model in models for module in model.module.modules()]
             for each in members_of(optimizer):
-                logging.getLogger("megatron_fsdp").info(route_line(each, modules))
+                logging.getLogger("megatron_fsdp").info(route_line(each, *(model.module for model in models)))
     return optimizer
 
 
@@ -435,7 +435,13 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     arguments = bound.arguments
     from megatron_fsdp.engine.hooks import compiled_in_place
     from megatron_fsdp.engine.optimizer_checks import check_keeps_no_copies
-    from megatron_fsdp.optim.optimizer import check_capturable, check_parameters, move_to_sharded
+    from megatron_fsdp.optim.optimizer import (
+        are_sharded,
+        check_capturable,
+        check_kind,
+        check_parameters,
+        move_to_sharded,
+    )
 
     with all_agree(_DOING, _ranks_of(**arguments)):
         _check_optimizer(optimizer, module)
@@ -443,6 +449,8 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
         current, config, index = _prepared(arguments)
         names = {id(param): name for name, param in module.named_parameters()}
         check_parameters(optimizer, names)
+        shards = resolve_strategy(arguments["zero_dp_strategy"]) != ShardingStrategy.no_shard
+        check_kind(optimizer, shards or are_sharded(module.parameters()))
         check_keeps_no_copies(optimizer, names)
         if arguments["cuda_graph_mode"] and index.device_mesh.device_type == "cuda":
             check_capturable(optimizer)
@@ -470,11 +478,14 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_optimizer(optimizer: object, module: object = None) -> None:
-    """Refuse objects that are no optimizer, above all classes; other optimizers than torch's only need its groups.
+    """Refuse objects that are no optimizer, above all classes, and optimizers around another one.
 
     Raises:
         TypeError: It is none.
+        ConfigurationError: Its step cannot be connected, or is that of another one.
     """
+    from megatron_fsdp.optim.optimizer import check_is_whole
+
     if isinstance(optimizer, nn.Module) and hasattr(module, "param_groups"):
         raise TypeError("the optimizer was given first and the model second; call fully_shard(model, optimizer)")
     if isinstance(optimizer, type):
@@ -484,6 +495,7 @@ def _check_optimizer(optimizer: object, module: object = None) -> None:
         raise TypeError(
             f"the optimizer is a {type(optimizer).__name__}; give a torch optimizer, built on model.parameters()"
         )
+    check_is_whole(optimizer)
 
 
 def __getattr__(name: str) -> Any:

@@ -60,7 +60,7 @@ from megatron_fsdp.engine.wrap import Grouping, UnitGrouping, assemble
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
 from megatron_fsdp.optim.grad_norm import clip_gradients
-from megatron_fsdp.optim.optimizer import check_capturable, watch_optimizers
+from megatron_fsdp.optim.optimizer import check_capturable, float32_by, watch_optimizers
 from megatron_fsdp.optim.statistics import (
     ModelStatistics,
     gradient_digests,
@@ -143,6 +143,7 @@ class MegatronFSDP(nn.Module):
 
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None = None
     _is_wrapped = False
+    _keeps_float32_by = "mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32)"
 
     @agreed("sharding the model", lambda *given, **named: _ranks_of_index(named.get("dist_index", given[2:3])))
     @explains_arguments()
@@ -343,7 +344,7 @@ class MegatronFSDP(nn.Module):
         if precision != "no":
             raise ConfigurationError(
                 f"Accelerator(mixed_precision={precision!r}) has no effect on a sharded model; leave it out, and build "
-                "the model in the dtype to compute in (MixedPrecisionPolicy keeps main weights in float32)"
+                f"the model in the dtype to compute in (float32 weights are updated by {float32_by(self)})"
             )
         return True
 
@@ -536,7 +537,8 @@ class MegatronFSDP(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> MegatronFSDP:
         """Refuse; the shards, hooks and process groups of a model belong to it alone."""
         raise ConfigurationError(
-            "a sharded model cannot be deep-copied; copy the model before sharding, and shard both"
+            "a sharded model cannot be deep-copied (AveragedModel does it, too); copy the model before sharding, and "
+            "shard both, or average its shards with the recipe of docs/integrations.md#an-average-of-the-weights"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

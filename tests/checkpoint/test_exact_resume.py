@@ -27,7 +27,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.rng import place_in
-from megatron_fsdp.ema import ShardedEMA
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement, hybrid_arguments, place_tensors, tensor_arguments
 from tests.support.dcp_contents import same
@@ -122,6 +121,24 @@ class Shuffle(Counter):
         return int(self.state["order"][self.state["place"] - 1])
 
 
+class Average:
+    """The mean of the weights, by shards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shards = {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    def update(self) -> None:
+        torch._foreach_lerp_(list(self.shards.values()), [param.detach() for param in self.model.parameters()], 0.2)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.shards
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, value in state.items():
+            self.shards[name].copy_(value)
+
+
 @dataclass
 class Job:
     """Model, optimizer and all the rest, on one rank."""
@@ -145,7 +162,7 @@ class Job:
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=[2e-2, 5e-3], total_steps=12)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         self.data, self.counter = Shuffle(self.seed), Counter()
-        self.average = ShardedEMA(self.model, decay=0.8)
+        self.average = Average(self.model)
         # Ranks of one tensor-parallel group see the same samples; their dropout differs all the same.
         self.replica = dist.get_rank() // 2 if self.case.arrangement == "tensor" else dist.get_rank()
         random.seed(self.seed + 100 * self.replica)

@@ -1,6 +1,7 @@
 """The state of every optimizer that is accepted goes through plain dcp calls, from any ranks to any ranks."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.checkpoint import load_checkpoint
+from megatron_fsdp import ChainedOptimizer, MegatronFSDP, fully_shard, fully_shard_optimizer, steps_whole_tensors
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.dcp_contents import assert_same_contents, contents, state_of
 from tests.support.on_ranks import of_ranks, on_ranks
@@ -240,3 +242,146 @@ def test_the_functions_of_torch_key_the_state_by_name(tmp_path: Path) -> None:
     again, state_again = torch_state_dict.get_state_dict(other, fresh)
     dcp.save({"model": again, "optimizer": state_again}, checkpoint_id=tmp_path / "again")
     assert_same_contents(contents(str(tmp_path / "again")), contents(str(tmp_path / "saved")))
+
+
+# ---- state of no parameter -------------------------------------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps in state that belongs to no parameter, as SPAM of pytorch_optimizer does."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.state["count"] = 7  # type: ignore[index]
+        self.state["seen"] = {"total": torch.zeros(2)}  # type: ignore[index]
+
+    def step(self, closure: Any = None) -> Any:
+        """Count, and step."""
+        self.state["count"] += 1  # type: ignore[index,operator]
+        self.state["seen"]["total"] += 2.0  # type: ignore[index]
+        return super().step(closure)
+
+
+@steps_whole_tensors
+class CountingWhole(Counting):
+    """The same, where each parameter is stepped whole."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        """Count, and step."""
+        self.state["count"] += 1  # type: ignore[index,operator]
+        self.state["seen"]["total"] += 2.0  # type: ignore[index]
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.1)
+
+
+def shared_state(optimizer: torch.optim.Optimizer) -> list[Any]:
+    state: Any = optimizer.state
+    return [state.get("count"), state.get("seen", {}).get("total", torch.zeros(2)).tolist()]
+
+
+@pytest.mark.parametrize("how", ["alone", "whole", "chain"])
+@on_ranks(2)
+def test_state_that_belongs_to_no_parameter_is_kept_saved_and_loaded(how: str, tmp_path: Path) -> None:
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if how == "chain":
+            first, *others = params
+            return ChainedOptimizer(torch.optim.SGD([first], lr=0.1), Counting(others))
+        return (CountingWhole if how == "whole" else Counting)(params)
+
+    def fresh() -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+        module = Net()
+        model, optimizer = fully_shard(module, make(module.parameters()), zero_dp_strategy=3)
+        assert shared_state(optimizer) == [7, [0.0, 0.0]]
+        return model, optimizer
+
+    model, optimizer = fresh()
+    step(model, optimizer, 1)
+    assert shared_state(optimizer) == [8, [2.0, 2.0]]
+    save_checkpoint(model, optimizer, tmp_path / "ours", iteration=1)
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / "plain")
+    save_checkpoint(model, None, tmp_path / "extra", iteration=1, extra={"optimizer 2": optimizer})
+    for folder in ("ours", "plain", "extra", "by position"):
+        other, loaded = fresh()
+        if folder == "ours":
+            load_checkpoint(other, loaded, tmp_path / folder)
+        elif folder == "by position":
+            load_checkpoint(other, loaded, tmp_path / "plain", with_rng=False)
+        elif folder == "extra":
+            load_checkpoint(other, None, tmp_path / folder, extra={"optimizer 2": loaded})
+        else:
+            state = state_of(other, loaded)
+            dcp.load(state, checkpoint_id=tmp_path / folder)
+            other.load_state_dict(state["model"])
+            loaded.load_state_dict(state["optimizer"])
+        assert shared_state(loaded) == [8, [2.0, 2.0]], folder
+        step(other, loaded, 2)
+        assert shared_state(loaded) == [9, [4.0, 4.0]], folder
+
+
+def test_state_without_a_name_is_refused() -> None:
+    optimizer = Counting([nn.Parameter(torch.ones(2))])
+    optimizer.state[3] = 1  # type: ignore[index]
+    with pytest.raises(ConfigurationError, match="Counting keeps state under 3, a int, which belongs to no parameter"):
+        fully_shard_optimizer(optimizer)
+
+
+# ---- parameters that are frozen while state is loaded ----------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Two parameters of which one is frozen for a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, 3) -> (samples, 1)."""
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+def restarted(kind: Make, frozen: str | None, folder: Path, with_ours: bool = False) -> tuple[list[Tensor], list[str]]:
+    """Weights after a step, a restart with `first` frozen, and thawed steps; and what was warned of."""
+    torch.manual_seed(0)
+    module = Heads()
+    model, optimizer = fully_shard(module, kind(module.parameters()), zero_dp_strategy=3)
+    step(model, optimizer, 1)
+    if frozen is not None:
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder / frozen)
+        module = Heads()
+        if frozen == "before":
+            module.first.requires_grad_(requires_grad=False)
+        model, optimizer = fully_shard(module, kind(module.parameters()), zero_dp_strategy=3)
+        if frozen == "stepped":
+            step(model, optimizer, 5)
+            optimizer.state.pop(module.first.weight)
+        module.first.requires_grad_(requires_grad=False)
+        if with_ours:
+            load_checkpoint(model, optimizer, folder / frozen, with_rng=False)
+        else:
+            state = state_of(model, optimizer)
+            dcp.load(state, checkpoint_id=folder / frozen)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        module.first.requires_grad_(requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in (2, 3):
+            step(model, optimizer, number)
+    told = [str(each.message) for each in caught if "start from zero" in str(each.message)]
+    return [value.clone() for value in model.full_parameters().values()], told
+
+
+@on_ranks(2)
+def test_moments_of_frozen_parameters_are_loaded_or_missed_with_a_warning(tmp_path: Path) -> None:
+    wanted, _ = restarted(torch.optim.AdamW, None, tmp_path)
+    found, told = restarted(torch.optim.AdamW, "after", tmp_path / "adamw")
+    assert all(map(torch.equal, found, wanted))
+    assert told == []
+    found, told = restarted(torch.optim.AdamW, "before", tmp_path / "ours", with_ours=True)
+    assert all(map(torch.equal, found, wanted))
+    assert told == []
+    for kind, frozen in ((torch.optim.AdamW, "before"), (torch.optim.Adafactor, "stepped"), (Lion, "stepped")):
+        _, told = restarted(kind, frozen, tmp_path / kind.__name__)
+        assert [each.partition(" had")[0] for each in told] == ["first.weight"][dist.get_rank() :], (kind, frozen)

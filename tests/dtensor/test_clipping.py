@@ -92,9 +92,9 @@ def test_the_norms_of_many_tensors_share_one_collective(run_ranks: RunRanks) -> 
         assert again == pytest.approx(2 * wholes[3].norm().item(), rel=1e-5)
 
 
-def unscale(infinite: bool) -> tuple[float, float]:
-    """What every rank learns of an infinity on the last one."""
-    case = UnevenCase("columns", (5, 3), (2, 2), (0,), (0.5,), 1, 1)
+def unscale(infinite: bool, tensor_dim: int | None) -> tuple[float, float]:
+    """What every rank learns of an infinity on the last one, along tensor-parallel ranks or those with copies."""
+    case = UnevenCase("columns", (5, 3), (2, 2), (0,), (0.5,), tensor_dim, tensor_dim)
     mesh = make_mesh(case.sizes)
     grad = case.tensor(mesh)
     if infinite and dist.get_rank() == 3:
@@ -104,6 +104,7 @@ def unscale(infinite: bool) -> tuple[float, float]:
     return found.item(), (grad.to_local().view(-1)[-1] * 2).item()
 
 
+@pytest.mark.parametrize("tensor_dim", [1, None])
 @pytest.mark.parametrize("infinite", [False, True])
-def test_all_ranks_learn_of_an_infinite_gradient(run_ranks: RunRanks, infinite: bool) -> None:
-    assert [found for found, _ in run_ranks(4, unscale, infinite)] == [float(infinite)] * 4
+def test_all_ranks_learn_of_an_infinite_gradient(run_ranks: RunRanks, infinite: bool, tensor_dim: int | None) -> None:
+    assert [found for found, _ in run_ranks(4, unscale, infinite, tensor_dim)] == [float(infinite)] * 4

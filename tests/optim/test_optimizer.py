@@ -21,9 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_fsdp import ChainedOptimizer, MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import (
+    ChainedOptimizer,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from megatron_fsdp.automodel import AutoModelForCausalLM, MegatronFSDPConfig, connect_optimizer
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.optimizer import count_kinds, route_line
+from megatron_fsdp.optim.optimizer import _has_warned, count_kinds, route_line
 from tests.conftest import RunRanks
 from tests.support.api_net import (
     Layer,
@@ -427,7 +435,7 @@ class Words(nn.Module):
 
 def test_parameters_are_counted_by_what_they_are() -> None:
     model = Words()
-    assert count_kinds(model.parameters(), model.modules()) == (
+    assert count_kinds(model.parameters(), model) == (
         "norms 4",
         "matrices 2",
         "biases 2",
@@ -437,13 +445,13 @@ def test_parameters_are_counted_by_what_they_are() -> None:
         "head 1",
     )
     tied = Words(ties=True)
-    assert count_kinds([tied.head.weight], tied.modules()) == ("embeddings 1",)
-    assert count_kinds([torch.ones(2, 2), torch.ones(2)], ()) == ("matrices 1", "vectors 1")
+    assert count_kinds([tied.head.weight], tied) == ("embeddings 1",)
+    assert count_kinds([torch.ones(2, 2), torch.ones(2)]) == ("matrices 1", "vectors 1")
 
 
 def test_an_optimizer_over_all_of_whole_weights_is_called_replicated() -> None:
     model = nn.Linear(2, 2)
-    assert route_line(torch.optim.LBFGS(model.parameters()), model.modules()) == (
+    assert route_line(torch.optim.LBFGS(model.parameters()), model) == (
         "LBFGS: 2 parameters on whole tensors, the same on every rank (matrices 1, biases 1)"
     )
 
@@ -485,3 +493,125 @@ def test_what_is_routed_where_is_logged_once_and_described(run_ranks: RunRanks) 
     assert first[1:] == second[1:]
     assert first[1][0] == ("AdamW", "on local tensors", rest)
     assert first[2] == [(f"no connected optimizer updates 10 parameters ({', '.join(rest)})",), ()]
+
+
+# ---- 16-bit main weights ---------------------------------------------------------------------------------------------
+
+
+class Stochastic(torch.optim.SGD):
+    """Says that it rounds stochastically, as torchao's do."""
+
+    bf16_stochastic_round = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.bf16_stochastic_round = True
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64} | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def warned_of(connect: Callable[[], Any]) -> list[str]:
+    _has_warned.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        connect()
+    return [str(each.message) for each in caught if "rounds updates" in str(each.message)]
+
+
+@on_ranks(2)
+def test_an_optimizer_that_rounds_updates_of_16_bit_weights_away_is_warned_of_once_on_one_rank() -> None:
+    narrow: dict[str, Any] = {"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=None)}
+
+    def together(dtype: torch.dtype, kind: Any = torch.optim.AdamW, **arguments: Any) -> list[str]:
+        module = build().to(dtype)
+        return warned_of(lambda: fully_shard(module, kind(module.parameters()), mesh(), **arguments))
+
+    def twice() -> None:
+        model = fully_shard_model(build().half(), mesh(), **narrow)
+        for _ in range(2):
+            fully_shard_optimizer(ChainedOptimizer(torch.optim.SGD(model.parameters())))
+
+    def automodel() -> None:
+        transformers = pytest.importorskip("transformers")
+        config = MegatronFSDPConfig(backend="gloo")
+        model = AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**SMALL), distributed_config=config, dtype=torch.bfloat16
+        )
+        connect_optimizer(model, torch.optim.AdamW(model.parameters()))
+
+    told = [together(torch.bfloat16, **narrow), warned_of(twice), warned_of(automodel)]
+    if dist.get_rank():
+        assert told == [[], [], []]
+    else:
+        (policy,), (half,), (fields,) = told
+        assert policy.startswith("AdamW updates weights in bfloat16, which rounds updates of less than about a 500th")
+        assert policy.endswith("float32: mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32)")
+        assert half.startswith("SGD updates weights in float16")
+        assert fields.endswith("MegatronFSDPConfig(preserve_fp32_weights=True, grad_reduce_in_fp32=True)")
+    assert together(torch.bfloat16) == together(torch.float32, **narrow) == []
+    assert together(torch.bfloat16, Stochastic, **narrow) == []
+
+
+# ---- optimizers around another one -----------------------------------------------------------------------------------
+
+
+class Around(torch.optim.Optimizer):
+    """Wraps another one as Lookahead and accelerate do, without torch's constructor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class Sam(torch.optim.Optimizer):
+    """Wraps another one as SAM does: around its own groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+
+class Bare:
+    """Has groups and a step, and nothing that torch's have."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params)}]
+
+
+@on_ranks(2)
+def test_an_optimizer_around_another_is_refused_before_anything_changes() -> None:
+    refused = r"^{} wraps another optimizer, {} \({}\), .*fully_shard_optimizer\(optimizer\.{}\)"
+    for kind, inner, name in ((Around, "AdamW", "optimizer"), (Sam, "SGD", "base_optimizer")):
+        module = build()
+        params = list(module.parameters())
+        optimizer = kind(torch.optim.AdamW(params)) if kind is Around else Sam(params)
+        text = refused.format(kind.__name__, inner, name, name)
+        with pytest.raises(ConfigurationError, match=text):
+            fully_shard(module, optimizer, mesh(), fsdp_unit_modules=[Layer])
+        assert all(left is right for left, right in zip(module.parameters(), params, strict=True))
+        model = wrap_module(module)
+        wrapping = kind(torch.optim.AdamW(model.parameters())) if kind is Around else Sam(model.parameters())
+        with pytest.raises(ConfigurationError, match=text):
+            fully_shard_optimizer(wrapping)
+        fully_shard_optimizer(getattr(wrapping, name))
+    module = build()
+    with pytest.raises(ConfigurationError, match=r"Bare has no hooks .* derive it from torch.optim.Optimizer"):
+        fully_shard(module, Bare(module.parameters()), mesh())  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_wrapper_around_a_connected_optimizer_trains_as_one_process() -> None:
+    model, plain = wrap(3), build()
+    train(model, Around(fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))), 3)
+    train(plain, Around(torch.optim.AdamW(plain.parameters(), lr=1e-2)), 3)
+    assert largest_difference(weights(model), weights(plain)) <= TOLERANCE

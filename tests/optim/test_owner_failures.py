@@ -1,4 +1,4 @@
-"""A rank that has no memory left at any place of a step on whole tensors: one sentence on all ranks, none waits."""
+"""A rank that fails anywhere in a step with an exchange, for lack of memory or in a hook: one sentence on all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from megatron_fsdp import AdamW8bit, ChainedOptimizer
 from megatron_fsdp.errors import RankError
 from megatron_fsdp.optim import muon, whole_exchange, whole_step
 from tests.optim.test_whole_step import Factored
-from tests.support.on_ranks import of_ranks, on_ranks, same_on_ranks
+from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, same_on_ranks
 from tests.support.optimizer_twins import Twins, flat, matrices
 
 PLACES: dict[str, tuple[Any, str]] = {
@@ -90,3 +93,56 @@ def test_muon_fails_together_wherever_memory_ends() -> None:
 @on_ranks()
 def test_a_step_of_whole_tensors_fails_together_wherever_memory_ends() -> None:
     fail_everywhere(factored, {**PLACES, "new state": (whole_step, "_described")})
+
+
+def eight_bit(params: Sequence[Any]) -> torch.optim.Optimizer:
+    return AdamW8bit(params, lr=0.1)
+
+
+def chained(params: Sequence[Any]) -> torch.optim.Optimizer:
+    return ChainedOptimizer(torch.optim.SGD(params[:1], lr=0.1), torch.optim.Muon(params[1:], lr=0.1))
+
+
+def wide() -> nn.Module:
+    """Matrices whose shards end inside of blocks of 256 elements."""
+    with fixed_seed(3):
+        return nn.Sequential(nn.Linear(20, 29, bias=False), nn.Linear(29, 20, bias=False))
+
+
+def fail_on_the_last(*_arguments: Any) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise KeyError("no such metric")
+
+
+@pytest.mark.full(short=["hook-chained", "earlier-one_muon", "rate-eight_bit", "hook-factored"])
+@pytest.mark.parametrize("make", [one_muon, factored, eight_bit, chained], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("trouble", ["earlier", "hook", "rate"])
+@on_ranks(3)
+def test_a_hook_or_a_rate_that_fails_on_one_rank_fails_on_all(
+    make: Callable[[Sequence[Any]], torch.optim.Optimizer], trouble: str
+) -> None:
+    """Before the exchange of a step; one that does not fail then is right."""
+    handles = []
+
+    def made(params: Sequence[Any]) -> torch.optim.Optimizer:
+        optimizer = make(params)
+        if trouble == "earlier" and isinstance(params[0], DTensor):  # than connected
+            handles.append(optimizer.register_step_pre_hook(fail_on_the_last))
+        return optimizer
+
+    twins = Twins(wide(), made, flat(3))
+    group = twins.optimizer.param_groups[-1]
+    rate = group["lr"]
+    if trouble == "hook":
+        handles.append(twins.optimizer.register_step_pre_hook(fail_on_the_last))
+    elif trouble == "rate" and dist.get_rank() == 2:
+        group["lr"] = "fast"
+    with pytest.raises(RankError) as raised:
+        twins.step(0)
+    assert "rank 2" in same_on_ranks(str(raised.value))
+    group["lr"] = rate
+    for handle in handles:
+        handle.remove()
+    if make is not chained:  # whose SGD has stepped where there was no trouble
+        twins.step(0)
+        assert twins.differing() == []

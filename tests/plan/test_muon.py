@@ -5,10 +5,14 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optim.optimizer import count_kinds, kinds_of, route_line
 from megatron_fsdp.plan import plan
 from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.muon import muon_matrices, muon_work
+from megatron_fsdp.train.models.decoder import Decoder, ModelShape
+from megatron_fsdp.train.models.trained import build_optimizer
+from megatron_fsdp.train.options import OptimizerOptions
 from tools.pages import BALANCED_RANKS, balance_rows
 
 
@@ -31,6 +35,45 @@ class Words(nn.Module):
 def test_embeddings_head_norms_and_biases_are_left_to_the_other_optimizer() -> None:
     with torch.device("meta"):
         assert muon_matrices(Words()) == {"middle.weight": (4, 4), "stack": (3, 4, 2)}
+
+
+GPT = {"normalization": "LayerNorm", "is_gated": False, "normalizes_query_key": False, "has_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrices"),
+    [
+        (ModelShape(50_257, 24, 2048, 16, 8192, learned_positions=2048, **GPT), 96),  # GPT-3 1.3B
+        (ModelShape(256, 2, 64, 2, 256, learned_positions=64, **GPT), 8),  # widths of context and vocabulary
+        (ModelShape(192, 1, 64, 2, 256, learned_positions=192, ties_embeddings=True, **GPT), 4),  # a block alone
+    ],
+)
+def test_a_width_that_equals_context_or_vocabulary_makes_no_head(shape: ModelShape, matrices: int) -> None:
+    with torch.device("meta"):
+        model = Decoder(shape)
+    assert len(muon_matrices(model)) == matrices
+    muon, adamw = build_optimizer(model, OptimizerOptions(optimizer="muon", lr=1e-3)).optimizers  # type: ignore[attr-defined]
+    assert route_line(muon, model).endswith(f"(matrices {matrices})")
+    wanted = "embeddings 2" if shape.ties_embeddings else "embeddings 2, head 1"
+    assert wanted in route_line(adamw, model)
+
+
+def test_heads_of_transformers_are_those_that_models_name() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, intermediate_size=64, **sizes))
+        gpt2 = transformers.GPT2Model(
+            transformers.GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=1, n_head=4)
+        )
+        tower = nn.ModuleDict({"text": gpt2, "project": nn.Linear(32, 32, bias=False)})
+        alike = transformers.BertForSequenceClassification(
+            transformers.BertConfig(vocab_size=64, type_vocab_size=4, num_labels=4, intermediate_size=64, **sizes)
+        )
+    assert "head 1" in count_kinds(llama.parameters(), llama)
+    assert "matrices 14" in count_kinds(llama.parameters(), llama)
+    assert kinds_of([tower["project"].weight], tower) == ["matrices"]  # as wide as there are positions
+    assert kinds_of([alike.classifier.weight], alike) == ["matrices"]  # as wide as there are types
 
 
 def test_a_stack_counts_as_its_matrices() -> None:

@@ -35,6 +35,7 @@ from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
 from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.optim.optimizer import KEEPS_FLOAT32_BY
 
 _PARALLEL = (FSDPModule, MegatronFSDP, nn.parallel.DistributedDataParallel)
 
@@ -306,6 +307,7 @@ class MegatronFSDPManager:
             forwards.checkpoint_mlps(model)
         elif self.config.activation_checkpointing:
             forwards.checkpoint_layers(model, is_selective=self.config.activation_checkpointing == "selective")
+        setattr(model, KEEPS_FLOAT32_BY, "MegatronFSDPConfig(preserve_fp32_weights=True, grad_reduce_in_fp32=True)")
         arguments = self.engine_arguments()
         if leaves_empty:
             arguments["init_model_with_meta_device"] = ALLOCATE_ONLY

@@ -31,7 +31,10 @@ OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "r
 """Of `TrainingArguments.optim`: those of torch, which update each element by itself."""
 
 _WRAPS = "the model is parallel already; leave it out, and choose by distributed_config of from_pretrained"
-_DTYPES = "dtypes are those of the model; give dtype to from_pretrained, or mp_policy or autocast_dtype of FSDP2Config"
+_DTYPES = (
+    "dtypes are those of the model: give dtype=torch.bfloat16 to from_pretrained, with MegatronFSDPConfig("
+    "preserve_fp32_weights=True, grad_reduce_in_fp32=True), or mp_policy or autocast_dtype of FSDP2Config"
+)
 _DDP = "it has no effect on a model that is wrapped already; leave it out"
 _REFUSED: Mapping[str, str] = {
     "deepspeed": _WRAPS,
@@ -59,7 +62,8 @@ _MUST_BE_NONE = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadca
 class ShardedTrainer(transformers.Trainer):
     """A trainer that leaves the model as it is: sharded, or replicated by DDP.
 
-        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=MegatronFSDPConfig())
+        config = MegatronFSDPConfig(preserve_fp32_weights=True, grad_reduce_in_fp32=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
         trainer = ShardedTrainer(model, TrainingArguments(output_dir=...), train_dataset=...)
         trainer.train(resume_from_checkpoint=None)
 

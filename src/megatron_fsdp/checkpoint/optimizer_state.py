@@ -65,6 +65,7 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
         for index, slots in by_index[STATE].items()
         if slots and isinstance(index, int) and flat[index] not in repeated | blank
     }
+    state |= {key: value for key, value in by_index[STATE].items() if isinstance(key, str)}  # of no parameter
     options = [
         {
             **{key: value for key, value in group.items() if key != "params"},
@@ -78,7 +79,12 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the class name of the optimizer, or of the one that it wraps."""
-    return type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
+    return type(_inner(optimizer)).__name__
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    inner: torch.optim.Optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    return inner
 
 
 def _require_no_local_parts(optimizer: torch.optim.Optimizer) -> None:
@@ -110,14 +116,15 @@ def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torc
 class OptimizerMatch:
     """The state that an optimizer will have once everything is read; state that it does not have yet is made.
 
-    `leaves` and `options` (of its group) are by parameter; the state of those in `kept` stays, since the checkpoint has
-    none that fits; `rest` are the keys of what else is stored.
+    `leaves` and `options` (of its group) are by parameter, and `shared` is state of none; the state of those in `kept`
+    stays, since the checkpoint has none that fits; `rest` are the keys of what else is stored.
     """
 
     def __init__(self, match: Match, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self.leaves: dict[str, Leaves] = {}
         self.options: dict[str, dict[str, Any]] = {}
         self.kept: set[str] = set()
+        self.shared: Leaves = {}
         self.rest: dict[str, str] = {}
         self._match, self._folder, self._optimizer, self._model = match, match.folder, optimizer, model
         self._names = named_parameters_of(optimizer, model)
@@ -125,6 +132,9 @@ class OptimizerMatch:
         self._params: dict[str, torch.Tensor] = dict(zip(chain.from_iterable(self._names), params, strict=True))
         own_names = {id(param): naming.own_name(model, name) for name, param in model.named_parameters()}
         self._own_names = {name: own_names[id(param)] for name, param in self._params.items()}
+        live: Mapping[Any, Any] = optimizer.state
+        flat, paths = naming.flatten({key: value for key, value in live.items() if isinstance(key, str)})
+        self._live_shared: dict[KeyPath, Any] = {paths[key]: value for key, value in flat.items()}
         self._keys = match.keys_below(f"{OPTIMIZER}.")
         self._listed = list(chain.from_iterable(naming.listed_names(optimizer, model, self._names)))  # of all experts
         self._of_all = naming.place_of(model).names
@@ -138,6 +148,8 @@ class OptimizerMatch:
             self._leave_incomplete_state(slots)
             if slots:
                 self._note_what_lacks(slots.keys())
+                missing = self._live_shared.keys() - self.shared.keys()
+                match.missing += sorted(f"{_STATE}{'.'.join(path)}" for path in missing)
             if self._kind not in (None, kind_of(optimizer)):
                 told = f"state of {self._kind!s:.100}, and the optimizer is {kind_of(optimizer)}"
                 match.unexpected.append(f"{_KIND} ({told})")
@@ -152,7 +164,7 @@ class OptimizerMatch:
 
     def install(self, objects: Mapping[str, Any]) -> None:
         """Load state and options by the optimizer's own `load_state_dict`, with its hooks."""
-        optimizer, state = self._optimizer, dict[int, Any]()
+        optimizer, state = self._optimizer, dict[Any, Any]()
         positions = {name: position for position, name in enumerate(self._params)}
         wanted_by = {
             name: wanted for names, wanted in zip(self._names, self._group_options, strict=True) for name in names
@@ -163,6 +175,8 @@ class OptimizerMatch:
             if ("step",) not in slots and "step" not in wanted_by[name] and isinstance(step, int | float):
                 slots["step",] = torch.tensor(float(step))
             state[positions[name]] = naming.unflatten(slots)
+        shared = self._live_shared | filled(self.shared, objects)
+        state = {**naming.unflatten(shared), **state}
         for name in self.kept:
             if found := optimizer.state.get(self._params[name]):
                 state[positions[name]] = dict(found)
@@ -172,12 +186,15 @@ class OptimizerMatch:
         ]
         rest = {name: objects[key] for name, key in self.rest.items()}
         optimizer.load_state_dict({STATE: state, GROUPS: groups, **rest})
+        getattr(_inner(optimizer), "_misses_no_state", lambda: None)()  # also of frozen parameters, for which it asks
 
     # ---- state ----
 
     def _slots(self) -> dict[str, dict[KeyPath, str]]:
         """Return the key of each slot, by parameter and path of the slot."""
         found: dict[str, dict[KeyPath, str]] = {}
+        shared = self._match_shared()
+        self._keys = [key for key in self._keys if key not in shared]
         keys = self._below(_STATE, self._known)
         by_position = self._by_position(any(name for name, *_ in keys))
         for name, slot, key in keys:
@@ -191,6 +208,21 @@ class OptimizerMatch:
             is_told = len(path) > 3 and ".".join(path[3:]) == slot  # how state nests, and which names have dots
             found.setdefault(name, {})[path[3:] if is_told else tuple(slot.split("."))] = key
         return found
+
+    def _match_shared(self) -> list[str]:
+        """Match state of no parameter, which is a single value or known by name here; return its keys."""
+        heads = {path[0] for path in self._live_shared}
+        paths = {key: path_of(self._folder, key)[2:] for key in self._keys if key.startswith(_STATE)}
+        found = {key: path for key, path in paths.items() if len(path) == 1 or path[0] in heads}
+        for key, path in found.items():
+            if key in self._folder.objects:
+                self.shared[path] = self._match.want_object(key)
+                continue
+            here, entry = self._live_shared.get(path), self._folder.tensors[key]
+            target = here if isinstance(here, torch.Tensor) else torch.empty(entry.shape, dtype=entry.dtype)
+            if self._match.want_tensor(key, target):
+                self.shared[path] = target
+        return list(found)
 
     def _below(self, prefix: str, known: set[str]) -> list[tuple[str | None, str, str]]:
         """Split the keys below a prefix, whatever wrappers they had: the parameter, the rest, and the whole key."""
@@ -355,7 +387,8 @@ class _OptimizerByPosition:
         return {**found, STATE: {str(position): slots for position, slots in found[STATE].items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        by_position = {int(position): slots for position, slots in state_dict.get(STATE, {}).items()}
+        state = state_dict.get(STATE, {})
+        by_position = {int(key) if key.isdecimal() else key: slots for key, slots in state.items()}
         self._optimizer.load_state_dict({**state_dict, STATE: by_position})
 
     def blank(self, path: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:

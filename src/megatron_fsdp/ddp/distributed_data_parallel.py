@@ -122,6 +122,10 @@ class DistributedDataParallel(MegatronFSDP):
         NotSupportedYetError: A field that this version does not implement is not at its default.
     """
 
+    _keeps_float32_by = (
+        "DistributedDataParallelConfig(megatron_fsdp_main_params_dtype=torch.float32, grad_reduce_in_fp32=True)"
+    )
+
     @agreed("sharding the model", _ranks_of)
     @explains_arguments()
     def __init__(

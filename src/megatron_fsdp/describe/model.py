@@ -217,7 +217,7 @@ def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescripti
             continue  # its optimizers are connected, too
         own = [param for group in optimizer.param_groups for param in group["params"] if id(param) in order]
         kind, groups = type(optimizer).__name__, len(optimizer.param_groups)
-        parts = count_kinds(own, module.modules())
+        parts = count_kinds(own, module)
         first = min((order[id(param)] for param in own), default=len(order))
         found.append((first, OptimizerDescription(kind, groups, len(own), step_of(optimizer), parts)))
     return tuple(told for _, told in sorted(found, key=lambda entry: (entry[0], entry[1].class_name)))
@@ -230,9 +230,7 @@ def without_optimizer(engine: Engine, module: nn.Module) -> tuple[str, ...]:
     left = [param for param in trained if id(param) not in held]
     if not held or not left:
         return ()
-    return (
-        f"no connected optimizer updates {len(left)} parameters ({', '.join(count_kinds(left, module.modules()))})",
-    )
+    return (f"no connected optimizer updates {len(left)} parameters ({', '.join(count_kinds(left, module))})",)
 
 
 def unused_of(engine: Engine) -> tuple[str, ...] | None:

@@ -268,14 +268,14 @@ def _wrap(result: Any, frames: Frames) -> Any:
 
 
 def unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run `GradScaler`'s check and unscaling; all ranks that share a tensor learn whether any found infinity."""
+    """Run `GradScaler`'s check and unscaling; all ranks that hold a part or a copy learn whether any found infinity."""
     grads, found_inf, *rest = args
     func([_local(each) for each in grads], found_inf, *rest, **kwargs)
     groups = {
         group.group_name: group
         for each in grads
         if isinstance(each, UnevenDTensor)
-        for group in each.shard_frame.groups
+        for group in each.shard_frame.all_groups
     }
     for name in sorted(groups):
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=groups[name])

@@ -90,6 +90,11 @@ class ShardFrame:
         return tuple(self.mesh.get_group(dim) for dim in self.description.spread_dims)
 
     @functools.cached_property
+    def all_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups of all ranks that hold other elements or the same, tensor-parallel ones included."""
+        return tuple(self.mesh.get_group(dim) for dim, size in enumerate(self.description.use.sizes) if size > 1)
+
+    @functools.cached_property
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Groups of data-parallel ranks that hold different elements; tensor-parallel ranks have one loss."""
         use = self.description.use

@@ -165,14 +165,19 @@ def state_as_saved(
             f"optimizer.state_dict() numbers parameters, and {numbering.problem}, so numbers mean other parameters on "
             "other ranks; save the state of each expert-parallel rank by itself"
         )
-        refused = {key: _refused(state, problem) for key, state in state_dict["state"].items()}
+        refused = {
+            key: state if isinstance(key, str) else _refused(state, problem)
+            for key, state in state_dict["state"].items()
+        }
         return {**state_dict, "state": refused}
     starts = list(itertools.accumulate(map(len, numbering.groups[:-1]), initial=0))
     numbers = [start + place for start, places in zip(starts, numbering.own, strict=True) for place in places]
     flat = list(itertools.chain.from_iterable(local))
-    state = {
+    shared = {key: value for key, value in state_dict["state"].items() if isinstance(key, str)}  # of no parameter
+    state = shared | {
         numbers[key]: {slot: described(names.as_saved(flat[key], value)) for slot, value in values.items()}
         for key, values in state_dict["state"].items()
+        if key not in shared
     }
     groups = [
         _listing(group, range(start, start + len(every)), every)
@@ -205,7 +210,8 @@ def state_as_held(
         positions = numbering.own
     else:
         return state_dict  # torch raises for it
-    state, groups, count = {}, [], itertools.count()
+    state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if isinstance(key, str)}
+    groups, count = [], itertools.count()
     for group, keys, places, own in zip(state_dict["param_groups"], saved, positions, local, strict=True):
         numbers = [next(count) for _ in own]
         for number, place, name in zip(numbers, places, own, strict=True):

@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from megatron_fsdp.comm.agreement import ask
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.optim.step import params_of
+from megatron_fsdp.optim.step import ExchangingStep, params_of
+from megatron_fsdp.optim.whole_exchange import Met, judge_met
 from megatron_fsdp.sharding.shards import Cut, ListedCut, ShardDescription, TensorParallelCut
 
 BLOCK = 256
@@ -64,6 +66,8 @@ class AdamW8bit(Optimizer):
         ConfigurationError: A number is out of its range, or a parameter has no blocks that belong to one global tensor:
             a DTensor that `fully_shard` has not made, or one of its own that other parallelism cuts inside a block.
     """
+
+    _has_agreed = False  # in the step that is running
 
     def __init__(
         self,
@@ -100,12 +104,16 @@ class AdamW8bit(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         codes = functools.cache(_codes_on)  # for this step: once a device, not once a parameter
-        pieces = [
-            _Piece(param, group, self._state_of(param), codes)
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
+        pieces: list[_Piece] = []
+        error: Exception | None = None
+        try:
+            for group in self.param_groups:
+                float(group["lr"])
+                found = (param for param in group["params"] if param.grad is not None)
+                pieces += [_Piece(param, group, self._state_of(param), codes) for param in found]
+        except Exception as met:  # noqa: BLE001 - the ranks that share blocks must raise, too
+            error = met
+        self.agree(error)
         shared = _shared(pieces)
         for are_new in (False, True):
             for members in shared:
@@ -114,11 +122,23 @@ class AdamW8bit(Optimizer):
             piece.update()
         return loss
 
+    def agree(self, error: Exception | None) -> None:
+        """Raise on all ranks what any has met before scales of shared blocks are exchanged; collective if some are."""
+        self._has_agreed = True
+        live = [param for param in params_of(self) if isinstance(param, UnevenDTensor) and param.grad is not None]
+        frames = [param.shard_frame for param in live]
+        cuts = [(frame, (frame.description.cut, *frame.description.other_cuts)) for frame in frames]
+        groups = dict.fromkeys(  # replicas, too, which may wait for these ranks later
+            group for frame, parts in cuts if any(map(_straddling, parts)) for group in frame.all_groups
+        )
+        ask([(group, Met.of(error)) for group in groups], judge_met, error)
+        if error is not None:  # where nothing is shared
+            raise error
+
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if not state:
             state.update(self.first_state(param))
-        state[_STEP] += 1
         return state
 
     def first_state(self, param: Tensor) -> dict[str, Any]:
@@ -159,6 +179,21 @@ class AdamW8bit(Optimizer):
             handle.remove()
         for param, state in held.values():  # which torch has cast to the dtype of the parameters
             self.state[param].update(state)
+
+
+class BlocksStep(ExchangingStep):
+    """Steps one AdamW8bit, which itself agrees with the ranks that share its blocks."""
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Note that these ranks will wait for this one."""
+        super().begin(optimizer)
+        cast(AdamW8bit, optimizer)._has_agreed = False
+
+    def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+        """Raise what a hook has met; collective, unless the step has agreed already."""
+        own = cast(AdamW8bit, optimizer)
+        if not own._has_agreed:
+            own.agree(error)
 
 
 def check_blocks(optimizer: AdamW8bit) -> None:
@@ -322,7 +357,7 @@ class _Piece:
         codes_on: Callable[[torch.device], tuple[_Code, _Code]],
     ) -> None:
         assert param.grad is not None
-        self._group, self._count = group, float(state[_STEP])
+        self._group, self._state, self._count = group, state, float(state[_STEP]) + 1
         if isinstance(param, UnevenDTensor):
             frame = param.shard_frame
             description, self.groups = frame.description, frame.shard_groups
@@ -358,7 +393,8 @@ class _Piece:
             self.scales[:, block - self.first] = scales
 
     def update(self) -> None:
-        """Update weights, codes and scales."""
+        """Update weights, codes, scales and the count of steps."""
+        self._state[_STEP].add_(1)
         step = CHUNK // BLOCK
         for first in range(self.first, self._last, step):
             self._update(first, min(first + step, self._last))

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError, RankError
-from megatron_fsdp.optim.step import Step, params_of
-from megatron_fsdp.optim.whole_exchange import Ranks
+from megatron_fsdp.optim.step import ExchangingStep, Step, params_of, without_parameter
+from megatron_fsdp.optim.whole_exchange import Met, Ranks
 
 
 class ChainedOptimizer(Optimizer):
@@ -62,6 +62,12 @@ class ChainedOptimizer(Optimizer):
             raise ConfigurationError(
                 f"ChainedOptimizer was given a parameter of shape {tuple(twice[0].shape)} twice; give it to one "
                 "optimizer"
+            )
+        keys = Counter(key for each in self.optimizers for key in without_parameter(each.state))
+        for key in (key for key, count in keys.items() if count > 1):
+            raise ConfigurationError(
+                f"two optimizers of a ChainedOptimizer keep state that belongs to no parameter under {key!r}, of which "
+                "its state dict would hold one; rename one, or step them without a chain"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,11 +116,13 @@ class ChainedOptimizer(Optimizer):
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError("loaded state dict has a different number of parameter groups")  # as torch says it
-        first = 0
+        first, shared, last = 0, without_parameter(state_dict["state"]), self.optimizers[-1]
         for each in self.optimizers:
             own = groups[first : first + len(each.param_groups)]
             numbers = [number for group in own for number in group["params"]]
             state = {number: state_dict["state"][number] for number in numbers if number in state_dict["state"]}
+            state |= {key: value for key, value in shared.items() if key in each.state or each is last}
+            shared = {key: value for key, value in shared.items() if key not in state}
             each.load_state_dict({"state": state, "param_groups": own})
             first += len(own)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -126,7 +134,7 @@ def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
 
 
-class ChainedStep(Step):
+class ChainedStep(ExchangingStep):
     """Steps the optimizers of a chain; they fail on all ranks together.
 
     A rank on which one fails steps the others all the same, as its peers do, which may wait for messages. Then ranks
@@ -134,6 +142,7 @@ class ChainedStep(Step):
     """
 
     def __init__(self, members: Sequence[tuple[Optimizer, Step]]) -> None:
+        super().__init__()
         self._members = members
         self._running: Optimizer | None = None
         self._has_begun = False  # it stands in for the running one, or has been stood in for by that one's own hooks
@@ -154,11 +163,28 @@ class ChainedStep(Step):
 
     def step(self) -> None:
         """Step the optimizers one after another, with their own hooks; what fails is kept for `finish`."""
+        self._begun = None
+        self._all(self._step)
+
+    def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+        """Take part in what ranks agree on for each optimizer, whose steps a hook of the chain has prevented."""
+        assert error is not None
+        self._begun = None
+        self._all(lambda _optimizer, way: self._missed(way, error))
+        self._finish(optimizer, Met.of(error))
+
+    def _missed(self, way: Step, error: Exception) -> None:
+        way.fail(error)
+        raise error
+
+    def _all(self, step: Callable[[Optimizer, Step], None]) -> None:
+        """Do the same for the optimizers one after another; what fails is kept for `finish`."""
         self._met = []
         for optimizer, way in self._members:
             self._running, self._has_begun, self._stands_in = optimizer, False, False
+            way.begin(optimizer)
             try:
-                self._step(optimizer, way)
+                step(optimizer, way)
             except RankError as error:  # on all ranks together
                 self._met.append(error)
                 return
@@ -172,10 +198,11 @@ class ChainedStep(Step):
     def _step(self, optimizer: Optimizer, way: Step) -> None:
         try:
             optimizer.step()
+        except RankError:
+            raise
         except Exception as error:
-            if not self._has_begun:  # a hook of the user has failed, while other ranks are in the step
-                way.stand_in(optimizer)
-            way.fail(error)
+            if self._stands_in or not self._has_begun:  # else it has done so by itself
+                way.fail(error)
             raise
 
     def _before(self, way: Step, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,13 +225,16 @@ class ChainedStep(Step):
             RankError: On every rank, with the same message, where one has failed on a rank; says which ones stepped.
             Exception: What a rank without peers has met.
         """
-        here = [None if error is None else f"{type(error).__name__}: {error}" for error in self._met]
+        self._finish(optimizer, Met())
+
+    def _finish(self, optimizer: Optimizer, prevented: Met) -> None:
+        here = [Met.of(error).text for error in self._met]
         error = next(filter(None, self._met), None)
         names = [type(each).__name__ for each, _ in self._members]
         groups = [ranks.group for ranks in self._all_ranks(optimizer)]
         if error is not None and all(group is None for group in groups):
             raise error
-        ask([(group, here) for group in groups], lambda everyone: _told(names, everyone), error)
+        ask([(group, (prevented, here)) for group in groups], lambda everyone: _judge(names, everyone), error)
 
     def hand_over(self) -> None:
         """Let each optimizer have what its step has made."""
@@ -226,6 +256,13 @@ class ChainedStep(Step):
 def _call(method: weakref.WeakMethod[Callable[..., Any]], *arguments: Any) -> Any:
     alive = method()
     return None if alive is None else alive(*arguments)
+
+
+def _judge(names: Sequence[str], everyone: Sequence[tuple[Met, Sequence[str | None]]]) -> Problem | None:
+    first, _ = everyone[0]
+    if first.is_ours and all(prevented == first for prevented, _ in everyone):
+        return None  # each rank raises it
+    return _told(names, [here for _, here in everyone])
 
 
 def _told(names: Sequence[str], everyone: Sequence[Sequence[str | None]]) -> Problem | None:

@@ -331,7 +331,8 @@ def memory_of(param: Tensor) -> tuple[StateMemory | None, int]:
 def rehome(optimizer: Optimizer) -> None:
     """Move state that was just loaded to where it rests."""
     devices: set[torch.device] = set()
-    for param, state in optimizer.state.items():
+    for param in params_of(optimizer):
+        state: State = optimizer.state.get(param, {})
         memory, index = memory_of(param)
         assert isinstance(param, UnevenDTensor)
         for key in _tensors(state, _SHARDED_STATE[type(optimizer)]) if memory is not None else ():

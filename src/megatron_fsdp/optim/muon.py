@@ -27,7 +27,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,7 +42,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import shown_grads
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.step import Step, params_of
+from megatron_fsdp.optim.step import ExchangingStep, params_of
 from megatron_fsdp.optim.whole_exchange import (
     Exchange,
     Messages,
@@ -199,29 +198,22 @@ class _Matrix:
 # ---- all matrices ----------------------------------------------------------------------------------------------------
 
 
-class MuonStep(Step):
+class MuonStep(ExchangingStep):
     """Steps one Muon; keeps process groups, and the plan of the latest step."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._ranks: dict[DeviceMesh, Ranks] = {}
         self._owned: tuple[Any, list[int]] = None, []
         self._planned: tuple[Any, list[tuple[list[int], Exchange]]] = None, []
         self._parts: dict[tuple[ShardFrame, tuple[int, ...]], tuple[tuple[ShardFrame, slice], ...]] = {}
-        self._begun: weakref.ref[Optimizer] | None = None  # until ranks have agreed for the first time in its step
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object on which the code of the optimizer's class is to run its step."""
         made = MuonStandIn.__new__(MuonStandIn)
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
-        self._begun = weakref.ref(optimizer)
         made._update = functools.partial(self.update, optimizer)
         return made
-
-    def fail(self, error: Exception) -> None:
-        """Raise a RankError on all ranks, if they have not agreed in this step yet; `update` does it from then on."""
-        optimizer = None if self._begun is None else self._begun()
-        if optimizer is not None:
-            self._agree(optimizer, error)
 
     @torch.no_grad()
     def update(self, optimizer: Optimizer) -> None:
@@ -244,7 +236,7 @@ class MuonStep(Step):
             messages = _reserve([exchange for _, exchange in planned], matrices[0].param.device)
         except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
             error = met
-        self._agree(optimizer, error)
+        self.agree(optimizer, error)
         waves = [
             _Wave([stepped[index] for index in members], each, optimizer.state)
             for (members, _), each in zip(planned, messages, strict=True)
@@ -256,12 +248,12 @@ class MuonStep(Step):
                 waves[turn - 1].compute()
             if turn > 1:
                 waves[turn - 2].receive()
-        self._agree(optimizer, next((wave.error for wave in waves if wave.error is not None), None))
+        self.agree(optimizer, next((wave.error for wave in waves if wave.error is not None), None))
         for wave in waves:
             wave.apply()
 
-    def _agree(self, optimizer: Optimizer, error: Exception | None) -> None:
-        """Raise on all ranks of the meshes that step what any of them has met."""
+    def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+        """Raise on all ranks of the meshes that step what any of them has met; collective."""
         self._begun = None
         params = params_of(optimizer)
         ranks = [self._ranks_of(param.shard_frame.mesh) for param in params]

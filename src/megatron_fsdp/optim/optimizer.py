@@ -6,11 +6,13 @@ Which optimizer steps how is said here (`step_of`, `_make_step`), and which are 
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,32 +21,27 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.gradients import GRAD
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
+from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError, warn_caller
+from megatron_fsdp.optim.adamw8bit import AdamW8bit, BlocksStep, check_blocks
 from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, members_of
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
 from megatron_fsdp.optim.muon import SPLIT_KEY, MuonStep, check_muon
-from megatron_fsdp.optim.state_dict import as_held, as_saved, with_blank_state
-from megatron_fsdp.optim.step import Models, Step, engine_of, params_of
+from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, warn_of_thawed, with_blank_state
+from megatron_fsdp.optim.step import ExchangingStep, Models, Step, engine_of, params_of, without_parameter
 from megatron_fsdp.optim.step_in_backward import StepInBackward
 from megatron_fsdp.optim.whole_step import (
     OwnedStep,
     ReplicatedStep,
-    check_replicated,
     inherits_declaration,
     steps_owned,
     steps_replicated,
 )
+from megatron_fsdp.sharding.units import outside_of_blocks
 
-WHOLE_TENSOR_OPTIMIZERS = (
-    torch.optim.LBFGS,
-    torch.optim.Adafactor,
-    torch.optim.Muon,
-    torch.optim.Rprop,
-    torch.optim.SparseAdam,
-)
+WHOLE_TENSOR_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.Rprop)
 """Torch's optimizers whose step, or an operation in it, needs more than the elements of a shard."""
 
 
@@ -65,33 +62,36 @@ def step_of(optimizer: Optimizer) -> str:
     return "on local tensors" if steps_locally(optimizer) else "on DTensors"
 
 
-def count_kinds(params: Iterable[Tensor], modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Count parameters by what they are, the most first: ("norms 65", "embeddings 1", "head 1"); see `kinds_of`."""
-    return tuple(f"{kind} {count}" for kind, count in Counter(kinds_of(params, modules)).most_common())
+def count_kinds(params: Iterable[Tensor], *models: nn.Module) -> tuple[str, ...]:
+    """Count parameters by kind, the most first: ("norms 65", "embeddings 1", "head 1"); see `kinds_of`."""
+    return tuple(f"{kind} {count}" for kind, count in Counter(kinds_of(params, *models)).most_common())
 
 
-def kinds_of(params: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[str]:
-    """Name what each parameter is.
+def kinds_of(params: Iterable[Tensor], *models: nn.Module) -> list[str]:
+    """Name the kind of each parameter: the one rule by which Muon's matrices are chosen, planned and shown.
+
+    A head is what a model returns by `get_output_embeddings()`, or a linear layer as tall as a token embedding that
+    stands outside of repeated blocks, where a width may be as large as the vocabulary by chance. Tied to an embedding
+    it is one.
 
     Args:
         params: Some parameters.
-        modules: Of the whole model; what they do not hold just now is told by its shape.
+        models: Those that they are of; what these do not hold just now is told by its shape.
 
     Returns:
         "matrices", "stacks of matrices", "embeddings", "head", "norms", "biases" or "vectors", for each.
     """
-    modules = list(modules)
-    holders: dict[int, tuple[nn.Module | None, str]] = {
-        id(param): (module, name)
-        for module in reversed(modules)  # of tied ones the first
-        for name, param in module._parameters.items()
-        if param is not None
-    }
-    vocabularies = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}
-    return [_kind(param, holders.get(id(param), (None, "")), vocabularies) for param in params]
+    holders: dict[int, tuple[nn.Module, str]] = {}
+    for module in itertools.chain.from_iterable(model.modules() for model in models):
+        for name, param in module._parameters.items():
+            if param is not None and (id(param) not in holders or isinstance(module, nn.Embedding)):
+                holders[id(param)] = module, name
+    heads = {id(weight) for model in models for weight in _heads(model)}
+    nowhere: tuple[nn.Module | None, str] = None, ""
+    return [_kind(param, holders.get(id(param), nowhere), id(param) in heads) for param in params]
 
 
-def _kind(param: Tensor, holder: tuple[nn.Module | None, str], vocabularies: set[int]) -> str:
+def _kind(param: Tensor, holder: tuple[nn.Module | None, str], is_head: bool) -> str:
     module, name = holder
     if isinstance(module, nn.Embedding):
         return "embeddings"
@@ -100,14 +100,40 @@ def _kind(param: Tensor, holder: tuple[nn.Module | None, str], vocabularies: set
     if name.endswith("bias"):
         return "biases"
     if param.dim() == 2:
-        return "head" if isinstance(module, nn.Linear) and param.shape[0] in vocabularies else "matrices"
+        return "head" if is_head else "matrices"
     return "stacks of matrices" if param.dim() > 2 else "vectors"
 
 
-def route_line(optimizer: Optimizer, modules: Iterable[nn.Module]) -> str:
+def _heads(model: nn.Module) -> Iterator[Tensor]:
+    """Iterate over the weights that turn hidden states into scores of tokens."""
+    outer = outside_of_blocks(model)
+    named = _declared(model, "get_input_embeddings") or [
+        module for name, module in outer.items() if not _POSITIONS.search(name)
+    ]
+    heights = {module.num_embeddings for module in named if isinstance(module, nn.Embedding)}
+    tall = [module for module in outer.values() if isinstance(module, nn.Linear) and module.weight.shape[0] in heights]
+    for module in (*_declared(model, "get_output_embeddings"), *tall):
+        if isinstance(module, nn.Linear):
+            yield module.weight
+
+
+_POSITIONS = re.compile(r"pos(ition|_|$)|wpe|type|segment", re.IGNORECASE)
+"""Names of embeddings of something else than tokens."""
+
+
+def _declared(model: nn.Module, method: str) -> list[nn.Module]:
+    """List what a model of transformers, or one inside, returns by a method without arguments."""
+    found = []
+    for module in model.modules():
+        with suppress(NotImplementedError, AttributeError):  # of a type that has none
+            found.append(getattr(module, method)())
+    return [module for module in found if isinstance(module, nn.Embedding | nn.Linear)]
+
+
+def route_line(optimizer: Optimizer, *models: nn.Module) -> str:
     """Say in a line what an optimizer updates: "AdamW: 67 parameters on local tensors (norms 65, ...)"."""
     params = params_of(optimizer)
-    parts = ", ".join(count_kinds(params, modules))
+    parts = ", ".join(count_kinds(params, *models))
     return f"{type(optimizer).__name__}: {len(params)} parameters {step_of(optimizer)} ({parts})"
 
 
@@ -124,12 +150,16 @@ class _StepHooks:
         self._step = step
         self._early: StepInBackward | None = None  # between entering its block and the end of its step
         self._last: StepInBackward | None = None  # the last that has ended well
+        self.lost: Lost = {}
+        self.has_synced = False  # in the step that is running
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # Again: options may have been loaded.
         check_rounding(optimizer, any(engine.is_deterministic for engine in self._models.engines))
+        if self.lost:
+            warn_of_thawed(optimizer, self.lost)
         kwargs = dict(kwargs)
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
@@ -145,7 +175,8 @@ class _StepHooks:
         elif callable(kwargs.get("closure")):
             kwargs["closure"] = self._around(kwargs["closure"], syncs)
         elif syncs:
-            self._sync()
+            self.has_synced = True
+            self.sync()
         if args and args[0] is optimizer:
             args = (self._step.stand_in(optimizer), *args[1:])
         return args, kwargs
@@ -158,7 +189,7 @@ class _StepHooks:
             with torch.enable_grad():
                 result = closure()
             if syncs:
-                self._sync()
+                self.sync()
             return result
 
         return self._step.around(synchronised)
@@ -221,7 +252,7 @@ class _StepHooks:
         if self._installs:
             self._install()
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
         """Reduce the gradients that no backward has."""
         for model in self._models:
             if not model.model_auto_sync or model.has_deferred_gradients:
@@ -247,9 +278,9 @@ def integrate(optimizer: Optimizer, models: Models, describes_state: bool) -> No
         describes_state: Attach to the tensors of its state dict which part of a global tensor they hold.
     """
     step = _make_step(optimizer)
-    if isinstance(step, OwnedStep | ReplicatedStep):
-        _guard(optimizer, step)
     hooks = _StepHooks(models, step)
+    if isinstance(step, ExchangingStep):
+        _guard(optimizer, step, hooks)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
     first = optimizer.register_step_post_hook(hooks.at_once_after)
@@ -259,7 +290,8 @@ def integrate(optimizer: Optimizer, models: Models, describes_state: bool) -> No
     optimizer.register_state_dict_post_hook(with_blank_state)
     if describes_state:
         optimizer.register_state_dict_post_hook(functools.partial(as_saved, models))
-    optimizer.register_load_state_dict_pre_hook(functools.partial(as_held, models))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(as_held, models, hooks.lost))
+    optimizer._misses_no_state = hooks.lost.clear  # type: ignore[attr-defined]  # as our own checkpoints say
     optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
     optimizer.register_load_state_dict_post_hook(hooks.after_loading)
     for each in members_of(optimizer):
@@ -327,6 +359,8 @@ def _make_step(optimizer: Optimizer) -> Step:
         return MuonStep()
     if steps_owned(optimizer):
         return OwnedStep()
+    if isinstance(optimizer, AdamW8bit):
+        return BlocksStep()
     return ReplicatedStep() if steps_replicated(optimizer) else LocalStep(_moves_state(optimizer))
 
 
@@ -335,7 +369,7 @@ def _moves_state(optimizer: Optimizer) -> bool:
     return any(engine_of(param).sharding.options.homes.optimizer_state.is_away for param in params_of(optimizer))
 
 
-def _guard(optimizer: Optimizer, made: Step) -> None:
+def _guard(optimizer: Optimizer, made: ExchangingStep, hooks: _StepHooks) -> None:
     """Let a step that fails on one rank fail on all, which wait for its results."""
     original = optimizer.step
 
@@ -347,9 +381,15 @@ def _guard(optimizer: Optimizer, made: Step) -> None:
                 f"{type(optimizer).__name__}.step takes no closure where parameters are sharded, since their owners "
                 "step them after gradients have been sent; call backward before step"
             )
+        made.begin(_optimizer)
+        hooks.has_synced = has_closure or not kwargs.get(SYNC_KEYWORD, True)
         try:
             return original(*args, **kwargs)
+        except RankError:
+            raise  # on all ranks together
         except Exception as error:
+            if not hooks.has_synced:  # a hook has failed before ours, in which other ranks reduce gradients
+                hooks.sync()
             made.fail(error)
             raise
 
@@ -359,12 +399,42 @@ def _guard(optimizer: Optimizer, made: Step) -> None:
 def check_connected(optimizer: Optimizer, models: Models) -> None:
     """Refuse an optimizer that cannot update the sharded parameters of these models."""
     check_parameters(optimizer, {key: name for model in models for key, name in model.sharded_names().items()})
-    check_kind(optimizer)
+    check_kind(optimizer, are_sharded(params_of(optimizer)))
     for each in members_of(optimizer):
         check_homes(each)
     check_rounding(optimizer, any(engine.is_deterministic for engine in models.engines))
     is_decoupled = any(group.grad_attribute != GRAD for engine in models.engines for group in engine.groups())
     check_reads_decoupled(optimizer, is_decoupled)
+
+
+def check_is_whole(optimizer: Any) -> None:
+    """Refuse an optimizer that steps another one, which has to be connected itself, and one without torch's hooks."""
+    kind = type(optimizer).__name__
+    for name, inner in vars(optimizer).items() if not _is_ours(optimizer) else ():
+        if not hasattr(inner, "param_groups"):
+            continue
+        raise ConfigurationError(
+            f"{kind} wraps another optimizer, {type(inner).__name__} ({name}), whose step is the one to connect: call "
+            f"fully_shard_model first, build both on model.parameters(), call fully_shard_optimizer(optimizer.{name}), "
+            f"and step the {kind} as before"
+        )
+    if not (vars(optimizer).keys() >= _HOOKS or _is_ours(optimizer)):
+        raise ConfigurationError(
+            f"{kind} has no hooks around its step; derive it from torch.optim.Optimizer, and call super().__init__"
+        )
+    for key in (key for key in optimizer.state if not isinstance(key, Tensor | str)):
+        raise ConfigurationError(
+            f"{kind} keeps state under {key!r}, a {type(key).__name__}, which belongs to no parameter and has no name "
+            "in a checkpoint; use a text"
+        )
+
+
+def _is_ours(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("megatron_fsdp.")
+
+
+_HOOKS = {"_optimizer_step_pre_hooks", "_optimizer_state_dict_pre_hooks"}
+"""Attributes that the constructor of torch's optimizers sets."""
 
 
 def check_parameters(optimizer: Optimizer, known: Mapping[int, str]) -> None:
@@ -383,42 +453,59 @@ def check_parameters(optimizer: Optimizer, known: Mapping[int, str]) -> None:
                 )
 
 
-def check_kind(optimizer: Optimizer) -> None:
-    """Refuse optimizers of torch whose update of an element depends on elements that may be on other ranks."""
-    if isinstance(optimizer, ChainedOptimizer):
-        for each in optimizer.optimizers:
-            check_kind(each)
-            if steps_replicated(each):
-                raise ConfigurationError(
-                    f"{type(each).__name__} calls its closure several times in a step, and a ChainedOptimizer once; "
-                    "leave it out of the chain and hand it to fully_shard_optimizer"
-                )
-        return
-    if steps_replicated(optimizer):
-        check_replicated(optimizer)
-        return
+def check_kind(optimizer: Optimizer, is_sharded: bool) -> None:
+    """Refuse optimizers of torch whose update of an element depends on elements that may be on other ranks.
+
+    Args:
+        optimizer: Connected, or about to be; its parameters may still be plain tensors.
+        is_sharded: Parameters are, or will be, cut between ranks.
+    """
+    for each in members_of(optimizer):
+        _check_member(each, is_sharded)
+        if steps_replicated(each) and each is not optimizer:
+            raise ConfigurationError(
+                f"{type(each).__name__} calls its closure several times in a step, and a ChainedOptimizer once; "
+                "leave it out of the chain and hand it to fully_shard_optimizer"
+            )
+
+
+def are_sharded(params: Iterable[Tensor]) -> bool:
+    """Return True where some parameters are cut between ranks."""
+    return any(
+        isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements) for param in params
+    )
+
+
+def _check_member(optimizer: Optimizer, is_sharded: bool) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigurationError(
+            f"{name} takes sparse gradients alone, and those of a wrapped model are dense under every strategy; use "
+            "Adam or AdamW, and embeddings with sparse=False"
+        )
     if type(optimizer) is torch.optim.Muon:
         check_muon(optimizer)
         return
     if isinstance(optimizer, AdamW8bit):
         check_blocks(optimizer)
-    sharded = any(
-        isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    )
-    fused = bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
-    if sharded and inherits_declaration(optimizer):
+    if is_sharded and inherits_declaration(optimizer):
         raise ConfigurationError(
-            f"{type(optimizer).__name__} is derived from a class that steps_whole_tensors declares, and declares "
-            "nothing itself: decorate it, too, if it also updates each parameter from its own gradient and state alone"
+            f"{name} is derived from a class that steps_whole_tensors declares, and declares nothing itself: decorate "
+            "it, too, if it also updates each parameter from its own gradient and state alone"
         )
-    if sharded and (fused or isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS)) and not steps_owned(optimizer):
+    fused = bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
+    if is_sharded and (fused or isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS)) and not steps_owned(optimizer):
         raise ConfigurationError(
-            f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
-            "works on whole tensors, or on operations that torch does not offer for shards; use an elementwise "
-            "optimizer (SGD, AdamW, ...), torch.optim.Muon itself for matrices, or shard nothing "
-            "(zero_dp_strategy=0, use_distributed_optimizer=False)"
+            f"{name} {'with fused=True ' if fused else ''}cannot update sharded parameters: it works on whole tensors, "
+            "or on operations that torch does not offer for shards; use an elementwise optimizer (SGD, AdamW, ...), "
+            "torch.optim.Muon itself for matrices, or shard nothing (zero_dp_strategy=0, "
+            "use_distributed_optimizer=False)"
+        )
+    frames = [param.shard_frame for param in params_of(optimizer) if isinstance(param, UnevenDTensor)]
+    if steps_replicated(optimizer) and (len({f.mesh for f in frames}) > 1 or any(f.foreign_groups for f in frames)):
+        raise ConfigurationError(
+            f"{name} needs all parameters whole on every rank, and cannot step a model whose experts differ between "
+            "ranks, or models on several meshes; use another optimizer"
         )
 
 
@@ -443,6 +530,43 @@ def check_rounding(optimizer: Optimizer, is_deterministic: bool) -> None:
                 "element there by its place in a tensor, and its place in a shard depends on the number of ranks; "
                 f"{instead}"
             )
+
+
+KEEPS_FLOAT32_BY = "_keeps_float32_by"
+"""The attribute of a wrapper, or of the module inside, with the arguments that keep main weights in float32."""
+_KEEPS_WHAT_IT_ROUNDS = re.compile("stochastic|kahan|master", re.IGNORECASE)
+
+
+def warn_of_lost_updates(optimizer: Optimizer, models: Models) -> None:
+    """Warn, once in a process and on rank 0, of 16-bit main weights, in which most updates are rounded away.
+
+    Optimizers that say in an option or attribute that they round stochastically, compensate, or have weights of their
+    own in float32 (`bf16_stochastic_round`, `kahan_sum`, `master_weights`) lose nothing.
+    """
+    if _has_warned():
+        return
+    for each in members_of(optimizer):
+        options = {**each.defaults, **vars(each)}
+        narrow = [p.dtype for p in params_of(each) if p.is_floating_point() and p.requires_grad and p.itemsize == 2]
+        if narrow and not any(value and _KEEPS_WHAT_IT_ROUNDS.search(name) for name, value in options.items()):
+            _has_warned().append(True)
+            warn_caller(
+                f"{type(each).__name__} updates weights in {str(narrow[0]).removeprefix('torch.')}, which rounds "
+                "updates of less than about a 500th of a weight away: at usual learning rates most weights never "
+                f"change; let it update copies in float32: {float32_by(next(iter(models)))}"
+            )
+            return
+
+
+def float32_by(model: Any) -> str:
+    """Return what to write for main weights in float32, in the words of the function that has sharded the model."""
+    return getattr(model.module, KEEPS_FLOAT32_BY, None) or getattr(model, KEEPS_FLOAT32_BY)
+
+
+@functools.cache
+def _has_warned() -> list[bool]:
+    """Return a list that is empty until the process has warned of lost updates."""
+    return []
 
 
 def check_reads_decoupled(optimizer: Optimizer, is_decoupled: bool) -> None:
@@ -495,6 +619,7 @@ def move_to_sharded(
         return
     state = dict(optimizer.state)
     optimizer.state.clear()
+    optimizer.state.update(without_parameter(state))
     sharded = sharded_state(optimizer)  # of a scalar, its own state is else like any counter
     for group in optimizer.param_groups:
         originals = list(group["params"])

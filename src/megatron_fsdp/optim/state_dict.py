@@ -49,11 +49,12 @@ def _numbered(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[Any, An
     return list(zip(params_of(optimizer), numbers, strict=True))
 
 
-def as_held(models: Models, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+def as_held(models: Models, lost: Lost, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Return what is loaded in place of a state dict: this rank's part, cut as its parameters are.
 
-    Shards that this rank does not hold are refused.
+    Shards that this rank does not hold are refused. `lost` becomes the parameters whose state may have been left out.
     """
+    lost.clear()
     alive = list(models)
     slots = [each for each in state_dict["state"].values() if isinstance(each, Mapping)]
     is_from_file = are_from_file(value for each in slots for value in each.values())
@@ -66,6 +67,7 @@ def as_held(models: Models, optimizer: Optimizer, state_dict: StateDict) -> Stat
         return held  # torch refuses it
     if any(model._engine.has_newer_weights for model in alive):
         _warn_of_lost_state(optimizer, held)
+    lost.update(_frozen_without_state(optimizer, held))
     found = (
         other_shards(value, param.shard_frame)
         for param, number in _numbered(optimizer, held)
@@ -76,6 +78,36 @@ def as_held(models: Models, optimizer: Optimizer, state_dict: StateDict) -> Stat
     for model in alive:
         model.refuse_load(problem, is_from_file)
     return _without_blank_momentum(optimizer, _with_shards(optimizer, held))
+
+
+Lost = dict[torch.Tensor, str]
+"""Parameters, with their names, that were frozen without state when state was loaded."""
+
+
+def _frozen_without_state(optimizer: Optimizer, state_dict: StateDict) -> Lost:
+    """Find frozen parameters of which a state dict has no state, so that `dcp.load` had none to fill."""
+    names = {key: name for param in params_of(optimizer) for key, name in model_of(param).sharded_names().items()}
+    return {
+        param: names[id(param)]
+        for param, number in _numbered(optimizer, state_dict)
+        if not (param.requires_grad or state_dict["state"].get(number))
+    }
+
+
+def warn_of_thawed(optimizer: Optimizer, lost: Lost) -> None:
+    """Warn of parameters that are trained from now on, and had no state when that of others was loaded."""
+    thawed = [param for param in lost if param.requires_grad]
+    names = [lost.pop(param) for param in thawed if not optimizer.state.get(param)]
+    if names and any(optimizer.state.values()):
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        warn_caller(
+            f"{shown} had no state when the state of {type(optimizer).__name__} was loaded, since frozen parameters "
+            "show none for torch.distributed.checkpoint.load to fill; thawed now, their moments start from zero. If "
+            "the checkpoint has some, thaw before loading, or load with megatron_fsdp.checkpoint.load_checkpoint"
+        )
+
+
+_SHOWN = 8
 
 
 def _warn_of_lost_state(optimizer: Optimizer, state_dict: StateDict) -> None:
@@ -147,7 +179,7 @@ def is_known_without_a_step(optimizer: Optimizer) -> bool:
 
 
 def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Add the initial state of the first step, for every trainable parameter that has none.
+    """Add the initial state of the first step, for every parameter that has none and is, or was once, trained.
 
     The optimizer is not changed: state that is loaded into these tensors becomes the optimizer's when `load_state_dict`
     is given them. The state is in the order of the parameters, the same on every rank; tensors are cut as parameters.
@@ -157,11 +189,17 @@ def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     for owner, group, packed in zip(owners, optimizer.param_groups, state_dict["param_groups"], strict=True):
         is_known = is_known_without_a_step(owner) and not isinstance(owner, torch.optim.Adagrad)  # which has it at once
         for param, number in zip(group["params"], packed["params"], strict=True):
-            makes = is_known and param.requires_grad
+            makes = is_known and (param.requires_grad or _was_trainable(param))
             found = had.get(number) or (_first_state(owner, group, param) if makes else None)
             if found:
                 state[number] = found
     return {**state_dict, "state": {**state, **had}}
+
+
+def _was_trainable(param: torch.Tensor) -> bool:
+    """Return True for a parameter that was frozen after the model was sharded, and may have been trained before."""
+    group, _ = engine_of(param).group_and_index[id(param)]
+    return group.gradients is not None
 
 
 def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:

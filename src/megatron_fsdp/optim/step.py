@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -30,6 +30,9 @@ class Step:
     def finish(self, optimizer: Optimizer) -> None:
         """Take what the step has made, at once after it."""
 
+    def begin(self, optimizer: Optimizer) -> None:
+        """Note that a step begins, before any hook of it, of which one may fail on this rank alone."""
+
     def fail(self, error: Exception) -> None:
         """Raise a RankError on all ranks, collective, where others wait for this one, whose step has failed."""
 
@@ -37,9 +40,35 @@ class Step:
         """Give the optimizer what a step has made and not given back, also after one that failed."""
 
 
+class ExchangingStep(Step):
+    """A step with an exchange between ranks, before which they agree that all have come so far."""
+
+    def __init__(self) -> None:
+        self._begun: weakref.ref[Optimizer] | None = None  # until ranks have agreed for the first time in its step
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Note that other ranks will wait for this one."""
+        self._begun = weakref.ref(optimizer)
+
+    def fail(self, error: Exception) -> None:
+        """Raise a RankError on all ranks, if they have not agreed in this step yet."""
+        optimizer = None if self._begun is None else self._begun()
+        if optimizer is not None:
+            self.agree(optimizer, error)
+
+    def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+        """Raise on all ranks that exchange something what any of them has met; collective."""
+        raise NotImplementedError
+
+
 def params_of(optimizer: Optimizer) -> list[Any]:
     """Return the parameters of all groups of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def without_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the part of an optimizer's state that belongs to no parameter, such as a count of steps, by text key."""
+    return {key: value for key, value in state.items() if isinstance(key, str)}
 
 
 def model_of(param: Tensor) -> MegatronFSDP:

@@ -13,6 +13,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.comm.groups import group_over
 from megatron_fsdp.dtensor.frame import ShardFrame, cut_up
-from megatron_fsdp.errors import RankError
+from megatron_fsdp.errors import MegatronFSDPError, RankError, text_of
 from megatron_fsdp.sharding.shards import Box, MeshUse
 
 # ---- who computes what (pure) ----------------------------------------------------------------------------------------
@@ -162,9 +163,10 @@ class Ranks:
 def agreed(told: Mapping[Ranks, Mapping[int, Any]], error: Exception | None) -> dict[Ranks, dict[int, Any]]:
     """Gather what ranks tell each other before a step's results are taken, over all meshes; collective.
 
-    What each rank tells has a number. Where there is an `error` on a rank, all raise the same RankError.
+    What each rank tells has a number. Where there is an `error` on a rank, all raise the same RankError; unless all
+    have met the same of this library, which each is left to raise.
     """
-    met = None if error is None else f"{type(error).__name__}: {error}"
+    met = Met.of(error)
     found = ask([(ranks.group, (met, dict(here))) for ranks, here in told.items()], _judge_step, error)
     return {
         ranks: {number: value for _, part in everyone for number, value in part.items()}
@@ -172,10 +174,29 @@ def agreed(told: Mapping[Ranks, Mapping[int, Any]], error: Exception | None) -> 
     }
 
 
-def _judge_step(reports: Sequence[tuple[str | None, Any]]) -> Problem | None:
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text is not None]
-    text = f"the optimizer's step failed ({'; '.join(failed)}); no weights were changed on any rank"
-    return (RankError, text) if failed else None
+@dataclass(frozen=True)
+class Met:
+    """The error that a rank has met in a step."""
+
+    text: str | None = None
+    is_ours: bool = False
+
+    @classmethod
+    def of(cls, error: Exception | None) -> Met:
+        """Describe an error for the other ranks."""
+        return cls() if error is None else cls(text_of(error), isinstance(error, MegatronFSDPError))
+
+
+def judge_met(everyone: Sequence[Met]) -> Problem | None:
+    """Judge what the ranks of a group have met, in rank order; None where they may go on, or all raise the same."""
+    failed = [f"rank {rank}: {met.text}" for rank, met in enumerate(everyone) if met.text is not None]
+    if not failed or (everyone[0].is_ours and set(everyone) == {everyone[0]}):
+        return None
+    return RankError, f"the optimizer's step failed ({'; '.join(failed)}); no weights were changed on any rank"
+
+
+def _judge_step(reports: Sequence[tuple[Met, Any]]) -> Problem | None:
+    return judge_met([met for met, _ in reports])
 
 
 class Exchange:

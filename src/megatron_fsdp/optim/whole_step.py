@@ -10,18 +10,9 @@ that update a parameter from that parameter's own gradient and state, and from n
 receives about 3 b P / N in a step, and 2 b P / N more for each state of the parameter's shape; meanwhile owners hold
 these whole. The memory of messages is taken, and ranks agree that all have it, before the first is sent.
 
-*Replicated* (LBFGS): it takes dot products over all parameters together and calls its closure several times, each time
-at other weights, so that there is no part of a step that shards could do. The code of its class, unchanged, runs on
-every rank on whole copies, and each keeps its shards of the result. Around each call of the closure weights go down to
-shards and gradients come up:
-
-    copies -> this rank's shards -> compute weights      the closure      reduced gradients -> copies
-                                                         its loss         mean (or sum) over ranks, as of gradients
-
-Losses and whole gradients are the same bits on every rank, so all take the same decisions; they tell each other what
-they are about to do before they do it, and raise together where one of them fails or decides otherwise. With P
-parameters a rank holds whole weights and gradients, and state (up to 2 P for each step that the history holds), and
-receives P elements in each call besides what the model itself communicates.
+*Replicated* (LBFGS): it takes dot products over all parameters together, so it steps only where nothing is sharded
+(strategy 0), on each rank alike. Its closure is called several times, and the mean of all ranks' losses (or the sum, as
+of gradients) is what its searches look at, so that all ranks take the same decisions.
 """
 
 from __future__ import annotations
@@ -41,12 +32,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
-from megatron_fsdp.comm.agreement import gather_over
-from megatron_fsdp.dtensor.frame import ShardFrame, gather_full
+from megatron_fsdp.comm.agreement import all_agree, gather_over
+from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import show_grad, shown_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
-from megatron_fsdp.optim.step import Step, params_of
+from megatron_fsdp.optim.step import ExchangingStep, Step, params_of, without_parameter
 from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners, holders_of
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 
@@ -147,10 +138,11 @@ class _Item:
     is_kept: bool = False  # it stays in the memory in which it comes
 
 
-class OwnedStep(Step):
+class OwnedStep(ExchangingStep):
     """Steps one optimizer whose parameters are updated whole; keeps groups of ranks, and the last step's exchanges."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._ranks: dict[DeviceMesh, Ranks] = {}
         self._owned: tuple[list[ShardFrame], list[int]] = [], []  # frames of all parameters, and their owners
         self._exchanges: dict[Any, Exchange] = {}  # of this step
@@ -167,7 +159,7 @@ class OwnedStep(Step):
         """
         self._earlier, self._exchanges = self._exchanges, {}
         with torch.no_grad():
-            self._running = self._stepped(optimizer)
+            self._running, self._begun = self._stepped(optimizer), None
             shards = [item for each in self._running for item in _shards(each, optimizer.state.get(each.param))]
             arrived = iter(self._exchanged(shards, to_owners=True))
             for each in self._running:
@@ -177,7 +169,7 @@ class OwnedStep(Step):
             here = [own[id(param)].whole for param in group["params"] if id(param) in own]
             groups.append({**group, "params": here})
         made: Optimizer = object.__new__(type(optimizer))
-        state = {each.whole: each.state for each in own.values() if each.state}
+        state = {each.whole: each.state for each in own.values() if each.state} | without_parameter(optimizer.state)
         made.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": defaultdict(dict, state)}
         self._stand_in = made
         return made
@@ -199,6 +191,7 @@ class OwnedStep(Step):
                 mine = iter(_leaves(each.state)) if each.is_here else None
                 rebuilt = functools.partial(_rebuilt, each, arrived, mine)
                 optimizer.state[each.param] = _without_lists(tree_map(rebuilt, told[each.ranks][each.number]))
+        optimizer.state.update(without_parameter(made.state))
         for key in made.__dict__.keys() - {"param_groups", "state"}:
             optimizer.__dict__[key] = made.__dict__[key]
         for group, shown in zip(optimizer.param_groups, made.param_groups, strict=True):
@@ -207,6 +200,13 @@ class OwnedStep(Step):
 
     def fail(self, error: Exception) -> None:
         """Tell the other ranks that the step has failed here, and raise the same RankError on all; collective."""
+        super().fail(error)
+        self._agreed(error)
+        self._drop()
+
+    def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+        """Raise what a hook has met while other ranks wait for shards; collective."""
+        self._running, self._begun = self._stepped(optimizer), None
         self._agreed(error)
 
     def _agreed(self, error: Exception | None = None, tells: bool = False) -> dict[Ranks, dict[int, Any]]:
@@ -435,116 +435,62 @@ def _owned_frame(frame: ShardFrame, shape: tuple[int, ...], owner: int) -> Shard
 
 
 def steps_replicated(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is stepped here: torch's LBFGS itself; a subclass may do anything."""
+    """Return True for torch's LBFGS itself; a subclass may do anything."""
     return type(optimizer) is torch.optim.LBFGS
 
 
-def check_replicated(optimizer: Optimizer) -> None:
-    """Refuse parameters that ranks cannot all hold whole together."""
-    params = params_of(optimizer)
-    if len(optimizer.param_groups) != 1:
-        raise ConfigurationError(
-            f"LBFGS was given {len(optimizer.param_groups)} parameter groups; give it all parameters in one, as it "
-            "steps them together"
-        )
-    frames = [param.shard_frame for param in params if isinstance(param, UnevenDTensor)]
-    is_divided = any(frame.foreign_groups or frame.description.use.tensor_dim is not None for frame in frames)
-    if len({frame.mesh for frame in frames}) > 1 or is_divided:
-        raise ConfigurationError(
-            "LBFGS needs all parameters whole on every rank, and cannot step a model that tensor or expert parallelism "
-            "divides, or models on several meshes; shard over data-parallel ranks alone, or use another optimizer"
-        )
-
-
 class ReplicatedStep(Step):
-    """Steps one LBFGS; between steps it holds nothing."""
+    """Steps one LBFGS on whole local tensors; between steps it holds nothing."""
 
     def __init__(self) -> None:
         self._params: Sequence[UnevenDTensor] = ()  # of the running step
-        self._copies: Sequence[nn.Parameter] = ()
         self._made: Optimizer | None = None
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
-        """Gather whole weights on every rank; collective. Call `finish` after the step, or `fail`.
-
-        Returns:
-            The object on which the code of the optimizer's class is to run its step.
-        """
-        check_replicated(optimizer)
+        """Return an optimizer of the same class over the local tensors of the parameters and of the state."""
         (group,) = optimizer.param_groups
         self._params = group["params"]
-        self._copies = [nn.Parameter(gather_full(each._local_tensor, each.shard_frame)) for each in self._params]
+        shown = [param._local_tensor.detach() for param in self._params]  # share the version counters
+        state = tree_map(_local, dict(optimizer.state.get(self._params[0], {})))
         made: Optimizer = object.__new__(type(optimizer))
-        state = tree_map(_whole, dict(optimizer.state.get(group["params"][0], {})))
         made.__dict__ = {
             **optimizer.__dict__,
-            "param_groups": [{**group, "params": self._copies}],
-            "_params": self._copies,  # where LBFGS finds them
-            "state": defaultdict(dict, {self._copies[0]: state} if state else {}),
+            "param_groups": [{**group, "params": shown}],
+            "_params": shown,  # where LBFGS finds them
+            "state": defaultdict(dict, {shown[0]: state} if state else {}),
         }
         self._made = made
         return made
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a closure: weights from the copies to shards before it, gradients to the copies and the loss after."""
+        """Wrap a closure: it returns the mean (or sum) of all ranks' losses, and fails on all ranks together."""
 
         def evaluated() -> Any:
-            self._tell("calls the closure")
-            self._to_shards()
-            result = closure()
-            loss = result.detach() if isinstance(result, Tensor) else result
-            losses = self._tell("has a loss", float(loss))
-            with torch.no_grad():
-                grads = shown_grads(self._params)
-                for param, copy, grad in zip(self._params, self._copies, grads, strict=True):
-                    show_grad(copy, None if grad is None else _gathered(grad, param.shard_frame))
-            united = sum(losses) / (1 if self._params[0].shard_frame.adds_up else len(losses))
-            return loss.new_tensor(united) if isinstance(loss, Tensor) else united
+            assert self._made is not None
+            frame = self._params[0].shard_frame
+            groups = (*frame.shard_groups, *frame.copy_groups) or (None,)
+            with all_agree("the closure of LBFGS", groups, raises=RankError):
+                result = closure()
+                loss = float(result.detach() if isinstance(result, Tensor) else result)
+            (shown,) = self._made.param_groups
+            for param, local, grad in zip(self._params, shown["params"], shown_grads(self._params), strict=True):
+                sharded: Any = grad if grad is None else as_sharded(grad, param.shard_frame)
+                show_grad(local, grad if grad is None else sharded._local_tensor)
+            losses = gather_over(groups, loss)
+            united = sum(losses) / (1 if frame.adds_up else len(losses))
+            return result.new_tensor(united) if isinstance(result, Tensor) else united
 
         return evaluated
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Take new weights and state; collective, as ranks tell each other that they have come to an end."""
-        made = self._made
-        assert made is not None
-        self._tell("ends the step")
-        self._to_shards()
-        (group,), (shown,) = optimizer.param_groups, made.param_groups
+        """Take the new state."""
+        assert self._made is not None
+        (group,), (shown,) = optimizer.param_groups, self._made.param_groups
         group.update({key: value for key, value in shown.items() if key != "params"})
-        optimizer.state[group["params"][0]] = made.state[self._copies[0]]
-        self._drop()
-
-    def fail(self, error: Exception) -> None:
-        """Tell the other ranks that the step has failed here, and raise the same RankError on all; collective."""
-        if self._copies:
-            self._tell(f"failed: {type(error).__name__}: {error}", error=error)
-
-    def _to_shards(self) -> None:
-        """Write this rank's elements of the copies into its shards."""
-        with torch.no_grad():
-            for param, copy in zip(self._params, self._copies, strict=True):
-                local = param._local_tensor.detach()  # shares the version counter, by which writes are noticed
-                local.copy_(param.shard_frame.take(copy).view_as(local))
-
-    def _tell(self, doing: str, value: float = 0.0, error: Exception | None = None) -> list[float]:
-        """Tell the other ranks what this one does; returns their values, in rank order, where all do the same."""
-        frame = self._params[0].shard_frame
-        everyone = gather_over((*frame.shard_groups, *frame.copy_groups), (doing, value))
-        if error is not None or len({told for told, _ in everyone}) > 1:
-            self._drop()
-            told = "; ".join(f"rank {rank} {told}" for rank, (told, _) in enumerate(everyone))
-            raise RankError(f"LBFGS cannot go on: {told}; weights are where the closure was called last") from error
-        return [value for _, value in everyone]
-
-    def _drop(self) -> None:
-        self._params, self._copies, self._made = (), (), None
+        optimizer.state[self._params[0]] = self._made.state[shown["params"][0]]
+        self._params, self._made = (), None
 
 
-def _gathered(grad: Tensor, frame: ShardFrame) -> Tensor:
-    sharded: Any = as_sharded(grad, frame)
-    return gather_full(sharded._local_tensor, frame)
-
-
-def _whole(value: Any) -> Any:
-    """Return a value of the state whole: loading cuts a vector that has the shape of the first parameter."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def _local(value: Any) -> Any:
+    """Return a value of the state as a plain tensor: loading wraps a vector that has the shape of the parameter."""
+    return value._local_tensor if isinstance(value, DTensor) else value

@@ -22,7 +22,7 @@ _SMALL = 0.05
 def muon_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the parameters that Muon is for: matrices and stacks, without embeddings and head."""
     named = dict(module.named_parameters())
-    kinds = zip(named, kinds_of(named.values(), module.modules()), strict=True)
+    kinds = zip(named, kinds_of(named.values(), module), strict=True)
     return {name: tuple(named[name].shape) for name, kind in kinds if kind in ("matrices", "stacks of matrices")}
 
 

@@ -234,6 +234,14 @@ def _find_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
     return (found, "repeated blocks") if found else ({}, "none found")
 
 
+def outside_of_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules outside of all blocks by name; a block has modules inside, and a list of one holds one."""
+    listed = [child for each in module.modules() if isinstance(each, nn.ModuleList) for child in each.children()]
+    blocks = [block for block in (*_find_blocks(module)[0].values(), *listed) if next(block.children(), None)]
+    inside = {id(part) for block in blocks for part in block.modules()}
+    return {name: each for name, each in module.named_modules() if id(each) not in inside}
+
+
 def _repeated_blocks(module: nn.Module) -> set[int]:
     """Return the ids of children of lists and sequences with a forward, parameters and a sibling of their class."""
     blocks: set[int] = set()

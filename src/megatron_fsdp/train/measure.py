@@ -189,7 +189,8 @@ def describe_peak(trained: Trained) -> str:
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Count the bytes of optimizer state on this rank, step counters included."""
-    found = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = (optimizer.state.get(param, {}) for group in optimizer.param_groups for param in group["params"])
+    found = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return sum(_local(tensor).nbytes for tensor in found)
 
 

@@ -287,7 +287,7 @@ def build_optimizer(
     decayed, others = ([parameters[name] for name in names] for names in split_for_decay(model, undecayed))
     matrices: list[nn.Parameter] = []
     if options.optimizer == "muon":
-        kinds = list(zip(decayed, kinds_of(decayed, model.modules()), strict=True))
+        kinds = list(zip(decayed, kinds_of(decayed, model), strict=True))
         matrices = [each for each, kind in kinds if kind == "matrices"]
         decayed = [each for each, kind in kinds if kind != "matrices"]
     groups = _groups(decayed, options.weight_decay) + _groups(others, 0.0)
