@@ -4,12 +4,13 @@ Models have norms, biases and parts that their configs can switch on, since what
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -205,6 +206,39 @@ def test_the_first_backward_finds_gradients_of_which_ranks_have_a_part() -> None
     assert text.startswith("4 parameters are whole on every tensor-parallel rank, but their gradients differ")
     assert "model.layers.1.mlp.act_fn.alpha_n (norms from" in text
     assert "replicated_with_grad_allreduce" in text
+
+
+class Statistic(nn.Module):
+    """An activation made of all features of a token."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, tokens, features) -> the same."""
+        return self.compute(x)
+
+
+STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x * x.square().mean(-1, keepdim=True).rsqrt(),
+    "_softmax": lambda x: x.softmax(-1),
+    "amax": lambda x: x / x.abs().amax(-1, keepdim=True),
+    "linalg_vector_norm": lambda x: x / x.norm(dim=-1, keepdim=True),
+    "topk": lambda x: x.where(x >= x.topk(2).values[..., -1:], 0.0),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+@on_ranks(2)
+def test_statistics_of_divided_features_are_refused(name: str) -> None:
+    """Ranks would compute the same wrong values, which comparing them cannot find."""
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Statistic(STATISTICS[name])
+    with pytest.raises(ConfigurationError, match=rf": {name} in model.layers.0.mlp.act_fn .* a part of \[") as raised:
+        parallelize_tensors(model, mesh_of((2,), ("tp",)))
+    same_on_ranks(str(raised.value))
 
 
 @on_ranks(4)

@@ -192,10 +192,12 @@ def _find_partial(
         trial, whole = tried(ranks), tried(1)
     except Exception:  # noqa: BLE001 - a model that cannot be copied, a style that cannot be followed
         return set()
-    lack = trial.run()
+    lack, is_whole_tried = trial.run(), whole.run() is None
+    if lack is None and is_whole_tried:
+        lack = trial.differing_reduction(whole)
     if lack is None:
         return {id(model.get_parameter(name)) for name in trial.partial}
-    if whole.run() is not None:
+    if not is_whole_tried:
         return set()
     raise ConfigurationError(
         f"{ranks} tensor-parallel ranks cannot compute {type(model).__name__} by this plan: {lack}; give a tp_plan "

@@ -55,6 +55,39 @@ class Division:
     ranks: int = 1
 
 
+_COMBINES = ("_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm", "cumsum", "topk", "sort")
+"""Operations beside torch's reductions whose result is made of all elements along a dimension."""
+_IS_REDUCTION = getattr(torch.Tag, "reduction", None)  # torch 2.11 has no such tag
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """An operation over dimensions of a tensor: its name, the module that runs it, the shape and those dimensions."""
+
+    name: str
+    where: str
+    shape: tuple[int, ...]
+    dims: frozenset[int]
+
+    @classmethod
+    def of(cls, func: Any, where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Reduction | None:
+        """Return what an operation combines; None: it combines nothing along a dimension."""
+        name = func._schema.name.partition("::")[2]
+        if not (_IS_REDUCTION in func.tags or name in _COMBINES) or not args or not isinstance(args[0], Tensor):
+            return None
+        given = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
+        ndim = args[0].ndim
+        dims: Any = given.get("dim")
+        if "normalized_shape" in given:
+            dims = range(-len(given["normalized_shape"]), 0)
+        elif name in ("topk", "sort") and dims is None:
+            dims = -1
+        elif dims is None or dims == []:
+            dims = range(ndim)
+        wanted = [dims] if isinstance(dims, int) else dims
+        return cls(name, where, tuple(args[0].shape), frozenset(dim % max(ndim, 1) for dim in wanted))
+
+
 class DivisionError(Exception):
     """What does not fit, in words."""
 
@@ -77,6 +110,7 @@ class _Following(TorchDispatchMode):
         inside: Names of the modules whose forward runs, outermost first.
         whole: Sources (bits) whose gradient comes from whole activations somewhere.
         partial: Sources whose gradient comes from divided activations -> the module where.
+        reductions: Operations over dimensions, in their order.
     """
 
     def __init__(self) -> None:
@@ -84,6 +118,7 @@ class _Following(TorchDispatchMode):
         self.inside: list[str] = []
         self.whole = 0
         self.partial: dict[int, str] = {}
+        self.reductions: list[_Reduction] = []
         self._marks: dict[int, tuple[Any, _Mark]] = {}  # with the storage, whose address must not be used again
 
     def of(self, *values: Any) -> _Mark:
@@ -115,6 +150,8 @@ class _Following(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        found = _Reduction.of(func, self.inside[-1] if self.inside else "", args, kwargs or {})
+        self.reductions.extend([found] if found is not None else ())
         if not func.__name__.startswith(_CONSTANT):
             mark = self.of(args, kwargs)
             if mark.is_divided:
@@ -194,6 +231,24 @@ class Trial:
                 return (
                     f"{self._names[source.bit_length() - 1]} is whole on every rank, and meets activations in "
                     f"{self._told(where)} of which each rank has a part, so no rank gets its whole gradient"
+                )
+        return None
+
+    def differing_reduction(self, whole: Trial) -> str | None:
+        """Name an operation that combines the elements of one rank's part where the whole model combines all of them.
+
+        Ranks would compute the same wrong values, which no comparison of ranks can find. The two trials run the same
+        operations, so the divided dimensions of each are those in which its shapes differ.
+        """
+        pairs = list(zip(self._flow.reductions, whole._flow.reductions, strict=False))
+        if any((part.name, len(part.shape)) != (all_.name, len(all_.shape)) for part, all_ in pairs):
+            return None  # another branch, so nothing can be compared
+        for part, all_ in pairs:
+            if any(part.shape[dim] != all_.shape[dim] for dim in part.dims):
+                self.failed_in = part.where
+                return (
+                    f"{part.name} in {self._told(part.where)} runs over {list(part.shape)} on a rank, a part of "
+                    f"{list(all_.shape)}"
                 )
         return None
 
