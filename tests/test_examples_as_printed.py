@@ -127,6 +127,9 @@ def test_the_advanced_example_trains_saves_and_loads_and_warns_once_of_old_keywo
     assert found["trained"] <= TOLERANCE
     assert found["loaded"] == found["repeated"] == 0.0
     assert found["policy"] == (torch.float32, None, None)
+    if dist.get_rank() > 0:  # one rank warns for all
+        assert not found["warnings"]
+        return
     ((category, message, filename),) = found["warnings"]
     assert (category, filename) == ("FutureWarning", Path(__file__).name)
     assert message == (

@@ -132,15 +132,15 @@ def test_gradients_arrive_through_mappings_whatever_module_is_registered_last(st
 
 
 def passed_on() -> tuple[set[str], set[str]]:
-    """The arguments that `fully_shard` gives to `fully_shard_model`, and those that it takes."""
+    """The arguments that `fully_shard` hands to the sharding of the model, and those that it takes."""
     net = build()
     module = inspect.getmodule(fully_shard)
-    with mock.patch.object(module, "fully_shard_model", autospec=True, side_effect=InterruptedError) as called:
+    with mock.patch.object(module, "_prepared", autospec=True, side_effect=InterruptedError) as called:
         try:
             fully_shard(net, sgd(net), mesh())
         except InterruptedError:
-            return set(called.call_args.kwargs), set(inspect.signature(fully_shard).parameters)
-    raise AssertionError("fully_shard did not call fully_shard_model")
+            return set(called.call_args.args[0]), set(inspect.signature(fully_shard).parameters)
+    raise AssertionError("fully_shard did not shard the model")
 
 
 def test_the_one_call_hands_every_argument_on(run_ranks: RunRanks) -> None:
