@@ -26,6 +26,9 @@ LAYERS = (
     "sharding",
     "dtensor",
     "engine",
+    "formats",
+    "state",
+    "wrap",
     "optim",
     "debug",
     "describe",
@@ -34,6 +37,7 @@ LAYERS = (
     "published",
     "ddp",
     "front",
+    "contrib",
     "doctor",
     "trace",
     "plan",
@@ -49,6 +53,9 @@ A layer is a folder. Of the modules beside them, those that import nothing but e
 
 STRANGERS = {
     ("checkpoint", "engine"),
+    ("checkpoint", "formats"),
+    ("checkpoint", "state"),
+    ("checkpoint", "wrap"),
     ("checkpoint", "optim"),
     ("checkpoint", "hang"),
     ("trace", "doctor"),

@@ -277,7 +277,7 @@ def _off(found: Tensor, expected: Tensor) -> float:
 def formats(session: Session) -> None:
     """Compare weights in weight formats with plain torch on rounded ones, and float8 products with emulated ones."""
     from megatron_fsdp import MixedPrecisionPolicy
-    from megatron_fsdp.engine import fp8_linear
+    from megatron_fsdp.formats import fp8_linear
 
     start_alone(session.device)
     batches = batches_of(REHEARSAL, session.device, torch.bfloat16)

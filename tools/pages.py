@@ -35,7 +35,7 @@ from benchmarks.bench import published
 from benchmarks.page import render as render_performance
 from benchmarks.page import summary_table, table
 from megatron_fsdp.cli.main import main as mfsdp
-from megatron_fsdp.optim.whole_exchange import assign_owners
+from megatron_fsdp.optim.full_tensor.exchange import assign_owners
 from megatron_fsdp.plan import plan
 from megatron_fsdp.plan.models import build_meta_model
 from megatron_fsdp.plan.muon import muon_matrices, single_matrices

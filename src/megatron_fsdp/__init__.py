@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
     from megatron_fsdp.optim.adamw8bit import AdamW8bit
     from megatron_fsdp.optim.chained import ChainedOptimizer
-    from megatron_fsdp.optim.whole_step import steps_whole_tensors
+    from megatron_fsdp.optim.full_tensor.step import steps_whole_tensors
     from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 __all__ = [
@@ -77,7 +77,7 @@ _HOMES = {
     "fully_shard_model": "fully_shard",
     "fully_shard_optimizer": "fully_shard",
     "reduce_scatter_with_fp32_accumulation": "comm.reduction",
-    "steps_whole_tensors": "optim.whole_step",
+    "steps_whole_tensors": "optim.full_tensor.step",
 }
 """Public name -> the module that defines it."""
 

@@ -434,7 +434,6 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     bound.apply_defaults()
     arguments = bound.arguments
     from megatron_fsdp.engine.hooks import compiled_in_place
-    from megatron_fsdp.engine.optimizer_checks import check_keeps_no_copies
     from megatron_fsdp.optim.optimizer import (
         are_sharded,
         check_capturable,
@@ -442,6 +441,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
         check_parameters,
         move_to_sharded,
     )
+    from megatron_fsdp.wrap.optimizer_checks import check_keeps_no_copies
 
     with all_agree(_DOING, _ranks_of(**arguments)):
         _check_optimizer(optimizer, module)
@@ -466,8 +466,8 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that are wrong whatever the mesh and the model; the same verdict on every rank."""
-    from megatron_fsdp.engine.wrap import check_not_wrapped
     from megatron_fsdp.sharding.mesh import check_mesh
+    from megatron_fsdp.wrap.wrap import check_not_wrapped
 
     warn_of_namesake()
     check_not_wrapped(arguments["module"])

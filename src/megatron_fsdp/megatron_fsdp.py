@@ -39,8 +39,20 @@ from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
-from megatron_fsdp.engine.expert_checkpoints import names_as_saved
-from megatron_fsdp.engine.full_tensors import (
+from megatron_fsdp.engine.gradients import GRAD, get_grad
+from megatron_fsdp.engine.hooks import calls_of, compiled_in_place, take_part
+from megatron_fsdp.engine.memory import weakly
+from megatron_fsdp.engine.observer import Observer
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.schedule import SyncMode
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
+from megatron_fsdp.hang.watch import HangLog
+from megatron_fsdp.optim.grad_norm import clip_gradients
+from megatron_fsdp.optim.optimizer import check_capturable, float32_by, watch_optimizers
+from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron_fsdp.state.experts import names_as_saved
+from megatron_fsdp.state.full_tensors import (
     DEFAULT_BUCKET_BYTES,
     check_bucket_bytes,
     full_gradients,
@@ -49,27 +61,15 @@ from megatron_fsdp.engine.full_tensors import (
     iter_parameters,
     shown_in_full,
 )
-from megatron_fsdp.engine.gradients import GRAD, get_grad
-from megatron_fsdp.engine.hooks import calls_of, compiled_in_place, take_part
-from megatron_fsdp.engine.memory import weakly
-from megatron_fsdp.engine.observer import Observer
-from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.schedule import SyncMode
-from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard
-from megatron_fsdp.engine.wrap import Grouping, UnitGrouping, assemble
-from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
-from megatron_fsdp.hang.watch import HangLog
-from megatron_fsdp.optim.grad_norm import clip_gradients
-from megatron_fsdp.optim.optimizer import check_capturable, float32_by, watch_optimizers
-from megatron_fsdp.optim.statistics import (
+from megatron_fsdp.state.state_dict import are_from_file, check_load, other_shards, own_shard
+from megatron_fsdp.state.statistics import (
     ModelStatistics,
     gradient_digests,
     gradient_statistics,
     parameter_digests,
     parameter_statistics,
 )
-from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
-from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron_fsdp.wrap.wrap import Grouping, UnitGrouping, assemble
 
 StateDict = dict[str, Any]
 
@@ -514,7 +514,7 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded; or
                 its steps cannot be captured, and `cuda_graph_mode` is on.
         """
-        self._engine.replaced.check(optimizer)
+        self._engine.check_optimizer(optimizer)
         if self._engine.keeps_gradients and self.device.type == "cuda":
             check_capturable(optimizer)
         self._engine.connected.add(optimizer)

@@ -92,7 +92,7 @@ def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor], prefix
 
 
 def trainer(folder: str, strategy: int, **options: Any) -> Any:
-    from megatron_fsdp.lightning import MegatronFSDPStrategy
+    from megatron_fsdp.contrib.lightning import MegatronFSDPStrategy
 
     return lightning.Trainer(
         strategy=MegatronFSDPStrategy(zero_dp_strategy=strategy, fsdp_unit_modules=[Block]),
@@ -165,7 +165,7 @@ def test_accumulation_communicates_once_and_callbacks_keep_checkpoints(tmp_path:
 
 
 def fabric_loop(folder: str, first: int, last: int, together: bool) -> None:
-    from megatron_fsdp.lightning import FabricMegatronFSDPStrategy
+    from megatron_fsdp.contrib.lightning import FabricMegatronFSDPStrategy
 
     with quiet():
         fabric: Any = lightning.Fabric(

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_fsdp import AdamW8bit, ChainedOptimizer, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
-from tests.optim.test_whole_step import Factored
+from tests.optim.full_tensor.test_step import Factored
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 from tests.support.optimizer_twins import Matrices, Twins, drawn, flat
 
@@ -114,7 +114,7 @@ def test_a_member_that_fails_on_one_rank_fails_on_all_which_say_what_has_stepped
 
 @on_ranks(2)
 def test_a_member_that_fails_on_all_ranks_together_ends_the_step_of_the_chain() -> None:
-    from megatron_fsdp.optim import muon
+    from megatron_fsdp.optim.full_tensor import muon
 
     twins = Twins(mixed(), chain, flat(3))
 

@@ -11,16 +11,17 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import AdamW8bit, ChainedOptimizer
 from megatron_fsdp.errors import RankError
-from megatron_fsdp.optim import muon, whole_exchange, whole_step
-from tests.optim.test_whole_step import Factored
+from megatron_fsdp.optim.full_tensor import exchange, muon
+from megatron_fsdp.optim.full_tensor import step as full_tensor_step
+from tests.optim.full_tensor.test_step import Factored
 from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, same_on_ranks
 from tests.support.optimizer_twins import Twins, flat, matrices
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "messages": (whole_exchange.Messages, "__init__"),
-    "packing of shards": (whole_exchange.Messages, "pack_shards"),
-    "whole tensors": (whole_exchange, "cut_up"),
-    "packing of results": (whole_exchange.Messages, "pack_results"),
+    "messages": (exchange.Messages, "__init__"),
+    "packing of shards": (exchange.Messages, "pack_shards"),
+    "whole tensors": (exchange, "cut_up"),
+    "packing of results": (exchange.Messages, "pack_results"),
 }
 MUON = {
     "plan": (muon.MuonStep, "_waves"),
@@ -78,8 +79,8 @@ def fail_everywhere(make: Callable[[Sequence[Any]], torch.optim.Optimizer], plac
                 for param, value in zip(twins.params, before, strict=True)
             )
     fresh = Twins(matrices(), make, flat(3))
-    for step in range(2):
-        fresh.step(step)
+    for number in range(2):
+        fresh.step(number)
         assert fresh.differing() == []
 
 
@@ -92,7 +93,7 @@ def test_muon_fails_together_wherever_memory_ends() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @on_ranks()
 def test_a_step_of_whole_tensors_fails_together_wherever_memory_ends() -> None:
-    fail_everywhere(factored, {**PLACES, "new state": (whole_step, "_described")})
+    fail_everywhere(factored, {**PLACES, "new state": (full_tensor_step, "_described")})
 
 
 def eight_bit(params: Sequence[Any]) -> torch.optim.Optimizer:

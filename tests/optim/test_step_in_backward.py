@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.engine import early_steps
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError
 from megatron_fsdp.optim import step_in_backward
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
@@ -175,7 +174,7 @@ def test_no_unit_is_stepped_before_its_gradients_are_at_home() -> None:
     model, optimizer = warm()
     before = [param.to_local().detach().clone() for param in model.parameters()]
     at_home = threading.Event()
-    with patch.object(early_steps, "reached", lambda _device: at_home.wait), optimizer.step_in_backward():
+    with patch.object(step_in_backward, "reached", lambda _device: at_home.wait), optimizer.step_in_backward():
         loss_of(model, 1).backward()
         during = [param.to_local().detach().clone() for param in model.parameters()]
         at_home.set()

@@ -21,7 +21,8 @@ from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.optim.grad_norm import ProcessGroups, combine_powers, sum_of_powers
+from megatron_fsdp.optim.grad_norm import combine_powers, sum_of_powers
+from megatron_fsdp.state.statistics import ProcessGroups
 
 Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
 """What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""

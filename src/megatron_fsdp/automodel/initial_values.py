@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.automodel.architecture import find_layers, parameter_names
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, base_tensors, install_weights, keep_pieces, unwrap
 from megatron_fsdp.comm.agreement import gather_objects
-from megatron_fsdp.engine.meta_init import (
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.wrap.meta_init import (
     draw_blueprint,
     draw_values,
     random_state,
@@ -26,7 +27,6 @@ from megatron_fsdp.engine.meta_init import (
     set_random_state,
     uninitialized_tensor,
 )
-from megatron_fsdp.errors import ConfigurationError
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

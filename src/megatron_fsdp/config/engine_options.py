@@ -2,7 +2,7 @@
 
 They are resolved once, in the public call, and read where they take effect: layout and gradient factors in
 `engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest where it is needed:
-`engine/wrap.py`, `engine/engine.py` and `megatron_fsdp.py`.
+`wrap/wrap.py`, `engine/engine.py` and `megatron_fsdp.py`.
 """
 
 import os

@@ -28,11 +28,11 @@ from megatron_fsdp.engine.group_plan import Sharding, local_part, parameter_info
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.engine.wrap import Grouping, check_not_wrapped
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, check_mesh, mesh_and_dim, ranks_of, tensor_parallel_dim
 from megatron_fsdp.sharding.units import UnitPlan
+from megatron_fsdp.wrap.wrap import Grouping, check_not_wrapped
 
 logger = logging.getLogger("megatron_fsdp")
 

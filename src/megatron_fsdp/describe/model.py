@@ -24,12 +24,12 @@ from megatron_fsdp.describe.description import (
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.wrap import Assembly
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.optimizer import count_kinds, step_of
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
+from megatron_fsdp.wrap.wrap import Assembly
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,18 @@ from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.lanes import is_capturing
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.dtensor.expert_names import ExpertNames
 from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
 from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.expert_checkpoints import ExpertNames
-from megatron_fsdp.engine.fp8_linear import emulation_note
-from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck
+from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, UnreducedGradients
 from megatron_fsdp.engine.gradients import GradientBuffers, UsageAgreement, direct_hook, match_waiting_sums
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.memory import on_device
 from megatron_fsdp.engine.memory_plan import MemoryPlan, bucket_count, prefetch_depth, unit_numels
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.engine.optimizer_checks import ReplacedParameters, UnreducedGradients
-from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.param_group import ParameterGroup, agree_on_amaxes
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import StructureCheck, Unit
-from megatron_fsdp.engine.weight_codec import agree_on_amaxes
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.units import ROOT_UNIT
@@ -80,7 +77,7 @@ class Engine:
     mode: SyncMode  # shared with the wrapper
     sharding: Sharding
     structure: StructureCheck  # finds parameters that join the model later
-    replaced: ReplacedParameters  # the parameters that were in the model before
+    check_optimizer: Callable[[torch.optim.Optimizer], None]  # refuses one that cannot train the model
     expert_names: ExpertNames  # over all ranks
     # With a queue of weight gradients that wait for the end of backward, all gradients stay where autograd puts
     # them until then: units are filled and reduced there, one after another.
@@ -88,6 +85,7 @@ class Engine:
     gradient_checks: Sequence[GradientCheck]
     own_groups: OwnGroups | None  # destroyed with the engine
     user_buffers: UserBuffers | None  # registered memory that is deregistered with the engine
+    format_note: str  # how weights are multiplied on this device where it lacks float8 products; else empty
     capture_lack: str  # why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to
 
     reduces_in_fixed_order = False  # whatever is called when, on any rank
@@ -144,8 +142,8 @@ class Engine:
         opens = not self.scheduler.in_forward and not self.scheduler.in_backward
         if opens:
             self.refuse_open_pass("a forward began")
-            if self.executor.early is not None:
-                self.executor.early.check_forward(self.backward_number)
+            if self.executor.in_backward is not None:
+                self.executor.in_backward.check_forward(self.backward_number)
             if is_capturing(self.device):
                 self._check_capture()
                 self._was_captured = True
@@ -381,7 +379,7 @@ class Engine:
         """Follow a step of any optimizer; kernels of its own leave no trace in version counters."""
         if optimizer in self.connected:
             return  # its own hooks install the weights
-        self.replaced.check(optimizer)
+        self.check_optimizer(optimizer)
         self._unreduced.check(optimizer, self.group_and_index)
         if self._is_ours(optimizer):
             self.stepped = True
@@ -495,8 +493,8 @@ class Engine:
         if self._callback_queued:
             return
         self.refuse_shown_copies("a backward began")
-        if self.executor.early is not None:
-            self.executor.early.backward_begins(self.backward_number + 1)
+        if self.executor.in_backward is not None:
+            self.executor.in_backward.backward_begins(self.backward_number + 1)
         if self.has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
             self.executor.run(self.scheduler.weights_changed())
         self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
@@ -629,7 +627,7 @@ class Engine:
 
     def refuse_late(self, what: str) -> None:
         """Refuse, on every rank, what changes gradients where an optimizer has used them."""
-        if self.executor.early is not None:
+        if self.executor.in_backward is not None:
             raise ConfigurationError(
                 f"{what} comes too late inside of optimizer.step_in_backward(), since the optimizer has used gradients "
                 "already; leave step_in_backward out"
@@ -668,8 +666,8 @@ class Engine:
         """
         self._callback_queued = False
         self._shows_local.clear()
-        if self.executor.early is not None:
-            self.executor.early.reset()
+        if self.executor.in_backward is not None:
+            self.executor.in_backward.reset()
         if self.delayed is not None:
             self.delayed.clear()
         self._unsharded_for_backward.clear()
@@ -698,7 +696,7 @@ class Engine:
         graphs = "cuda_graph_mode: memory keeps its addresses, but nothing can be captured, since "
         buffers = "" if self.user_buffers is None else self.user_buffers.notice
         lack = self.capture_lack and graphs + self.capture_lack
-        return tuple(filter(None, (buffers, emulation_note(self.groups(), self.device), lack)))
+        return tuple(filter(None, (buffers, self.format_note, lack)))
 
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from megatron_fsdp.comm.lanes import Ticket, make_lane
-from megatron_fsdp.engine.early_steps import EarlySteps
 from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, weakly
 from megatron_fsdp.engine.memory_plan import OUTER_REDUCTIONS, MemoryPlan, Use, crossing_offsets
 from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase, explain, explained
@@ -62,6 +62,28 @@ class _Reduction:
     scratch: Block | None
 
 
+class OptimizerInBackward(Protocol):
+    """An optimizer that steps units during backward, as their gradients become final."""
+
+    broken: str
+    """Why no pass may begin before a checkpoint is loaded; empty: it may."""
+
+    def check_forward(self, number: int) -> None:
+        """Raise a ScheduleError if a forward may not begin after so many backwards."""
+
+    def backward_begins(self, number: int) -> None:
+        """Raise a ScheduleError if backward `number` may not begin."""
+
+    def unit_reduces(self, unit: Unit) -> None:
+        """Raise a ScheduleError if the unit was stepped already."""
+
+    def unit_is_reduced(self, unit: Unit) -> None:
+        """Step the parameters of a unit whose gradients are final."""
+
+    def reset(self) -> None:
+        """Stop; the model is reset."""
+
+
 class Executor:
     """Runs operations on units.
 
@@ -79,7 +101,7 @@ class Executor:
         coming_lane: Where copies from other homes to the device run.
         going_lane: Where copies from the device to other homes run, at the same time.
         observers: Observers of phases and collectives.
-        early: What gives reduced gradients to an optimizer that steps in backward; else None.
+        in_backward: An optimizer that steps in backward; None if there is none.
     """
 
     def __init__(
@@ -105,7 +127,7 @@ class Executor:
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.operations_digest = 0
-        self.early: EarlySteps | None = None
+        self.in_backward: OptimizerInBackward | None = None
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self.in_flight: deque[_Reduction] = deque()
         self._outer_reductions: deque[tuple[int, Block | None, list[tuple[Ticket, tuple[torch.Tensor, ...]]]]] = deque()
@@ -228,8 +250,8 @@ class Executor:
         if reach is Reach.NOWHERE:
             self._defer(unit)
             return
-        if self.early is not None:
-            self.early.unit_reduces(unit)
+        if self.in_backward is not None:
+            self.in_backward.unit_reduces(unit)
         bucket = self._bucket(unit)
         scratch = self._scratch_for(unit)
         tickets = []
@@ -273,8 +295,8 @@ class Executor:
                 ticket.wait()
         if block is not None:
             self._crossing.give_back(block)
-        if self.early is not None:
-            self.early.unit_is_reduced(self._units[index])
+        if self.in_backward is not None:
+            self.in_backward.unit_is_reduced(self._units[index])
 
     def _defer(self, unit: Unit) -> None:
         """Keep deferred sums, of zeros where no gradient came: ranks must agree on what there is to reduce later."""
@@ -320,8 +342,8 @@ class Executor:
             self._scratch.give_back(reduction.scratch)
         if reduction.reach is Reach.EVERYWHERE:
             is_on_its_way = self.reduce_outer(reduction.unit)
-            if self.early is not None and not is_on_its_way:
-                self.early.unit_is_reduced(reduction.unit)
+            if self.in_backward is not None and not is_on_its_way:
+                self.in_backward.unit_is_reduced(reduction.unit)
         return True
 
     def retire_all(self) -> None:

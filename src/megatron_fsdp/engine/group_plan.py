@@ -106,7 +106,7 @@ GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def is_guest(param: torch.Tensor) -> bool:
-    """Return whether the class of a parameter gathers in its own way (`megatron_fsdp.engine.guests`)."""
+    """Return whether the class of a parameter gathers in its own way (`megatron_fsdp.formats.tensor_extensions`)."""
     return any(hasattr(type(param), method) for method in GATHER_METHODS)
 
 

@@ -11,15 +11,15 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import address_of, addresses_of
+from megatron_fsdp.comm.axis import address_of, addresses_of, has_values
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
 from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.dtensor.tensor import DATA, UnevenDTensor, as_sharded, register_with_torch
-from megatron_fsdp.engine.fp8_linear import Fp8Codec
 from megatron_fsdp.engine.gradients import (
     DECOUPLED,
     GRAD,
@@ -29,10 +29,9 @@ from megatron_fsdp.engine.gradients import (
     plain_attributes,
 )
 from megatron_fsdp.engine.group_plan import GroupPlan, local_part
-from megatron_fsdp.engine.guests import Guest, GuestCodec
 from megatron_fsdp.engine.memory import FlatBuffer, StateMemory, allocate, full_view, on_device, piece_view
 from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec, WrappingCodec
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.placement import Region, held_region
 
 # The two weight buffers of a parameter group: what compute uses and what the optimizer updates.
@@ -207,15 +206,10 @@ class ParameterGroup:
         originals: Sequence[nn.Parameter],
         frames: tuple[ShardFrame, ...],
         memory: torch.Tensor | None,
-        guests: Sequence[Guest],
+        codec: WeightCodec | None,
     ) -> None:
         self.plan = plan
-        self._wrapping: WrappingCodec | None = None
-        if plan.stays_encoded:
-            self._wrapping = GuestCodec(plan, guests) if guests else Fp8Codec(plan)
-        codec: WeightCodec | None = self._wrapping
-        if codec is None and plan.weight_format is not None:
-            codec = WeightCodec(plan.weight_format, plan.layout, plan.device)
+        self._wrapping = codec if isinstance(codec, WrappingCodec) else None
         self.weights = WeightBuffers(plan, codec, memory)
         # None for a group that has been frozen since it was made
         self.gradients = GradientBuffers(plan) if plan.requires_grad else None
@@ -579,3 +573,39 @@ def _of_autograd(
     if not frame.copy_groups:
         return sharded_grad
     return UnevenDTensor.wrap(unite_gradients(sharded_grad, frame.copy_groups, frame.adds_up), frame)
+
+
+def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
+    """Measure the main weights of groups, all in a weight format, and agree on the magnitudes; collective.
+
+    One all-reduce per data-parallel axis of dense parameters, and of experts, whatever the number of groups.
+
+    Raises:
+        NonFiniteWeightError: A weight is NaN or infinite; on every rank of the parameter.
+    """
+    for is_expert in (False, True):
+        chosen = [group for group in groups if group.plan.is_expert is is_expert]
+        codecs = [group.weights.codec for group in chosen if group.weights.codec is not None]
+        measured = [codec.amaxes for codec in codecs if codec.amaxes.numel()]
+        if not measured:
+            continue
+        for group in chosen:
+            group.weights.measure()
+        everything = torch.cat(measured)
+        for axis in chosen[0].plan.axes:
+            if axis.group is not None:
+                dist.all_reduce(everything, op=dist.ReduceOp.MAX, group=axis.group)
+        for amaxes, agreed in zip(measured, everything.split([each.numel() for each in measured]), strict=True):
+            amaxes.copy_(agreed)
+        if has_values(everything) and not everything.isfinite().all():
+            name, form = next(
+                (name, codec.format.name)
+                for group in chosen
+                if (codec := group.weights.codec) is not None
+                for index, name in enumerate(group.names)
+                if not codec.is_finite(index)
+            )
+            raise NonFiniteWeightError(
+                f"{name} has an element that is NaN or infinite, which weight_format={form!r} cannot hold; load finite "
+                "weights, or set check_for_nan_in_grad=True to find the gradient that it came from"
+            )

@@ -6,27 +6,22 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import is_guest
 from megatron_fsdp.engine.memory import FlatBuffer
-from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
 from megatron_fsdp.sharding.units import ParameterSites, parameter_sites
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, Fp8, Fp8Compute, WeightFormat, encoded_bytes
-
-if TYPE_CHECKING:
-    from megatron_fsdp.engine.param_group import ParameterGroup
 
 _CHUNK_NUMEL = 1 << 22  # elements that are decoded at a time, through float32; a multiple of every block
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -228,39 +223,3 @@ class EncodedBuffer(FlatBuffer):
         """Return the bytes of a region inside of this one."""
         inside = region.within(self.region)
         return self.local[self._codec.bytes_of(inside.start) : self._codec.bytes_of(inside.stop)]
-
-
-def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
-    """Measure the main weights of groups, all in a weight format, and agree on the magnitudes; collective.
-
-    One all-reduce per data-parallel axis of dense parameters, and of experts, whatever the number of groups.
-
-    Raises:
-        NonFiniteWeightError: A weight is NaN or infinite; on every rank of the parameter.
-    """
-    for is_expert in (False, True):
-        chosen = [group for group in groups if group.plan.is_expert is is_expert]
-        codecs = [group.weights.codec for group in chosen if group.weights.codec is not None]
-        measured = [codec.amaxes for codec in codecs if codec.amaxes.numel()]
-        if not measured:
-            continue
-        for group in chosen:
-            group.weights.measure()
-        everything = torch.cat(measured)
-        for axis in chosen[0].plan.axes:
-            if axis.group is not None:
-                dist.all_reduce(everything, op=dist.ReduceOp.MAX, group=axis.group)
-        for amaxes, agreed in zip(measured, everything.split([each.numel() for each in measured]), strict=True):
-            amaxes.copy_(agreed)
-        if has_values(everything) and not everything.isfinite().all():
-            name, form = next(
-                (name, codec.format.name)
-                for group in chosen
-                if (codec := group.weights.codec) is not None
-                for index, name in enumerate(group.names)
-                if not codec.is_finite(index)
-            )
-            raise NonFiniteWeightError(
-                f"{name} has an element that is NaN or infinite, which weight_format={form!r} cannot hold; load finite "
-                "weights, or set check_for_nan_in_grad=True to find the gradient that it came from"
-            )

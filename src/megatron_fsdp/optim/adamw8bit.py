@@ -33,8 +33,8 @@ from megatron_fsdp.comm.agreement import ask
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.optim.full_tensor.exchange import Met, judge_met
 from megatron_fsdp.optim.step import ExchangingStep, params_of
-from megatron_fsdp.optim.whole_exchange import Met, judge_met
 from megatron_fsdp.sharding.shards import Cut, ListedCut, ShardDescription, TensorParallelCut
 
 BLOCK = 256

@@ -9,39 +9,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.dtensor.reduction import largest
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
-from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT
-
-ProcessGroups = tuple[dist.ProcessGroup, ...]
-
-
-def shared_out_over(engine: Engine, group: ParameterGroup, index: int) -> ProcessGroups:
-    """Return the process groups that a reduction over a main weight, or its gradient after the sync, must span.
-
-    Along each the ranks hold different pieces; all other ranks hold copies. The same on every rank. For experts the
-    groups along which experts differ are among them.
-    """
-    plan = group.plan
-    over = [
-        axis.group
-        for axis, placement in zip(plan.axes, plan.placements.main_weight, strict=True)
-        if placement is Placement.SHARD and axis.group is not None
-    ]
-    part = plan.parts[index]
-    if part is not None and part.is_cut:
-        over.append(part.mesh.get_group())
-    if plan.is_expert:
-        over += engine.sharding.domain(True).foreign_groups
-    return tuple(over)
+from megatron_fsdp.state.statistics import ProcessGroups, local_of, shared_out_over
 
 
 def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -205,11 +181,6 @@ def _runs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         else:
             runs.append((tensor, tensor.numel()))
     return [first.as_strided((numel,), (1,)) for first, numel in runs]
-
-
-def local_of(grad: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements."""
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
 
 
 def sum_of_powers(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

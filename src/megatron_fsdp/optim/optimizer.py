@@ -27,18 +27,18 @@ from megatron_fsdp.engine.gradients import GRAD
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, BlocksStep, check_blocks
 from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, members_of
-from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
-from megatron_fsdp.optim.muon import SPLIT_KEY, MuonStep, check_muon
-from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, warn_of_thawed, with_blank_state
-from megatron_fsdp.optim.step import ExchangingStep, Models, Step, engine_of, params_of, without_parameter
-from megatron_fsdp.optim.step_in_backward import StepInBackward
-from megatron_fsdp.optim.whole_step import (
+from megatron_fsdp.optim.full_tensor.muon import SPLIT_KEY, MuonStep, check_muon
+from megatron_fsdp.optim.full_tensor.step import (
     OwnedStep,
     ReplicatedStep,
     inherits_declaration,
     steps_owned,
     steps_replicated,
 )
+from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
+from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, warn_of_thawed, with_blank_state
+from megatron_fsdp.optim.step import ExchangingStep, Models, Step, engine_of, params_of, without_parameter
+from megatron_fsdp.optim.step_in_backward import StepInBackward
 from megatron_fsdp.sharding.units import outside_of_blocks
 
 WHOLE_TENSOR_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.Rprop)

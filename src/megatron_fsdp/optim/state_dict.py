@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.dtensor.frame import exclude_from_save
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.expert_checkpoints import state_as_held, state_as_saved
-from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
+from megatron_fsdp.optim.full_tensor.step import steps_owned
 from megatron_fsdp.optim.step import Models, engine_of, model_of, params_of
-from megatron_fsdp.optim.whole_step import steps_owned
+from megatron_fsdp.state.experts import state_as_held, state_as_saved
+from megatron_fsdp.state.state_dict import are_from_file, other_shards
 
 StateDict = dict[str, Any]
 

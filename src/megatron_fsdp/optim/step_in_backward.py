@@ -23,15 +23,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from megatron_fsdp.comm.lanes import reached
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.early_steps import LOAD, begin_early_steps
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.executor import OptimizerInBackward
+from megatron_fsdp.engine.gradients import get_grads
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.local_step import LocalStep, LocalView
 from megatron_fsdp.optim.step import params_of
 
 if TYPE_CHECKING:
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
+
+
+LOAD = (
+    "some parameters are stepped already, which model.reset() does not undo: load a checkpoint of model and optimizer"
+)
 
 
 class StepInBackward:
@@ -52,12 +61,12 @@ class StepInBackward:
         self._changed: set[UnevenDTensor] = set()  # weights that somebody changed before the thread stepped them
         self.has_left = False
         self._pool = ThreadPoolExecutor(1, "step in backward")
-        self._early = begin_early_steps(model._engine, self._take if step.has_stepped else None)
+        self._groups_of_backward = _hand_over_groups(model._engine, self._take if step.has_stepped else None)
 
     @property
     def broken(self) -> str:
         """Why the step cannot be finished; empty: it can."""
-        return self._early.broken
+        return self._groups_of_backward.broken
 
     # ---- in backward ------------------------------------------------------------------------------------------------
 
@@ -101,16 +110,16 @@ class StepInBackward:
     def leave(self) -> None:
         """End with the backward: from here on nothing may change gradients, also of what is not stepped yet."""
         self.has_left = True
-        self._early.close()
+        self._groups_of_backward.close()
         self._pool.shutdown(wait=False)  # the thread ends when it has stepped what it was given
         params = [param for group in self._groups for param in group["params"]]
         self._forbid_changes(param for param in params if id(param) not in self._used)
 
     def fail(self, error: BaseException) -> None:
         """End with a backward or a step that has failed: wait for the thread, and say what has become of parameters."""
-        self._early.close()
+        self._groups_of_backward.close()
         self._pool.shutdown(cancel_futures=True)
-        self._early.fail(f"optimizer.step_in_backward() has failed ({type(error).__name__}: {error})")
+        self._groups_of_backward.fail(f"optimizer.step_in_backward() has failed ({type(error).__name__}: {error})")
         if not self.broken:
             self.end()
         elif LOAD not in str(error):
@@ -144,7 +153,7 @@ class StepInBackward:
     @property
     def is_of_the_last_backward(self) -> bool:
         """Whether the model has run no backward since."""
-        return self._early.is_of_the_last_backward
+        return self._groups_of_backward.is_of_the_last_backward
 
     def end(self) -> None:
         """Let go of gradients and weights, when the step is done or a checkpoint is loaded."""
@@ -153,7 +162,7 @@ class StepInBackward:
             grad.used_for = ""
         for kept in (self._used, self._versions, self._weights, self._changed, self._views, self._groups):
             kept.clear()
-        self._early.end()
+        self._groups_of_backward.end()
 
     def _check(self, optimizer: Optimizer) -> None:
         """Look again behind the hooks of the step, of which the user's come last."""
@@ -217,3 +226,165 @@ def _is_same(value: Any, noted: Any) -> bool:
     if isinstance(value, Tensor) or isinstance(noted, Tensor):
         return isinstance(value, Tensor) and isinstance(noted, Tensor) and torch.equal(value, noted)
     return bool(value == noted)
+
+
+Take = Callable[[ParameterGroup, Callable[[], None]], None]
+"""Called with a group whose final gradients are shown, and with what blocks the host until it may read them."""
+
+
+def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
+    """Give groups to an optimizer in the next backward.
+
+    Raises:
+        ConfigurationError: None of them would be final before backward ends.
+        ScheduleError: An optimizer steps in backward already.
+    """
+    if engine.executor.in_backward is not None:
+        raise ScheduleError(
+            engine.executor.in_backward.broken
+            or "optimizer.step_in_backward() was entered before the step that another one began has ended; call "
+            "optimizer.step() first"
+        )
+    trained = engine.groups_with_gradients()
+    away = [group for group, _ in trained if group.plan.main_home.is_away]
+    casts = any(gradients.shown_dtype != gradients.precision.main_grads for _, gradients in trained)
+    is_checked = any(check.stops_steps for check in engine.gradient_checks)
+    asks = bool(away) and all(engine.usage_of(group).never_knows for group in away)
+    for holds, lack in (
+        (not away, "main weights rest on the device"),
+        (
+            not engine.mode.syncs,
+            "the next backward does not reduce gradients (no_sync or the like): enter it for the last one",
+        ),
+        (is_checked, "gradients are checked when backward ends (report_nan_in_param_grad and its kin)"),
+        (casts, "gradients are cast when backward ends, since main_grads_dtype is not main_params_dtype"),
+        (asks, "ranks ask each other when backward ends which parameters were used (find_unused_parameters, experts)"),
+    ):
+        if holds:
+            raise ConfigurationError(f"an optimizer cannot step in backward where {lack}; leave step_in_backward out")
+    return GroupsOfBackward(engine, take)
+
+
+class GroupsOfBackward(OptimizerInBackward):
+    """Gives the groups of one backward to an optimizer; lives until the optimizer's step has ended.
+
+    Args:
+        engine: Of the model.
+        take: Steps a group; None: nothing is stepped in this backward.
+
+    Attributes:
+        stepped: What was given to `take`.
+        broken: Why the step cannot be finished; empty: it can.
+    """
+
+    def __init__(self, engine: Engine, take: Take | None) -> None:
+        self._engine, self._take = weakref.ref(engine), take
+        self._first_backward = engine.backward_number + 1
+        self._is_open = True
+        self.stepped: list[ParameterGroup] = []
+        self.broken = ""
+        engine.executor.in_backward = self
+
+    @property
+    def is_of_the_last_backward(self) -> bool:
+        """Whether the model has run no backward since this one."""
+        engine = self._engine()
+        return engine is not None and engine.backward_number == self._first_backward
+
+    def close(self) -> None:
+        """Give no group to the optimizer any more: backward is over."""
+        self._is_open = False
+
+    def end(self) -> None:
+        """Let the model go on: the step has ended, or nothing of it is left."""
+        self.close()
+        engine = self._engine()
+        if engine is not None and engine.executor.in_backward is self:
+            engine.executor.in_backward = None
+
+    def fail(self, problem: str) -> None:
+        """Stop; where a parameter was stepped, nothing goes on until a checkpoint is loaded."""
+        self.close()
+        if self.stepped:
+            self.broken = self.broken or f"{problem}; {LOAD}"
+        else:
+            self.end()
+
+    def reset(self) -> None:
+        """Stop where the model is reset inside of the backward."""
+        if self._is_open:
+            self.fail("a backward was interrupted while an optimizer stepped in it")
+
+    # ---- what the engine tells --------------------------------------------------------------------------------------
+
+    def backward_begins(self, number: int) -> None:
+        """Refuse a second backward.
+
+        Raises:
+            ScheduleError: On every rank; names a parameter.
+        """
+        if self._is_open and number > self._first_backward:
+            name = self.stepped[0].names[0] if self.stepped else "every parameter"
+            raise self._too_late(name, "a second backward began inside optimizer.step_in_backward()")
+
+    def unit_reduces(self, unit: Unit) -> None:
+        """Refuse gradients of a unit that was stepped.
+
+        Raises:
+            ScheduleError: On every rank; names a parameter.
+        """
+        for group in unit.groups:
+            if group.gradients is not None and any(group is each for each in self.stepped):
+                arrived = zip(group.names, group.gradients.of_parameter, strict=True)
+                name = next((name for name, each in arrived if each.arrived), group.names[0])
+                raise self._too_late(name, "a parameter is used where its unit's backward was over already")
+
+    def _too_late(self, name: str, cause: str) -> ScheduleError:
+        told = f"a gradient of {name} comes after the optimizer has used it in backward, since {cause}"
+        self.fail(told)
+        return ScheduleError(
+            f"{told}; enter optimizer.step_in_backward() around the last backward of a step alone, or leave it out"
+            + (f"; {LOAD}" if self.stepped else "")
+        )
+
+    def unit_is_reduced(self, unit: Unit) -> None:
+        """Show the gradients of a unit that are final, and give its groups to the optimizer."""
+        engine = self._engine()
+        if engine is None or self._take is None or not self._is_open:
+            return
+        for group in unit.groups:
+            gradients = group.gradients
+            if gradients is not None and self._is_final(engine, group):
+                gradients.attach(group.sharded, [True] * len(group.sharded), group.describe_piece)
+                self.stepped.append(group)
+                self._take(group, reached(engine.device))
+
+    def _is_final(self, engine: Engine, group: ParameterGroup) -> bool:
+        """Return whether nothing can change the gradients of a group, but what is refused; the same on every rank."""
+        gradients = group.gradients
+        assert gradients is not None
+        if not group.plan.main_home.is_away or gradients.is_busy or group.has_user_hooks:
+            return False
+        if gradients.shown_dtype != gradients.precision.main_grads or not all(group.trainable):
+            return False  # they are cast, or some parameters have none, when backward ends
+        shown = get_grads(group.sharded, gradients.grad_attribute)
+        if any(grad is not None and grad is not own for grad, own in zip(shown, gradients.main.views, strict=True)):
+            return False
+        if not all(group.trained_since_attach):
+            return False
+        usage = engine.usage_of(group)
+        return usage.is_known or (usage.is_alone and all(each.arrived for each in gradients.of_parameter))
+
+    def check_forward(self, number: int) -> None:
+        """Refuse a forward before the step has ended, after so many backwards of the model.
+
+        Raises:
+            ScheduleError: On every rank.
+        """
+        if self._is_open and number < self._first_backward:
+            return
+        raise ScheduleError(
+            self.broken
+            or "a forward began inside of optimizer.step_in_backward(), behind a backward; enter it around the last "
+            "backward of a step alone"
+        )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron_fsdp.describe.description import in_bytes
-from megatron_fsdp.optim.muon import WAVE_BYTES, newton_schulz_flops
+from megatron_fsdp.optim.full_tensor.exchange import assign_owners
+from megatron_fsdp.optim.full_tensor.muon import WAVE_BYTES, newton_schulz_flops
 from megatron_fsdp.optim.optimizer import kinds_of
-from megatron_fsdp.optim.whole_exchange import assign_owners
 from megatron_fsdp.plan.machine import Machine
 
 NEWTON_SCHULZ_STEPS = 5  # of torch.optim.Muon

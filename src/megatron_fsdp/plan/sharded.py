@@ -21,12 +21,12 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, looked_up, plan_groups
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.weight_codec import encoded_parameters
-from megatron_fsdp.engine.wrap import plan_units
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, Piece, Setup
 from megatron_fsdp.sharding.mesh import Domain
+from megatron_fsdp.wrap.wrap import plan_units
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _META = torch.device("meta")

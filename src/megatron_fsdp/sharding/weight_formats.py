@@ -115,7 +115,7 @@ class Fp8(WeightFormat):
 
 @dataclass(frozen=True)
 class Fp8Compute(Fp8):
-    """The bytes of "fp8", which linears multiply as they are gathered (`megatron_fsdp.engine.fp8_linear`)."""
+    """The bytes of "fp8", which linears multiply as they are gathered (`megatron_fsdp.formats.fp8_linear`)."""
 
     name: str = "fp8_compute"
     keeps_transposed: bool = False  # the transposed codes that backward multiplies are kept while weights are gathered
@@ -182,7 +182,7 @@ class Nvfp4(WeightFormat):
 
 @dataclass(frozen=True)
 class GuestFormat(WeightFormat):
-    """The codes of a tensor class that is gathered in its own way (`megatron_fsdp.engine.guests`), in whole rows.
+    """The codes of a tensor extension (`megatron_fsdp.formats.tensor_extensions`), in whole rows.
 
     The class itself encodes and wraps them.
     """

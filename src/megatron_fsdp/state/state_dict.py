@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.dtensor.dispatch import local_operand
+from megatron_fsdp.dtensor.expert_names import described
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine, live_engine
-from megatron_fsdp.engine.expert_checkpoints import described
 from megatron_fsdp.errors import ConfigurationError
 
 

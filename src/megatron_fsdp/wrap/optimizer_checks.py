@@ -1,7 +1,4 @@
-"""Checks of optimizers: parameters of before the sharding, and steps before gradients are reduced.
-
-Each would make training wrong without an error.
-"""
+"""Checks of optimizers that hold parameters of before the sharding, whose steps would train nothing."""
 
 from __future__ import annotations
 
@@ -13,32 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.errors import ConfigurationError, warn_caller
-
-
-class UnreducedGradients:
-    """Warns, once, when an optimizer steps before any gradient of its parameters is reduced."""
-
-    def __init__(self) -> None:
-        self._warned = False
-
-    def check(
-        self, optimizer: torch.optim.Optimizer, group_and_index: Mapping[int, tuple[ParameterGroup, int]]
-    ) -> None:
-        """Warn when an unconnected optimizer steps before gradients are reduced."""
-        if self._warned:
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        gradients = [group_and_index[id(param)][0].gradients for param in params if id(param) in group_and_index]
-        waits = any(found is not None and (found.has_deferred_sum or found.has_inner_sum) for found in gradients)
-        if waits and all(param.grad is None for param in params):
-            self._warned = True
-            warn_caller(
-                f"{type(optimizer).__name__} stepped while all gradients of its parameters wait for their reduction "
-                "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
-                "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"
-            )
+from megatron_fsdp.errors import ConfigurationError
 
 
 class ReplacedParameters:

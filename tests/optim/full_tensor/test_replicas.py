@@ -11,9 +11,9 @@ from torch import nn
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
+from tests.optim.full_tensor.test_step import Factored
 from tests.optim.test_adamw8bit import blocks, eight_bits
 from tests.optim.test_chained import chain, chain_of_sgd, chain_of_whole_tensors, mixed
-from tests.optim.test_whole_step import Factored
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import Make, Twins, drawn, flat, hybrid, matrices, three_steps

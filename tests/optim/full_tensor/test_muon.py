@@ -18,10 +18,10 @@ from megatron_fsdp import ChainedOptimizer, MixedPrecisionPolicy, fully_shard, f
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim import muon
-from megatron_fsdp.optim.muon import check_muon, newton_schulz_flops
+from megatron_fsdp.optim.full_tensor import muon
+from megatron_fsdp.optim.full_tensor.exchange import assign_owners, balanced_owners, waves_of
+from megatron_fsdp.optim.full_tensor.muon import check_muon, newton_schulz_flops
 from megatron_fsdp.optim.optimizer import step_of
-from megatron_fsdp.optim.whole_exchange import assign_owners, balanced_owners, waves_of
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
 from tests.support.arrangements import divide_tensors, tensor_parallel

@@ -16,7 +16,7 @@ gather if it is kept, else in each backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,12 +25,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp.engine.group_plan import GroupPlan, TensorParallelPart
+from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.weight_codec import WrappingCodec
 from megatron_fsdp.sharding.placement import Region
 from megatron_fsdp.sharding.weight_formats import Fp8Compute, largest_magnitudes, scale_to
-
-if TYPE_CHECKING:
-    from megatron_fsdp.engine.param_group import ParameterGroup
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _MULTIPLE = 16  # of which both dimensions of a right operand have to be on a GPU

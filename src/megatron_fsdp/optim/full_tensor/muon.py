@@ -42,8 +42,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import shown_grads
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.step import ExchangingStep, params_of
-from megatron_fsdp.optim.whole_exchange import (
+from megatron_fsdp.optim.full_tensor.exchange import (
     Exchange,
     Messages,
     Ranks,
@@ -53,6 +52,7 @@ from megatron_fsdp.optim.whole_exchange import (
     replicas_of,
     waves_of,
 )
+from megatron_fsdp.optim.step import ExchangingStep, params_of
 from megatron_fsdp.sharding.shards import narrow_description
 
 Group = Mapping[str, Any]

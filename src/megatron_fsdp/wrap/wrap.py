@@ -28,27 +28,18 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.expert_checkpoints import find_expert_names
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, LargeGradientCheck, ReplicaCheck
 from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, part_of, plan_groups
-from megatron_fsdp.engine.guests import Guest, find_guests, guest_format, guest_of
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
-from megatron_fsdp.engine.meta_init import (
-    check_can_initialise,
-    draw_blueprint,
-    has_meta,
-    materialise,
-    same_random_numbers,
-)
-from megatron_fsdp.engine.optimizer_checks import ReplacedParameters
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
-from megatron_fsdp.engine.state_dict import register_state_dict_hooks
 from megatron_fsdp.engine.unit import StructureCheck, Unit
-from megatron_fsdp.engine.weight_codec import encoded_parameters
+from megatron_fsdp.engine.weight_codec import WeightCodec, encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, has_control_characters, warn_caller
+from megatron_fsdp.formats.fp8_linear import Fp8Codec, emulation_note
+from megatron_fsdp.formats.tensor_extensions import Guest, GuestCodec, find_guests, guest_format, guest_of
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_domain
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
@@ -61,6 +52,16 @@ from megatron_fsdp.sharding.units import (
     refine_units,
 )
 from megatron_fsdp.sharding.weight_formats import WeightFormat
+from megatron_fsdp.state.experts import find_expert_names
+from megatron_fsdp.state.state_dict import register_state_dict_hooks
+from megatron_fsdp.wrap.meta_init import (
+    check_can_initialise,
+    draw_blueprint,
+    has_meta,
+    materialise,
+    same_random_numbers,
+)
+from megatron_fsdp.wrap.optimizer_checks import ReplacedParameters
 
 
 class Grouping(ABC):
@@ -178,12 +179,13 @@ def assemble(
                 mode=mode,
                 sharding=sharding,
                 structure=StructureCheck(module, units),
-                replaced=replaced,
+                check_optimizer=replaced.check,
                 expert_names=find_expert_names(units, sharding.experts, dist_index.expt_device_mesh),
                 delayed=delayed,
                 gradient_checks=_gradient_checks(units, sharding),
                 own_groups=own_groups,
                 user_buffers=user_buffers,
+                format_note=emulation_note((group for unit in units for group in unit.groups), device),
                 capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
             )
             if engine.capture_lack:
@@ -466,19 +468,28 @@ def _shard(
             frames = tuple(frame.for_another() for frame in known.get(id(group.layout), ()))
             if not frames:
                 frames = known[id(group.layout)] = tuple(map(group.frame, range(len(group.spec.parameters))))
-            names = [info.name for info in group.spec.parameters]
-            params = [originals.pop(name) for name in names]
+            params = [originals.pop(info.name) for info in group.spec.parameters]
             group_sites.append([sites.pop(id(param)) for param in params])
             memory = pool.shard(next(number), group.shard_bytes // group.sent_dtype.itemsize, group.sent_dtype)
-            owners = [places[0][0] for places in group_sites[-1]]
-            guests = map(guest_of, names, params, owners) if group.stays_encoded else ()
-            groups.append(ParameterGroup(group, params, frames, memory, list(filter(None, guests))))
+            codec = _codec(group, params, [places[0][0] for places in group_sites[-1]])
+            groups.append(ParameterGroup(group, params, frames, memory, codec))
             del params
         unit = Unit(unit_index, spec.name, groups, group_sites, spec.modules)
         unit.show_sharded()
         if unit_index:  # the root is whole wherever a forward can read its weights
             unit.set_error_owner(plan.remedy(spec))
         yield unit
+
+
+def _codec(plan: GroupPlan, params: Sequence[nn.Parameter], owners: Sequence[nn.Module]) -> WeightCodec | None:
+    """Make the codec of a group's weight format; None where weights are gathered in a plain dtype."""
+    if plan.weight_format is None:
+        return None
+    if not plan.stays_encoded:
+        return WeightCodec(plan.weight_format, plan.layout, plan.device)
+    names = [info.name for info in plan.spec.parameters]
+    guests = [guest for guest in map(guest_of, names, params, owners) if guest is not None]
+    return GuestCodec(plan, guests) if guests else Fp8Codec(plan)
 
 
 def check_not_wrapped(module: object) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from megatron_fsdp.optim.statistics import ModelStatistics, TensorStatistics
+from megatron_fsdp.state.statistics import ModelStatistics, TensorStatistics
 from tests.conftest import RunRanks
 from tests.support.counting import OpCounts
 from tests.support.on_ranks import fixed_seed, on_ranks

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from megatron_fsdp.engine.meta_init import own_part, uninitialized_parameter, uninitialized_tensor
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.wrap.meta_init import own_part, uninitialized_parameter, uninitialized_tensor
 from tests.conftest import RunRanks
 from tests.support.case import Scenario, Setting, check_strategies, three_steps
 from tests.support.counting import LiveBytes

@@ -22,13 +22,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.fingerprint import digest
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.optim.grad_norm import ProcessGroups, local_of, shared_out_over
+from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT
+
+ProcessGroups = tuple[dist.ProcessGroup, ...]
 
 _COLUMNS = 9  # numel, finite, mean, m2, sum of squares, min, max, zeros, NaN
 
@@ -194,3 +197,28 @@ def _digests(engine: Engine, locals_of: Locals) -> dict[str, str]:
 def in_hex(value: int) -> str:
     """Return 64 bits as 16 hexadecimal digits."""
     return f"{value & (1 << 64) - 1:016x}"
+
+
+def shared_out_over(engine: Engine, group: ParameterGroup, index: int) -> ProcessGroups:
+    """Return the process groups that a reduction over a main weight, or its gradient after the sync, must span.
+
+    Along each the ranks hold different pieces; all other ranks hold copies. The same on every rank. For experts the
+    groups along which experts differ are among them.
+    """
+    plan = group.plan
+    over = [
+        axis.group
+        for axis, placement in zip(plan.axes, plan.placements.main_weight, strict=True)
+        if placement is Placement.SHARD and axis.group is not None
+    ]
+    part = plan.parts[index]
+    if part is not None and part.is_cut:
+        over.append(part.mesh.get_group())
+    if plan.is_expert:
+        over += engine.sharding.domain(True).foreign_groups
+    return tuple(over)
+
+
+def local_of(grad: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements."""
+    return grad._local_tensor if isinstance(grad, DTensor) else grad

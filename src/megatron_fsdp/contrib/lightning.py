@@ -17,7 +17,7 @@ from megatron_fsdp.fully_shard import fully_shard, fully_shard_model, fully_shar
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.optional_packages import require
 
-require("lightning", "megatron_fsdp.lightning")
+require("lightning", "megatron_fsdp.contrib.lightning")
 
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricStrategy  # noqa: E402 - checked before
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402

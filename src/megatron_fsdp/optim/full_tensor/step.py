@@ -37,8 +37,8 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import show_grad, shown_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
+from megatron_fsdp.optim.full_tensor.exchange import Exchange, Messages, Ranks, agreed, balanced_owners, holders_of
 from megatron_fsdp.optim.step import ExchangingStep, Step, params_of, without_parameter
-from megatron_fsdp.optim.whole_exchange import Exchange, Messages, Ranks, agreed, balanced_owners, holders_of
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 
 _DECLARED = "_megatron_fsdp_steps_whole_tensors"

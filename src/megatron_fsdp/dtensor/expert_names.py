@@ -1,0 +1,63 @@
+"""Names and shard specs of experts in checkpoints, where expert-parallel ranks hold different experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.sharding.expert_names import ExpertPlan
+
+
+class ExpertNames:
+    """Names over all ranks, and the shards of all ranks' experts together, for one model."""
+
+    def __init__(self, plan: ExpertPlan | None = None) -> None:
+        self.plan = plan  # the experts of all ranks; None where no ranks hold other experts
+        # of parameters that are saved in another frame, by name on this rank: the frame here and that one
+        self.frames: dict[str, tuple[ShardFrame, ShardFrame]] = {}
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether nothing has another name or shape in a checkpoint."""
+        return self.plan is None
+
+    def name_of(self, name: str) -> str:
+        """Return the name in a checkpoint of this rank's parameter `name`."""
+        return name if self.plan is None else self.plan.to_global(name)
+
+    def name_here(self, name: str) -> str | None:
+        """Return this rank's name of a parameter in a checkpoint; None for an expert of another rank."""
+        return name if self.plan is None else self.plan.to_local(name)
+
+    def as_saved(self, name: str, value: Any) -> Any:
+        """Return a tensor that is cut as parameter `name` in the frame in which it is saved; it shares its memory."""
+        own, saved = self.frames.get(name, (None, None))
+        return _reframed(value, own, saved)
+
+    def as_held(self, name: str, value: Any) -> Any:
+        """Return a loaded tensor as this rank holds it; of a whole tensor of all experts this rank's part."""
+        own, saved = self.frames.get(name, (None, None))
+        if own is None or saved is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            return _reframed(value, saved, own)
+        cut = saved.description.tensor_cut
+        if cut is None or not value.shape == saved.shape != own.shape:
+            return value
+        start, stop = saved.description.part_range()
+        return value.narrow(cut.dim, start, stop - start)
+
+
+def _reframed(value: Any, old: ShardFrame | None, new: ShardFrame | None) -> Any:
+    if old is None or new is None or not isinstance(value, UnevenDTensor) or value.shard_frame != old:
+        return value
+    return UnevenDTensor.wrap(value._local_tensor, new)
+
+
+def described(value: Any) -> Any:
+    """Attach chunk functions to a shard; anything else stays as it is."""
+    if isinstance(value, UnevenDTensor) and not value.shard_frame.is_whole:
+        describe_chunks(value, value.shard_frame)
+    return value

@@ -1,0 +1,1 @@
+"""Formats of gathered weights, which `wrap` hands to the engine."""

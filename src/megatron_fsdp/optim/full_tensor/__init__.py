@@ -1,0 +1,1 @@
+"""Optimizers that need whole tensors: Muon, Adafactor and declared classes."""
