@@ -131,22 +131,25 @@ def test_gradients_arrive_through_mappings_whatever_module_is_registered_last(st
 # ---- 11: arguments that are dropped --------------------------------------------------------------------------------
 
 
-def passed_on() -> tuple[set[str], set[str]]:
-    """The arguments that `fully_shard` hands to the sharding of the model, and those that it takes."""
-    net = build()
+def passed_on() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keywords given to `fully_shard`, another value for each, and those that it hands to `fully_shard_model`."""
+    net, values = build(), {name: object() for name in list(inspect.signature(fully_shard_model).parameters)[2:]}
+    values |= {"zero_dp_strategy": 2, "cuda_graph_mode": False}
     module = inspect.getmodule(fully_shard)
-    with mock.patch.object(module, "_prepared", autospec=True, side_effect=InterruptedError) as called:
+    with mock.patch.object(module, "fully_shard_model", autospec=True, side_effect=InterruptedError) as called:
         try:
-            fully_shard(net, sgd(net), mesh())
+            fully_shard(net, sgd(net), mesh(), **values)
         except InterruptedError:
-            return set(called.call_args.args[0]), set(inspect.signature(fully_shard).parameters)
-    raise AssertionError("fully_shard did not shard the model")
+            return {name: str(value) for name, value in values.items()}, {
+                name: str(value) for name, value in called.call_args.kwargs.items()
+            }
+    raise AssertionError("fully_shard did not call fully_shard_model")
 
 
 def test_the_one_call_hands_every_argument_on(run_ranks: RunRanks) -> None:
-    ((given, taken),) = run_ranks(1, passed_on)
-    assert given == taken - {"optimizer"}
-    assert given == set(inspect.signature(fully_shard_model).parameters)
+    ((given, passed),) = run_ranks(1, passed_on)
+    assert len(given) > 40
+    assert given == passed
 
 
 # ---- 14: loaded, but not used --------------------------------------------------------------------------------------

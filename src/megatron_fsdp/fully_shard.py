@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree, rank_of
-from megatron_fsdp.config.arguments import explains_arguments, same_names
+from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.homes import HomesArgument
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
@@ -48,18 +48,6 @@ _DOING = "sharding the model"  # in messages, where a rank cannot go on
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 
-_LEGACY_DTYPES = {
-    "grad_reduce_in_fp32": ("main_grads_dtype", "grad_comm_dtype"),
-    "preserve_fp32_weights": ("main_params_dtype",),
-}
-"""Keyword of earlier versions -> the dtypes of the policy that are float32 where it is True, and follow otherwise."""
-
-_LEGACY_FLAGS = {
-    "check_for_nan_in_grad": "report_nan_in_param_grad",
-    "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
-}
-"""Keyword of earlier versions -> its name today."""
-
 _Marked = TypeVar("_Marked")
 _Others = ParamSpec("_Others")
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
@@ -70,37 +58,57 @@ def experimental_api(marked: _Marked) -> _Marked:
     return marked
 
 
-def replace_legacy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with what legacy keywords (None: not given) ask for in their place; one `FutureWarning`.
+def replace_legacy_keywords(
+    mixed_precision_policy: MixedPrecisionPolicy,
+    report_nan_in_param_grad: bool,
+    keep_fp8_transpose_cache: bool,
+    *,
+    grad_reduce_in_fp32: bool | None = None,
+    preserve_fp32_weights: bool | None = None,
+    check_for_nan_in_grad: bool | None = None,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+) -> tuple[MixedPrecisionPolicy, bool, bool]:
+    """Return the first three arguments with legacy keywords (None: not given) applied; warns once of these.
 
     Raises:
         ConfigurationError: A legacy keyword and the argument that replaced it are both given and disagree.
     """
-    given = policy = arguments["mixed_precision_policy"]
-    found = {name: bool(arguments[name]) for name in _LEGACY_FLAGS.values()}
-    notices = []
-    for keyword in (*_LEGACY_DTYPES, *_LEGACY_FLAGS):
-        value = arguments[keyword]
+    policy, warned = mixed_precision_policy, []
+
+    def contradicts(keyword: str, other: str) -> ConfigurationError:
+        return ConfigurationError(f"{keyword} is deprecated and contradicts {other}; leave the former out.")
+
+    for keyword, value, names in (
+        ("grad_reduce_in_fp32", grad_reduce_in_fp32, ("main_grads_dtype", "grad_comm_dtype")),
+        ("preserve_fp32_weights", preserve_fp32_weights, ("main_params_dtype",)),
+    ):
         if value is None:
             continue
-        if keyword in _LEGACY_DTYPES:
-            dtypes = dict.fromkeys(_LEGACY_DTYPES[keyword], torch.float32 if value else None)
-            wanted = replace(policy, **dtypes)
-            differs = given is not _DEFAULT_POLICY and _with_grad_comm(wanted) != _with_grad_comm(policy)
-            policy, other = wanted, f"mixed_precision_policy={given}"
-            mapped = ", ".join(f"{name}={dtype}" for name, dtype in dtypes.items())
-            new = f"mixed_precision_policy=MixedPrecisionPolicy({mapped})"
-        else:
-            name = _LEGACY_FLAGS[keyword]
-            differs, other, new = found[name] and not value, f"{name}={arguments[name]}", f"{name}={value}"
-            found[name] = value
-        if differs:
-            raise ConfigurationError(f"{keyword}={value} is deprecated and contradicts {other}; leave the former out.")
-        notices.append(f"{keyword}={value} is deprecated and was taken as {new}; write that instead.")
-    if notices:
-        warn_caller(" ".join(notices), FutureWarning)
-    current = {name: value for name, value in arguments.items() if name not in {*_LEGACY_DTYPES, *_LEGACY_FLAGS}}
-    return {**current, **found, "mixed_precision_policy": policy}
+        dtypes = dict.fromkeys(names, torch.float32 if value else None)
+        wanted, was_given = replace(policy, **dtypes), mixed_precision_policy is not _DEFAULT_POLICY
+        if was_given and _with_grad_comm(wanted) != _with_grad_comm(policy):
+            raise contradicts(f"{keyword}={value}", f"mixed_precision_policy={mixed_precision_policy}")
+        policy, mapped = wanted, ", ".join(f"{name}={dtype}" for name, dtype in dtypes.items())
+        warned.append((f"{keyword}={value}", f"mixed_precision_policy=MixedPrecisionPolicy({mapped})"))
+    flags = {"report_nan_in_param_grad": report_nan_in_param_grad, "keep_fp8_transpose_cache": keep_fp8_transpose_cache}
+    for keyword, value, name in (
+        ("check_for_nan_in_grad", check_for_nan_in_grad, "report_nan_in_param_grad"),
+        (
+            "keep_fp8_transpose_cache_when_using_custom_fsdp",
+            keep_fp8_transpose_cache_when_using_custom_fsdp,
+            "keep_fp8_transpose_cache",
+        ),
+    ):
+        if value is None:
+            continue
+        if flags[name] and not value:
+            raise contradicts(f"{keyword}={value}", f"{name}={flags[name]}")
+        flags[name] = value
+        warned.append((f"{keyword}={value}", f"{name}={value}"))
+    if warned:
+        sentences = (f"{old} is deprecated and was taken as {new}; write that instead." for old, new in warned)
+        warn_caller(" ".join(sentences), FutureWarning)
+    return policy, *flags.values()  # type: ignore[return-value]
 
 
 def _with_grad_comm(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
@@ -260,43 +268,81 @@ def fully_shard_model(
         ConfigurationError: An argument, a combination or the model cannot be honoured (a ValueError).
         TypeError: `fsdp_unit_modules` is not a list of classes or import paths.
     """
-    arguments = dict(locals())
-    with all_agree(_DOING, _ranks_of(**arguments)):
-        prepared = _prepared(arguments)
-    return _shard(*prepared)
+    with all_agree(_DOING, _ranks_of(module, device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)):
+        from megatron_fsdp.sharding.mesh import check_mesh, index_of
+        from megatron_fsdp.wrap.wrap import check_not_wrapped
 
-
-def _prepared(
-    arguments: Mapping[str, Any],
-) -> tuple[dict[str, Any], DistributedDataParallelConfig, FSDPDistributedIndex]:
-    """Check the arguments of `fully_shard_model`; return them by their names of today, the config and the ranks."""
-    from megatron_fsdp.sharding.mesh import index_of
-
-    _check_arguments(arguments)
-    current = replace_legacy_arguments(arguments)
-    policy: MixedPrecisionPolicy = current["mixed_precision_policy"]
-    config = DistributedDataParallelConfig(
-        **same_names(DistributedDataParallelConfig, current),
-        data_parallel_sharding_strategy=resolve_strategy(current["zero_dp_strategy"]).name,
-        check_for_nan_in_grad=current["report_nan_in_param_grad"],
-        megatron_fsdp_use_decoupled_grad=current["use_decoupled_grad"],
-        megatron_fsdp_cuda_graph_mode=current["cuda_graph_mode"],
-        megatron_fsdp_main_params_dtype=policy.main_params_dtype,
-        megatron_fsdp_main_grads_dtype=policy.main_grads_dtype,
-        megatron_fsdp_grad_comm_dtype=policy.grad_comm_dtype,
-        megatron_fsdp_enable_fine_grained_param_gather=current["enable_fine_grained_param_gather"],
-        megatron_fsdp_max_pool_double_buffer=current["maxpool_double_buffer"],
-    )
-    return current, config, index_of(arguments)
-
-
-def _shard(
-    current: Mapping[str, Any], config: DistributedDataParallelConfig, index: FSDPDistributedIndex
-) -> MegatronFSDP:
+        warn_of_namesake()
+        check_not_wrapped(module)
+        outer_strategy = resolve_strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
+        check_policy(mixed_precision_policy)
+        check_mesh(device_mesh)
+        policy, report_nan_in_param_grad, keep_fp8_transpose_cache = replace_legacy_keywords(
+            mixed_precision_policy,
+            report_nan_in_param_grad,
+            keep_fp8_transpose_cache,
+            grad_reduce_in_fp32=grad_reduce_in_fp32,
+            preserve_fp32_weights=preserve_fp32_weights,
+            check_for_nan_in_grad=check_for_nan_in_grad,
+            keep_fp8_transpose_cache_when_using_custom_fsdp=keep_fp8_transpose_cache_when_using_custom_fsdp,
+        )
+        config = DistributedDataParallelConfig(
+            data_parallel_sharding_strategy=resolve_strategy(zero_dp_strategy).name,
+            outer_dp_sharding_strategy=outer_strategy.name,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+            average_in_collective=average_in_collective,
+            check_for_nan_in_grad=report_nan_in_param_grad,
+            keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+            nccl_ub=nccl_ub,
+            fsdp_double_buffer=fsdp_double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+            disable_symmetric_registration=disable_symmetric_registration,
+            reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
+            megatron_fsdp_main_params_dtype=policy.main_params_dtype,
+            megatron_fsdp_main_grads_dtype=policy.main_grads_dtype,
+            megatron_fsdp_grad_comm_dtype=policy.grad_comm_dtype,
+            megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
+            megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
+            megatron_fsdp_enable_fine_grained_param_gather=enable_fine_grained_param_gather,
+            megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
+        )
+        index = index_of(
+            module,
+            device_mesh,
+            dp_shard_dim,
+            dp_outer_dim=dp_outer_dim,
+            tp_dim=tp_dim,
+            outer_strategy=outer_strategy,
+            hybrid_fsdp_group=hybrid_fsdp_group,
+            hybrid_fsdp_expt_group=hybrid_fsdp_expt_group,
+            expt_device_mesh=expt_device_mesh,
+            fsdp_group_ag=fsdp_group_ag,
+            expt_fsdp_group_ag=expt_fsdp_group_ag,
+        )
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
-    model = MegatronFSDP(dist_index=index, ddp_config=config, **same_names(MegatronFSDP.__init__, current))
-    if not current["preproc_state_dict_for_dcp_ckpt"]:
+    model = MegatronFSDP(
+        module,
+        index,
+        config,
+        policy,
+        fsdp_unit_modules=fsdp_unit_modules,
+        disable_bucketing=disable_bucketing,
+        device=device,
+        calculate_per_token_loss=calculate_per_token_loss,
+        init_model_with_meta_device=init_model_with_meta_device,
+        sync_model_each_microbatch=sync_model_each_microbatch,
+        weight_allocator=weight_allocator,
+        max_gathered_units=max_gathered_units,
+        forward_prefetch_units=forward_prefetch_units,
+        backward_prefetch_units=backward_prefetch_units,
+        verify_ranks=verify_ranks,
+        find_unused_parameters=find_unused_parameters,
+        deterministic=deterministic,
+        homes=homes,
+    )
+    if not preproc_state_dict_for_dcp_ckpt:
         model.stop_describing_state_dicts()
     return model
 
@@ -430,51 +476,29 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     Raises:
         ConfigurationError: As `fully_shard_model`, or the optimizer holds a parameter that is not the model's.
     """
+    from megatron_fsdp.engine.hooks import compiled_in_place
+    from megatron_fsdp.optim.optimizer import check_before_sharding, move_to_sharded
+    from megatron_fsdp.sharding.mesh import mesh_device_type
+    from megatron_fsdp.wrap.wrap import check_not_wrapped
+
     bound = inspect.signature(fully_shard_model).bind(module, *args, **kwargs)
     bound.apply_defaults()
-    arguments = bound.arguments
-    from megatron_fsdp.engine.hooks import compiled_in_place
-    from megatron_fsdp.optim.optimizer import (
-        are_sharded,
-        check_capturable,
-        check_kind,
-        check_parameters,
-        move_to_sharded,
-    )
-    from megatron_fsdp.wrap.optimizer_checks import check_keeps_no_copies
-
-    with all_agree(_DOING, _ranks_of(**arguments)):
-        _check_optimizer(optimizer, module)
-        arguments["module"] = module = compiled_in_place(module)
-        current, config, index = _prepared(arguments)
-        names = {id(param): name for name, param in module.named_parameters()}
-        check_parameters(optimizer, names)
-        shards = resolve_strategy(arguments["zero_dp_strategy"]) != ShardingStrategy.no_shard
-        check_kind(optimizer, shards or are_sharded(module.parameters()))
-        check_keeps_no_copies(optimizer, names)
-        if arguments["cuda_graph_mode"] and index.device_mesh.device_type == "cuda":
-            check_capturable(optimizer)
-    model = _shard(current, config, index)
+    _check_optimizer(optimizer, module)
+    check_not_wrapped(module)
+    module = compiled_in_place(module)
+    names = {id(param): name for name, param in module.named_parameters()}
+    strategy, device_mesh = resolve_strategy(bound.arguments["zero_dp_strategy"]), bound.arguments["device_mesh"]
+    is_captured = bound.arguments["cuda_graph_mode"] and mesh_device_type(device_mesh) == "cuda"
+    check_before_sharding(optimizer, names, are_cut=strategy != ShardingStrategy.no_shard, is_captured=is_captured)
+    # Without its decorators: ranks agree at the end of this function.
+    model = inspect.unwrap(fully_shard_model)(module, *args, **kwargs)
     sharded = {
         name: param
         for group in model.parameter_groups()
         for name, param in zip(group.names, group.sharded, strict=True)
     }
     move_to_sharded(optimizer, {key: sharded[name] for key, name in names.items()}, model.shard_like)
-    return model, fully_shard_optimizer(optimizer, arguments["preproc_state_dict_for_dcp_ckpt"])
-
-
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that are wrong whatever the mesh and the model; the same verdict on every rank."""
-    from megatron_fsdp.sharding.mesh import check_mesh
-    from megatron_fsdp.wrap.wrap import check_not_wrapped
-
-    warn_of_namesake()
-    check_not_wrapped(arguments["module"])
-    resolve_strategy(arguments["zero_dp_strategy"])
-    resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
-    check_policy(arguments["mixed_precision_policy"])
-    check_mesh(arguments["device_mesh"])
+    return model, fully_shard_optimizer(optimizer, bound.arguments["preproc_state_dict_for_dcp_ckpt"])
 
 
 def _check_optimizer(optimizer: object, module: object = None) -> None:

@@ -23,8 +23,15 @@ from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options, with_weight_format
-from megatron_fsdp.config.homes import HomesArgument
+from megatron_fsdp.config.engine_options import (
+    EngineOptions,
+    MemoryArguments,
+    checked_deterministic,
+    engine_options_of,
+    resolve_memory_options,
+    with_weight_format,
+)
+from megatron_fsdp.config.homes import HomesArgument, resolve_homes
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import (
@@ -178,7 +185,6 @@ class MegatronFSDP(nn.Module):
         deterministic: str | None = None,
         homes: HomesArgument = None,
     ) -> None:
-        given = dict(locals())
         if not isinstance(dist_index, FSDPDistributedIndex):
             raise TypeError(f"dist_index is a {type(dist_index).__name__}; give an FSDPDistributedIndex")
         check_policy(mixed_precision_policy)
@@ -190,7 +196,33 @@ class MegatronFSDP(nn.Module):
             nccl_ub=nccl_ub or config.nccl_ub,
             disable_symmetric_registration=disable_symmetric_registration or config.disable_symmetric_registration,
         )
-        options = resolve_engine_options(given, config, policy, resolve_verify_ranks(verify_ranks))
+        options = engine_options_of(config, policy)
+        memory = MemoryArguments(
+            disable_bucketing=disable_bucketing,
+            fsdp_double_buffer=fsdp_double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+            enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather_hook,
+            enable_fine_grained_param_gather_backward_hook=enable_fine_grained_param_gather_backward_hook,
+            fine_grained_recurse_module_types=fine_grained_recurse_module_types,
+            weight_allocator=weight_allocator,
+            max_gathered_units=max_gathered_units,
+            forward_prefetch_units=forward_prefetch_units,
+            backward_prefetch_units=backward_prefetch_units,
+        )
+        options = replace(
+            options,
+            memory=resolve_memory_options(memory, config),
+            verify_ranks_s=resolve_verify_ranks(verify_ranks),
+            report_nan_in_param_grad=report_nan_in_param_grad or options.report_nan_in_param_grad,
+            reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation
+            or options.reduce_scatter_with_fp32_accumulation,
+            keep_fp8_transpose_cache=keep_fp8_transpose_cache or options.keep_fp8_transpose_cache,
+            calculate_per_token_loss=calculate_per_token_loss,
+            init_model_with_meta_device=init_model_with_meta_device,
+            find_unused_parameters=find_unused_parameters,
+            deterministic=checked_deterministic(deterministic),
+            homes=resolve_homes(homes, options.strategy),
+        )
         if dist_index.hsdp_outer_dp_shard and options.outer_strategy is not ShardingStrategy.optim:
             raise ConfigurationError(
                 "dist_index has hsdp_outer_dp_shard=True, but outer_dp_sharding_strategy of ddp_config is "

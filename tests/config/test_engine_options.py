@@ -1,28 +1,14 @@
 """Switches for memory and scheduling: what they mean together, and what is refused in words."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from megatron_fsdp import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator, resolve_memory_options
+from megatron_fsdp.config.engine_options import MemoryArguments, MemoryOptions, WeightAllocator, resolve_memory_options
 from megatron_fsdp.errors import ConfigurationError
-
-DEFAULTS: dict[str, Any] = {
-    "disable_bucketing": False,
-    "fsdp_double_buffer": False,
-    "fsdp_db_use_persist_buf_on_alloc_fail": False,
-    "enable_fine_grained_param_gather_hook": False,
-    "enable_fine_grained_param_gather_backward_hook": False,
-    "fine_grained_recurse_module_types": None,
-    "weight_allocator": "slots",
-    "max_gathered_units": None,
-    "forward_prefetch_units": None,
-    "backward_prefetch_units": None,
-}
-
 
 DOUBLE = {"fsdp_double_buffer": True}
 PERSIST = {"fsdp_db_use_persist_buf_on_alloc_fail": True}
@@ -34,7 +20,8 @@ FEWER = "{}_prefetch_units={} needs {} units gathered at a time, and {} are allo
 
 def resolve(strategy: str = "optim_grads_params", /, **options: Any) -> MemoryOptions:
     """Arguments of the class go there, all others into the configuration."""
-    given = {name: options.pop(name, default) for name, default in DEFAULTS.items()}
+    names = [field.name for field in fields(MemoryArguments) if field.name in options]
+    given = MemoryArguments(**{name: options.pop(name) for name in names})
     options = {"overlap_param_gather": True, **options}
     return resolve_memory_options(
         given, DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, **options)

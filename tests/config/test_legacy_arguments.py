@@ -7,22 +7,20 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.fully_shard import _DEFAULT_POLICY, replace_legacy_arguments
+from megatron_fsdp.fully_shard import _DEFAULT_POLICY, replace_legacy_keywords
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 
 FP32, BF16 = torch.float32, torch.bfloat16
 REDUCE, PRESERVE = "grad_reduce_in_fp32", "preserve_fp32_weights"
 KEEP = "keep_fp8_transpose_cache_when_using_custom_fsdp"
-NOT_GIVEN: dict[str, Any] = {
-    **dict.fromkeys([REDUCE, PRESERVE, "check_for_nan_in_grad", KEEP, "mixed_precision_policy"]),
-    **dict.fromkeys(["report_nan_in_param_grad", "keep_fp8_transpose_cache"], False),
-}
+NAMES = ("mixed_precision_policy", "report_nan_in_param_grad", "keep_fp8_transpose_cache")
 
 
 def resolve(**given: Any) -> dict[str, Any]:
-    """What is left of the given arguments, beside defaults."""
-    given.setdefault("mixed_precision_policy", _DEFAULT_POLICY)
-    return replace_legacy_arguments({**NOT_GIVEN, **given})
+    """What replaces the given arguments, beside defaults."""
+    today = dict(zip(NAMES, (_DEFAULT_POLICY, False, False), strict=True))
+    today |= {name: given.pop(name) for name in NAMES if name in given}
+    return dict(zip(NAMES, replace_legacy_keywords(*today.values(), **given), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -59,11 +57,10 @@ def test_all_keywords_together_warn_once_at_the_caller_and_say_what_was_mapped()
 
 def test_without_legacy_keywords_nothing_is_said_and_todays_arguments_pass() -> None:
     policy = MixedPrecisionPolicy(None, BF16)
-    names = ("mixed_precision_policy", "report_nan_in_param_grad", "keep_fp8_transpose_cache")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resolve() == dict(zip(names, (MixedPrecisionPolicy(), False, False), strict=True))
-        given = dict(zip(names, (policy, True, True), strict=True))
+        assert resolve() == dict(zip(NAMES, (MixedPrecisionPolicy(), False, False), strict=True))
+        given = dict(zip(NAMES, (policy, True, True), strict=True))
         assert resolve(**given) == given
 
 

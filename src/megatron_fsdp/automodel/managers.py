@@ -29,7 +29,6 @@ from megatron_fsdp.automodel.meshes import (
     set_up_ranks,
 )
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
-from megatron_fsdp.config.arguments import same_names
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
@@ -324,19 +323,25 @@ class MegatronFSDPManager:
             grad_comm_dtype=None,
             weight_format=config.weight_format,
         )
-        translated = ("grad_reduce_in_fp32", "preserve_fp32_weights", "check_for_nan_in_grad")
-        same = {
-            key: value for key, value in same_names(fully_shard_model, vars(config)).items() if key not in translated
-        }
         return {
-            **same,
             "device_mesh": self.device_mesh,
             "dp_shard_dim": get_megatron_dp_axis(self.device_mesh),
             "tp_dim": "tp",
             "fsdp_unit_modules": config.megatron_fsdp_unit_modules,
+            "zero_dp_strategy": config.zero_dp_strategy,
             "init_model_with_meta_device": config.init_fsdp_with_meta_device,
             "mixed_precision_policy": policy,
+            "overlap_grad_reduce": config.overlap_grad_reduce,
+            "overlap_param_gather": config.overlap_param_gather,
             "report_nan_in_param_grad": config.check_for_nan_in_grad,
+            "average_in_collective": config.average_in_collective,
+            "disable_bucketing": config.disable_bucketing,
+            "calculate_per_token_loss": config.calculate_per_token_loss,
+            "keep_fp8_transpose_cache": config.keep_fp8_transpose_cache,
+            "nccl_ub": config.nccl_ub,
+            "fsdp_double_buffer": config.fsdp_double_buffer,
+            "deterministic": config.deterministic,
+            "homes": config.homes,
         }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -13,14 +12,13 @@ from torch.utils._pytree import tree_map
 
 from megatron_fsdp.cli.output import write_facts, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
-from megatron_fsdp.config.engine_options import resolve_memory_options
+from megatron_fsdp.config.engine_options import MemoryArguments, resolve_memory_options
 from megatron_fsdp.config.homes import resolve_homes
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES, MixedPrecisionPolicy, dtype_from_name, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.plan import report
 from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
 from megatron_fsdp.plan.models import PRESETS
@@ -344,13 +342,12 @@ def _setup_of_job(job: Job) -> Setup:
         )
     # As the trainer's engine, and with the defaults of arguments that the trainer leaves alone.
     defers = resolved.strategy <= ShardingStrategy.optim and job.options.training.deterministic is None
-    unsaid = {name: each.default for name, each in inspect.signature(MegatronFSDP.__init__).parameters.items()}
     return Setup(
         ParallelRanks(sizes.data // instances, instances, sizes.tensor, sizes.context, sizes.pipeline, sizes.expert),
         resolved.strategy,
         resolved.outer_strategy,
         resolved.policy,
-        resolve_memory_options(unsaid, resolved.engine_config),
+        resolve_memory_options(MemoryArguments(), resolved.engine_config),
         overlap_grad_reduce=resolved.config.overlap_grad_reduce,
         microbatches=job.batch.microbatches,
         accumulation="last" if defers else "every",

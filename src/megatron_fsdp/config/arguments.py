@@ -58,11 +58,6 @@ def refuse_unsupported(given: Mapping[str, Any]) -> None:
         )
 
 
-def same_names(target: Callable[..., object], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the given settings that a function, or a class, takes by the same name."""
-    return {name: given[name] for name in inspect.signature(target).parameters if name in given}
-
-
 def nearest_name(given: object, known: Iterable[str], otherwise: str = "") -> str:
     """Return the end of a sentence that suggests a name for one that does not exist."""
     names = list(known)

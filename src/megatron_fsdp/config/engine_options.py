@@ -6,16 +6,15 @@ They are resolved once, in the public call, and read where they take effect: lay
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from torch import nn
 
-from megatron_fsdp.config.arguments import same_names
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.homes import Homes, resolve_homes
+from megatron_fsdp.config.homes import Homes
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
@@ -173,27 +172,25 @@ def with_weight_format(policy: MixedPrecisionPolicy, config: DistributedDataPara
 
 
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:
-    """Return what a configuration says of the engine, in which arguments of a wrapper are at their defaults."""
+    """Return the options of a configuration, with the arguments of a wrapper at their defaults."""
     return EngineOptions(
-        **same_names(EngineOptions, vars(config)),
         strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
         outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
         policy=policy,
         memory=MemoryOptions(user_buffers=_user_buffers(config), is_kept=_is_kept(config)),
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        average_in_collective=config.average_in_collective,
+        gradient_reduce_div_fusion=config.gradient_reduce_div_fusion,
+        reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
+        param_name_patterns_for_fp32_local_accumulation=config.param_name_patterns_for_fp32_local_accumulation,
         report_nan_in_param_grad=config.check_for_nan_in_grad,
+        check_for_large_grads=config.check_for_large_grads,
+        delay_wgrad_compute=config.delay_wgrad_compute,
+        keep_fp8_transpose_cache=config.keep_fp8_transpose_cache,
+        megatron_fsdp_use_decoupled_grad=config.megatron_fsdp_use_decoupled_grad,
+        megatron_fsdp_cuda_graph_mode=config.megatron_fsdp_cuda_graph_mode,
     )
-
-
-def resolve_engine_options(
-    given: Mapping[str, Any], config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy, verify_ranks_s: float
-) -> EngineOptions:
-    """Resolve the arguments and the configuration of `MegatronFSDP` together."""
-    options = engine_options_of(config, policy)
-    checked_deterministic(given["deterministic"])
-    both = ("report_nan_in_param_grad", "reduce_scatter_with_fp32_accumulation", "keep_fp8_transpose_cache")
-    either = {name: given[name] or getattr(options, name) for name in both}
-    said = {**same_names(EngineOptions, given), **either, "homes": resolve_homes(given["homes"], options.strategy)}
-    return replace(options, **said, memory=resolve_memory_options(given, config), verify_ranks_s=verify_ranks_s)
 
 
 def checked_deterministic(given: str | None) -> str | None:
@@ -215,7 +212,23 @@ def _user_buffers(config: DistributedDataParallelConfig) -> UserBufferOptions | 
     return None
 
 
-def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataParallelConfig) -> MemoryOptions:
+@dataclass(frozen=True, kw_only=True)
+class MemoryArguments:
+    """Arguments of a door about memory and prefetching; their names say what they mean in `fully_shard_model`."""
+
+    disable_bucketing: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    enable_fine_grained_param_gather_hook: bool = False
+    enable_fine_grained_param_gather_backward_hook: bool = False
+    fine_grained_recurse_module_types: Sequence[type[nn.Module]] | None = None
+    weight_allocator: str = "slots"
+    max_gathered_units: int | None = None
+    forward_prefetch_units: int | None = None
+    backward_prefetch_units: int | None = None
+
+
+def resolve_memory_options(given: MemoryArguments, config: DistributedDataParallelConfig) -> MemoryOptions:
     """Check the options of `MegatronFSDP` and of its configuration together."""
     strategy = resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
     allocator, idle = _allocator(given, config, strategy)
@@ -223,20 +236,20 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         idle += ("disable_symmetric_registration=True has no effect without nccl_ub=True; set both or neither",)
     forward, backward, slots = _depths(given, config, strategy, allocator)
     fine_grained, whole_types = _fine_grained(given, config, strategy)
-    if given["disable_bucketing"] and config.bucket_size is not None:
+    if given.disable_bucketing and config.bucket_size is not None:
         raise ConfigurationError(
             f"disable_bucketing=True and bucket_size={config.bucket_size} contradict each other; give only one of them."
         )
     return MemoryOptions(
         allocator=allocator,
         slots=slots,
-        may_grow=given["max_gathered_units"] is None and allocator not in DOUBLE_BUFFERS,
+        may_grow=given.max_gathered_units is None and allocator not in DOUBLE_BUFFERS,
         forward_prefetch_units=forward,
         backward_prefetch_units=backward,
         communication_unit_numel=config.suggested_communication_unit_size,
         message_bytes=_message_bytes(allocator),
         root_group_numel=config.bucket_size,
-        cuts_root=not given["disable_bucketing"],
+        cuts_root=not given.disable_bucketing,
         fine_grained=fine_grained,
         whole_types=whole_types,
         idle=idle,
@@ -267,15 +280,15 @@ def _is_kept(config: DistributedDataParallelConfig) -> bool:
 
 
 def _allocator(
-    given: Mapping[str, Any], config: DistributedDataParallelConfig, strategy: ShardingStrategy
+    given: MemoryArguments, config: DistributedDataParallelConfig, strategy: ShardingStrategy
 ) -> tuple[WeightAllocator, tuple[str, ...]]:
     """Return the allocator, and a sentence for each of the arguments that name one and have no effect."""
-    name = given["weight_allocator"]
+    name = given.weight_allocator
     if name not in ("slots", "resize"):
         raise ConfigurationError(f'weight_allocator={name!r} does not exist; give "slots" or "resize".')
     max_pool = config.megatron_fsdp_max_pool_double_buffer
-    doubled = given["fsdp_double_buffer"] or config.fsdp_double_buffer or max_pool
-    persistent = given["fsdp_db_use_persist_buf_on_alloc_fail"] or config.fsdp_db_use_persist_buf_on_alloc_fail
+    doubled = given.fsdp_double_buffer or config.fsdp_double_buffer or max_pool
+    persistent = given.fsdp_db_use_persist_buf_on_alloc_fail or config.fsdp_db_use_persist_buf_on_alloc_fail
     idle: tuple[str, ...] = ()
     if persistent and (not doubled or max_pool):
         reason = "with a pool that every unit fits" if max_pool else "without fsdp_double_buffer=True"
@@ -301,13 +314,13 @@ def _allocator(
 
 
 def _depths(
-    given: Mapping[str, Any],
+    given: MemoryArguments,
     config: DistributedDataParallelConfig,
     strategy: ShardingStrategy,
     allocator: WeightAllocator,
 ) -> tuple[int, int, int]:
     """Return how many units to gather ahead in forward and in backward, and how many may be gathered at a time."""
-    limit = given["max_gathered_units"]
+    limit = given.max_gathered_units
     if limit is not None:
         _check_count("max_gathered_units", limit, 1)
         _needs_sharded_weights(f"max_gathered_units={limit}", strategy)
@@ -318,8 +331,10 @@ def _depths(
     most = _SLOTS if allocator in DOUBLE_BUFFERS else limit
     prefetches = config.overlap_param_gather or strategy == ShardingStrategy.optim_grads_params
     depths = []
-    for name in ("forward_prefetch_units", "backward_prefetch_units"):
-        depth = given[name]
+    for name, depth in (
+        ("forward_prefetch_units", given.forward_prefetch_units),
+        ("backward_prefetch_units", given.backward_prefetch_units),
+    ):
         if depth is None:
             depths.append(int(prefetches) if most is None else min(int(prefetches), most - 1))
             continue
@@ -354,12 +369,12 @@ def _check_depth(
 
 
 def _fine_grained(
-    given: Mapping[str, Any], config: DistributedDataParallelConfig, strategy: ShardingStrategy
+    given: MemoryArguments, config: DistributedDataParallelConfig, strategy: ShardingStrategy
 ) -> tuple[bool, tuple[type[nn.Module], ...]]:
-    on = bool(given["enable_fine_grained_param_gather_hook"] or config.megatron_fsdp_enable_fine_grained_param_gather)
-    types = given["fine_grained_recurse_module_types"]
+    on = bool(given.enable_fine_grained_param_gather_hook or config.megatron_fsdp_enable_fine_grained_param_gather)
+    types = given.fine_grained_recurse_module_types
     for name, value in (
-        ("enable_fine_grained_param_gather_backward_hook", given["enable_fine_grained_param_gather_backward_hook"]),
+        ("enable_fine_grained_param_gather_backward_hook", given.enable_fine_grained_param_gather_backward_hook),
         ("fine_grained_recurse_module_types", types),
     ):
         if value and not on:
@@ -371,14 +386,14 @@ def _fine_grained(
         raise ConfigurationError(
             "enable_fine_grained_param_gather=True has no effect under no_shard, which gathers nothing; leave it out."
         )
-    types = tuple(types or ())
-    for entry in types:
+    entries: tuple[Any, ...] = tuple(types or ())
+    for entry in entries:
         if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise TypeError(
                 f"fine_grained_recurse_module_types has the entry {entry!r}, which is not a subclass of "
                 "torch.nn.Module; give classes."
             )
-    return on, types
+    return on, entries
 
 
 def _needs_sharded_weights(option: str, strategy: ShardingStrategy) -> None:

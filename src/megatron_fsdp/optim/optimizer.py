@@ -40,6 +40,7 @@ from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, warn_of_thaw
 from megatron_fsdp.optim.step import ExchangingStep, Models, Step, engine_of, params_of, without_parameter
 from megatron_fsdp.optim.step_in_backward import StepInBackward
 from megatron_fsdp.sharding.units import outside_of_blocks
+from megatron_fsdp.wrap.optimizer_checks import check_keeps_no_copies
 
 WHOLE_TENSOR_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.Rprop)
 """Torch's optimizers whose step, or an operation in it, needs more than the elements of a shard."""
@@ -435,6 +436,22 @@ def _is_ours(optimizer: Any) -> bool:
 
 _HOOKS = {"_optimizer_step_pre_hooks", "_optimizer_state_dict_pre_hooks"}
 """Attributes that the constructor of torch's optimizers sets."""
+
+
+def check_before_sharding(optimizer: Optimizer, names: Mapping[int, str], *, are_cut: bool, is_captured: bool) -> None:
+    """Refuse an optimizer that cannot be connected once its model is sharded.
+
+    Args:
+        optimizer: Built on the parameters of a model that is not sharded yet.
+        names: Names of the parameters of the model, by id.
+        are_cut: Parameters will be sharded.
+        is_captured: Steps will be captured in a CUDA graph.
+    """
+    check_parameters(optimizer, names)
+    check_kind(optimizer, are_cut or are_sharded(params_of(optimizer)))
+    check_keeps_no_copies(optimizer, names)
+    if is_captured:
+        check_capturable(optimizer)
 
 
 def check_parameters(optimizer: Optimizer, known: Mapping[int, str]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from megatron_fsdp.comm.agreement import Groups
 from megatron_fsdp.comm.axis import Axis, Traffic, real_values
 from megatron_fsdp.comm.lanes import default_device
 from megatron_fsdp.config.arguments import explains_fields
-from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -358,28 +357,45 @@ def _rank_table(mesh: DeviceMesh, axes: list[list[int]], names: tuple[str, ...])
 
 
 @real_values()
-def index_of(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
-    """Build the index from the arguments of `fully_shard_model`, with a mesh of all ranks where none is given."""
-    needs_mesh = ("dp_outer_dim", "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag")
-    given = [name for name in needs_mesh if arguments[name] is not None]
-    if arguments["device_mesh"] is None and given:
+def index_of(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None,
+    dp_shard_dim: str | None,
+    *,
+    dp_outer_dim: str | None,
+    tp_dim: str | None,
+    outer_strategy: ShardingStrategy,
+    hybrid_fsdp_group: dist.ProcessGroup | None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None,
+    expt_device_mesh: DeviceMesh | None,
+    fsdp_group_ag: dist.ProcessGroup | None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None,
+) -> FSDPDistributedIndex:
+    """Build the index from arguments of `fully_shard_model`, with a mesh of all ranks where none is given."""
+    needs_mesh = {
+        "dp_outer_dim": dp_outer_dim,
+        "hybrid_fsdp_expt_group": hybrid_fsdp_expt_group,
+        "expt_device_mesh": expt_device_mesh,
+        "fsdp_group_ag": fsdp_group_ag,
+        "expt_fsdp_group_ag": expt_fsdp_group_ag,
+    }
+    given = [name for name, value in needs_mesh.items() if value is not None]
+    if device_mesh is None and given:
         raise ConfigurationError(
             f"{', '.join(given)} cannot take effect without device_mesh, where all ranks lie on one axis; pass the mesh"
         )
-    tp_dim = arguments["tp_dim"]
-    mesh, shard_dim = mesh_and_dim(arguments["device_mesh"], arguments["dp_shard_dim"], tp_dim, "dp_shard_dim")
-    outer = resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
+    mesh, shard_dim = mesh_and_dim(device_mesh, dp_shard_dim, tp_dim, "dp_shard_dim")
     return FSDPDistributedIndex(
         mesh,
         shard_dim,
-        arguments["dp_outer_dim"],
-        tp_dim or tensor_parallel_dim(arguments["module"], mesh),
-        hybrid_fsdp_group=arguments["hybrid_fsdp_group"],
-        hybrid_fsdp_expt_group=arguments["hybrid_fsdp_expt_group"],
-        hsdp_outer_dp_shard=arguments["dp_outer_dim"] is not None and outer is ShardingStrategy.optim,
-        expt_device_mesh=arguments["expt_device_mesh"],
-        fsdp_group_ag=arguments["fsdp_group_ag"],
-        expt_fsdp_group_ag=arguments["expt_fsdp_group_ag"],
+        dp_outer_dim,
+        tp_dim or tensor_parallel_dim(module, mesh),
+        hybrid_fsdp_group=hybrid_fsdp_group,
+        hybrid_fsdp_expt_group=hybrid_fsdp_expt_group,
+        hsdp_outer_dp_shard=dp_outer_dim is not None and outer_strategy is ShardingStrategy.optim,
+        expt_device_mesh=expt_device_mesh,
+        fsdp_group_ag=fsdp_group_ag,
+        expt_fsdp_group_ag=expt_fsdp_group_ag,
     )
 
 
@@ -404,6 +420,11 @@ def mesh_and_dim(
             f"{argument} is missing; name the mesh dimension to shard over, one of {device_mesh.mesh_dim_names}"
         )
     return device_mesh, dim
+
+
+def mesh_device_type(device_mesh: DeviceMesh | None) -> str:
+    """Return the device type of a mesh, or of the one that is made where none is given."""
+    return default_device().type if device_mesh is None else device_mesh.device_type
 
 
 def check_mesh(device_mesh: object) -> None:
