@@ -74,7 +74,7 @@ def test_attributes_tell_what_was_asked_for() -> None:
     }
     assert all(model.param_to_name[param] == name for name, param in [*raw.items(), *sharded.items()])
     assert len(model.param_to_name) == 14
-    assert all(stamp_of(param).self_reference() is model for param in model.parameters())
+    assert all(stamp_of(param).module is model.module for param in model.parameters())
     assert {name: type(buffer) for name, buffer in model.named_buffers()} == {"module.offset": Tensor}
 
 

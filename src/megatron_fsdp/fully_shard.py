@@ -28,6 +28,7 @@ from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optional_packages import warn_of_namesake
 
 if TYPE_CHECKING:
+    from megatron_fsdp.engine.engine import Engine
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
@@ -376,8 +377,15 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
         ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
     from megatron_fsdp.optim.chained import members_of
-    from megatron_fsdp.optim.optimizer import check_connected, integrate, route_line, warn_of_lost_updates
-    from megatron_fsdp.optim.step import Models, model_of, params_of
+    from megatron_fsdp.optim.optimizer import (
+        check_connected,
+        connect,
+        float32_by,
+        integrate,
+        route_line,
+        warn_of_lost_updates,
+    )
+    from megatron_fsdp.optim.step import Engines, engine_of, params_of
 
     _check_optimizer(optimizer)
     params = params_of(optimizer)
@@ -390,40 +398,42 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
             "the optimizer's parameters do not belong to a sharded model; build it on model.parameters() after "
             "fully_shard_model, or hand model and optimizer to fully_shard together"
         )
+    owned = [param for param in params if hasattr(param, _OWNER)]
     try:
-        owners = [model_of(param) for param in params if hasattr(param, _OWNER)]
+        wrappers = {id(param._megatron_fsdp_model.module): param._megatron_fsdp_model for param in owned}
     except ReferenceError:
         raise ConfigurationError(
             "the model whose parameters the optimizer holds has been deleted; keep what fully_shard_model returned"
         ) from None
-    models = list({id(owner): owner for owner in owners}.values())
-    connected = Models(models)
+    engines = list(dict.fromkeys(map(engine_of, owned)))
+    connected = Engines(engines)
     check_connected(optimizer, connected)
-    _check_several(optimizer, models)
-    was_connected = optimizer in models[0]._engine.connected
-    for model in models:
+    _check_several(optimizer, engines)
+    was_connected = optimizer in engines[0].connected
+    for engine in engines:
         held: tuple[torch.optim.Optimizer, ...] = (optimizer, *members_of(optimizer))
         for each in dict.fromkeys(held):
-            model.adopt(each)
+            connect(each, engine)
     if not was_connected:
         integrate(optimizer, connected, describes_state=preproc_state_dict_for_dcp_ckpt)
-        warn_of_lost_updates(optimizer, connected)
+        warn_of_lost_updates(optimizer, float32_by(next(iter(wrappers.values()))))
         if rank_of() == 0:
+            modules = [wrapper.module for wrapper in wrappers.values()]
             for each in members_of(optimizer):
-                logging.getLogger("megatron_fsdp").info(route_line(each, *(model.module for model in models)))
+                logging.getLogger("megatron_fsdp").info(route_line(each, *modules))
     return optimizer
 
 
-def _check_several(optimizer: torch.optim.Optimizer, models: Sequence[MegatronFSDP]) -> None:
+def _check_several(optimizer: torch.optim.Optimizer, engines: Sequence[Engine]) -> None:
     """Refuse what one optimizer over several models cannot do."""
-    if len(models) == 1:
+    if len(engines) == 1:
         return
-    if not all(model._engine.expert_names.is_trivial for model in models):
+    if not all(engine.expert_names.is_trivial for engine in engines):
         raise ConfigurationError(
-            f"the optimizer holds parameters of {len(models)} sharded models, one with expert-parallel experts, whose "
+            f"the optimizer holds parameters of {len(engines)} sharded models, one with expert-parallel experts, whose "
             "state is numbered differently in checkpoints; build one optimizer for each model"
         )
-    if len({optimizer in model._engine.connected for model in models}) > 1:
+    if len({optimizer in engine.connected for engine in engines}) > 1:
         raise ConfigurationError(
             "the optimizer was connected before it held parameters of another sharded model; build a new one on the "
             "parameters of all models"
@@ -497,7 +507,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
         for group in model.parameter_groups()
         for name, param in zip(group.names, group.sharded, strict=True)
     }
-    move_to_sharded(optimizer, {key: sharded[name] for key, name in names.items()}, model.shard_like)
+    move_to_sharded(optimizer, {key: sharded[name] for key, name in names.items()}, model._engine.shard_like)
     return model, fully_shard_optimizer(optimizer, bound.arguments["preproc_state_dict_for_dcp_ckpt"])
 
 

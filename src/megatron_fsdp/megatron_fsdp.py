@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -16,9 +15,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import Groups, agreed, all_agree, ask, first_problem, raise_together
+from megatron_fsdp.comm.agreement import Groups, agreed, all_agree
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
@@ -44,21 +42,18 @@ from megatron_fsdp.debug.lifetimes import check_lifetimes
 from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
-from megatron_fsdp.engine.gradients import GRAD, get_grad
 from megatron_fsdp.engine.hooks import calls_of, compiled_in_place, take_part
-from megatron_fsdp.engine.memory import weakly
 from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
-from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
 from megatron_fsdp.optim.grad_norm import clip_gradients
-from megatron_fsdp.optim.optimizer import check_capturable, float32_by, watch_optimizers
+from megatron_fsdp.optim.optimizer import float32_by, watch_optimizers
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
-from megatron_fsdp.state.experts import names_as_saved
+from megatron_fsdp.state.experts import CheckpointNames
 from megatron_fsdp.state.full_tensors import (
     DEFAULT_BUCKET_BYTES,
     check_bucket_bytes,
@@ -68,7 +63,7 @@ from megatron_fsdp.state.full_tensors import (
     iter_parameters,
     shown_in_full,
 )
-from megatron_fsdp.state.state_dict import are_from_file, check_load, other_shards, own_shard
+from megatron_fsdp.state.state_dict import load_shards
 from megatron_fsdp.state.statistics import (
     ModelStatistics,
     gradient_digests,
@@ -257,7 +252,6 @@ class MegatronFSDP(nn.Module):
         self._policy_after_reset: MixedPrecisionPolicy | None = None
         self.calculate_per_token_loss = options.calculate_per_token_loss
         self.report_nan_in_param_grad = options.report_nan_in_param_grad
-        self.microbatch_count = 0
         self._mode = SyncMode(auto_sync=auto_sync)
         assert dist_index.dp_shard_dim is not None, "an index without one is refused"
         mesh = dist_index.get_submesh(dist_index.dp_shard_dim)
@@ -267,9 +261,7 @@ class MegatronFSDP(nn.Module):
                 f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
                 "mesh for that device type"
             )
-        finished = weakly(self._backward_finished)
-        self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, finished)
-        self._engine = self._assembly.engine
+        self._engine = assemble(module, grouping, options, dist_index, self.device, self._mode)
         self._watch_if_asked()
         if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
@@ -279,7 +271,7 @@ class MegatronFSDP(nn.Module):
         answer_for_sharded_parameters(self._engine)
         self._stamp_parameters()
         self._log_if_asked()
-        plan = self._assembly.plan
+        plan = self._engine.unit_plan
         count, source = len(plan.units) - 1, plan.source.removeprefix("given classes ")
         logger.info("%d unit%s (%s) beside the root", count, "" if count == 1 else "s", source)
         if options.strategy is ShardingStrategy.optim_grads_params:
@@ -298,6 +290,11 @@ class MegatronFSDP(nn.Module):
     def model_auto_sync(self) -> bool:
         """Whether every backward ends with a gradient sync."""
         return self._mode.auto_sync
+
+    @property
+    def microbatch_count(self) -> int:
+        """Backwards since the last that synchronised gradients."""
+        return self._engine.microbatch_count
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -391,21 +388,13 @@ class MegatronFSDP(nn.Module):
         """Call the model."""
         return self.module(*args, **kwargs)
 
-    def _backward_finished(self) -> None:
-        if self._mode.syncs:
-            self.finish_grad_sync()
-        else:
-            self.microbatch_count += 1
-
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:  # noqa: ARG002
         """Reduce all deferred gradients, wait for them, and set `.grad`.
 
         Args:
             force_all_reduce: Accepted for callers that pass it; reductions already are what the strategy needs.
         """
-        self.synchronize_gradient_reduce()
-        self.attach_grad_to_optimizer_state()
-        self.microbatch_count = 0
+        self._engine.finish_grad_sync()
 
     def install_optimized_model_weights(self) -> None:
         """Copy main weights into compute weights; they are gathered again at their next use."""
@@ -482,10 +471,6 @@ class MegatronFSDP(nn.Module):
         self._engine.change_grad_comm_dtype(new)
         self.mp_policy = new
 
-    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""
-        self._engine.forget_pending_gradients(params)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as `torch.nn.Module.zero_grad` does, and deferred ones, too.
 
@@ -494,8 +479,8 @@ class MegatronFSDP(nn.Module):
         set_to_none = set_to_none and not self._engine.keeps_gradients
         super().zero_grad(set_to_none)
         params = [param for _, _, param in self._named_parameters()]
-        self.clear_decoupled_gradients(params, set_to_none)
-        self.forget_pending_gradients(params)
+        self._engine.clear_decoupled_gradients(params, set_to_none)
+        self._engine.forget_pending_gradients(params)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -506,8 +491,7 @@ class MegatronFSDP(nn.Module):
         torch refuses infinity for ranks that own no element of some parameter. With `error_if_nonfinite` a norm that is
         NaN or infinite raises NonFiniteNormError (a RuntimeError, as torch's) on every rank and leaves gradients alone.
         """
-        if not self.model_auto_sync or self.has_deferred_gradients:
-            self.finish_grad_sync()
+        self._engine.sync_if_deferred()
         return clip_gradients(self._engine, max_norm, norm_type, error_if_nonfinite)
 
     def scale_gradients(self, scaling_factor: float) -> None:
@@ -521,7 +505,6 @@ class MegatronFSDP(nn.Module):
         """
         self._engine.reset()
         self._restore_policy()
-        self.microbatch_count = 0
 
     def _restore_policy(self) -> None:
         """Restore the policy from before a failed `mixed_precision_context`."""
@@ -538,22 +521,6 @@ class MegatronFSDP(nn.Module):
     def _replace_param_with_raw_if_needed(self) -> None:
         for unit in self._engine.units:
             unit.show_unsharded()
-
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register an optimizer as connected.
-
-        Raises:
-            ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded; or
-                its steps cannot be captured, and `cuda_graph_mode` is on.
-        """
-        self._engine.check_optimizer(optimizer)
-        if self._engine.keeps_gradients and self.device.type == "cuda":
-            check_capturable(optimizer)
-        self._engine.connected.add(optimizer)
-
-    def self_reference(self) -> MegatronFSDP:
-        """Return this object itself, also when called through a weak proxy."""
-        return self
 
     def save_pretrained(self, *_args: Any, **_options: Any) -> None:
         """Refuse; the method of transformers and of peft would write this rank's shards.
@@ -773,7 +740,7 @@ class MegatronFSDP(nn.Module):
     @property
     def has_deferred_gradients(self) -> bool:
         """Whether gradients wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
-        return any(found.has_deferred_sum or found.has_inner_sum for _, found in self._engine.groups_with_gradients())
+        return self._engine.has_deferred_gradients
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -876,18 +843,6 @@ class MegatronFSDP(nn.Module):
         """Return the same of all gradients; one that is None adds nothing."""
         return gradient_digests(self._engine)
 
-    def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool = True) -> None:
-        """Clear the `.decoupled_grad` of sharded parameters; nothing happens where gradients are in `.grad`."""
-        is_decoupled = any(group.grad_attribute != GRAD for group in self._engine.groups())
-        for param in params if is_decoupled else ():
-            group, _ = self._engine.group_and_index[id(param)]
-            grad = get_grad(param, group.grad_attribute)
-            if group.grad_attribute != GRAD and grad is not None:
-                if set_to_none:
-                    setattr(param, group.grad_attribute, None)
-                else:
-                    grad.zero_()
-
     # ---- state dicts of a sharded model and of its optimizers --------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -912,140 +867,24 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: `assign` is True.
         """
         given: object = state_dict
-        are_cut = isinstance(given, Mapping) and any(map(_is_cut_by_torch, given.values()))
-        self._engine.refuse_open_pass("a state dict was loaded")
-        with all_agree("load_state_dict", self._engine.sharding.reaching_all if are_cut else (None,)):
-            if assign:
-                raise ConfigurationError(
-                    "load_state_dict(assign=True) would replace the sharded parameters of the model, which are pieces "
-                    "of flat buffers; load with assign=False, which copies"
-                )
+        load = super().load_state_dict
         if not isinstance(given, Mapping):
-            return super().load_state_dict(state_dict, strict)  # torch refuses it
-        state_dict = self._recut(state_dict)
-        problem = self._problem_of_load(state_dict, strict)
-        self.refuse_load(problem, are_from_file(state_dict.values()))
-        result = super().load_state_dict(state_dict, strict)
-        self._engine.install_main_weights()
-        return result
+            return load(state_dict, strict)  # torch refuses it
+        return load_shards(self._engine, self, load, state_dict, strict, assign)
 
     def _agreeing(self, doing: str) -> AbstractContextManager[dict[str, str]]:
         """Let all ranks of the model agree on a block, as `comm.agreement.all_agree` does."""
         return all_agree(doing, self._engine.sharding.reaching_all)
 
-    def raise_together(self, error: BaseException | None, doing: str) -> None:
-        """Raise on all ranks of the model what any of them has met, as `comm.agreement.raise_together` does."""
-        raise_together(error, doing, self._engine.sharding.reaching_all)
-
-    def refuse_load(self, problem: str | None, is_from_file: bool) -> None:
-        """Raise the problem of a state dict; on all ranks, together, where it comes out of a file.
-
-        Raises:
-            CheckpointError: There is a problem here, or, with `is_from_file`, on any rank.
-        """
-        groups = self._engine.sharding.reaching_all if is_from_file else (None,)
-        found = None if problem is None else (CheckpointError, problem)
-        ask([(group, found) for group in groups], first_problem)
-
-    def _recut(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Cut tensors that torch has cut into equal shards as the parameters are."""
-        recut, names = {}, {name for group in self._engine.groups() for name in group.names}
-        for key, value in state_dict.items():
-            name = self.held_name(key.removeprefix(_PREFIX))
-            if not _is_cut_by_torch(value) or (name is not None and name not in names):
-                continue  # a buffer, for example, stays as it is
-            if not all(placement.is_replicate() for placement in value.placements):
-                whole = value.full_tensor()
-                recut[key] = whole if name is None else self.held_tensor(name, whole).clone()
-        if not recut:
-            return state_dict
-        found = OrderedDict({**state_dict, **recut})
-        if hasattr(state_dict, "_metadata"):
-            found._metadata = state_dict._metadata  # type: ignore[attr-defined]
-        return found
-
-    def _problem_of_load(self, state_dict: Mapping[str, Any], strict: bool) -> str | None:
-        """Describe what does not fit, and what to do; None where nothing is wrong."""
-        groups = self._engine.groups()
-        frames = {name: frame for group in groups for name, frame in zip(group.names, group.frames, strict=True)}
-        keys = {self.checkpoint_name(name): name for name in frames}
-        fit = [key for key in keys if _PREFIX + key in state_dict]
-        bare = [key for key in keys if key in state_dict]
-        if bare and not fit:
-            return (
-                f"the keys of the state dict lack the prefix {_PREFIX!r} (such as {bare[0]!r}), as those of an "
-                "unsharded model do, and nothing was loaded; load it with model.module.load_state_dict(state_dict)"
-            )
-        for key in fit:
-            held = self._engine.expert_names.as_held(keys[key], state_dict[_PREFIX + key])
-            problem = other_shards(held, frames[keys[key]])
-            if problem is not None:
-                return problem
-        load = super().load_state_dict
-        problem = check_load(self, lambda: load(state_dict, strict))
-        if problem is None:
-            return None
-        may_leave_out = fit and check_load(self, lambda: load(state_dict, strict=False)) is None
-        advice = ", or pass strict=False to load what fits and leave out the rest" if may_leave_out else ""
-        return (
-            f"the state dict does not fit, and nothing was loaded: {problem}\n"
-            f"load what state_dict() of the same model gave{advice}"
-        )
-
-    def checkpoint_name(self, name: str) -> str:
-        """Return the name of a parameter or buffer of this rank in a checkpoint of all ranks.
-
-        It differs only for experts that each rank numbers from 0: those are numbered over all ranks there.
-
-        Args:
-            name: Canonical name, without the wrapper's own `module.`.
-        """
-        return self._engine.expert_names.name_of(name)
-
-    def checkpoint_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is cut as a parameter, or is the parameter, as checkpoints of all ranks describe it.
-
-        It is another tensor, over the same memory, only for experts that share their name with those of other ranks:
-        where they are stacked, its shape is that of all ranks' experts.
-
-        Args:
-            name: Canonical name of the parameter.
-            tensor: A DTensor cut as it is; others are returned as they are.
-        """
-        seen: torch.Tensor = self._engine.expert_names.as_saved(name, tensor)
-        return seen
-
-    def held_name(self, name: str) -> str | None:
-        """Return this rank's name of a parameter in a checkpoint of all ranks; None for an expert of another rank."""
-        return self._engine.expert_names.name_here(name)
-
-    def held_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Invert `checkpoint_view`, and return this rank's shard of a whole tensor, as views; leave others as they are.
-
-        Args:
-            name: Canonical name of the parameter.
-            tensor: What is cut as it is, or of the shape of the whole parameter, or of those of all ranks' experts.
-        """
-        engine = self._engine
-        own: torch.Tensor = engine.expert_names.as_held(name, tensor)
-        for group in engine.groups():
-            if name in group.names:
-                own = own_shard(own, group.frames[group.names.index(name)])
-        return own
+    @property
+    def checkpoint_names(self) -> CheckpointNames:
+        """Names of parameters in checkpoints of all ranks (docs/checkpoints.md)."""
+        return CheckpointNames(self._engine)
 
     def stop_describing_state_dicts(self) -> None:
         """Remove the hooks that attach chunk functions, for torch.distributed.checkpoint, to state dicts."""
-        for handle in self._assembly.state_dict_handles:
+        for handle in self._engine.state_dict_handles:
             handle.remove()
-
-    def optimizer_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
-        """Return names in a checkpoint by the numbers of `optimizer.state_dict()`, in groups; those of all ranks.
-
-        None where no ranks hold other experts, so that the numbers are those of this rank's parameters.
-        """
-        if self._engine.expert_names.is_trivial:
-            return None
-        return names_as_saved(optimizer, self.sharded_names(), self._engine.expert_names)
 
     # ---- read-only views of a sharded model --------------------------------------------------------------------------
 
@@ -1070,19 +909,10 @@ class MegatronFSDP(nn.Module):
         """Return all parameter groups, in unit order."""
         return self._engine.groups()
 
-    def sharded_names(self) -> dict[int, str]:
-        """Return the canonical name of each sharded parameter by its id."""
-        return {id(sharded): name for name, _, sharded in self._named_parameters()}
-
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
         """Yield canonical name, full and sharded parameter, in unit order."""
         for group in self._engine.groups():
             yield from zip(group.names, group.full, group.sharded, strict=True)
-
-    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
-        """Return this rank's piece of a full tensor, cut as a sharded parameter; a copy, in the tensor's dtype."""
-        group, index = self._engine.group_and_index[id(param)]
-        return group.shard_like(index, full)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Gather all main weights, whole, by canonical name, on every rank. Collective."""
@@ -1174,7 +1004,7 @@ class MegatronFSDP(nn.Module):
         return Subject(
             wrapper=type(self).__name__,
             module=self.module,
-            assembly=self._assembly,
+            engine=self._engine,
             options=self._options,
             index=self.dist_index,
             auto_sync=self._mode.auto_sync,
@@ -1191,10 +1021,6 @@ class MegatronFSDP(nn.Module):
     def memory(self) -> MemoryUse:
         """Return the bytes that the engine holds on this rank now."""
         return memory_of(self._engine)
-
-
-def _is_cut_by_torch(value: object) -> bool:
-    return isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
 
 
 def _ranks_of_index(index: object) -> Groups:

@@ -53,7 +53,7 @@ def trained(kind: str, arrangement: Arrangement, strategy: int, batches: tuple[i
 def named(run: Run) -> dict[str, Tensor]:
     """Whole weights of this rank's experts and of everything else, by their names over all ranks."""
     assert run.sharded is not None
-    return {run.sharded.checkpoint_name(name): value for name, value in run.sharded.full_parameters().items()}
+    return {run.sharded.checkpoint_names.saved(name): value for name, value in run.sharded.full_parameters().items()}
 
 
 def save(kind: str, arrangement: Arrangement, strategy: int, folder: str, outer: int = 0) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ def whole_state(run: Run) -> dict[str, Tensor]:
     assert run.sharded is not None
     found = {f"model.module.{name}": value.clone() for name, value in run.sharded.iter_full_tensors()}
     numbers = {id(param): number for number, param in enumerate(run.optimizer.param_groups[0]["params"])}
-    by_name = {name: numbers.get(key) for key, name in run.sharded.sharded_names().items()}
+    by_name = {name: numbers.get(key) for key, name in run.sharded._engine.sharded_names().items()}
     for name, kind, value in whole_moments(run.sharded, run.optimizer):
         found[f"optimizer.state.{by_name[name]}.{kind}"] = value
     return found

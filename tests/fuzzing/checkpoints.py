@@ -64,7 +64,7 @@ def _differing(side: Ranks, folder: str) -> list[str]:
     told = [name for name, value in side.parameters().items() if not _equal(saved.get(f"model.module.{name}"), value)]
     params = [param for group in side.optimizer.param_groups for param in group["params"]]
     numbers = {id(param): number for number, param in enumerate(params)}
-    by_name = {name: numbers[key] for key, name in side.sharded.sharded_names().items() if key in numbers}
+    by_name = {name: numbers[key] for key, name in side.sharded._engine.sharded_names().items() if key in numbers}
     for name, kind, value in whole_moments(side.sharded, side.optimizer):
         if not _equal(saved.get(f"optimizer.state.{by_name[name]}.{kind}"), value):
             told.append(f"{name} {kind}")

@@ -43,7 +43,7 @@ _DEFAULT_POLICY = MixedPrecisionPolicy()
 
 def whole_moments(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor]]:
     """State tensors of their parameter's shape, gathered: name of the parameter, key and tensor. Collective."""
-    names = model.sharded_names()
+    names = model._engine.sharded_names()
     for param, state in optimizer.state.items():
         for kind, value in state.items():
             if isinstance(value, DTensor) and value.shape == param.shape:

@@ -307,12 +307,11 @@ def gather_gradients(parts: Parts, pp_mesh: DeviceMesh | None = None) -> FoundGr
         owner = None if copies else getattr(param, "_megatron_fsdp_model", None)
         if owner is not None:
             try:
-                model = owner.self_reference()
+                models[id(owner.module)] = owner
             except ReferenceError:
                 raise ConfigurationError(
                     "the model that some parameters belong to has been deleted; keep what fully_shard_model returned"
                 ) from None
-            models[id(model)] = model
         elif param.grad is not None and param.grad.layout != torch.strided:
             raise ConfigurationError(
                 f"a gradient of shape {tuple(param.shape)} is sparse, whose norm is not computed; use an embedding "

@@ -179,8 +179,8 @@ def own_name(model: nn.Module, name: str) -> str:
 
 def saved_name(model: nn.Module, name: str) -> str:
     """Return the checkpoint name of a parameter or buffer of `named_parameters()`, without a prefix."""
-    translate: Callable[[str], str] = getattr(model, "checkpoint_name", str)
-    return translate(own_name(model, name))
+    names, own = getattr(model, "checkpoint_names", None), own_name(model, name)
+    return own if names is None else str(names.saved(own))
 
 
 def unwrapped(
@@ -197,21 +197,20 @@ def unwrapped(
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
     """Return whether a bare name of a checkpoint belongs to an expert or a pipeline stage of another rank."""
-    translate: Callable[[str], str | None] = getattr(model, "held_name", lambda name: name)
-    return name in place_of(model).names or translate(name) is None
+    names = getattr(model, "checkpoint_names", None)
+    return name in place_of(model).names or (names is not None and names.held(name) is None)
 
 
 def saved_view(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor, sharded as the parameter of a bare name, as a checkpoint has it; shares memory."""
-    view: Callable[[str, torch.Tensor], torch.Tensor] | None = getattr(model, "checkpoint_view", None)
-    return tensor if view is None else view(name, tensor)
+    names: Any = getattr(model, "checkpoint_names", None)
+    return tensor if names is None else names.saved_view(name, tensor)
 
 
 def listed_names(optimizer: torch.optim.Optimizer, model: nn.Module, own: Names) -> Names:
     """Return names by the numbers of `optimizer.state_dict()`, in groups; of all ranks if experts are divided."""
-    names: Callable[[torch.optim.Optimizer], Names | None] | None = getattr(model, "optimizer_names", None)
-    found = None if names is None else names(optimizer)
-    return own if found is None else found
+    names: Any = getattr(model, "checkpoint_names", None)
+    return own if names is None else names.of_optimizer(optimizer) or own
 
 
 def model_section(model: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.optim.optimizer import check_parameters
+from megatron_fsdp.optim.optimizer import check_parameters, connect
 
 
 class DistributedOptimizer(Optimizer):
@@ -67,14 +67,14 @@ class DistributedOptimizer(Optimizer):
                 f"a {type(optimizer).__name__} cannot be wrapped in a DistributedOptimizer; give one of torch's, or of "
                 "your own, built on model.parameters() after the model was wrapped"
             )
-        check_parameters(optimizer, model.sharded_names())
+        check_parameters(optimizer, model._engine.sharded_names())
         _check_clip_grad(clip_grad)
         # The base class is not initialised: groups, state and hooks are those of the wrapped optimizer.
         self.inner_optimizer = fully_shard_optimizer(optimizer)
         self.clip_grad = clip_grad
         self.grad_norm: torch.Tensor | None = None
         self._model = model
-        model.adopt(self)  # connecting it again would register the hooks of the wrapped one twice
+        connect(self, model._engine)  # connecting it again would register the hooks of the wrapped one twice
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
@@ -113,8 +113,7 @@ class DistributedOptimizer(Optimizer):
 
     def count_zeros(self) -> int:
         """Return how many elements of all gradients are zero, counted once over all ranks; collective."""
-        if self._model.has_deferred_gradients or not self._model.model_auto_sync:
-            self._model.finish_grad_sync()
+        self._model._engine.sync_if_deferred()
         total = self._model.gradient_statistics().total
         return round(total.zero_fraction * total.numel) if total.numel else 0
 
@@ -167,7 +166,7 @@ class DistributedOptimizer(Optimizer):
             self.inner_optimizer.add_param_group(param_group)  # torch raises for it
             return
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
-        known = self._model.sharded_names()
+        known = self._model._engine.sharded_names()
         unnamed = [param[1] if isinstance(param, tuple) else param for param in listed]
         for index, param in enumerate(unnamed):
             if id(param) not in known:

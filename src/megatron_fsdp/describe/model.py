@@ -29,7 +29,6 @@ from megatron_fsdp.optim.optimizer import count_kinds, step_of
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
-from megatron_fsdp.wrap.wrap import Assembly
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ class Subject:
 
     wrapper: str
     module: nn.Module
-    assembly: Assembly
+    engine: Engine
     options: EngineOptions
     index: FSDPDistributedIndex  # mesh and process groups
     auto_sync: bool  # whether every backward ends with a sync
@@ -260,7 +259,7 @@ class Subject:
 
 def describe_model(subject: Subject) -> Description:
     """Describe a wrapped model as this rank holds it now."""
-    engine, plan, options = subject.assembly.engine, subject.assembly.plan, subject.options
+    engine, plan, options = subject.engine, subject.engine.unit_plan, subject.options
     units, (rank, world_size) = units_of(engine, plan), _place()
     return Description(
         wrapper=subject.wrapper,

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import Traffic, broadcast
@@ -22,9 +24,16 @@ from megatron_fsdp.dtensor.expert_names import ExpertNames
 from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, UnreducedGradients
-from megatron_fsdp.engine.gradients import GradientBuffers, UsageAgreement, direct_hook, match_waiting_sums
+from megatron_fsdp.engine.gradients import (
+    GRAD,
+    GradientBuffers,
+    UsageAgreement,
+    direct_hook,
+    get_grad,
+    match_waiting_sums,
+)
 from megatron_fsdp.engine.group_plan import Sharding
-from megatron_fsdp.engine.memory import on_device
+from megatron_fsdp.engine.memory import on_device, weakly
 from megatron_fsdp.engine.memory_plan import MemoryPlan, bucket_count, prefetch_depth, unit_numels
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup, agree_on_amaxes
@@ -32,7 +41,7 @@ from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, S
 from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement, placements_for
-from megatron_fsdp.sharding.units import ROOT_UNIT
+from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 
 _NEVER = -1  # the weights_version of a forward that used no weights
 
@@ -71,6 +80,7 @@ class Engine:
     """Runs forward, backward and gradient sync of one sharded model."""
 
     units: tuple[Unit, ...]
+    unit_plan: UnitPlan
     memory_plan: MemoryPlan
     scheduler: Scheduler
     executor: Executor
@@ -126,8 +136,13 @@ class Engine:
         self._callback_queued = False
         self._backward_thread = 0  # the thread on which the hooks of this backward run
         self._ending = False  # inside `_post_backward`, whose checks conclude later
+        self.state_dict_handles: Sequence[RemovableHandle] = ()  # of the hooks that describe shards in state dicts
+        self.microbatch_count = 0  # backwards since the last that synchronised
+        self.executor.finalise = weakly(self._finalise)  # a bound method would keep the engine alive in a cycle
         for group in self.groups():
             self._inspect_gradients(group)
+            for param in group.sharded:
+                param._fsdp_engine = weakref.ref(self)  # type: ignore[attr-defined]
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -564,9 +579,43 @@ class Engine:
         """Return all parameter groups, in unit order."""
         return [group for unit in self.units for group in unit.groups]
 
+    def sharded_names(self) -> dict[int, str]:
+        """Return the canonical name of each sharded parameter by its id."""
+        return {
+            id(param): name for group in self.groups() for name, param in zip(group.names, group.sharded, strict=True)
+        }
+
+    def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
+        """Return this rank's shard of a full tensor, cut as a sharded parameter; a copy, in the tensor's dtype."""
+        group, index = self.group_and_index[id(param)]
+        return group.shard_like(index, full)
+
     def groups_with_gradients(self) -> list[tuple[ParameterGroup, GradientBuffers]]:
         """Return the groups that have memory for gradients, each with it, in unit order."""
         return [(group, group.gradients) for group in self.groups() if group.gradients is not None]
+
+    @property
+    def has_deferred_gradients(self) -> bool:
+        """True if gradients wait to be reduced, by the next backward that synchronises or by `finish_grad_sync`."""
+        return any(found.has_deferred_sum or found.has_inner_sum for _, found in self.groups_with_gradients())
+
+    def _finalise(self) -> None:
+        """End a backward whose reductions are done."""
+        if self.mode.syncs:
+            self.finish_grad_sync()
+        else:
+            self.microbatch_count += 1
+
+    def finish_grad_sync(self) -> None:
+        """Reduce all deferred gradients, wait for them, and set `.grad`."""
+        self.flush_deferred()
+        self.attach_gradients()
+        self.microbatch_count = 0
+
+    def sync_if_deferred(self) -> None:
+        """Synchronise gradients that no backward has."""
+        if not self.mode.auto_sync or self.has_deferred_gradients:
+            self.finish_grad_sync()
 
     def flush_deferred(self) -> None:
         """Reduce deferred gradients, from the last unit to the root, as a backward would.
@@ -664,6 +713,7 @@ class Engine:
         Gradients of the failed backward that are in a bucket are dropped. Those that were reduced, or added to deferred
         sums, stay there with those of earlier backwards, as on one process; clear gradients to drop them.
         """
+        self.microbatch_count = 0
         self._callback_queued = False
         self._shows_local.clear()
         if self.executor.in_backward is not None:
@@ -721,6 +771,18 @@ class Engine:
                 if group.gradients is not None:
                     group.gradients.drop_unattached(index)
         self.release_gradients()
+
+    def clear_decoupled_gradients(self, params: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+        """Clear the `.decoupled_grad` of sharded parameters; nothing happens where gradients are in `.grad`."""
+        is_decoupled = any(group.grad_attribute != GRAD for group in self.groups())
+        for param in params if is_decoupled else ():
+            group, _ = self.group_and_index[id(param)]
+            grad = get_grad(param, group.grad_attribute)
+            if group.grad_attribute != GRAD and grad is not None:
+                if set_to_none:
+                    setattr(param, group.grad_attribute, None)
+                else:
+                    grad.zero_()
 
     def release_gradients(self) -> None:
         """Free the memory of cleared gradients: forward and evaluation may need it."""

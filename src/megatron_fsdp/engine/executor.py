@@ -90,7 +90,6 @@ class Executor:
     Args:
         units: All units, root first.
         device: Device of the units.
-        finalise: Called at the end of a backward once all reductions are done.
         memory_plan: The plan of memory.
         pool: The owner of communication memory.
 
@@ -108,12 +107,11 @@ class Executor:
         self,
         units: Sequence[Unit],
         device: torch.device,
-        finalise: Callable[[], object],
         memory_plan: MemoryPlan,
         pool: CommunicationPool,
     ) -> None:
         self._units = units
-        self._finalise = finalise
+        self.finalise: Callable[[], object]  # set by the engine; ends a backward whose reductions are done
         self.observers = Observers()
         self._gather_lane = make_lane(device, "gather", self.observers)
         self._reduce_lane = make_lane(device, "reduce", self.observers)
@@ -198,8 +196,8 @@ class Executor:
             self.reduce(unit, reach)
         else:
             self.retire_all()
-            self.is_broken = False  # `_finalise` may raise, but communication is over
-            self._finalise()
+            self.is_broken = False  # `finalise` may raise, but communication is over
+            self.finalise()
 
     def _fold(self, action: Action, unit: int) -> None:
         """Fold an operation into the digest of the gathers and reductions, which ranks compare."""

@@ -37,7 +37,7 @@ from megatron_fsdp.optim.full_tensor.step import (
 )
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
 from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, warn_of_thawed, with_blank_state
-from megatron_fsdp.optim.step import ExchangingStep, Models, Step, engine_of, params_of, without_parameter
+from megatron_fsdp.optim.step import Engines, ExchangingStep, Step, engine_of, params_of, without_parameter
 from megatron_fsdp.optim.step_in_backward import StepInBackward
 from megatron_fsdp.sharding.units import outside_of_blocks
 from megatron_fsdp.wrap.optimizer_checks import check_keeps_no_copies
@@ -145,8 +145,8 @@ INSTALL_KEYWORD = "install_optimized_model_weights"
 class _StepHooks:
     """The hooks around one optimizer's `step`; the keyword that `before` takes out is kept for `after`."""
 
-    def __init__(self, models: Models, step: Step) -> None:
-        self._models = models
+    def __init__(self, engines: Engines, step: Step) -> None:
+        self._engines = engines
         self._installs = True
         self._step = step
         self._early: StepInBackward | None = None  # between entering its block and the end of its step
@@ -158,7 +158,7 @@ class _StepHooks:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # Again: options may have been loaded.
-        check_rounding(optimizer, any(engine.is_deterministic for engine in self._models.engines))
+        check_rounding(optimizer, any(engine.is_deterministic for engine in self._engines))
         if self.lost:
             warn_of_thawed(optimizer, self.lost)
         kwargs = dict(kwargs)
@@ -166,7 +166,7 @@ class _StepHooks:
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
         self.refuse_inside("optimizer.step()")
         if self._early is not None:
-            self._early.finish(optimizer, next(iter(self._models)))
+            self._early.finish(optimizer, next(iter(self._engines)))
         elif self._last is not None and self._last.is_of_the_last_backward:
             raise ScheduleError(
                 "optimizer.step_in_backward() has taken the step when its block ended; leave optimizer.step() out"
@@ -205,13 +205,13 @@ class _StepHooks:
                 f"{type(optimizer).__name__} cannot step in backward, since its step is none of those of torch that go "
                 "element by element; leave step_in_backward out"
             )
-        model, *others = self._models
+        engine, *others = self._engines
         if others:
             raise ConfigurationError(
                 "an optimizer of several sharded models cannot step in backward; leave step_in_backward out, or build "
                 "an optimizer for each"
             )
-        early = self._early = StepInBackward(optimizer, self._step, model)
+        early = self._early = StepInBackward(optimizer, self._step, engine)
         try:
             yield
             early.leave()
@@ -255,16 +255,15 @@ class _StepHooks:
 
     def sync(self) -> None:
         """Reduce the gradients that no backward has."""
-        for model in self._models:
-            if not model.model_auto_sync or model.has_deferred_gradients:
-                model.finish_grad_sync()
+        for engine in self._engines:
+            engine.sync_if_deferred()
 
     def _install(self) -> None:
-        for model in self._models:
-            model.install_optimized_model_weights()
+        for engine in self._engines:
+            engine.install_main_weights()
 
 
-def integrate(optimizer: Optimizer, models: Models, describes_state: bool) -> None:
+def integrate(optimizer: Optimizer, engines: Engines, describes_state: bool) -> None:
     """Register the hooks on an optimizer that holds sharded parameters. `step` itself is never called here.
 
     The step of torch's elementwise optimizers runs on local tensors (`local_step`); other hooks, which are called with
@@ -275,11 +274,11 @@ def integrate(optimizer: Optimizer, models: Models, describes_state: bool) -> No
 
     Args:
         optimizer: Changed in place.
-        models: Those of its parameters.
+        engines: Those of its parameters.
         describes_state: Attach to the tensors of its state dict which part of a global tensor they hold.
     """
     step = _make_step(optimizer)
-    hooks = _StepHooks(models, step)
+    hooks = _StepHooks(engines, step)
     if isinstance(step, ExchangingStep):
         _guard(optimizer, step, hooks)
     optimizer.register_step_pre_hook(hooks.before)
@@ -290,13 +289,13 @@ def integrate(optimizer: Optimizer, models: Models, describes_state: bool) -> No
     optimizer.register_state_dict_pre_hook(hooks.before_state_is_read)
     optimizer.register_state_dict_post_hook(with_blank_state)
     if describes_state:
-        optimizer.register_state_dict_post_hook(functools.partial(as_saved, models))
-    optimizer.register_load_state_dict_pre_hook(functools.partial(as_held, models, hooks.lost))
+        optimizer.register_state_dict_post_hook(functools.partial(as_saved, engines))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(as_held, engines, hooks.lost))
     optimizer._misses_no_state = hooks.lost.clear  # type: ignore[attr-defined]  # as our own checkpoints say
     optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
     optimizer.register_load_state_dict_post_hook(hooks.after_loading)
     for each in members_of(optimizer):
-        _check_new_groups(each, models)
+        _check_new_groups(each, engines)
     owner, original = weakref.ref(optimizer), type(optimizer).zero_grad
 
     @functools.wraps(original)
@@ -304,16 +303,16 @@ def integrate(optimizer: Optimizer, models: Models, describes_state: bool) -> No
         alive = owner()
         if alive is None:
             return
-        if any(engine.keeps_gradients for engine in models.engines):
+        if any(engine.keeps_gradients for engine in engines):
             args, kwargs = (), {"set_to_none": False}
         hooks.refuse_inside("optimizer.zero_grad()")
         original(alive, *args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-        for model in models:
-            params = [param for param in params_of(alive) if id(param) in model._engine.group_and_index]
-            model.clear_decoupled_gradients(params, set_to_none)
+        for engine in engines:
+            params = [param for param in params_of(alive) if id(param) in engine.group_and_index]
+            engine.clear_decoupled_gradients(params, set_to_none)
             if zero_grad_buffer:
-                model.forget_pending_gradients(params)
+                engine.forget_pending_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
@@ -333,7 +332,7 @@ def _refuse_copy(_protocol: object) -> Any:
     )
 
 
-def _check_new_groups(optimizer: Optimizer, models: Models) -> None:
+def _check_new_groups(optimizer: Optimizer, engines: Engines) -> None:
     """Let `add_param_group` refuse what the optimizer would have been refused with."""
     owner, original = weakref.ref(optimizer), type(optimizer).add_param_group
 
@@ -344,7 +343,7 @@ def _check_new_groups(optimizer: Optimizer, models: Models) -> None:
             return
         original(alive, param_group)
         try:
-            check_connected(alive, models)
+            check_connected(alive, engines)
         except ConfigurationError:
             alive.param_groups.pop()
             raise
@@ -397,14 +396,14 @@ def _guard(optimizer: Optimizer, made: ExchangingStep, hooks: _StepHooks) -> Non
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # a method, as schedulers want it
 
 
-def check_connected(optimizer: Optimizer, models: Models) -> None:
+def check_connected(optimizer: Optimizer, engines: Engines) -> None:
     """Refuse an optimizer that cannot update the sharded parameters of these models."""
-    check_parameters(optimizer, {key: name for model in models for key, name in model.sharded_names().items()})
+    check_parameters(optimizer, {key: name for engine in engines for key, name in engine.sharded_names().items()})
     check_kind(optimizer, are_sharded(params_of(optimizer)))
     for each in members_of(optimizer):
         check_homes(each)
-    check_rounding(optimizer, any(engine.is_deterministic for engine in models.engines))
-    is_decoupled = any(group.grad_attribute != GRAD for engine in models.engines for group in engine.groups())
+    check_rounding(optimizer, any(engine.is_deterministic for engine in engines))
+    is_decoupled = any(group.grad_attribute != GRAD for engine in engines for group in engine.groups())
     check_reads_decoupled(optimizer, is_decoupled)
 
 
@@ -554,11 +553,12 @@ KEEPS_FLOAT32_BY = "_keeps_float32_by"
 _KEEPS_WHAT_IT_ROUNDS = re.compile("stochastic|kahan|master", re.IGNORECASE)
 
 
-def warn_of_lost_updates(optimizer: Optimizer, models: Models) -> None:
+def warn_of_lost_updates(optimizer: Optimizer, cure: str) -> None:
     """Warn, once in a process and on rank 0, of 16-bit main weights, in which most updates are rounded away.
 
     Optimizers that say in an option or attribute that they round stochastically, compensate, or have weights of their
     own in float32 (`bf16_stochastic_round`, `kahan_sum`, `master_weights`) lose nothing.
+    `cure`: what to write for main weights in float32 (`float32_by`).
     """
     if _has_warned():
         return
@@ -570,7 +570,7 @@ def warn_of_lost_updates(optimizer: Optimizer, models: Models) -> None:
             warn_caller(
                 f"{type(each).__name__} updates weights in {str(narrow[0]).removeprefix('torch.')}, which rounds "
                 "updates of less than about a 500th of a weight away: at usual learning rates most weights never "
-                f"change; let it update copies in float32: {float32_by(next(iter(models)))}"
+                f"change; let it update copies in float32: {cure}"
             )
             return
 
@@ -651,6 +651,19 @@ def move_to_sharded(
 
 def _is_like(value: object, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and param.dim() > 0 and value.shape == param.shape
+
+
+def connect(optimizer: Optimizer, engine: Engine) -> None:
+    """Connect an optimizer to an engine, which then leaves it to the optimizer's hooks to install weights.
+
+    Raises:
+        ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded; or its
+            steps cannot be captured, and `cuda_graph_mode` is on.
+    """
+    engine.check_optimizer(optimizer)
+    if engine.keeps_gradients and engine.device.type == "cuda":
+        check_capturable(optimizer)
+    engine.connected.add(optimizer)
 
 
 def watch_optimizers(engine: Engine) -> None:

@@ -17,9 +17,9 @@ from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
 from megatron_fsdp.optim.full_tensor.step import steps_owned
-from megatron_fsdp.optim.step import Models, engine_of, model_of, params_of
+from megatron_fsdp.optim.step import Engines, engine_of, params_of
 from megatron_fsdp.state.experts import state_as_held, state_as_saved
-from megatron_fsdp.state.state_dict import are_from_file, other_shards
+from megatron_fsdp.state.state_dict import are_from_file, other_shards, refuse_load
 
 StateDict = dict[str, Any]
 
@@ -28,18 +28,18 @@ STEP_KEY = "step"
 _BUFFER = "momentum_buffer"
 
 
-def as_saved(models: Models, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+def as_saved(engines: Engines, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Describe the chunks of state tensors, which the optimizer itself makes, when they are about to be saved."""
-    alive = list(models)
+    alive = list(engines)
     for param, number in _numbered(optimizer, state_dict):
         group, index = engine_of(param).group_and_index[id(param)]
         for value in state_dict["state"].get(number, {}).values():
             if isinstance(value, DTensor) and value.shape == param.shape:
                 group.describe_chunks(index, value)
-    for model in alive:
-        names = model._engine.expert_names
+    for engine in alive:
+        names = engine.expert_names
         if not names.is_trivial:
-            state_dict = state_as_saved(optimizer, state_dict, model.sharded_names(), names)
+            state_dict = state_as_saved(optimizer, state_dict, engine.sharded_names(), names)
     return state_dict
 
 
@@ -49,23 +49,23 @@ def _numbered(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[Any, An
     return list(zip(params_of(optimizer), numbers, strict=True))
 
 
-def as_held(models: Models, lost: Lost, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+def as_held(engines: Engines, lost: Lost, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Return what is loaded in place of a state dict: this rank's part, cut as its parameters are.
 
     Shards that this rank does not hold are refused. `lost` becomes the parameters whose state may have been left out.
     """
     lost.clear()
-    alive = list(models)
+    alive = list(engines)
     slots = [each for each in state_dict["state"].values() if isinstance(each, Mapping)]
     is_from_file = are_from_file(value for each in slots for value in each.values())
     held = _with_numbers(state_dict)
-    for model in alive:
-        names = model._engine.expert_names
+    for engine in alive:
+        names = engine.expert_names
         if not names.is_trivial:
-            held = state_as_held(optimizer, held, model.sharded_names(), names)
+            held = state_as_held(optimizer, held, engine.sharded_names(), names)
     if len(params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
         return held  # torch refuses it
-    if any(model._engine.has_newer_weights for model in alive):
+    if any(engine.has_newer_weights for engine in alive):
         _warn_of_lost_state(optimizer, held)
     lost.update(_frozen_without_state(optimizer, held))
     found = (
@@ -75,8 +75,8 @@ def as_held(models: Models, lost: Lost, optimizer: Optimizer, state_dict: StateD
         if isinstance(param, UnevenDTensor)
     )
     problem = next(filter(None, found), None)
-    for model in alive:
-        model.refuse_load(problem, is_from_file)
+    for engine in alive:
+        refuse_load(engine, problem, is_from_file)
     return _without_blank_momentum(optimizer, _with_shards(optimizer, held))
 
 
@@ -86,7 +86,7 @@ Lost = dict[torch.Tensor, str]
 
 def _frozen_without_state(optimizer: Optimizer, state_dict: StateDict) -> Lost:
     """Find frozen parameters of which a state dict has no state, so that `dcp.load` had none to fill."""
-    names = {key: name for param in params_of(optimizer) for key, name in model_of(param).sharded_names().items()}
+    names = {key: name for param in params_of(optimizer) for key, name in engine_of(param).sharded_names().items()}
     return {
         param: names[id(param)]
         for param, number in _numbered(optimizer, state_dict)
@@ -140,7 +140,7 @@ def _cut_as(param: DTensor, key: str, value: Any) -> Any:
         return value if is_same else UnevenDTensor.wrap(value._local_tensor, param.shard_frame)
     if isinstance(value, DTensor) and not isinstance(param, UnevenDTensor):
         return value
-    return model_of(param).shard_like(param, value.full_tensor() if isinstance(value, DTensor) else value)
+    return engine_of(param).shard_like(param, value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def _with_numbers(state_dict: StateDict) -> StateDict:

@@ -1,19 +1,16 @@
-"""One optimizer on shards: how the code of its class is run, its parameters, and the models that these belong to."""
+"""One optimizer on shards: how the code of its class is run, its parameters, and the engines of their models."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.engine import Engine, live_engine
 from megatron_fsdp.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 
 class Step:
@@ -71,36 +68,29 @@ def without_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if isinstance(key, str)}
 
 
-def model_of(param: Tensor) -> MegatronFSDP:
-    """Return the model of a sharded parameter."""
-    model: MegatronFSDP = param._megatron_fsdp_model.self_reference()  # type: ignore[attr-defined]
-    return model
-
-
 def engine_of(param: Tensor) -> Engine:
-    """Return the engine of the model of a sharded parameter."""
-    return model_of(param)._engine
+    """Return the engine of the model of a sharded parameter.
+
+    Raises:
+        ScheduleError: The model has been deleted.
+    """
+    return live_engine(param._fsdp_engine)  # type: ignore[attr-defined]
 
 
-class Models:
-    """The models whose parameters one optimizer updates, mostly one; held weakly.
+class Engines:
+    """The engines of the models whose parameters one optimizer updates, mostly one; held weakly.
 
     Iterating raises a ConfigurationError where one of them has been deleted.
     """
 
-    def __init__(self, models: Sequence[MegatronFSDP]) -> None:
-        self._references = [weakref.ref(model) for model in models]
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self._references = [weakref.ref(engine) for engine in engines]
 
-    def __iter__(self) -> Iterator[MegatronFSDP]:
-        models = [model for reference in self._references if (model := reference()) is not None]
-        if len(models) < len(self._references):
+    def __iter__(self) -> Iterator[Engine]:
+        engines = [engine for reference in self._references if (engine := reference()) is not None]
+        if len(engines) < len(self._references):
             raise ConfigurationError(
                 "the model whose parameters this optimizer updates has been deleted; build a new optimizer for a new "
                 "model"
             )
-        return iter(models)
-
-    @property
-    def engines(self) -> list[Engine]:
-        """Their engines."""
-        return [model._engine for model in self]
+        return iter(engines)

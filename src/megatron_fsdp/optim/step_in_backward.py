@@ -16,13 +16,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.lanes import reached
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
@@ -34,10 +35,6 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.local_step import LocalStep, LocalView
 from megatron_fsdp.optim.step import params_of
 
-if TYPE_CHECKING:
-    from megatron_fsdp.megatron_fsdp import MegatronFSDP
-
-
 LOAD = (
     "some parameters are stepped already, which model.reset() does not undo: load a checkpoint of model and optimizer"
 )
@@ -46,7 +43,7 @@ LOAD = (
 class StepInBackward:
     """One such step of a connected, elementwise optimizer, from entering to the optimizer's own `step`."""
 
-    def __init__(self, optimizer: Optimizer, step: LocalStep, model: MegatronFSDP) -> None:
+    def __init__(self, optimizer: Optimizer, step: LocalStep, engine: Engine) -> None:
         _check_groups(optimizer)
         self._optimizer, self._step = weakref.ref(optimizer), step
         self._groups = [{**_options(group), "params": list(group["params"])} for group in optimizer.param_groups]
@@ -54,14 +51,14 @@ class StepInBackward:
         self.stepped: set[int] = set()  # ids of the parameters that `step` leaves out
         self._views: list[LocalView] = []
         self._error: BaseException | None = None
-        self._names = model.sharded_names()
+        self._names = engine.sharded_names()
         self._used: dict[int, UnevenDTensor] = {}  # the gradient of each parameter that may not change any more
         self._versions: list[tuple[Tensor, int]] = []  # parameters, and the versions of their gradients
         self._weights: dict[UnevenDTensor, int] = {}  # what the thread steps, and its version before or after that
         self._changed: set[UnevenDTensor] = set()  # weights that somebody changed before the thread stepped them
         self.has_left = False
         self._pool = ThreadPoolExecutor(1, "step in backward")
-        self._groups_of_backward = _hand_over_groups(model._engine, self._take if step.has_stepped else None)
+        self._groups_of_backward = _hand_over_groups(engine, self._take if step.has_stepped else None)
 
     @property
     def broken(self) -> str:
@@ -127,7 +124,7 @@ class StepInBackward:
 
     # ---- in the step ------------------------------------------------------------------------------------------------
 
-    def finish(self, optimizer: Optimizer, model: MegatronFSDP) -> None:
+    def finish(self, optimizer: Optimizer, engine: Engine) -> None:
         """Wait for the thread, and let ranks agree that everything went well; collective.
 
         Raises:
@@ -144,7 +141,7 @@ class StepInBackward:
             met = RuntimeError(f"{type(error).__name__}: {error}; {LOAD}")
         elif problem := self._problem(optimizer):
             met = ConfigurationError(problem)
-        model.raise_together(met, "a step in backward")
+        raise_together(met, "a step in backward", engine.sharding.reaching_all)
         for view in self._views:
             view.hand_over()
         self._step.leaves_out = frozenset(self.stepped)

@@ -334,7 +334,8 @@ class _Replay:
         }
         self._scheduler = Scheduler(model.memory.schedule)
         pool = CommunicationPool(_META, model.memory.pool)
-        self._executor = Executor(cast(Any, self._units), _META, self._finalise, model.memory, pool)
+        self._executor = Executor(cast(Any, self._units), _META, model.memory, pool)
+        self._executor.finalise = self._finalise
         self._mode = SyncMode()
         self._epochs: dict[int, int] = {}
 

@@ -15,6 +15,7 @@ from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.dtensor.expert_names import ExpertNames, described
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.sharding.expert_names import Numbering, number_parameters, plan_experts
 from megatron_fsdp.sharding.mesh import Domain
@@ -196,3 +197,32 @@ def _refused(state: Mapping[str, Any], problem: str) -> StateDict:
             frame.problem = problem
             found[slot] = described(UnevenDTensor.wrap(value._local_tensor, frame))
     return found
+
+
+class CheckpointNames:
+    """Names and shapes of this rank's tensors in checkpoints of all ranks.
+
+    They differ only for experts that each rank numbers from 0: those are numbered, or stacked, over all ranks there.
+    Names are canonical, without the wrapper's own `module.`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def saved(self, name: str) -> str:
+        """Return the name in a checkpoint of this rank's parameter or buffer `name`."""
+        return self._engine.expert_names.name_of(name)
+
+    def held(self, name: str) -> str | None:
+        """Return this rank's name of a parameter in a checkpoint; None for an expert of another rank."""
+        return self._engine.expert_names.name_here(name)
+
+    def saved_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor that is cut as parameter `name` as checkpoints describe it; it shares its memory."""
+        found: torch.Tensor = self._engine.expert_names.as_saved(name, tensor)
+        return found
+
+    def of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+        """Return names by the numbers of `optimizer.state_dict()`, in groups; None if these are this rank's alone."""
+        names = self._engine.expert_names
+        return None if names.is_trivial else names_as_saved(optimizer, self._engine.sharded_names(), names)

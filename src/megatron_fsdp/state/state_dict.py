@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -14,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from megatron_fsdp.comm.agreement import all_agree, ask, first_problem
 from megatron_fsdp.dtensor.dispatch import local_operand
 from megatron_fsdp.dtensor.expert_names import described
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine, live_engine
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 
 class _CopiesNothing(TorchFunctionMode):
@@ -179,3 +181,110 @@ def own_shard(value: Any, frame: ShardFrame) -> Any:
     if isinstance(value, UnevenDTensor) or not isinstance(value, torch.Tensor) or value.shape != frame.shape:
         return value
     return UnevenDTensor.wrap(frame.take(value.detach()), frame)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_shards(
+    engine: Engine,
+    wrapper: nn.Module,
+    load: Callable[..., Any],
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    assign: bool,
+) -> Any:
+    """Load a state dict whose names have `module.` in front, by torch's `load` of the wrapper, and install the weights.
+
+    Raises:
+        CheckpointError: Something does not fit; nothing was loaded.
+        ConfigurationError: `assign` is True.
+    """
+    are_cut = any(map(_is_cut_by_torch, state_dict.values()))
+    engine.refuse_open_pass("a state dict was loaded")
+    with all_agree("load_state_dict", engine.sharding.reaching_all if are_cut else (None,)):
+        if assign:
+            raise ConfigurationError(
+                "load_state_dict(assign=True) would replace the sharded parameters of the model, which are pieces "
+                "of flat buffers; load with assign=False, which copies"
+            )
+    state_dict = _recut(engine, state_dict)
+    refuse_load(engine, _problem_of_load(engine, wrapper, load, state_dict, strict), are_from_file(state_dict.values()))
+    result = load(state_dict, strict)
+    engine.install_main_weights()
+    return result
+
+
+def refuse_load(engine: Engine, problem: str | None, is_from_file: bool) -> None:
+    """Raise the problem of a state dict; on all ranks, together, where it comes out of a file.
+
+    Raises:
+        CheckpointError: There is a problem here, or, with `is_from_file`, on any rank.
+    """
+    groups = engine.sharding.reaching_all if is_from_file else (None,)
+    found = None if problem is None else (CheckpointError, problem)
+    ask([(group, found) for group in groups], first_problem)
+
+
+def _is_cut_by_torch(value: object) -> bool:
+    return isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
+
+
+def _recut(engine: Engine, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Cut tensors that torch has cut into equal shards as the parameters are."""
+    frames, recut = _frames(engine), {}
+    for key, value in state_dict.items():
+        name = engine.expert_names.name_here(key.removeprefix(_PREFIX))
+        if not _is_cut_by_torch(value) or (name is not None and name not in frames):
+            continue  # a buffer, for example, stays as it is
+        if not all(placement.is_replicate() for placement in value.placements):
+            whole = value.full_tensor()
+            recut[key] = whole if name is None else _held(engine, name, whole, frames[name]).clone()
+    if not recut:
+        return state_dict
+    found = OrderedDict({**state_dict, **recut})
+    if hasattr(state_dict, "_metadata"):
+        found._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    return found
+
+
+def _frames(engine: Engine) -> dict[str, ShardFrame]:
+    return {name: frame for group in engine.groups() for name, frame in zip(group.names, group.frames, strict=True)}
+
+
+def _held(engine: Engine, name: str, tensor: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
+    """Return this rank's shard of a whole tensor, of a parameter or of a stack of all ranks' experts, as views."""
+    found: torch.Tensor = own_shard(engine.expert_names.as_held(name, tensor), frame)
+    return found
+
+
+def _problem_of_load(
+    engine: Engine, wrapper: nn.Module, load: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool
+) -> str | None:
+    """Describe the entries that do not fit, and what to do; None if all fit."""
+    frames = _frames(engine)
+    keys = {engine.expert_names.name_of(name): name for name in frames}
+    fit = [key for key in keys if _PREFIX + key in state_dict]
+    bare = [key for key in keys if key in state_dict]
+    if bare and not fit:
+        return (
+            f"the keys of the state dict lack the prefix {_PREFIX!r} (such as {bare[0]!r}), as those of an "
+            "unsharded model do, and nothing was loaded; load it with model.module.load_state_dict(state_dict)"
+        )
+    for key in fit:
+        held = engine.expert_names.as_held(keys[key], state_dict[_PREFIX + key])
+        problem = other_shards(held, frames[keys[key]])
+        if problem is not None:
+            return problem
+    problem = check_load(wrapper, lambda: load(state_dict, strict))
+    if problem is None:
+        return None
+    may_leave_out = fit and check_load(wrapper, lambda: load(state_dict, strict=False)) is None
+    advice = ", or pass strict=False to load what fits and leave out the rest" if may_leave_out else ""
+    return (
+        f"the state dict does not fit, and nothing was loaded: {problem}\n"
+        f"load what state_dict() of the same model gave{advice}"
+    )
+
+
+_PREFIX = "module."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import all_agree, raise_together, rank_of
 from megatron_fsdp.comm.axis import Traffic, backend_of, broadcast, has_values, is_simulated
@@ -132,15 +131,6 @@ def plan_units(
     return merge_small_units(plan, held, message_bytes(held[1:], num_ranks))
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """A sharded model."""
-
-    engine: Engine
-    plan: UnitPlan
-    state_dict_handles: tuple[RemovableHandle, ...]  # the hooks that describe shards
-
-
 def assemble(
     module: nn.Module,
     grouping: Grouping,
@@ -148,8 +138,7 @@ def assemble(
     dist_index: FSDPDistributedIndex,
     device: torch.device,
     mode: SyncMode,
-    backward_finished: Callable[[], object],
-) -> Assembly:
+) -> Engine:
     """Shard a model in place, or refuse one that cannot be sharded as it is, and options that contradict each other."""
     options.check_capture()
     replaced = ReplacedParameters(module)
@@ -173,9 +162,10 @@ def assemble(
             _warn_of_dtypes(units, sharding)
             engine = grouping.engine_type(
                 units=units,
+                unit_plan=plan,
                 memory_plan=memory_plan,
                 scheduler=grouping.make_scheduler(memory_plan.schedule, units),
-                executor=Executor(units, device, backward_finished, memory_plan, pool),
+                executor=Executor(units, device, memory_plan, pool),
                 mode=mode,
                 sharding=sharding,
                 structure=StructureCheck(module, units),
@@ -196,7 +186,8 @@ def assemble(
                 if user_buffers.lack:
                     warn_caller(user_buffers.notice, is_first=sharding.is_first)
             grouping.connect(engine, module)
-            return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
+            engine.state_dict_handles = register_state_dict_hooks(engine, module)
+            return engine
 
 
 def _user_buffers(plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:

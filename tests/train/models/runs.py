@@ -197,7 +197,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """All weights by their name in the model as it was before it was sharded; collective."""
     if isinstance(model, MegatronFSDP):
         inner = dict(model.module.named_parameters())
-        found = {name: whole(model.checkpoint_view(name, param)) for name, param in inner.items()}
+        found = {name: whole(model.checkpoint_names.saved_view(name, param)) for name, param in inner.items()}
     else:
         found = {name: whole(param) for name, param in model.named_parameters()}
     everyone: list[Any] = [None] * dist.get_world_size()

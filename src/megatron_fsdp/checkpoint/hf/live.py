@@ -43,7 +43,7 @@ class LiveTensor:
     def as_saved(self) -> torch.Tensor:
         """The tensor as checkpoints have it: of experts divided over ranks, this rank's part of all experts."""
         owner = getattr(self.tensor, "_megatron_fsdp_model", None)
-        return self.tensor if owner is None else owner.checkpoint_view(self.name, self.tensor)
+        return self.tensor if owner is None else owner.checkpoint_names.saved_view(self.name, self.tensor)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ def with_own_classes(module: nn.Module) -> Iterator[None]:
 def install_weights(model: nn.Module, tensors: list[LiveTensor]) -> None:
     """Update the compute weights from the main weights that were written."""
     owners = [getattr(live.tensor, "_megatron_fsdp_model", None) for live in tensors]
-    installs = {id(owner.self_reference()): owner for owner in owners if owner is not None}
+    installs = {id(owner.module): owner for owner in owners if owner is not None}
     for owner in installs.values():
         owner.install_optimized_model_weights()
     install: Any = getattr(model, "install_optimized_model_weights", None)
