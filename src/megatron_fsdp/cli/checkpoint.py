@@ -1,6 +1,6 @@
-"""`mfsdp checkpoint ...`: what its commands take and print; the names of Megatron-LM's inspector are aliases.
+"""`mfsdp checkpoint ...`: arguments and output of its commands, with the names of Megatron-LM's inspector as aliases.
 
-One process on the CPU does all of it; `convert` also shares its work among the ranks that torchrun starts.
+One process on the CPU does the work; `convert` also divides it among the ranks that torchrun starts.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def _map(args: argparse.Namespace) -> int:
     _flag("--oom-traceback", help=argparse.SUPPRESS),  # nothing to trace: one tensor is held at a time
 )
 def _convert(args: argparse.Namespace) -> int:
-    """Convert, in one process or on every rank that torchrun has started; the first one prints."""
+    """Convert, in one process or on every rank that torchrun started; the first one prints."""
     starts = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     is_first = dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
     try:
@@ -391,7 +391,7 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
 
 
 def _progress() -> Callable[[int, int], None]:
-    """Return what prints a line to stderr for each tenth of the first rank's bytes."""
+    """Return a function that prints a line to stderr for each tenth of the first rank's bytes."""
     told = 0
 
     def tell(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""`mfsdp describe`: how a model would be sharded on one rank of many, from the real engine without memory."""
+"""`mfsdp describe`: the sharding of a model on one rank of many, by the real engine without memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUTER, _SHARD = "dp_outer", "dp_shard"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.description = (
         "Wrap a model as one rank of a job would, in this process and without memory for it, and describe it: units, "
         "groups, padding, dtypes, placements, process groups, slots and buckets, and whether each option has an "

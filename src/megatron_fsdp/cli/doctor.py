@@ -1,4 +1,4 @@
-"""`doctor`: whether a model trains sharded as it does in one process, and what is wrong if not."""
+"""`mfsdp doctor`: compare training of a sharded model with training in one process, and diagnose the difference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STRATEGIES = ("0", "1", "2", "3", "all")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.description = (
         "Compare loss, every gradient, the gradient norm, updates and a checkpoint round trip of a sharded run with "
         "one process on the whole batch. Functions are given as package.module:name and are looked for in the current "
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check parity and print the result, and return the exit status."""
+    """Check parity, print the result, and return the exit status."""
     from megatron_fsdp.doctor import check_parity  # the engine; commands for checkpoints start without it
 
     model_fn, batch = _what(args)
@@ -110,7 +110,7 @@ def _what(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def causal_model(path: str, layers: int | None) -> nn.Module:
-    """Build a causal language model with random weights, in eval mode; None `layers`: as many as the config says."""
+    """Build a causal language model with random weights in eval mode; `layers` replaces the config's number."""
     config = _config(path, layers)
     transformers: Any = require("transformers", "--hf-config")
     try:

@@ -1,4 +1,4 @@
-"""`mfsdp hang`: why a run stands still."""
+"""`mfsdp hang`: diagnose a run that stands still."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AFTER_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.description = (
         "Read the logs that the ranks of a run keep (MFSDP_HANG_LOG, or model.log_for_hangs) and name the odd rank. "
         "The run may be under way, hang, or be over; any machine that sees the folder will do. Exit status: 0 nothing "
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain why a run hangs, and return the exit status."""
+    """Diagnose a run, and return the exit status."""
     from megatron_fsdp.config.switches import checked_timeout
     from megatron_fsdp.hang.explain import explain
     from megatron_fsdp.hang.log_file import read_folder

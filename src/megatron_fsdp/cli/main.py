@@ -1,4 +1,4 @@
-"""The `mfsdp` command: finds the command that a command line names, and imports only that one."""
+"""The `mfsdp` command, which imports only the subcommand that runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, given the arguments after the program's name (None: this process's), and return the exit status.
+    """Run a command and return the exit status; without `arguments`, that of this process.
 
     0 is success, 1 success with a negative answer (differences, problems), 2 failure.
     """
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_guarded(parser: Parser, argv: Sequence[str]) -> int:
-    """Parse, run the command, and return its exit status; an error becomes one line and status 2."""
+    """Parse arguments, run the command, and return its exit status; an error becomes one line and status 2."""
     args = parser.parse_args(argv)
     try:
         with raising():

@@ -1,4 +1,4 @@
-"""What commands print: aligned text for people, JSON for programs."""
+"""The output of commands: aligned text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def write_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 
 def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print a table; the columns of the titles `right` are aligned to the right."""
+    """Print a table; the columns with the titles `right` are aligned to the right."""
     for line in table_lines(columns, [[printable(cell) for cell in row] for row in rows], right):
         write_line(line)
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which could command the terminal."""
+    """Escape control characters, which could steer the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)

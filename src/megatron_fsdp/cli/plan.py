@@ -92,7 +92,7 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.description = (
         "Plan a run: bytes of a rank over a step, padding, traffic, time under a machine's figures, and the cheapest "
         "strategy that fits. No weights are allocated. Exit status: 0 it fits, 1 it does not, 2 it cannot be planned."
@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan a run and print the plan, and return the exit status."""
+    """Plan a run, print the plan, and return the exit status."""
     if args.list:
         return _list()
     if args.model is None and args.config is None:
@@ -265,7 +265,8 @@ def _show(plan: Plan, tried: Recommendation | None, *, with_units: bool) -> None
 def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str, ...]]:
     """Read a configuration as the trainer does, for `num_ranks` accelerators with bfloat16 matrix products.
 
-    Returns what to plan, and the notices that the trainer would print.
+    Returns:
+        The workload, the setup, and the trainer's warnings.
     """
     job = resolve(parse_options(["--config", str(path)]), World(num_ranks, "cuda"))
     _check_job(job, path)
@@ -285,7 +286,7 @@ def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str,
 
 
 def _preset_workload(args: argparse.Namespace, setup: Setup) -> Workload:
-    """Build the workload of one rank of the trainer with a preset, which has a batch of its own."""
+    """Build the workload of one rank for a preset of the trainer, which has its own batch."""
     if args.inputs is not None or args.loss is not None:
         raise ConfigurationError(f"{args.model} has inputs and a loss of its own: leave --inputs and --loss out")
     preset = assemble((Layer(f"preset {args.model}", TRAINER_PRESETS[args.model]),))
@@ -313,7 +314,7 @@ def _decoder_workload(
 
 
 def _check_job(job: Job, path: Path) -> None:
-    """Refuse runs that the planner does not cover."""
+    """Raise for runs that the planner does not support."""
     training, model = job.options.training, job.options.model
     engine = {"torch_fsdp2": "FSDP2", "ddp": "buckets"}.get(job.engine)
     refusals = {

@@ -1,4 +1,4 @@
-"""`replay`: a recorded step of a deterministic run, executed again on one rank and compared bit for bit."""
+"""`mfsdp replay`: run a recorded step of a deterministic run again on one rank, and compare it bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_fsdp.optional_packages import require_installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.description = (
         "Execute a recorded step of a run of `mfsdp train --deterministic world`, on any number of ranks, "
         "again on one rank: load the last checkpoint before it, take the steps from there, and compare what the run "

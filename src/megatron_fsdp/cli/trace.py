@@ -1,4 +1,4 @@
-"""`mfsdp trace`: how much of communication was hidden in each step, and one file of all ranks for a viewer."""
+"""`mfsdp trace`: the share of hidden communication in each step, and one file of all ranks for a viewer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLUMNS = ("rank", "step", "time", "communication", "exposed", "hidden")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.description = (
         "Read the traces of all ranks and tell how much of communication was hidden behind other work in each step. "
         "Times are milliseconds. Exit status: 0, or 2 where it could not be done."

@@ -51,7 +51,7 @@ class MegatronFSDPStrategy(TrainerStrategy):
         self._sharded: MegatronFSDP | None = None
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module, unless an earlier `fit` of the same trainer has, and then build its optimizer."""
+        """Shard the module, unless an earlier `fit` of the same trainer did, and build its optimizer."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -90,7 +90,7 @@ class MegatronFSDPStrategy(TrainerStrategy):
             yield
 
     def teardown(self) -> None:
-        """Release what Lightning has set up; the model stays sharded, on its device."""
+        """Release the resources of Lightning; the model stays sharded, on its device."""
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
@@ -101,27 +101,27 @@ class MegatronFSDPStrategy(TrainerStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether checkpoints are read into shards."""
+        """True: checkpoints are read into shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning would restore the optimizer itself."""
+        """False: `load_checkpoint` restores the optimizer."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: `save_checkpoint` writes the shards."""
+        """Return an empty dict: `save_checkpoint` writes the shards."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:  # noqa: ARG002
-        """Return nothing: `save_checkpoint` writes the shards."""
+        """Return an empty dict: `save_checkpoint` writes the shards."""
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Do nothing: `load_checkpoint` has read the shards."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save shards, and what Lightning has collected, in a folder; collective.
+        """Save the shards and Lightning's own state in a folder; collective.
 
         Args:
             checkpoint: Of `Trainer.dump_checkpoint`.
@@ -146,7 +146,7 @@ class MegatronFSDPStrategy(TrainerStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ARG002
-        """Load shards, and return what Lightning restores itself; collective. Code in the files is never run.
+        """Load the shards, and return the state that Lightning restores; collective. Code in the files is never run.
 
         Args:
             checkpoint_path: A folder that this strategy has written, with any number of ranks.
@@ -176,7 +176,7 @@ class FabricMegatronFSDPStrategy(FabricStrategy):
         self._backward_sync_control = _DeferredReduction()
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave the module where it is; its shards are put on the device."""
+        """Leave the module in place; its shards go to the device later."""
 
     def setup_module(self, module: nn.Module) -> MegatronFSDP:  # type: ignore[override]  # Fabric takes any module
         """Shard a model; build its optimizer afterwards, for `setup_optimizers`."""
@@ -210,7 +210,7 @@ class FabricMegatronFSDPStrategy(FabricStrategy):
         storage_options: Any = None,
         filter: Any = None,  # noqa: A002
     ) -> None:
-        """Save a model, its optimizer and more in a folder; collective.
+        """Save a model, its optimizer and other values in a folder; collective.
 
         Args:
             path: The folder.
@@ -237,7 +237,7 @@ class FabricMegatronFSDPStrategy(FabricStrategy):
         strict: bool = True,
         weights_only: bool | None = None,  # noqa: ARG002
     ) -> dict[str, Any]:
-        """Load into a model, its optimizer and more; collective. Code in the files is never run.
+        """Load into a model, its optimizer and other values; collective. Code in the files is never run.
 
         Args:
             path: A folder that this strategy has written, with any number of ranks.
@@ -282,7 +282,7 @@ class _DeferredReduction(_BackwardSyncControl):
 
 
 class _Rest:
-    """What a checkpoint holds beside model and optimizer, as one object."""
+    """The entries of a checkpoint beside model and optimizer, as one stateful object."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
@@ -306,7 +306,7 @@ def _check_callbacks(trainer: Trainer) -> None:
 
 
 def _with_mesh(sharding: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Add a mesh of all ranks, of the devices that Lightning has chosen."""
+    """Add a mesh of all ranks, on the devices that Lightning chose."""
     if sharding.get("device_mesh") is not None:
         return dict(sharding)
     return {**sharding, "device_mesh": init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))}

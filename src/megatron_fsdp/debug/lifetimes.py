@@ -1,9 +1,9 @@
 """A debug switch: check every use of borrowed memory, and poison released memory.
 
-The checker watches what is done, not what the scheduler believes. Gathered weights, buckets and scratch go through the
-states below; an illegal use raises, naming unit, memory and state. Released memory, and memory that is lent and not
-written yet, holds NaN, so that a read that comes too late or too early shows in the loss and never yields values of
-another unit. Fills are queued on the compute stream; the host never waits longer.
+The checker observes actions, not the scheduler's beliefs. Gathered weights, buckets and scratch go through the states
+below; an illegal use raises and names unit, memory and state. Released memory, and lent memory before its first write,
+holds NaN: a read that comes too late or too early shows in the loss and never yields another unit's values. Fills are
+queued on the compute stream; the host never waits longer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What is done with memory; the value completes "cannot be ..."."""
+    """An action on memory; the value completes "cannot be ..."."""
 
     GATHER = "gathered into"
     ARRIVE = "waited for"
@@ -111,7 +111,7 @@ _FOLLOWED = (Phase.GATHER, Phase.REDUCE, Phase.GATHER_OUTER, Phase.REDUCE_OUTER,
 
 @dataclass(eq=False)
 class _Borrowed:
-    """The gathered weights of a unit, or a block that is lent as a bucket or scratch."""
+    """The state of a unit's gathered weights, or of a block lent as bucket or scratch."""
 
     memory: BorrowedMemory
     state: State
@@ -122,7 +122,7 @@ class _Borrowed:
     forwards: int = 0  # that compute with weights
 
     def use(self, event: Event, unit: str) -> None:
-        """Follow an event, on behalf of a unit."""
+        """Apply an event of a unit."""
         if self.is_followed:
             where = f"{self.name}, last lent to unit {self.label}" if self.name and self.label else self.name
             self.state = next_state(self.memory, self.state, event, unit, where)
@@ -144,7 +144,7 @@ class LifetimeChecker(Observer):
         self._in_flight: dict[int, _Borrowed] = {}  # what a collective, by its number, works on until it is waited for
 
     def begins(self, phase: Phase, unit: int) -> None:
-        """Check what is about to be done."""
+        """Check an action before it begins."""
         weights = self._weights[unit]
         if phase in _FOLLOWED:
             self._phases.append((phase, unit))
@@ -162,7 +162,7 @@ class LifetimeChecker(Observer):
             weights.forwards += phase is Phase.FORWARD
 
     def ends(self, phase: Phase, unit: int) -> None:
-        """Check what has been done, and follow the states."""
+        """Check an action that has ended, and update states."""
         weights, bucket = self._weights[unit], self._buckets.get(unit)
         if phase in _FOLLOWED:
             self._phases.remove((phase, unit))
@@ -182,7 +182,7 @@ class LifetimeChecker(Observer):
             bucket.use(Event.REDUCE, weights.label)
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
-        """End a forward that failed; anything else that failed leaves a state that only a reset mends."""
+        """End a failed forward; any other failure leaves a state that only a reset repairs."""
         if phase is Phase.FORWARD:
             self.ends(phase, unit)
 
@@ -220,7 +220,7 @@ class LifetimeChecker(Observer):
         block.poison()
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
-        """Record which memory a collective works on, until it was waited for."""
+        """Record the memory of a collective until the collective was waited for."""
         if moment is Moment.LAUNCHED and self._phases:
             phase, unit = self._phases[-1]
             if phase is Phase.GATHER:
@@ -239,7 +239,7 @@ class LifetimeChecker(Observer):
             )
 
     def forgets(self) -> None:
-        """Mark everything as broken after a reset: whatever was in flight may be abandoned."""
+        """Mark all memory as broken after a reset: work in flight may be abandoned."""
         self._phases.clear()
         self._in_flight.clear()
         self._holders.clear()
@@ -251,7 +251,8 @@ class LifetimeChecker(Observer):
 def check_lifetimes(engine: Engine) -> None:
     """Check every use of borrowed memory from now on; further calls do nothing.
 
-    It is refused while a forward or backward runs.
+    Raises:
+        ScheduleError: A forward or backward runs.
     """
     if engine.scheduler.in_forward or engine.scheduler.in_backward:
         raise ScheduleError("check_lifetimes was called inside a forward or backward; call it between steps")

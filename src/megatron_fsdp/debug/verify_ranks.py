@@ -1,6 +1,6 @@
-"""A debug switch: before anything is communicated, ranks compare what they are about to do.
+"""A debug switch: ranks compare each collective before they launch it.
 
-Ranks that gather or reduce different units mix their data or hang. With the switch on, every all-gather, reduction,
+Ranks that gather or reduce different units mix their data or deadlock. With the switch on, every all-gather, reduction,
 agreement and norm, and the end of every forward that gathered, are announced to the other ranks first, over a process
 group of their own, and where announcements differ every rank raises the same error. The number of optimizer steps is
 compared as well: a rank that skips one has weights that do not match the others'.
@@ -27,7 +27,7 @@ from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 class Event(Enum):
-    """An action that ranks announce; the value is what a message says of it."""
+    """An action that ranks announce; the value is its verb in messages."""
 
     GATHER = "gathers"
     REDUCE = "reduces"
@@ -44,7 +44,7 @@ _OF_PHASE = {Phase.AGREE: Event.AGREE, Phase.NORM: Event.NORM, Phase.WHOLE: Even
 
 
 class Announcement(NamedTuple):
-    """The action that one rank is about to take."""
+    """The next action of one rank."""
 
     event: Event
     unit: int  # the root for what concerns all
@@ -53,7 +53,7 @@ class Announcement(NamedTuple):
     steps: int  # how often the weights were changed so far, which is once in a step of an optimizer
 
     def describe(self, units: Sequence[Unit]) -> str:
-        """Describe it, as the predicate of a sentence about one rank."""
+        """Describe the action as the predicate of a sentence about one rank."""
         if self.event not in (Event.GATHER, Event.REDUCE):
             return self.event.value
         phase = "backward" if self.in_backward else "forward"
@@ -61,11 +61,11 @@ class Announcement(NamedTuple):
 
 
 class RankVerifier(Observer):
-    """An observer that compares over the ranks of one model what they are about to do. Collective to make.
+    """An observer that compares the next action of all ranks of one model. Collective to make.
 
-    Where the order of reductions is fixed, the first of a backward is compared alone. Gradients may come in another
-    order on each rank there, and one that waited for the others with a second reduction might keep from them what they
-    need to get that far: its sums of the first, over the outer axis.
+    Where the order of reductions is fixed, only the first of a backward is compared. Gradients may come in another
+    order on each rank there, so a rank that waits for the others with its second reduction could withhold its first
+    sums over the outer axis, which the others need to get that far: a deadlock.
     """
 
     def __init__(self, group: dist.ProcessGroup, units: Sequence[Unit], timeout_s: float, order_is_fixed: bool) -> None:
@@ -84,7 +84,7 @@ class RankVerifier(Observer):
         self._to_reduce: int | None = None  # the unit whose reduction has begun and has sent nothing yet
 
     def begins(self, phase: Phase, unit: int) -> None:
-        """Announce what other ranks have to join; a reduction only once it sends something."""
+        """Announce a collective phase; a reduction only once it communicates."""
         if phase is Phase.GATHER:
             num_bytes = all_gather_bytes(self._units[unit])
             if num_bytes:
@@ -114,14 +114,14 @@ class RankVerifier(Observer):
             self._has_reduced = True
 
     def ends(self, phase: Phase, unit: int) -> None:  # noqa: ARG002
-        """Announce the end of the outermost forward, where it gathered; others concern no other rank."""
+        """Announce the end of the outermost forward if it gathered; other ends concern no other rank."""
         if phase is Phase.REDUCE:
             self._to_reduce = None
         elif phase is Phase.FORWARD:
             self._leave_forward(Event.END_FORWARD)
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
-        """Announce that the outermost forward was broken off, unless by an error of communication."""
+        """Announce that the outermost forward failed, unless by an error of communication."""
         self._is_broken |= phase in (Phase.GATHER, Phase.WAIT, Phase.REDUCE)
         if phase is Phase.FORWARD:
             with suppress(ScheduleError):  # it would hide the error
@@ -140,7 +140,7 @@ class RankVerifier(Observer):
         self._to_reduce = None
 
     def _compare(self, event: Event, unit: int = ROOT_UNIT, num_bytes: int = 0) -> None:
-        """Exchange announcements and go on only if all are the same."""
+        """Exchange announcements, and raise unless all are equal."""
         if self._lost is not None:
             raise ScheduleError(self._lost)
         mine = Announcement(event, unit, num_bytes, _in_backward(), self._steps)

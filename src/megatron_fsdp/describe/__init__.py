@@ -1,1 +1,1 @@
-"""The report that describe() returns: what a sharded model does."""
+"""The report of `describe()` on a sharded model."""

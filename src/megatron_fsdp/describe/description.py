@@ -114,7 +114,7 @@ class MemoryDescription:
 
 @dataclass(frozen=True)
 class OptimizerDescription:
-    """A connected optimizer."""
+    """An optimizer that is connected to the model."""
 
     class_name: str  # its class
     param_groups: int  # number of its groups
@@ -152,16 +152,16 @@ class Description:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters, on this tensor-parallel rank."""
+        """The elements of all parameters on this tensor-parallel rank."""
         return sum(unit.numel for unit in self.units)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold."""
+        """Return the description as JSON-compatible values."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
     def __str__(self) -> str:
-        """Format for people: fields that say something, and runs of equal units together."""
+        """Format for people: fields with a value, and equal consecutive units as one."""
         return "\n".join(_lines(self))
 
 
@@ -187,7 +187,7 @@ _OWN_LINES = ("axes", "units", "memory", "optimizers", "options", "tied", "notic
 
 
 def _wrapped(part: Any, title: str, **more: object) -> list[str]:
-    """List the names and values of the fields that say something, as wrapped lines."""
+    """Format the fields that have a value as wrapped lines."""
     values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)} | more
     shown = [
         (name, value)
@@ -211,7 +211,7 @@ def _word(name: str, value: Any) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Name ranks that are equally far apart by their ends."""
+    """Format evenly spaced ranks as a range."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step or 1)):
         return f"{ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step != 1 else "")
@@ -219,5 +219,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _pattern(unit: UnitDescription) -> tuple[object, ...]:
-    """Return what consecutive units that are described together have in common."""
+    """Return the properties by which consecutive units are grouped."""
     return (unit.index == 0, re.sub(r"\d+", "#", unit.label), unit.class_name, unit.numel, unit.groups)

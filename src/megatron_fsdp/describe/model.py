@@ -33,7 +33,7 @@ from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that the engine holds on this rank, on its device."""
+    """The bytes that the engine holds on this rank's device."""
 
     compute_weight_bytes: int  # while they are sharded, with magnitudes and scales of their formats
     main_weight_bytes: int  # of those that have memory of their own
@@ -104,7 +104,7 @@ def _axis(
 
 
 def _place() -> tuple[int, int]:
-    """Return this process's rank, and the number of all."""
+    """Return this process's rank and the world size."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -175,7 +175,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def memory_description(engine: Engine) -> MemoryDescription:
-    """Describe the bytes held now, and how memory is borrowed."""
+    """Describe the bytes held now, and the settings of borrowed memory."""
     held, schedule, plan = memory_of(engine), engine.scheduler.config, engine.memory_plan
     others, homes = engine.units[ROOT_UNIT + 1 :], engine.sharding.options.homes
     return MemoryDescription(
@@ -197,7 +197,7 @@ def memory_description(engine: Engine) -> MemoryDescription:
 
 
 def _state_bytes(engine: Engine, *, is_away: bool) -> int:
-    """Add up the optimizer state of connected optimizers that rests on the device, or elsewhere."""
+    """Add up the connected optimizers' state that is offloaded, or that is not."""
     found = 0
     states = {param: state for each in engine.connected for param, state in each.state.items()}  # chains share theirs
     for param, state in states.items():
@@ -208,7 +208,7 @@ def _state_bytes(engine: Engine, *, is_away: bool) -> int:
 
 
 def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescription, ...]:
-    """Describe the connected optimizers, in the order of the first parameter of each."""
+    """Describe the connected optimizers, ordered by their first parameter."""
     order = {key: position for position, key in enumerate(engine.group_and_index)}
     found = []
     for optimizer in engine.connected:
@@ -223,7 +223,7 @@ def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescripti
 
 
 def without_optimizer(engine: Engine, module: nn.Module) -> tuple[str, ...]:
-    """Say which trained parameters no connected optimizer updates, where any is connected."""
+    """Describe the trained parameters that no optimizer updates, if any optimizer is connected."""
     held = {id(param) for each in engine.connected for group in each.param_groups for param in group["params"]}
     trained = [param for group in engine.groups() if group.is_trainable for param in group.sharded]
     left = [param for param in trained if id(param) not in held]
@@ -233,7 +233,7 @@ def without_optimizer(engine: Engine, module: nn.Module) -> tuple[str, ...]:
 
 
 def unused_of(engine: Engine) -> tuple[str, ...] | None:
-    """List trainable parameters without a gradient since gradients were last cleared; None where none has one."""
+    """List trainable parameters without a gradient since the last clearing; None before any gradient."""
     used = {
         name: gradient.counts
         for group, gradients in engine.groups_with_gradients()
@@ -244,7 +244,7 @@ def unused_of(engine: Engine) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to describe, and what was chosen for it."""
+    """The model to describe, and its settings."""
 
     wrapper: str
     module: nn.Module

@@ -1,4 +1,4 @@
-"""Compares two observations: the first difference in each place, in the order of causes."""
+"""Compare two observations: the first difference in each place, in the order of causes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _AFTERWARDS = {LOADED: " after saving and loading", RESUMED: " in the run that w
 
 
 def compare(reference: Reference, found: Observation, *, repeats: bool = True) -> list[Difference]:
-    """Return at most one difference of a sharded run from one process for each place, the earliest cause first.
+    """Compare a sharded run with one process; return at most one difference per place, the earliest cause first.
 
-    `repeats` says that the device is deterministic; then a resumed run has to give the same bits.
+    `repeats` means that the device is deterministic; a resumed run must then give equal bits.
     """
     right = reference.values.items()
     pairs = {place: (want, found.values[place]) for place, want in right} | dict(found.round_trip)
@@ -44,7 +44,7 @@ def compare(reference: Reference, found: Observation, *, repeats: bool = True) -
 def _first_difference(
     reference: Reference, found: Observation, place: Place, want: Values, got: Values, repeats: bool
 ) -> Difference | None:
-    """Return the first tensor of a place that differs, in the order of causes."""
+    """Return the first differing tensor of a place, in the order of causes."""
     where, step = place
     allowed = reference.tolerance.at_step(step)
     if where in (INITIAL, COUNTER, LOADED) or (where == RESUMED and repeats):
@@ -81,7 +81,7 @@ def _first_difference(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of one process, or that was saved, and that of the sharded run in its place."""
+    """A tensor of one process or of a checkpoint, and its counterpart of the sharded run."""
 
     reference: Reference
     found: Observation
@@ -95,7 +95,7 @@ class _Tensor:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it differs."""
+        """True if the two differ."""
         want, got = self.want, self.got
         if want is None or got is None:
             # An unused parameter may have zeros in place of no gradient; an update by it would show in weights.
@@ -108,12 +108,12 @@ class _Tensor:
 
     @property
     def is_missing(self) -> bool:
-        """Whether one process has one, and the sharded run none."""
+        """True if only the one process has the tensor."""
         return self.got is None and self.want is not None
 
     @property
     def _extra(self) -> Tensor | None:
-        """The tolerance added element by element."""
+        """The tolerance that is added element by element."""
         where, step = self.place
         return self.reference.spread[step - 1].get(self.name) if where in (WEIGHT, STATE) else None
 
@@ -132,7 +132,7 @@ class _Tensor:
 
     @cached_property
     def _changes(self) -> tuple[Tensor, Tensor] | None:
-        """How much an update changed a weight in one process, and in the sharded run."""
+        """The update of a weight in one process, and in the sharded run."""
         (where, step), want, got = self.place, self.want, self.got
         before = (WEIGHT, step - 1) if step > 1 else (INITIAL, 0)
         old, old_got = (values[before].get(self.name) for values in (self.reference.values, self.found.values))
@@ -144,9 +144,9 @@ class _Tensor:
 
     @cached_property
     def _update(self) -> tuple[Tensor, Tensor] | None:
-        """How far the update of each element is off, and its tolerance.
+        """The error of each element's update, and its tolerance.
 
-        That is the tolerance of updates, twice the gradients' tolerance applied to the weight before and after, and the
+        The tolerance is that of updates, twice the gradients' tolerance applied to the weight before and after, and the
         rounding of two weights on either side.
         """
         if self._changes is None or self.want is None or self.got is None:
@@ -162,7 +162,7 @@ class _Tensor:
     # ---- how it differs -----------------------------------------------------------------------------------------
 
     def told(self) -> tuple[str, str, float | None]:
-        """Say how it differs, by what was measured: kind, words and ratio of a `Difference`."""
+        """Describe the difference: kind, words and ratio of a `Difference`."""
         want, got = self.want, self.got
         if got is None:
             return "missing", "is missing (None), where one process has one", None
@@ -191,7 +191,7 @@ class _Tensor:
         return "differs", f"{verb} {ratio:.5g} times the norm of one process, cosine {cosine:.4g}", ratio
 
     def _unreduced(self, want: Tensor, got: Tensor) -> str:
-        """Recognise a gradient of some ranks' samples only, where those of each rank alone are known."""
+        """Recognise a gradient of only some ranks' samples, if the gradient of each rank is known."""
         of_ranks = self.reference.of_ranks if self.place == (GRADIENT, 1) else ()
         own = [found[self.name] for found in of_ranks if self.name in found]
         if len(own) < max(2, len(of_ranks)):

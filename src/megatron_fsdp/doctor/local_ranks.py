@@ -1,4 +1,4 @@
-"""Starts ranks on this machine for one call, watches them, and ends them in any case."""
+"""Start ranks on this machine for one call, watch them, and end them in any case."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NEVER_BEGAN = (
 
 @dataclass(frozen=True)
 class _Job:
-    """What all ranks are given; `call` is a pickle of a function and its arguments."""
+    """The arguments of all ranks; `call` is a pickle of a function and its arguments."""
 
     call: bytes
     num_ranks: int
@@ -53,7 +53,7 @@ class _Job:
 def run_on_ranks(
     act: Callable[[Any, torch.device], Any], task: Any, num_ranks: int, device: str | None, timeout_s: float
 ) -> Any:
-    """Run `act(task, device)` on the ranks that there are, else on new ones, and put back torch's random state."""
+    """Run `act(task, device)` on the existing ranks or on new ones, and restore torch's random state."""
     here = partial(_act_here, act)
     return here(task, device) if dist.is_initialized() else run_on_local_ranks(here, task, num_ranks, device, timeout_s)
 
@@ -73,11 +73,11 @@ def _act_here(act: Callable[[Any, torch.device], Any], task: Any, device_name: s
 def run_on_local_ranks(
     act: Callable[[Any, str | None], Any], task: Any, num_ranks: int, device: str | None, timeout_s: float
 ) -> Any:
-    """Run `act(task, device)`, a function of a module, on new processes, and return what rank 0 returned.
+    """Run `act(task, device)`, a function of a module, on new processes, and return rank 0's result.
 
-    torch.distributed is initialised there. `device` is "cpu", an accelerator, or None: the accelerator where there is
-    one for every rank. All of it may take `timeout_s` seconds. Errors of this package that ranks raise are raised here
-    as they are; a rank that fails otherwise, dies or takes too long is a `RankError`.
+    torch.distributed is initialised there. `device` is "cpu", an accelerator, or None: the accelerator if there is one
+    for every rank. The whole call may take `timeout_s` seconds. Errors of this package that ranks raise are raised
+    here; a rank that fails otherwise, dies or exceeds the time is a `RankError`.
     """
     require_count("ranks", num_ranks)
     device_type = choose_device(device, num_ranks)
@@ -100,7 +100,7 @@ def run_on_local_ranks(
 
 
 def choose_device(device: str | None, num_ranks: int) -> str:
-    """Choose the type of device for `num_ranks` ranks."""
+    """Choose the device type for `num_ranks` ranks."""
     found = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if found is not None else 0
     if device is None:
@@ -182,9 +182,9 @@ def join_job(rank: int, job: _Job) -> None:
 
 
 def _first_failure(job: _Job, error: ProcessException, codes: Sequence[int | None]) -> Exception:
-    """Return the failure that caused the others. A rank that died could not report anything.
+    """Return the failure that caused the others; a rank that died could not report one.
 
-    Ranks that still waited then were ended by SIGTERM, and are no cause.
+    Ranks that SIGTERM ended were still waiting, so they are no cause.
     """
     files = [job.file(rank, "failure") for rank in range(job.num_ranks)]
     failures = {rank: pickle.loads(file.read_bytes()) for rank, file in enumerate(files) if file.exists()}

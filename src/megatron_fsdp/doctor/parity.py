@@ -1,4 +1,4 @@
-"""`check_parity`: the user's own model, sharded, against one process."""
+"""`check_parity`: the user's model, sharded, against one process."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def check_parity(
 
 
 def _check(task: Task, device: torch.device) -> ParityReport:
-    """Run the check on the existing ranks; collective, and the report is the same on all of them.
+    """Run the check on the existing ranks; collective, with the same report on all.
 
     Rank 0 also runs the one process, while the others wait.
     """
@@ -152,7 +152,7 @@ def _check(task: Task, device: torch.device) -> ParityReport:
 
 
 def _together(act: Callable[[], Result], failing: str) -> Result:
-    """Call `act`, and raise on all ranks what a rank raises; collective."""
+    """Call `act`, and raise one rank's error on all ranks; collective."""
     result: Result | None = None
     failure: Exception | None = None
     problem: Problem | None = None
@@ -183,7 +183,7 @@ def _shardings(task: Task, device: torch.device) -> list[tuple[str, ShardFn]]:
 
 
 def _require_possible(task: Task) -> None:
-    """Refuse arguments that no run could honour, before ranks are started."""
+    """Reject impossible arguments before ranks are started."""
     require_count("steps", task.steps)
     require_count("microbatches", task.microbatches)
     if task.reduction not in ("mean", "sum"):
@@ -202,7 +202,7 @@ _OTHER_SEED = 7919  # weights that loading has to replace
 
 
 def _shard_with(strategy: int | str, device: torch.device) -> ShardFn:
-    """Return a function that calls `fully_shard` over all ranks with a strategy and automatic units."""
+    """Return a function that shards with `fully_shard` over all ranks, with a strategy and automatic units."""
 
     def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
@@ -212,13 +212,13 @@ def _shard_with(strategy: int | str, device: torch.device) -> ShardFn:
 
 
 class _ShardedRun:
-    """Trains on these ranks and records what is compared, the same on every rank; every method is collective."""
+    """A training run on these ranks whose record is the same on every rank; every method is collective."""
 
     def __init__(self, task: Task, shard: ShardFn, device: torch.device) -> None:
         self.task, self.shard, self.device = task, shard, device
 
     def observe(self) -> Observation:
-        """Train, and save and load a checkpoint."""
+        """Train, then save and load a checkpoint."""
         trainee = self._trainee(self.task.seed)
         values = dict[Place, Values]({(INITIAL, 0): trainee.parameters()})
         torch.manual_seed(self.task.seed)
@@ -275,9 +275,9 @@ def _everything(trainee: Trainee) -> Values:
 
 
 def _disagreements(values: Mapping[Place, Values]) -> dict[Place, dict[str, tuple[Tensor | None, ...]]]:
-    """Return the values of each rank that differ between ranks, in the first place where any do.
+    """Return each rank's values where ranks differ, in the first place that has a difference.
 
-    Takes one collective, and one more if there is such a place.
+    This takes one collective, and a second if there is such a place.
     """
     mine = {(place, name): digest_of(value) for place, here in values.items() for name, value in here.items()}
     everyone = gather_objects(mine)

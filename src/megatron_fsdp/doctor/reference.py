@@ -1,4 +1,4 @@
-"""Trains one process on the whole batch: the right values, their tolerance, and the values of known faults."""
+"""The reference run of one process on the whole batch: its values, their tolerance, and the values of known faults."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ class Tolerance:
     floor: float = 0.0
 
     def at_step(self, step: int) -> Tolerance:
-        """Return the tolerance in a step, counted from 1: four times as much after every update."""
+        """Return the tolerance of a step, counted from 1: four times as much after every update."""
         growth = _GROWTH ** (max(step, 1) - 1)
         return Tolerance(self.part * growth, self.floor * growth)
 
     def among(self, values: Iterable[Tensor]) -> Tolerance:
-        """Add a floor from the largest element of all gradients of a backward pass: a tenth of the tolerance of it.
+        """Add a floor for gradients: a tenth of the tolerance of the backward pass's largest gradient element.
 
-        A gradient that is zero in exact arithmetic (of a bias that normalisation or softmax takes off again) is the
-        rounding of terms that cancel. It has no size of its own to be relative to; the terms are about as large as
-        other gradients of the pass, so rounding is relative to those. The tolerance is some hundred times the rounding
-        of one operation (float32: 1e-5 and 6e-8), so a tenth of it leaves room for sums of many terms. What it hides is
-        smaller than 1e-6 of the largest element in float32 (5e-4 in float16, 3e-3 in bfloat16): a factor of 2 in a
-        tensor 1e-4 times the largest is a hundred times that.
+        A gradient that is zero in exact arithmetic (for example of a bias before a normalisation) is the rounding error
+        of terms that cancel. Its own size is no reference; the terms are about as large as other gradients of the pass,
+        and so is their rounding. The tolerance is some hundred times the rounding of one operation (float32: 1e-5 and
+        6e-8), so a tenth of it leaves room for sums of many terms. The floor hides errors below 1e-6 of the largest
+        element in float32 (5e-4 in float16, 3e-3 in bfloat16): a factor of 2 in a tensor of 1e-4 times the largest is a
+        hundred times that.
         """
         sizes = [value.double().abs().nan_to_num(0.0, 0.0) for value in values if value.numel()]
         return replace(self, floor=self.part * _FLOOR * max((float(size.max()) for size in sizes), default=0.0))
 
     def allowed(self, expected: Tensor, extra: Tensor | None = None) -> Tensor:
-        """Return the allowed difference of each element, in float64; `extra` is added to it."""
+        """Return the allowed difference of each element in float64, `extra` included."""
         size = expected.double().abs()
         largest = size.max() if size.numel() else size.sum()
         allowed = self.part * (size + largest) + self.floor
         return allowed if extra is None else allowed + extra
 
     def differing(self, expected: Tensor, found: Tensor, extra: Tensor | None = None) -> Tensor:
-        """Return which elements differ; NaN agrees with NaN only."""
+        """Return a mask of the elements that differ; NaN equals only NaN."""
         want, got = expected.double(), found.double()
         is_near = (got - want).abs() <= self.allowed(want, extra)
         return ~(is_near | (got == want) | (got.isnan() & want.isnan()))
@@ -77,7 +77,7 @@ EXACT = Tolerance(0.0)
 
 @dataclass(frozen=True)
 class Reference:
-    """The values that one process found."""
+    """The values of the one process."""
 
     tolerance: Tolerance  # how far a correct run may be from it
     values: Mapping[Place, Values]  # the right ones, in the order of causes; empty where nothing can be compared
@@ -94,11 +94,11 @@ class Reference:
 
 
 class _NotComparableError(Exception):
-    """Raised when this model cannot be compared; says why."""
+    """Raised when a model cannot be compared; the message has the reason."""
 
 
 def run_reference(task: Task, num_ranks: int, device: torch.device) -> Reference:
-    """Train one process as `num_ranks` ranks together should."""
+    """Train one process on the batches of `num_ranks` ranks."""
     run = _OneProcess(task, num_ranks, device)
     try:
         return run.result()
@@ -116,7 +116,7 @@ class _Pass:
 
 
 class _OneProcess:
-    """Two copies of the model in one process: one is trained, the other (the probe) tries variants."""
+    """Two copies of the model in one process: one is trained, the other (the probe) runs variants."""
 
     def __init__(self, task: Task, num_ranks: int, device: torch.device) -> None:
         self.task, self.num_ranks, self.device = task, num_ranks, device
@@ -172,7 +172,7 @@ class _OneProcess:
         )
 
     def notes(self, values: Mapping[Place, Values]) -> tuple[str, ...]:
-        """Return remarks on the model, and on the values of its training as far as there are any."""
+        """Return remarks on the model, and on the training values that exist."""
         found = []
         if self.batch_norms:
             found.append(
@@ -244,7 +244,7 @@ class _OneProcess:
     # ---- what is right ------------------------------------------------------------------------------------------
 
     def _train(self, initial: Values, *, by_slices: bool) -> tuple[dict[Place, Values], dict[Place, Values]]:
-        """Make all steps, and record what each after the first would be with the weights before the last update."""
+        """Run all steps, and record what each after the first would give with the weights before the last update."""
         task, trainee = self.task, self.trainee
         values, stale = dict[Place, Values]({(INITIAL, 0): initial}), dict[Place, Values]()
         weights, share = [initial], task.share_of_rank(self.num_ranks) if by_slices else 1.0
@@ -265,11 +265,11 @@ class _OneProcess:
     def _spread(
         self, values: Mapping[Place, Values], of_ranks: Sequence[Values], stale: Mapping[Place, Values]
     ) -> tuple[Values, ...]:
-        """Measure how far weights and optimizer state move when gradients change by rounding.
+        """Measure the change of weights and optimizer state when gradients change by rounding.
 
-        Adam divides a gradient by its own size: where that is no more than rounding, the update may have either sign.
-        Elements that no sample reaches (a row of an embedding) have a gradient of exactly zero, and are left alone:
-        they are zero in other gradients of the same samples too.
+        Adam divides a gradient by its own size: if that is only rounding, the update may have either sign. Elements
+        that no sample reaches (a row of an embedding) have a gradient of exactly zero and are left alone: they are zero
+        in other gradients of the same samples too.
         """
         spread: list[dict[str, Tensor]] = [{} for _ in range(self.task.steps)]
         for sign in (1.0, -1.0):
@@ -313,7 +313,7 @@ def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | Non
 
 
 def _tell_not_mean(task: Task, whole: float, slices: float, num_ranks: int, difference: str) -> str:
-    """Explain that the losses of ranks do not make up that of the batch, which sharding has no part in."""
+    """Explain that per-rank losses do not average to the batch loss, sharded or not."""
     told = f"from the whole batch in one process to its {num_ranks} slices together, {difference}"
     if task.reduction == "mean" and abs(slices * num_ranks - whole) <= 1e-3 * abs(whole):
         return (

@@ -30,7 +30,7 @@ LIMITS = "sharding changes nothing; a fault of the model itself, which one proce
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor that differs in one place of a run."""
+    """The first differing tensor in one place of a run."""
 
     where: str  # what kind of value: loss, gradient, gradient norm, step counter, weight, optimizer state, ...
     step: int  # of the optimizer, from 1; 0 before the first
@@ -88,17 +88,17 @@ class ParityReport:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """Everything that differs, in the order of causes, one run after another."""
+        """All differences in the order of causes, one run after another."""
         return (*self.findings, *(difference for run in self.runs for difference in run.differences))
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not self.differences
 
     @property
     def judged(self) -> bool:
-        """Whether the result says something about sharding; False if only the model or its loss is at fault."""
+        """True if the result judges sharding; False if only the model or its loss is at fault."""
         return not self.findings or any(run.differences for run in self.runs)
 
     @property
@@ -107,7 +107,7 @@ class ParityReport:
         return "passed" if self.passed else "DIFFERS" if self.judged else "NOT JUDGED"
 
     def diagnosis(self) -> list[str]:
-        """Return sentences: each finding, the first difference of each run (equal ones together), and the notes."""
+        """Return one sentence per finding, per first difference of a run (equal ones together), and per note."""
         lines = [f"before sharding: {finding.told()}" for finding in self.findings]
         of_runs = dict[str, list[str]]()
         for run in self.runs:
@@ -118,7 +118,7 @@ class ParityReport:
         return lines + [f"note: {note}" for note in (*self.notes, *limits)]
 
     def compared(self) -> str:
-        """Describe what was compared: "2 ranks against one process, 3 steps, tolerance 1e-05"."""
+        """Describe the comparison: "2 ranks against one process, 3 steps, tolerance 1e-05"."""
         ranks, steps = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((self.num_ranks, "rank"), (self.steps, "step")))
         return f"{ranks} against one process, {steps}, tolerance {self.part_allowed:g}"
 

@@ -1,4 +1,4 @@
-"""What to check: how the user's model is built, fed and trained, sharded or not, and what is recorded of it."""
+"""The checked task: building, feeding and training the user's model, sharded or not, and the record of a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Task:
     made: tuple[Any, ...] = ()  # the batch of each step, so that every run gets the same one
 
     def build(self, device: torch.device, seed: int | None = None) -> Pair:
-        """Build the model on a device and its optimizer, from a known state of the random generators."""
+        """Build the model on a device and its optimizer, from a known random state."""
         torch.manual_seed(self.seed if seed is None else seed)
         model = _resolve(self.model_fn, "model_fn")()
         if not isinstance(model, nn.Module):
@@ -72,7 +72,7 @@ class Task:
         return None if self.shard_fn is None else cast(ShardFn, _resolve(self.shard_fn, "shard_fn"))
 
     def with_batches(self) -> Task:
-        """Make the batch of every step, and of one more where there is a checkpoint."""
+        """Draw the batch of every step, and of one more for a checkpoint."""
         batch: Any = import_by_path(self.batch, "batch") if isinstance(self.batch, str) else self.batch
         takes_seed = callable(batch) and bool(inspect.signature(batch).parameters)
 
@@ -89,7 +89,7 @@ class Task:
         return replace(self, made=made)
 
     def microbatches_of(self, step: int, num_ranks: int, device: torch.device) -> list[Any]:
-        """Return the microbatches of a step (counted from 1), each of all ranks together."""
+        """Return the microbatches of a step (counted from 1), each for all ranks together."""
         batch = self.made[step - 1]
         samples, parts = count_samples(batch), num_ranks * self.microbatches
         if samples == 0 or samples % parts:
@@ -102,7 +102,7 @@ class Task:
         return parts_of(batch, self.microbatches)
 
     def share_of_rank(self, num_ranks: int) -> float:
-        """Return the weight of one rank's loss in that of all ranks."""
+        """Return the weight of one rank's loss in the loss of all ranks."""
         return 1 / num_ranks if self.reduction == "mean" else 1.0
 
     def loss_of(self, model: nn.Module, samples: Any) -> Tensor:
@@ -135,7 +135,7 @@ def _checked(loss: Any, gave: str, hint: str) -> Tensor:
 
 
 def require_count(argument: str, value: Any) -> None:
-    """Refuse a value that is not a whole number of at least 1."""
+    """Reject a value that is not a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{argument} is {value!r}; give a whole number from 1")
 
@@ -144,7 +144,7 @@ def require_count(argument: str, value: Any) -> None:
 
 
 def count_samples(batch: Any) -> int:
-    """Count the samples of a batch: the length of the first dimension, which all its tensors share.
+    """Count the samples of a batch: the common first dimension of its tensors.
 
     Numbers and other values belong to every part.
     """
@@ -166,7 +166,7 @@ def count_samples(batch: Any) -> int:
 
 
 def parts_of(batch: Any, count: int) -> list[Any]:
-    """Cut a batch into equal parts, in the order of the samples."""
+    """Split a batch into equal parts, in the order of the samples."""
     length = count_samples(batch) // count
 
     def cut(leaf: Any, part: int) -> Any:
@@ -183,7 +183,7 @@ def slices_of_ranks(microbatches: Sequence[Any], num_ranks: int) -> list[list[An
 
 
 def digest_of(value: Tensor) -> bytes:
-    """Hash bits and shape of a CPU tensor."""
+    """Hash the bits and the shape of a CPU tensor."""
     data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(data + repr(value.shape).encode(), digest_size=16).digest()
 
@@ -209,7 +209,7 @@ AddUp = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Observation:
-    """The values that one run gave."""
+    """The values of one run."""
 
     values: Mapping[Place, Values]  # all that is compared, in the order of causes
     # what was saved and what was loaded, and the step after it with and without loading
@@ -219,9 +219,9 @@ class Observation:
 
 
 class Trainee:
-    """A model and its optimizer; methods that read tensors are collective where they are sharded.
+    """A model and its optimizer; methods that read tensors are collective if they are sharded.
 
-    `known` are the names of parameters and buffers in the user's own model; empty: this is that model.
+    `known` has the names of parameters and buffers in the user's model; empty: this is that model.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Trainee:
         return {name: whole(param) for name, param in self.named_parameters()}
 
     def gradients(self) -> Values:
-        """Return the whole gradients of those that have one."""
+        """Return the whole gradients, of parameters that have one."""
         found: dict[str, Tensor] = {}
         for name, param in self.named_parameters():
             grad = param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
@@ -254,7 +254,7 @@ class Trainee:
         return {self._own_name(name): whole(buffer) for name, buffer in self.model.named_buffers()}
 
     def put_back(self, values: Values) -> None:
-        """Set the parameters and buffers of an unsharded model that are named to earlier values."""
+        """Restore the named parameters and buffers of an unsharded model."""
         with torch.no_grad():
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
                 if name in values:
@@ -272,7 +272,7 @@ class Trainee:
         return counters, tensors
 
     def _own_name(self, name: str) -> str:
-        """Return the name in the user's model, without the prefixes of wrappers."""
+        """Return the name in the user's model, without wrapper prefixes."""
         if not self._known or name in self._known:
             return name
         short = name
@@ -286,9 +286,9 @@ class Trainee:
     # ---- training -----------------------------------------------------------------------------------------------
 
     def backward(self, ranks: Sequence[Sequence[Any]], share: float = 1.0) -> float:
-        """Run forward and backward of the samples of several ranks, microbatch by microbatch; return the sum of losses.
+        """Run forward and backward on the samples of several ranks, by microbatch; return the sum of losses.
 
-        Each rank begins with the same buffers, those of the first are kept, and gradients add up. The mean over its
+        Each rank begins with equal buffers, those of the first are kept, and gradients add up. The mean over its
         microbatches is weighted by `share`.
         """
         weight, total = share / self._task.microbatches, 0.0
@@ -307,7 +307,7 @@ class Trainee:
     def step(
         self, number_of_step: int, ranks: Sequence[Sequence[Any]], share: float = 1.0, add_up: AddUp = float
     ) -> dict[Place, Values]:
-        """Make one optimizer step with the samples of the given ranks, and record everything."""
+        """Run one optimizer step on the samples of the given ranks, and record everything."""
         self.optimizer.zero_grad()
         loss = add_up(self.backward(ranks, share))
         gradients = self.gradients()
@@ -326,7 +326,7 @@ class Trainee:
         return {(where, number_of_step): values for where, values in found.items()}
 
     def _clip(self) -> float | None:
-        """Clip by the model's own method, else by torch's, and return the norm before clipping."""
+        """Clip by the model's own method or torch's, and return the norm before clipping."""
         if self._task.max_norm is None:
             return None
         torchs_own = partial(nn.utils.clip_grad_norm_, self.model.parameters())
@@ -335,7 +335,7 @@ class Trainee:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Copy a whole tensor to the CPU; collective where it is sharded."""
+    """Copy a whole tensor to the CPU; collective if it is sharded."""
     with torch.no_grad():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return full.detach().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""Explains a hang from the logs of all ranks: which rank stands out, where it is, and what the others wait for."""
+"""Explain a hang from the logs of all ranks: the rank that stands out, where it is, and what the others wait for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _COMPUTES = {Phase.FORWARD, Phase.BACKWARD, Phase.RELEASE, Phase.COPY, Phase.INS
 
 
 class Doing(Enum):
-    """What a rank is doing."""
+    """The activity of a rank."""
 
     NOTHING_YET = "has not called the model yet"
     OUTSIDE = "outside of the model"
@@ -60,7 +60,7 @@ class Doing(Enum):
 
 @dataclass(frozen=True)
 class State:
-    """What one rank was doing when it was last seen."""
+    """The activity of one rank when it was last seen."""
 
     log: RankLog
     doing: Doing
@@ -80,68 +80,68 @@ class State:
 
     @property
     def last(self) -> Record:
-        """The last event; without any, one of the moment when the log was begun."""
+        """The last event; the start of the log if there is none."""
         began = Record(0, self.log.writer.started_ns, 0, 0, Phase.FORWARD, Mark.RESET)
         return self.log.records[-1] if self.log.records else began
 
     @property
     def seen_ns(self) -> int:
-        """When it was last known to be there, in nanoseconds since 1970."""
+        """The time at which its process was last known to live, in nanoseconds since 1970."""
         beat_ns = self.log.beat.time_ns if self.log.beat is not None else 0
         return max(self.last.time_ns, beat_ns, self.log.read_ns if self.log.alive else 0)
 
     @property
     def said_goodbye(self) -> bool:
-        """Whether its process ended, or its log was stopped; also after a failure."""
+        """True if its process ended or its log was stopped, also after a failure."""
         return self.last.mark is Mark.GOODBYE
 
     @property
     def is_gone(self) -> bool | None:
-        """Whether its process died without closing its log; None: not known on this machine."""
+        """True if its process died without closing its log; None if this machine cannot know."""
         return False if self.said_goodbye else None if self.log.alive is None else not self.log.alive
 
     @property
     def was_terminated(self) -> bool:
-        """Whether its process is dead, and SIGTERM had come."""
+        """True if its process is dead and had received SIGTERM."""
         return bool(self.log.termination) and not self.log.alive
 
     @property
     def waits(self) -> bool:
-        """Whether the rank communicates."""
+        """True if the rank communicates."""
         return self.doing is Doing.WAITS
 
     @property
     def waited_in_vain(self) -> bool:
-        """Whether communication ended in an error, such as that of a time limit."""
+        """True if communication ended in an error, such as a timeout."""
         return self.failure is not None and self.failure.phase not in _COMPUTES
 
     @property
     def waits_or_did(self) -> bool:
-        """Whether it communicates, or did until that ended in an error."""
+        """True if the rank communicates, or did so until an error."""
         return self.waits or self.waited_in_vain
 
     @property
     def own_error_ns(self) -> int | None:
-        """When it raised an error that did not come from communication."""
+        """The time of an error that did not come from communication."""
         if self.failure is not None:
             return None if self.waited_in_vain else self.failure.time_ns
         return self.last.time_ns if self.doing is Doing.ENDED and self.log.words else None
 
     @property
     def quiet_s(self) -> float:
-        """Seconds without any event before the rank was last seen."""
+        """Idle seconds when the rank was last seen."""
         return (self.seen_ns - self.last.time_ns) / 1e9
 
     @property
     def count(self) -> int:
-        """Operations started since the start or the last reset."""
+        """The number of operations started since the start or the last reset."""
         return max(self.operations, default=0)
 
     # ---- in words: predicates of a sentence about the rank --------------------------------------------------------
 
     @property
     def phase_told(self) -> str:
-        """Its phase."""
+        """The phase, as a predicate."""
         assert self.phase is not None
         return _WAITING[self.phase].format(unit=self.log.writer.units[self.unit].label)
 
@@ -153,7 +153,7 @@ class State:
 
     @property
     def doing_told(self) -> str:
-        """What it is doing."""
+        """The activity, as a predicate."""
         if self.phase is None:
             return Doing.NOTHING_YET.value
         if self.doing is Doing.ENDED:
@@ -166,7 +166,7 @@ class State:
 
     @property
     def death_told(self) -> str:
-        """How its process ended."""
+        """The end of the process, as a predicate."""
         process = self.log.writer.process
         which = f"(process {process.pid} on {process.host})"
         if self.was_terminated:
@@ -175,27 +175,27 @@ class State:
 
     @property
     def stack_told(self) -> tuple[str, ...]:
-        """Its Python stack when SIGTERM ended it, line by line."""
+        """The Python stack when SIGTERM ended the process, line by line."""
         stack = self.log.termination.rpartition("(most recent call first)")[2].splitlines()
         frames = [line for line in stack if line.startswith("  File ")][:_FRAMES_SHOWN]
         return ("when SIGTERM came it ran, innermost first:", *frames) if frames else ()
 
     @property
     def unit_told(self) -> tuple[str, ...]:
-        """What the unit of its phase holds, if it has one: a line."""
+        """One line on the parameters of the phase's unit, if it has one."""
         has_unit = self.phase is not None and self.phase not in ON_REQUEST
         return (unit_told(self.log.writer.units[self.unit]),) if has_unit else ()
 
     @property
     def process_told(self) -> str:
-        """What is known of its process, in a word."""
+        """The state of the process, in one word."""
         if self.said_goodbye or self.was_terminated:
             return "ended" if self.said_goodbye else "SIGTERM"
         return {True: "alive", False: "dead", None: "elsewhere"}[self.log.alive]
 
 
 def state_of(log: RankLog) -> State:
-    """Derive from a log what its rank was doing."""
+    """Derive a rank's activity from its log."""
     if not log.records:
         return State(log, Doing.NOTHING_YET)
     open_phases: list[Record] = []  # outermost first
@@ -258,7 +258,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is odd among the ranks that share one model: which of them, and in words."""
+    """The diagnosis for the ranks that share one model: those that stand out, and why."""
 
     kind: Kind
     ranks: tuple[int, ...] = ()
@@ -267,7 +267,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a run stands still: a finding for each set of ranks that share a model, all ranks, and what else to know."""
+    """The diagnosis of a run: one finding per set of ranks that share a model, a row per rank, and remarks."""
 
     findings: tuple[Finding, ...]
     rows: tuple[Row, ...]
@@ -275,7 +275,7 @@ class Explanation:
 
     @property
     def is_odd(self) -> bool:
-        """Whether any finding names a problem."""
+        """True if any finding names a problem."""
         return any(finding.kind is not Kind.NOTHING for finding in self.findings)
 
     def __str__(self) -> str:
@@ -292,7 +292,7 @@ class Explanation:
 
 
 def explain(logs: Logs, after_s: float) -> Explanation:
-    """Explain why a run stands still; a rank that waits hangs when nothing has happened for `after_s` seconds."""
+    """Diagnose a run from its logs; a rank that waits is stuck after `after_s` seconds without an event."""
     sets: dict[tuple[int, tuple[int, ...]], list[State]] = {}
     for log in logs.ranks:
         sets.setdefault((log.writer.model, log.writer.peers), []).append(state_of(log))
@@ -315,18 +315,18 @@ class _Ranks:
         self.newest_ns = max(state.seen_ns for state in states)
 
     def find(self) -> Finding:
-        """Find what is odd; causes come before their consequences."""
+        """Find the ranks that stand out; causes are tried before their consequences."""
         # Differences come before ends: back ends end a process that receives what it does not expect.
         looks = (self._missing, self._different, self._over, self._elsewhere)
         found = next((finding for look in looks if (finding := look()) is not None), Finding(Kind.NOTHING))
         return replace(found, sentences=tuple(dict.fromkeys(found.sentences)))
 
     def _stuck(self) -> list[State]:
-        """Return the ranks that communicate and have been quiet for too long, or whose wait ended in an error."""
+        """Return the ranks that communicate and exceeded the time limit, or whose wait ended in an error."""
         return [each for each in self.states if each.waited_in_vain or (each.waits and self._stands_still(each))]
 
     def _stands_still(self, state: State) -> bool:
-        """Return whether a rank had been quiet for too long when it was last seen.
+        """Return whether a rank had exceeded the time limit when it was last seen.
 
         A launcher ends the remaining ranks by SIGTERM when one has failed. If a wait had ended in an error, by whatever
         time limit, a remaining rank stood still if it was quiet for longer than clocks and heartbeats are uncertain.
@@ -346,7 +346,7 @@ class _Ranks:
         return Finding(Kind.MISSING, missing, (f"{listed(missing)} {told}", *self._told(self.states)))
 
     def _over(self) -> Finding | None:
-        """Find ranks whose process or pass is over while others go on: the first of them.
+        """Find the first ranks whose process or pass is over while others go on.
 
         A rank that stood still before its process died, while others waited, is reported as standing still.
         """
@@ -363,7 +363,7 @@ class _Ranks:
         return self._odd(Kind.ENDED, ended, "ended its program, while others go on") if ended and stuck else None
 
     def _gone(self) -> list[State]:
-        """Return the ranks whose process died before those of others; none where all died together.
+        """Return the ranks that died before the others; none if all died together.
 
         A rank whose communication failed first is not the cause, however it ended.
         """
@@ -459,7 +459,7 @@ class _Ranks:
     # ---- sentences ----------------------------------------------------------------------------------------------
 
     def _odd(self, kind: Kind, odd: Sequence[State], predicate: str, *more: str) -> Finding:
-        """Make a finding of what is told of some ranks, and of what the others do."""
+        """Make a finding from a statement about some ranks; the activity of the others is added."""
         ranks = tuple(state.rank for state in odd)
         return Finding(kind, ranks, (f"{listed(ranks)} {predicate}", *more, *self._told_but(ranks)))
 
@@ -467,7 +467,7 @@ class _Ranks:
         return self._told([state for state in self.states if state.rank not in ranks])
 
     def _told(self, states: Sequence[State]) -> tuple[str, ...]:
-        """Say what some ranks do, and what the unit of the first that waits holds."""
+        """Summarise the activity of ranks, and the unit of the first one that waits."""
         doing: dict[str, list[State]] = {}
         for state in states:
             doing.setdefault(state.doing_told, []).append(state)
@@ -480,9 +480,9 @@ class _Ranks:
 
 
 def _first_mismatch(states: Iterable[State]) -> list[tuple[list[int], Record]]:
-    """Return the ranks that did the same in the first operation in which ranks differ, each set with its operation.
+    """Return the sets of ranks that agree on the first operation that differs, each with that operation.
 
-    The lowest rank comes first; empty where nothing differs as far as all logs reach.
+    The set with the lowest rank is first; the result is empty if the logs show no difference.
     """
     logs = {state.rank: state.operations for state in sorted(states, key=lambda each: each.rank) if state.operations}
     if len(logs) < 2:
@@ -527,13 +527,13 @@ def where(step: int, phase: Phase, in_backward: bool) -> str:
 
 
 def operation_told(operation: Record, units: Sequence[UnitFacts]) -> str:
-    """Describe an operation, as the predicate of a sentence about one rank."""
+    """Describe an operation as the predicate of a sentence about one rank."""
     size = f" ({operation.num_bytes} bytes)" if operation.num_bytes else ""
     return _WAITING[operation.phase].format(unit=units[operation.unit].label) + size
 
 
 def unit_told(unit: UnitFacts) -> str:
-    """Describe what a unit holds."""
+    """Describe the parameters of a unit."""
     names = unit.parameters
     more = f" and {len(names) - _PARAMETERS_SHOWN} more" if len(names) > _PARAMETERS_SHOWN else ""
     shown = ", ".join(names[:_PARAMETERS_SHOWN]) or "no parameters"

@@ -90,14 +90,14 @@ class Record(NamedTuple):
 
     @property
     def kind(self) -> tuple[Phase, int, int]:
-        """What communicated: this must be equal on all ranks."""
+        """The fields that must be equal on all ranks."""
         return self.phase, self.unit, self.num_bytes
 
 
 def fold(so_far: int, phase: Phase, unit: int, num_bytes: int) -> int:
-    """Hash a sequence with one more operation: a polynomial in the operations, modulo the prime 2 ** 61 - 1.
+    """Append one operation to the hash of a sequence: a polynomial in the operations, modulo the prime 2 ** 61 - 1.
 
-    Ranks compare such hashes to find out whether they did the same; that of an empty sequence is 0.
+    Ranks compare these hashes to see whether they ran the same operations; the empty sequence has 0.
     """
     for part in (_NUMBER_OF[phase], unit, num_bytes):
         so_far = (so_far * 1_000_003 + part + 1) % (2**61 - 1)
@@ -109,7 +109,7 @@ def fold(so_far: int, phase: Phase, unit: int, num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Process:
-    """One process, told from all others, on any machine and at any time."""
+    """The identity of a process, unique over machines and time."""
 
     host: str
     pid: int
@@ -119,7 +119,7 @@ class Process:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether it still runs, zombies left out; None if it belongs to another machine or container."""
+        """True if it still runs and is no zombie; None if it belongs to another machine or container."""
         if (self.host, self.namespace) != (socket.gethostname(), _namespace()):
             return None
         try:
@@ -162,7 +162,7 @@ def _started(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """A unit, for messages."""
+    """The facts about a unit that messages show."""
 
     label: str
     parameters: tuple[str, ...]  # canonical names of its parameters
@@ -171,7 +171,7 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class Writer:
-    """Who wrote a log."""
+    """The author of a log."""
 
     rank: int
     peers: tuple[int, ...]  # global ranks that share the model's parameters, itself included
@@ -188,7 +188,7 @@ def file_name(rank: int, model: int) -> str:
 
 
 def rank_and_model(name: str) -> tuple[int, int] | None:
-    """Parse rank and model from a log's file name; None where it is not a log's name."""
+    """Parse rank and model from a log's file name; None for other names."""
     found = _NAME.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or 0))
 
@@ -198,7 +198,7 @@ def rank_and_model(name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class RankLog:
-    """The last records of one rank."""
+    """The latest records of one rank."""
 
     writer: Writer
     records: tuple[Record, ...]  # the last ones, oldest first
@@ -215,9 +215,10 @@ def _head(writer: Writer, capacity: int) -> bytes:
 
 
 def parse_log(content: bytes) -> RankLog:
-    """Parse the content of a log; a record that was being written is left out.
+    """Parse the content of a log, without a half-written record.
 
-    What is no log, one of another version, or damaged is a ValueError that says so.
+    Raises:
+        ValueError: It is no log, of another version, or damaged.
     """
     if not content.startswith(_BEGIN):
         raise ValueError("it does not begin as a log does")
@@ -253,12 +254,12 @@ def _writer(told: Mapping[str, Any]) -> Writer:
 
 
 def _size(capacity: int) -> int:
-    """Return the bytes of heartbeat, error and ring."""
+    """Return the size of heartbeat, error and ring in bytes."""
     return RECORD_BYTES + WORDS_BYTES + capacity * RECORD_BYTES
 
 
 def _record(content: bytes, at: int, writer: Writer) -> Record | None:
-    """Return the record at an offset; None where there is no whole one of a unit of this model."""
+    """Return the record at an offset; None unless it is complete and its unit exists."""
     *values, check = _CHECKED.unpack_from(content, at)
     if check != zlib.crc32(content[at : at + _RECORD.size]):
         return None
@@ -272,14 +273,14 @@ def _record(content: bytes, at: int, writer: Writer) -> Record | None:
 
 @dataclass(frozen=True)
 class Logs:
-    """The logs of the newest run in a folder, by model, then by rank; what was left out and why."""
+    """The logs of a folder's newest run, by model and rank, and remarks on files that were left out."""
 
     ranks: tuple[RankLog, ...]
     remarks: tuple[str, ...] = ()
 
 
 def read_log(path: Path) -> RankLog:
-    """Read one log; as by `parse_log`, what is none is a ValueError."""
+    """Read one log; like `parse_log`, it raises ValueError for another file."""
     log = parse_log(_content(path))
     alive = log.writer.process.is_alive
     if alive is False:  # again, since only now it is the last
@@ -288,7 +289,7 @@ def read_log(path: Path) -> RankLog:
 
 
 def _content(path: Path) -> bytes:
-    """Read all of a regular file; a pipe or a device could block, or never end."""
+    """Read a regular file; a pipe or a device could block for ever."""
     if not path.is_file():
         raise ValueError("it is no regular file")
     if path.stat().st_size > _MOST_BYTES:
@@ -297,7 +298,7 @@ def _content(path: Path) -> bytes:
 
 
 def read_folder(folder: Path, run: str | None = None) -> Logs:
-    """Read the logs of one run in a folder; None: of the newest run.
+    """Read the logs of one run in a folder; by default the newest run.
 
     Raises:
         ConfigurationError: There is no such folder, or no log of the run that can be read in it.
@@ -339,7 +340,7 @@ def read_folder(folder: Path, run: str | None = None) -> Logs:
 
 
 class Ring:
-    """The writing side of a log, which replaces an older file; it counts and hashes what communicates."""
+    """The writer of a log, which replaces an older file; it counts and hashes operations."""
 
     def __init__(self, path: Path, writer: Writer, capacity: int = RECORDS) -> None:
         self.path = path
@@ -384,27 +385,27 @@ class Ring:
         self.last_ns = now_ns
 
     def launch(self, phase: Phase, unit: int, num_bytes: int) -> None:
-        """Write that a phase communicates."""
+        """Write that a phase begins to communicate."""
         self._count += 1
         self._hash = fold(self._hash, phase, unit, num_bytes)
         self.add(Mark.LAUNCHES, phase, unit, num_bytes)
 
     def reset(self) -> None:
-        """Write a reset, and restart count and hash, because ranks may have been stopped at different points."""
+        """Write a reset, and restart count and hash: ranks may have stopped at different points."""
         self._count = self._hash = 0
         self._epoch = (self._epoch + 1) % 256
         self._has_words = False
         self.add(Mark.RESET, Phase.FORWARD)
 
     def beat(self, collective: int = NO_NUMBER, phase: Phase = Phase.FORWARD, unit: int = 0) -> None:
-        """Write a heartbeat, with the oldest collective that has not been completed."""
+        """Write a heartbeat with the oldest collective that has not completed."""
         now_ns = time.time_ns()
         self._write(0, Record(0, now_ns, 0, unit, phase, Mark.BEAT, collective=collective))
 
     def say(self, error: BaseException) -> None:
-        """Write an error as the last one: the code it came through, innermost last, then its type and message.
+        """Write the latest error: its frames, innermost last, then its type and message.
 
-        Of a text that is too long the end is kept, since it names the error.
+        Long text keeps its end, which names the error.
         """
         if self._memory is None:
             return
@@ -417,7 +418,7 @@ class Ring:
         self._memory[at : at + WORDS_BYTES] = said
 
     def close(self) -> None:
-        """Write the last record, and the error that ends the process if one does; later events are not written."""
+        """Write the last record and the error that ends the process, if any; later events are dropped."""
         if self._memory is None or os.getpid() != self._pid:  # a forked child shares the pages and must not write
             return
         error = getattr(sys, "last_value", None)  # set by the interpreter for an uncaught error

@@ -1,4 +1,4 @@
-"""A log with heartbeats, which explains a hang when nothing happens for too long."""
+"""The observer that keeps a log with heartbeats, and explains a hang after a time limit."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class HangLog(Observer):
         weakref.finalize(self, over.set)
 
     def withdraw(self) -> None:
-        """Remove the log: another rank could not begin its own, and numbers of models are the same on all ranks."""
+        """Remove the log: another rank could not open its own, and models must have the same numbers on all ranks."""
         self.close()
         self.ring.path.unlink(missing_ok=True)
 
     # ---- what the model tells ------------------------------------------------------------------------------------
 
     def begins(self, phase: Phase, unit: int) -> None:
-        """Write that a phase begins."""
+        """Write the beginning of a phase."""
         self.ring.step += phase is Phase.INSTALL
         self._open.append(_Open(phase, unit))
         self.ring.add(Mark.BEGINS, phase, unit)
@@ -96,12 +96,12 @@ class HangLog(Observer):
             self._launch()
 
     def ends(self, phase: Phase, unit: int) -> None:
-        """Write that a phase has ended."""
+        """Write the end of a phase."""
         close_phase(self._open, phase, unit)
         self.ring.add(Mark.ENDS, phase, unit)
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
-        """Write that a phase has failed. An error that passes through several phases belongs to the innermost."""
+        """Write the failure of a phase. An error that passes through several phases belongs to the innermost."""
         close_phase(self._open, phase, unit)
         if id(error) == self._error:
             self.ring.add(Mark.ENDS, phase, unit)
@@ -118,7 +118,7 @@ class HangLog(Observer):
         self.ring.reset()
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
-        """Count a launch, and keep the handle of a collective that the host does not wait for."""
+        """Count a launch, and keep the work handle of a collective that the host does not wait for."""
         if moment is Moment.LAUNCHES:
             self.ring.collective = number
             self._launch()
@@ -126,14 +126,14 @@ class HangLog(Observer):
             self._handles.append((work, number, self._open[-1].phase, self._open[-1].unit))
 
     def explains(self) -> str:
-        """Return an explanation of what is odd, or an empty string (see `Observer`)."""
+        """Return the diagnosis, or an empty string if no rank stands out (see `Observer`)."""
         with contextlib.suppress(MegatronFSDPError, OSError):
             found = explain(read_folder(self.folder, self.writer.run), _NOTE_AFTER_S)
             return str(found) if found.is_odd else ""
         return ""
 
     def _launch(self) -> None:
-        """Record that the innermost phase communicates; counted once, however many collectives it takes."""
+        """Record that the innermost phase communicates; it counts once for all its collectives."""
         if self._open and not self._open[-1].is_counted:
             inner = self._open[-1]
             inner.is_counted = True
@@ -142,7 +142,7 @@ class HangLog(Observer):
     # ---- the thread ----------------------------------------------------------------------------------------------
 
     def look(self) -> float:
-        """Write a heartbeat, explain if nothing has happened for too long; return the seconds until the next look."""
+        """Write a heartbeat, explain a hang after the time limit, and return the seconds until the next heartbeat."""
         while self._handles and self._handles[0][0].is_completed():
             self._handles.popleft()
         unfinished = list(self._handles)[:1]
@@ -171,7 +171,7 @@ class HangLog(Observer):
 
 
 def _watch(reference: weakref.ref[HangLog], over: threading.Event) -> None:
-    """Look again and again until the log is collected or closed."""
+    """Run the heartbeats until the log is collected or closed."""
     pause_s = 0.0
     while not over.wait(pause_s):
         log = reference()
@@ -185,10 +185,10 @@ def _watch(reference: weakref.ref[HangLog], over: threading.Event) -> None:
 
 
 def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
-    """Create a log in a folder, which is made where it is missing.
+    """Create a log in a folder, and the folder if needed.
 
-    A log that another process left there under the same name is replaced if that process is over. Models of one process
-    are numbered in the order in which their logs begin, which must be the same on all ranks.
+    A log of the same name is replaced if its process is over. Models of one process are numbered in the order in which
+    their logs begin, which must be the same on all ranks.
     """
     is_distributed = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if is_distributed else 0
@@ -215,7 +215,7 @@ def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
 
 
 def _first_free(folder: Path, rank: int, run: str, process: Process) -> int:
-    """Return the number after the last model whose log this process has begun in the folder."""
+    """Return the next model number of this process in the folder."""
     found = (rank_and_model(path.name) for path in folder.iterdir())
     models = sorted((place[1] for place in found if place is not None and place[0] == rank), reverse=True)
     for model in models:  # logs of this process come before those of earlier ones
@@ -234,7 +234,7 @@ def _first_free(folder: Path, rank: int, run: str, process: Process) -> int:
 
 
 def _run() -> str:
-    """Return the name of the run: that of the first rank that asked, through the store that all ranks share."""
+    """Return the run's name, which the first rank chooses through the shared store."""
     store = distributed_c10d._get_default_store()
     return bytes(store.compare_set(_RUN_KEY, "", uuid.uuid4().hex)).decode()
 

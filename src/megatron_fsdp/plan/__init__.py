@@ -1,4 +1,4 @@
-"""The planner: memory, communication and time of a run, worked out without hardware by the engine's own code."""
+"""The planner: memory, communication and time of a run, computed without hardware by the engine's own code."""
 
 from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
 from megatron_fsdp.plan.planning import Plan, Recommendation, make_workload, plan, recommend

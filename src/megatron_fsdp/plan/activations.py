@@ -2,7 +2,7 @@
 
 Tensors on the meta device have shapes and storages of a size, but no bytes. Autograd saves, frees and accumulates them
 as it does real ones, so following storages through one step on the meta device gives the activation memory of a real
-step; only what kernels allocate inside themselves and give back is not seen.
+step; only memory that kernels allocate inside themselves is not seen.
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ def profile_compute(
     kernels: Kernels = "cuda",
     recompute: Recompute = "none",
 ) -> ComputeProfile:
-    """Run forward, loss and backward once and record activation bytes and FLOPs between the units' events.
+    """Run forward, loss and backward once; record activation bytes and FLOPs between the units' events.
+
+    The step is ``loss_fn(model(inputs)).backward()``: the model's output is not kept during backward. A parameter's
+    gradient dies as soon as it is complete, as the engine copies it into a bucket and drops it. Nothing is allocated on
+    the meta device; other devices do the real work. Inputs are a mapping (keyword arguments), a tuple (positional ones)
+    or one tensor; `unit_names` begin with the root's; without `loss_fn` the loss is the output's `loss`, or the output
+    itself.
 
     The step is ``loss_fn(model(inputs)).backward()``: the model's output is not kept during backward. A gradient of a
     parameter dies as soon as it is complete, as the engine copies it into a bucket and drops it. On the meta device
@@ -87,7 +93,7 @@ def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):
-    """A dispatch mode that records every operator, and the events that hooks report."""
+    """A dispatch mode that records every operator, and the events of hooks."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
@@ -126,12 +132,12 @@ class _Recorder(TorchDispatchMode):
         self._segments.append(self._open)
 
     def finish(self) -> tuple[Segment, ...]:
-        """Return all segments; the first only if something was computed in it."""
+        """Return all segments; the first only if it computed something."""
         return tuple(self._segments if self._segments[0].operators else self._segments[1:])
 
     @contextmanager
     def hooked(self, model: nn.Module, unit_names: Sequence[str]) -> Iterator[None]:
-        """Install hooks at the places where the engine has its own."""
+        """Install hooks at the same places as the engine's."""
         with ExitStack() as hooks:
             for unit, name in enumerate(unit_names):
                 module = model.get_submodule(name)
@@ -158,7 +164,7 @@ class _Recorder(TorchDispatchMode):
                 tensor.register_hook(lambda _grad: begins())
 
     def _gradient(self, name: str, param: Tensor) -> None:
-        """Record that the gradient of a parameter is complete, and drop it."""
+        """Record that a parameter's gradient is complete, and drop it."""
         self._open.gradients.append(name)
         param.grad = None
 
@@ -179,7 +185,7 @@ class LiveStorages:
         self._sizes: dict[int, int] = {}
 
     def note(self, operands: Iterable[Tensor], results: Iterable[Tensor]) -> None:
-        """Follow the storages of an operator's results, except those that it shares with its operands."""
+        """Track the storages of an operator's results, except those shared with its operands."""
         known = {tensor.untyped_storage()._cdata for tensor in operands}
         for tensor in results:
             storage = tensor.untyped_storage()
@@ -202,20 +208,20 @@ def _dies(reference: weakref.ref[LiveStorages], key: int) -> None:
 
 
 class Answers:
-    """Runs operators; conditions on meta tensors are answered as for a full batch without odd values.
+    """Runs operators, and answers conditions on meta tensors as for a full batch without unusual values.
 
-    Models check that nothing is padded (`mask.all()`) or that something is odd (`x.isnan().any()`). So every condition
-    is True, except that `any` is False.
+    Models check that nothing is padded (`mask.all()`) or that something is unusual (`x.isnan().any()`). So every
+    condition is True, except that `any` is False.
     """
 
     def __init__(self) -> None:
         self._any: Callable[[], object] = lambda: None  # the storage of the latest result of `any`, while it lives
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the operator's result, or an answer where it would be the value of a meta tensor.
+        """Return the operator's result, or an answer for the value of a meta tensor.
 
-        Grouped products are given their shapes here, because torch's rule for the meta device refuses all dtypes but
-        bf16, which the kernels of devices do not.
+        Grouped products get their shapes here, because torch's rule for the meta device refuses all dtypes but bf16,
+        which device kernels accept.
         """
         if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
             return self._answer(args[0])
@@ -268,7 +274,7 @@ def operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
 def operator_bytes(func: Any, operands: Iterable[Tensor], results: Iterable[Tensor]) -> int:
     """Count the bytes of one call's operands and results; 0 for views and uninitialized memory.
 
-    A lookup in a table counts the rows it reads, not the table.
+    A lookup in a table counts only the rows that it reads.
     """
     packet = func.overloadpacket
     if packet in _WRITES_NOTHING or func.is_view:
@@ -279,7 +285,7 @@ def operator_bytes(func: Any, operands: Iterable[Tensor], results: Iterable[Tens
 
 
 def _size(tensor: Tensor) -> int:
-    """Return the bytes that a tensor covers; an expanded dimension is read once."""
+    """Return the bytes of a tensor; an expanded dimension is read once."""
     lengths = [length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or length == 0]
     return math.prod(lengths) * tensor.element_size()
 
@@ -327,7 +333,13 @@ _LOOKS_UP = {_ATEN.embedding, _ATEN.index_select, _ATEN.index, _ATEN.gather}
 
 @contextmanager
 def kernels_of(kernels: Kernels) -> Iterator[None]:
-    """Let attention, dropout and RMS norms on the meta device use the operators of a device inside the block.
+    """Replace attention, dropout and RMS norm on the meta device by a device's operators inside the block.
+
+    The functions are replaced in torch's dispatcher, for tensors of the meta device only, so every caller gets the
+    replacement: transformers, `nn.MultiheadAttention`, a recomputed forward. Attention on "cuda": flash attention for
+    half precision without a mask and heads of one size up to 256, otherwise memory-efficient attention; on "cpu": its
+    flash attention if nothing is dropped, heads have one size and the mask takes no gradient. These keep queries, keys,
+    values, results and one fp32 number per query and head. Otherwise, and for "math", products, which keep all scores.
 
     The functions are replaced in torch's dispatcher, for tensors of the meta device only, so every caller gets the
     replacement: transformers, `nn.MultiheadAttention`, a recomputed forward. Attention on "cuda": flash attention for
@@ -353,7 +365,7 @@ def _attend(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Run `scaled_dot_product_attention`, whose arguments these are, by the operator that a device would choose."""
+    """Run `scaled_dot_product_attention` by the operator that a device would choose."""
     if mask is not None and mask.dtype == torch.bool:  # torch adds a mask to scores, too
         kept, masked = (torch.scalar_tensor(x, dtype=query.dtype, device="meta") for x in (0.0, float("-inf")))
         mask = torch.where(mask, kept, masked)
@@ -385,7 +397,7 @@ def _fits_flash(query: Tensor) -> bool:
 
 
 def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
-    """Run CUDA's fused dropout, which saves a mask of one byte per element; others save the input's dtype."""
+    """Run CUDA's fused dropout, which saves a mask of one byte per element; the others save the input's dtype."""
     if not train or p == 0 or given.numel() == 0:
         return given
     result: Tensor = _ATEN.native_dropout(given, p, True)[0]
@@ -393,7 +405,7 @@ def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _fused_rms_norm(given: Tensor, shape: list[int], weight: Tensor | None = None, _eps: float | None = None) -> Tensor:
-    """Run RMS norm as one kernel in each direction, as CUDA does; the meta device would decompose it."""
+    """Run RMS norm as one kernel per direction, like CUDA; the meta device would decompose it."""
     result: Tensor = _RmsNorm.apply(given, weight, len(shape))  # type: ignore[no-untyped-call]  # torch's own
     return result
 

@@ -1,7 +1,7 @@
-"""What one rank computes and keeps alive over one forward and backward, as plain data.
+"""The compute and activation memory of one rank over one forward and backward, as plain data.
 
 A step of the compute is a row of events: a unit's forward begins (`F1>`), ends (`F1<`), its backward begins (`B1`), and
-the backward is over (`E`). What happens between two of them is a segment. The scheduler is driven by the same events.
+the backward is over (`E`). A segment lies between two of them. The same events drive the scheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ class Event(Enum):
 
 @dataclass
 class Segment:
-    """What happens from one event to the next.
+    """The stretch from one event to the next.
+
+    Activation bytes are all tensors that the step has made and that are still alive: saved for backward, temporary
+    results of operators, gradients of activations, and gradients of parameters until they are copied into a bucket.
+    Parameters and the inputs of the step are not among them.
 
     Activation bytes are all tensors that the step has made and that are still alive: saved for backward, temporary
     results of operators, gradients of activations, and gradients of parameters for the moment that they exist before
@@ -61,17 +65,17 @@ class ComputeProfile:
 
     @property
     def peak_bytes(self) -> int:
-        """The most activation bytes alive at one time."""
+        """The peak of activation bytes."""
         return max(segment.peak_bytes for segment in self.segments)
 
     @property
     def kept_bytes(self) -> int:
-        """Activation bytes alive when backward begins: what autograd saved, and results that are still referenced."""
+        """Activation bytes alive when backward begins: saved tensors and results that are still referenced."""
         return self.segments[self.backward_start].begin_bytes
 
     @property
     def backward_start(self) -> int:
-        """Position of the first segment of backward."""
+        """The position of the first segment of backward."""
         return next(
             position
             for position, segment in enumerate(self.segments)
@@ -80,22 +84,22 @@ class ComputeProfile:
 
     @property
     def forward_flops(self) -> int:
-        """FLOPs of forward and loss, each once."""
+        """The FLOPs of forward and loss, each once."""
         return sum(segment.flops for segment in self.segments[: self.backward_start])
 
     @property
     def backward_flops(self) -> int:
-        """FLOPs of backward, without what is recomputed."""
+        """The FLOPs of backward without recomputation."""
         return sum(segment.flops - segment.recomputed_flops for segment in self.segments[self.backward_start :])
 
     @property
     def recomputed_flops(self) -> int:
-        """FLOPs of forwards that backward repeats."""
+        """The FLOPs of forwards that backward repeats."""
         return sum(segment.recomputed_flops for segment in self.segments)
 
     @property
     def used(self) -> frozenset[str]:
-        """Names of the parameters that got gradients."""
+        """The names of the parameters that got gradients."""
         return frozenset(name for segment in self.segments for name in segment.gradients)
 
     @property
@@ -105,10 +109,9 @@ class ComputeProfile:
 
 
 def idle_profile(gradients: Sequence[Sequence[str]]) -> ComputeProfile:
-    """Return a microbatch of units that run one after another inside of the root, and compute nothing.
+    """Return a microbatch of units that run one after another inside the root, and compute nothing.
 
-    `gradients` has the names of the trained parameters of each unit, those of the root first; units are named by their
-    numbers.
+    `gradients` has the names of each unit's trained parameters, the root's first; units are named by their numbers.
     """
     inner = range(1, len(gradients))
     events = [(Event.FORWARD_BEGINS, 0)]

@@ -1,4 +1,4 @@
-"""Machines in numbers that a user may change: FLOPs, memory and links.
+"""Machines as figures that a user may change: FLOPs, memory and links.
 
 The presets are the makers' figures for dense 16-bit matrix products, memory and links per direction. The fields named
 efficiency are the fractions that a run is assumed to reach; every report states them.
@@ -57,14 +57,14 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of one device that a model can have."""
+        """The memory of one device that a model can use."""
         return self.memory_bytes - self.reserved_bytes
 
     def compute_s(self, flops: float, moved_bytes: float, operators: int = 0, fp8_flops: float = 0.0) -> float:
         """Estimate the time of operators that run one after another: matrix products, then memory-bound ones.
 
         A roofline per kind of work (Williams, Waterman and Patterson, 2009), with a floor for starting operators.
-        `fp8_flops` are those among `flops` that run in 8 bits; a machine without such products is refused.
+        `fp8_flops` is the part of `flops` that runs in 8 bits; a machine without such products is an error.
         """
         work = (flops - fp8_flops) / (self.flops * self.flops_efficiency)
         work += moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
@@ -77,7 +77,7 @@ class Machine:
     def bytes_per_s(self, ranks: int, stride: int = 1) -> float:
         """Return the bytes per second that each rank of a group sends in a ring or pairwise algorithm.
 
-        Ranks of one node share a link; a group over several nodes is held up by the network, where the adapters of all
+        Ranks of one node share a link; a group over several nodes is limited by the network, where the adapters of all
         its members in a node carry one ring each. `stride` is the distance of neighbours in the group in the numbering
         of all ranks, which goes node by node.
         """
@@ -88,7 +88,7 @@ class Machine:
         return min(across, self.link_bytes_per_s if members > 1 else across) * self.network_efficiency
 
     def latency_s(self, ranks: int, stride: int = 1) -> float:
-        """Return the latency of a collective: a hop for every doubling of the group, within nodes and between them."""
+        """Return the latency of a collective: one hop per doubling of the group, within nodes and between them."""
         spread = -(-((ranks - 1) * stride + 1) // self.devices_per_node)
         nodes = spread if stride < self.devices_per_node else ranks
         inside = -(-ranks // nodes)
@@ -101,7 +101,7 @@ class Machine:
         return sent_bytes / self.bytes_per_s(ranks, stride) + self.latency_s(ranks, stride)
 
     def all_to_all_s(self, sent_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Estimate the time of an all-to-all of `sent_bytes` by each rank, equally much to every other.
+        """Estimate the time of an all-to-all in which each rank sends `sent_bytes`, divided equally among the others.
 
         Bytes that leave the node use each rank's adapter, the rest the link.
         """
@@ -113,7 +113,7 @@ class Machine:
         return max(inside, outside) / self.network_efficiency + self.latency_s(ranks, stride)
 
     def but(self, changes: Mapping[str, float]) -> Machine:
-        """Return a copy of the machine with other figures; unknown and impossible ones are refused."""
+        """Return a copy of the machine with other figures; unknown and impossible ones are errors."""
         known = {field.name for field in fields(self)} - {"name"}
         for name in changes:
             if not math.isfinite(changes[name]):
@@ -137,7 +137,7 @@ def _card(
     pcie_bytes_per_s: float = 25e9,
     fp8_flops: float = 0.0,
 ) -> Machine:
-    """Describe a node of cards on PCIe, with 64 GiB of the host and a network of 25 Gb/s for each."""
+    """Describe a node of PCIe cards, with 64 GiB of host memory and a 25 Gb/s network for each."""
     return Machine(
         name,
         8,

@@ -1,4 +1,4 @@
-"""Builds models on the meta device from a name, a config, an import path or a function; nothing is downloaded."""
+"""Build models on the meta device from a name, a config, an import path or a function; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -131,10 +131,10 @@ def _checked(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def balanced_experts(model: nn.Module) -> Iterator[None]:
-    """Let fused experts of transformers run without values: loops over experts become grouped products.
+    """Run fused experts of transformers without values: loops over experts become grouped products.
 
-    Which rows an expert gets is data; memory depends on their number only, k for each token, where all experts are
-    computed by one grouped product, as transformers 5 does by default. Configs are changed inside of the block only.
+    The rows of an expert are data; memory depends only on their number, k per token, if one grouped product computes
+    all experts, the default of transformers 5. Configs are changed inside the block only.
     """
     found: dict[int, Any] = {
         id(config): config

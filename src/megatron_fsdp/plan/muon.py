@@ -1,4 +1,4 @@
-"""Muon on paper: how evenly its iteration is shared, and what it computes and sends."""
+"""A model of Muon's cost: the balance of its iteration over ranks, its compute and its communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMALL = 0.05
 
 
 def muon_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the parameters that Muon is for: matrices and stacks, without embeddings and head."""
+    """Return names and shapes of Muon's parameters: matrices and stacks, without embeddings and head."""
     named = dict(module.named_parameters())
     kinds = zip(named, kinds_of(named.values(), module), strict=True)
     return {name: tuple(named[name].shape) for name, kind in kinds if kind in ("matrices", "stacks of matrices")}
@@ -28,7 +28,7 @@ def muon_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class MuonWork:
-    """What Muon computes and sends in a step, shared over ranks by whole matrices."""
+    """The compute and communication of a Muon step that is shared over ranks by whole matrices."""
 
     ranks: int  # replicas included
     matrices: int  # their number; a stack counts as its matrices
@@ -40,28 +40,28 @@ class MuonWork:
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest rank over the mean."""
+        """The work of the busiest rank over the mean."""
         return self.busiest_flops * self.ranks / max(1, self.flops)
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a rank sends in a step, there and back to all replicas; mean of ranks, its own part included."""
+        """The mean bytes that a rank sends in a step, there and back to all replicas, including its own part."""
         return (1 + self.replicas) * _BYTES * self.numel / self.ranks
 
     @property
     def borrowed_bytes(self) -> int:
-        """Bytes that a rank borrows, at most: all updates of its shards; three waves and a result; one iteration."""
+        """The most bytes that a rank borrows: all updates of its shards; three waves and a result; one iteration."""
         one = _BYTES * self.largest_numel
         own = _BYTES * self.numel * self.replicas // self.ranks
         return own + 4 * max(self.replicas * one, min(WAVE_BYTES, own)) + 4 * one
 
     def seconds(self, machine: Machine) -> float:
-        """Estimate the time of iteration and exchange; some of it overlaps, which is not counted."""
+        """Estimate the time of iteration and exchange, without their overlap."""
         sent_s = machine.all_to_all_s(self.sent_bytes / 2, self.ranks)
         return machine.compute_s(self.busiest_flops, 0) + 2 * sent_s
 
     def told(self, machine: Machine, tokens: int, compute_s: float) -> str:
-        """Say what it costs, and from how many tokens of a rank and step on it is 5 % of their compute."""
+        """Summarise the cost, and the tokens per rank and step above which it is below 5 % of the compute."""
         seconds = self.seconds(machine)
         enough = math.ceil(tokens * seconds / (_SMALL * compute_s)) if compute_s else 0
         return (
@@ -72,13 +72,13 @@ class MuonWork:
 
 
 def single_matrices(shapes: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Return FLOPs and elements of every matrix of some, (..., rows, columns), of which each of a stack is one."""
+    """Return FLOPs and elements of every matrix in shapes (..., rows, columns), each matrix of a stack by itself."""
     single = [shape[-2:] for shape in shapes for _ in range(math.prod(shape[:-2]))]
     return [newton_schulz_flops(each, NEWTON_SCHULZ_STEPS) for each in single], [math.prod(each) for each in single]
 
 
 def muon_work(shapes: Iterable[Sequence[int]], ranks: int, replicas: int = 1) -> MuonWork:
-    """Share the iteration of some matrices over ranks, replicas included, as the optimizer does."""
+    """Distribute the iteration of matrices over ranks and replicas, as the optimizer does."""
     flops, numels = single_matrices(shapes)
     loads = [0] * ranks
     assign_owners(flops, loads)

@@ -1,6 +1,6 @@
 """Formulas for decoder transformers under tensor, sequence, context, pipeline and expert parallelism.
 
-What one rank holds, keeps, computes and sends follows from the shape of the model, as in
+The parameters, activations, compute and communication of one rank follow from the shape of the model, as in
 
 * Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021: tensor and
   pipeline parallelism, interleaved stages;
@@ -41,7 +41,7 @@ _TRANSPOSED = ("c_attn", "c_fc", "c_proj")  # kept as (inputs, outputs)
 
 
 class DecoderShape:
-    """The widths of a decoder transformer that its activations follow, read from a config of transformers.
+    """The widths of a decoder transformer that determine its activations, read from a config of transformers.
 
     `what` is the request, such as "tp=8", for errors.
     """
@@ -78,7 +78,7 @@ class DecoderShape:
 
 
 def not_modelled(what: str, reason: str) -> ConfigurationError:
-    """Make the error for an architecture that the formulas do not cover."""
+    """Build the error for an architecture that the formulas do not cover."""
     return ConfigurationError(
         f"{what} cannot be planned for this model, since {reason}, and the formulas know {', '.join(_FAMILIES)}: "
         "whether it fits is not known. Plan it over data-parallel ranks only"
@@ -86,9 +86,10 @@ def not_modelled(what: str, reason: str) -> ConfigurationError:
 
 
 def local_shape(name: str, shape: Sequence[int], tp: int, key_heads: int) -> tuple[int, ...]:
-    """Return the shape of a parameter on the first tensor-parallel rank, which has the largest part.
+    """Return a parameter's shape on the first tensor-parallel rank, which has the largest part.
 
-    What is not known to be cut is whole on every rank; projections to keys and values have at most `key_heads` parts.
+    A parameter not known to be divided is whole on every rank; projections to keys and values have at most `key_heads`
+    parts.
     """
     *_, module, own = f".{name}".split(".")
     if own in _CUTS:  # one tensor holds the matrices of all experts
@@ -104,7 +105,7 @@ def local_shape(name: str, shape: Sequence[int], tp: int, key_heads: int) -> tup
 
 
 class _Product(NamedTuple):
-    """The product of one token with the weight `name` on one rank: its FLOPs, and how many values it gives."""
+    """The product of one token with the weight `name` on one rank: its FLOPs and its number of results."""
 
     name: str
     flops: float
@@ -117,8 +118,8 @@ class _Product(NamedTuple):
 def layers_of_stage(num_layers: int, stages: int, stage: int) -> range:
     """Return the layers of a pipeline stage.
 
-    Where embedding and head count as a layer each and the sum divides evenly, the ends have one layer less (Llama 3);
-    else earlier stages take the remainder.
+    If embedding and head count as a layer each and the sum divides evenly, the ends have one layer less (Llama 3);
+    otherwise earlier stages take the remainder.
     """
     if not 0 <= stage < stages:
         raise ParallelSizeError(f"stage={stage} does not exist; with pp={stages} there are 0 to {stages - 1}")
@@ -133,10 +134,10 @@ def layers_of_stage(num_layers: int, stages: int, stage: int) -> range:
 
 
 def microbatches_in_flight(setup: Setup, stage: int) -> float:
-    """Count the microbatches whose activations a stage keeps at one time.
+    """Return the number of microbatches whose activations a stage keeps at one time.
 
-    A stage starts p - s microbatches before its first backward (1F1B), and with v virtual stages 2 (p - s - 1) +
-    (v - 1) p + 1 parts of a v-th each (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022, section 4.2).
+    A stage starts p - s microbatches before its first backward (1F1B), and with v virtual stages 2 (p - s - 1) + (v -
+    1) p + 1 parts of a v-th each (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022, section 4.2).
     """
     stages, virtual = setup.ranks.pp, setup.virtual_stages
     if virtual == 1:
@@ -147,7 +148,7 @@ def microbatches_in_flight(setup: Setup, stage: int) -> float:
 
 @dataclass
 class DecoderShare:
-    """What the first tensor- and context-parallel rank of a pipeline stage computes in a microbatch.
+    """The share of the first tensor- and context-parallel rank of a pipeline stage in a microbatch.
 
     Attributes:
         model: The whole model, on the meta device.
@@ -213,7 +214,7 @@ class DecoderShare:
         return any(len(shape) == 3 for shape in self._matrices[layer].values())
 
     def products(self, layer: int, tp: int) -> list[_Product]:
-        """List the products of one token with the weights of a layer on one rank, in the order in which they run."""
+        """List the products of one token with a layer's weights on one rank, in execution order."""
         shape, found = self.shape, []
         for name, size in self._matrices[layer].items():
             used = shape.chosen / shape.experts if len(size) == 3 else 1.0
@@ -224,7 +225,7 @@ class DecoderShare:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of a microbatch without recomputation (Chowdhery et al. 2022), shared equally among its ranks."""
+        """The FLOPs of a microbatch without recomputation (Chowdhery et al. 2022), shared equally among its ranks."""
         places = range(len(self._all_layers))
         layers = sum(product.flops for layer in places for product in self.products(layer, 1))
         head = 2 * self.shape.vocabulary * self.shape.hidden
@@ -252,7 +253,7 @@ class DecoderShare:
         return stage
 
     def slowdown(self, setup: Setup) -> float:
-        """Return how many times longer the busiest stage computes than this one."""
+        """Return the busiest stage's compute over that of this stage."""
         flops: dict[int, float] = {}
         for stage in {self.stage, 1 % self.ranks.pp, self.ranks.pp - 1}:
             share = replace(self, stage=stage)
@@ -261,7 +262,7 @@ class DecoderShare:
         return max(flops.values()) / flops[self.stage]
 
     def notes(self, setup: Setup) -> tuple[str, ...]:
-        """List the assumptions, in words."""
+        """List the assumptions."""
         ranks, found = self.ranks, ["Computed by formulas: fused kernels, no dropout (mfsdp docs plan)."]
         if ranks.tp > 1:
             which = "with" if setup.sequence_parallel else "without"
@@ -296,12 +297,12 @@ class _Piece:
 
 
 def _outside(share: DecoderShare, setup: Setup) -> float:
-    """Return bytes of a token's hidden state in regions that only sequence parallelism divides."""
+    """Return a token's hidden-state bytes in regions that only sequence parallelism divides."""
     return share.shape.hidden * share.dtype.itemsize / (share.ranks.tp if setup.sequence_parallel else 1)
 
 
 def _part_bytes(share: DecoderShare, layer: int) -> tuple[float, float, float]:
-    """Count the bytes that attention and the MLP save for one token besides inputs, and those of attention's result.
+    """Count the bytes that attention and the MLP save per token besides inputs, and those of attention's result.
 
     Korthikanti et al. 2022, section 4, for fused attention and gated products.
     """
@@ -378,7 +379,7 @@ def share_profile(share: DecoderShare, setup: Setup, module: nn.Module, unit_nam
     alive = 0.0
 
     def begin(event: Event, name: str) -> None:
-        """End the open segment, and begin another; a name that is no unit is ignored."""
+        """End the open segment and begin another; a name that is no unit is ignored."""
         if name in units:
             segments.append(Segment(event, units[name], int(alive), int(alive)))
 
@@ -427,16 +428,16 @@ def share_exchanges(share: DecoderShare, setup: Setup) -> tuple[Exchange, ...]:
     """List the collectives and messages of a microbatch.
 
     With sequence parallelism an all-gather begins and a reduce-scatter ends each half of a layer, in forward and in
-    backward; without it two all-reduces are as many bytes. The gathers that backward repeats for weight gradients run
-    behind it (Korthikanti et al. 2022, section 4.2.2). Messages between stages are sent once for each virtual stage,
-    a part by each tensor-parallel rank (Narayanan et al. 2021, section 4.1).
+    backward; without it two all-reduces send the same bytes. The gathers that backward repeats for weight gradients
+    overlap with it (Korthikanti et al. 2022, section 4.2.2). Messages between stages are sent once per virtual stage, a
+    part by each tensor-parallel rank (Narayanan et al. 2021, section 4.1).
     """
     shape, ranks, virtual = share.shape, share.ranks, setup.virtual_stages
     units = [f"{share.layer_path}.{place}" for place in range(len(share.layers))]
     found: list[Exchange] = []
 
     def both(axis: str, unit: str, sent: int, count: int, **repeats: int) -> None:
-        """Add those of forward and of backward, and what a recomputation repeats; a single rank sends nothing."""
+        """Add the collectives of forward, backward and recomputation; a single rank sends nothing."""
         if sent:
             found.append(Exchange(axis, unit, sent, False, count))
             found.append(Exchange(axis, unit, sent, True, count + repeats.get(setup.recompute, 0)))

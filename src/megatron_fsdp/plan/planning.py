@@ -1,4 +1,4 @@
-"""`plan` works out what a run will need from a model, ranks and a machine; `recommend` chooses the strategy."""
+"""`plan` computes the needs of a run from a model, ranks and a machine; `recommend` chooses the strategy."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Workload:
 
     @property
     def class_name(self) -> str:
-        """The class of the whole model."""
+        """The class name of the whole model."""
         return type(self.module if self.share is None else self.share.model).__name__
 
 
@@ -157,7 +157,7 @@ def make_workload(
 
 
 def share_workload(name: str, share: DecoderShare, notes: tuple[str, ...] = ()) -> Workload:
-    """Make the workload of a rank whose compute is known by formulas."""
+    """Build the workload of a rank whose compute follows from formulas."""
     total = sum(param.numel() for param in share.model.parameters())
     return Workload(name, share.module(), None, share.tokens, total_numel=total, share=share, notes=notes)
 
@@ -171,9 +171,9 @@ def _notes(module: nn.Module, sequence_length: int) -> Iterator[str]:
 
 
 def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> Mapping[str, Any]:
-    """Make tokens and labels on the meta device for a language model of transformers.
+    """Build tokens and labels on the meta device for a language model of transformers.
 
-    A cache of keys and values is for generation; in training it would grow when layers are computed again.
+    Without a cache of keys and values: it serves generation, and in training would grow when layers are recomputed.
     """
     config: Any = getattr(module, "config", None)
     arguments = inspect.signature(module.forward).parameters
@@ -191,7 +191,7 @@ def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> 
 
 
 def _samples(inputs: Any) -> int:
-    """Return the samples of a microbatch: the first dimension of the first tensor."""
+    """Return the number of samples of a microbatch: the first dimension of the first tensor."""
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     real = next((tensor for tensor in tensors if not tensor.is_meta), None)
     if real is not None or isinstance(inputs, list):
@@ -210,7 +210,7 @@ def _samples(inputs: Any) -> int:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank over a step, in bytes."""
+    """The memory of one rank over a step, in bytes."""
 
     compute_weights: int  # weights that forward and backward use
     main_weights: int  # weights that the optimizer updates, where they are memory of their own
@@ -224,18 +224,18 @@ class RankMemory:
 
     @property
     def held(self) -> dict[str, int]:
-        """What is held when the optimizer steps, by name."""
+        """The bytes held when the optimizer steps, by name."""
         names = ("compute_weights", "main_weights", "main_gradients", "optimizer", "module_buffers")
         return {name: getattr(self, name) for name in names}
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held when the optimizer steps."""
+        """The sum of bytes held when the optimizer steps."""
         return sum(self.held.values())
 
     @property
     def resting_bytes(self) -> int:
-        """Bytes that are held even after gradients are cleared."""
+        """The bytes held even after gradients are cleared."""
         return self.held_bytes - self.main_gradients
 
     @property
@@ -246,7 +246,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """Communication of one rank along one axis in one step."""
+    """The communication of one rank along one axis in one step."""
 
     axis: str  # "dp_shard", "dp_outer", "tp", "cp", "ep" or "pp"
     gathers: int  # collectives that bring weights (or activations) together
@@ -274,34 +274,36 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits into the usable memory of a device, and what rests elsewhere into the host's."""
+        """True if the peak fits into a device's usable memory, and offloaded state into the host's."""
         return self.memory.peak_bytes <= self.machine.usable_bytes and self.fits_host
 
     @property
     def fits_host(self) -> bool:
-        """Whether what rests elsewhere fits into the memory of the host."""
+        """True if offloaded state fits into the host's memory."""
         return self.memory.away_bytes <= self.machine.host_memory_bytes
 
     @property
     def home_step_s(self) -> float:
-        """Seconds of a step for state that rests elsewhere than on the device; 0 where none does."""
+        """The seconds per step that offloaded state takes; 0 without any."""
         return home_step_s(self.model, self.machine)
 
     @property
     def hides_homes_from_tokens(self) -> float | None:
-        """Tokens per rank and step from which `home_step_s` is at most a tenth of the compute; None without homes."""
+        """Tokens per rank and step above which `home_step_s` is at most a tenth of the compute, if anything is
+        offloaded.
+        """
         tokens = self.workload.tokens * self.setup.microbatches
         return tokens * self.home_step_s / (_SMALL_SHARE * self.step.compute_s) or None
 
     @property
     def bubble(self) -> float:
-        """Time that a pipeline idles over the time that it works, (p - 1) / (v m) (Narayanan et al. 2021)."""
+        """The idle time of a pipeline over its work time, (p - 1) / (v m) (Narayanan et al. 2021)."""
         setup = self.setup
         return (setup.ranks.pp - 1) / (setup.virtual_stages * setup.microbatches)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step of the busiest pipeline stage, with the bubble."""
+        """The seconds of a step of the busiest pipeline stage, with the bubble."""
         share = self.workload.share
         slowdown = 1.0 if share is None else share.slowdown(self.setup)
         return self.step.seconds * slowdown * (1 + self.bubble)
@@ -315,14 +317,14 @@ class Plan:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of one microbatch on this rank without recomputation (the F of MFU)."""
+        """The FLOPs of one microbatch on this rank without recomputation (the F of MFU)."""
         if self.workload.share is not None:
             return self.workload.share.model_flops
         return self.profile.forward_flops + self.profile.backward_flops
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The assumptions, in words."""
+        """The assumptions, as sentences."""
         found, share, muon = list(self.workload.notes), self.workload.share, self.model.muon
         if share is not None:
             found += share.notes(self.setup)
@@ -338,21 +340,21 @@ class Plan:
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs over what the devices could do in the time of a step (MFU; Chowdhery et al., PaLM, 2022)."""
+        """Model FLOPs over the devices' peak in the time of a step (MFU; Chowdhery et al., PaLM, 2022)."""
         return self.model_flops * self.setup.microbatches / (self.step_s * self.machine.flops)
 
     @property
     def hidden_from_tokens(self) -> float | None:
-        """Tokens per rank and microbatch from which compute hides the communication of the sharding axis.
+        """Tokens per rank and microbatch above which compute hides the communication of the sharding axis.
 
-        Compute grows with the number of samples, and communication does not. None where nothing travels.
+        Compute grows with the number of samples, and communication does not. None without communication.
         """
         travel_s = sum(axis.seconds for axis in self.traffic if axis.axis == "dp_shard")
         return self.workload.tokens * travel_s / self.step.compute_s or None
 
     @property
     def exposed_fraction(self) -> float:
-        """Fraction of the step that waits for data-parallel collectives."""
+        """The fraction of the step that waits for data-parallel collectives."""
         return self.step.exposed_s / self.step.seconds if self.step.seconds else 0.0
 
 
@@ -360,7 +362,7 @@ _SMALL_SHARE = 0.1
 
 
 def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: ComputeProfile | None = None) -> Plan:
-    """Plan a run of a workload on a machine; `profile` is that of an earlier plan with the same recomputation."""
+    """Plan a run of a workload on a machine; a `profile` of an earlier plan with equal recomputation is reused."""
     model, share = plan_model(workload.module, setup, workload.unit_modules), workload.share
     if profile is None:
         profile = _profile(workload, model)
@@ -443,7 +445,7 @@ class Recommendation:
 
     @property
     def smallest(self) -> Plan:
-        """The plan that needs least memory."""
+        """The plan that needs the least memory."""
         return min(self.plans, key=lambda plan: plan.memory.peak_bytes)
 
 
@@ -452,12 +454,10 @@ def recommend(
 ) -> Recommendation:
     """Plan every strategy on every useful division of the data-parallel ranks, with and without recomputation.
 
-    Where nothing fits, state that rests on the host is planned, too: the optimizer's, all but the weights that compute
-    uses, then these as well.
+    If nothing fits, state on the host is planned too: the optimizer's state, then main weights, then compute weights.
 
     The setup gives tensor, context, pipeline and expert ranks, dtypes, optimizer and the number of data-parallel ranks;
-    strategies, the division into inner and outer ranks and recomputation are varied. No possible arrangement is an
-    error.
+    strategies, the division into inner and outer ranks and recomputation vary. No possible arrangement is an error.
     """
     plans: list[Plan] = []
     problems: list[str] = []
@@ -480,7 +480,7 @@ def recommend(
 
 
 def _plans_with_homes(workload: Workload, plans: Sequence[Plan], machine: Machine) -> list[Plan]:
-    """Plan the arrangement of each recomputation that takes least with more and more state on the host."""
+    """Plan the smallest arrangement of each recomputation with more and more state on the host."""
     found: list[Plan] = []
     for recompute in dict.fromkeys(plan.setup.recompute for plan in plans):
         own = [plan for plan in plans if plan.setup.recompute == recompute and not plan.setup.homes.are_away]
@@ -516,10 +516,10 @@ def _candidates(setup: Setup, machine: Machine) -> Iterator[Setup]:
 
 
 def ranks_that_fit(plan: Plan) -> int | None:
-    """Estimate how many ranks the same plan would need to fit, where every rank holds a shard of all state.
+    """Estimate the ranks that the same plan would need to fit, with a shard of all state on each.
 
-    Persistent memory and what an optimizer borrows shrink with the ranks; gathered weights, buckets and
-    activations do not. None where more ranks do not help, or the strategy does not share everything out.
+    Persistent memory and the optimizer's borrowed memory shrink with the ranks; gathered weights, buckets and
+    activations do not. None if more ranks do not help, or the strategy does not shard all state.
     """
     setup, memory = plan.setup, plan.memory
     if setup.strategy is not ShardingStrategy.optim_grads_params or setup.ranks.dp_outer > 1:

@@ -1,4 +1,4 @@
-"""Activation recomputation: modules that run again in backward, so that only their inputs stay alive."""
+"""Activation recomputation: modules that run again in backward, and keep only their inputs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _PARTS: dict[Recompute, tuple[str, ...]] = {
 
 @contextmanager
 def recomputing(model: nn.Module, unit_names: Sequence[str], recompute: Recompute) -> Iterator[None]:
-    """Let modules keep only their inputs and recompute in backward inside the block (torch's checkpoint).
+    """Recompute modules in backward inside the block (torch's checkpoint), so that they keep only their inputs.
 
-    Hooks of the modules run outside of the recomputation, as the engine's do. Random numbers are drawn anew, which
-    changes no shape. `unit_names` begin with the root.
+    Hooks of the modules run outside the recomputation, like the engine's. Random numbers are drawn anew, which changes
+    no shape. `unit_names` begin with the root.
     """
     chosen = [model.get_submodule(name) for name in _names(model, unit_names, recompute)]
     had = [module.__dict__.get("forward") for module in chosen]

@@ -1,8 +1,8 @@
 """A simulated training step: the engine's scheduler and executor, driven by a compute profile, on simulated wires.
 
 The engine's own `Scheduler` decides what is gathered, reduced and released, and when; its own `Executor` carries that
-out, with gathered weights and buckets on the meta device; its own layouts say what a collective sends. This file adds a
-clock, and units whose collectives take time in place of being started.
+out, with gathered weights and buckets on the meta device; its own layouts give the bytes of a collective. This file
+adds a clock, and units whose collectives take time instead of being launched.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Transfer:
 
 
 class Wires:
-    """The clock of the compute side, and a wire for each axis, whose collectives follow one another.
+    """The clock of the compute side, and a wire per axis, whose collectives follow one another.
 
-    `cost` is (axis, whether of experts, bytes that one rank sends) to seconds; waiting moves the clock.
+    `cost` maps (axis, is of experts, bytes that one rank sends) to seconds; waiting advances the clock.
     """
 
     def __init__(self, cost: Callable[[str, bool, int], float]) -> None:
@@ -53,13 +53,13 @@ class Wires:
         self.restart()
 
     def restart(self) -> None:
-        """Begin at time 0, with nothing on its way."""
+        """Restart at time 0, with nothing in flight."""
         self.now_s = self.exposed_s = 0.0
         self.transfers: list[Transfer] = []
         self._free_s = {INNER: 0.0, OUTER: 0.0}
 
     def send(self, axis: str, unit: int, sent_bytes: int, *, is_gather: bool, is_expert: bool = False) -> float:
-        """Start a collective behind those of the same axis; return the time when it is done."""
+        """Start a collective behind those of the same axis; return its end time."""
         if not sent_bytes:
             return self.now_s
         start = max(self.now_s, self._free_s[axis])
@@ -68,14 +68,14 @@ class Wires:
         return end
 
     def wait(self, end_s: float) -> None:
-        """Let the compute side wait until a time."""
+        """Advance the compute side to a time."""
         self.exposed_s += max(0.0, end_s - self.now_s)
         self.now_s = max(self.now_s, end_s)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What one rank holds at one time of a step, beside what it holds at all times."""
+    """The memory of one rank at one time of a step, beside its constant memory."""
 
     time_s: float  # since the step began
     label: str  # what happens, such as `F3>`, or `step` for the optimizer
@@ -105,7 +105,7 @@ class ReplayedStep:
 
     @property
     def peak(self) -> Moment:
-        """The moment at which most is held; the first of equals."""
+        """The moment of peak memory; the first of equals."""
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
 
@@ -116,9 +116,9 @@ def replay_step(
     exchanges: Sequence[Exchange] = (),
     saved_microbatches: float = 0.0,
 ) -> ReplayedStep:
-    """Replay two steps and describe the second, whose order of units is known and whose memory is all taken.
+    """Replay two steps and describe the second, whose order of units is known and whose memory is allocated.
 
-    Each microbatch waits for `exchanges`, and activations of `saved_microbatches` others are alive beside its own.
+    Each microbatch waits for `exchanges`, and activations of `saved_microbatches` others are alive besides its own.
     """
     replay = _Replay(model, profile, machine, exchanges, saved_microbatches)
     replay.step()
@@ -129,7 +129,7 @@ def replay_step(
 
 
 def _sent_bytes(group: GroupPlan, axis: str, *, is_gather: bool) -> int:
-    """Count the bytes that a rank sends over an axis in a gather of a group's weights, or to reduce its gradients."""
+    """Count the bytes that a rank sends over an axis to gather a group's weights, or to reduce its gradients."""
     if axis == INNER:
         ranks, is_cut = group.axis.num_ranks, group.needs_all_gather
         weights, gradients = group.sent_bytes, group.bucket_bytes
@@ -152,29 +152,29 @@ def _allocated_across(group: GroupPlan) -> int:
 
 
 class _Passing:
-    """Bytes of shard-sized tensors that come and go, and the most since the last look."""
+    """Transient bytes of shard size, and their peak since the last look."""
 
     def __init__(self) -> None:
         self._now = self._most = 0
 
     def add(self, num_bytes: int) -> None:
-        """Allocate (or, with a negative count, free) some."""
+        """Allocate bytes, or free them with a negative count."""
         self._now += num_bytes
         self._most = max(self._most, self._now)
 
     def borrow(self, num_bytes: int) -> None:
-        """Allocate some and free it again."""
+        """Allocate bytes and free them again."""
         self.add(num_bytes)
         self.add(-num_bytes)
 
     def look(self) -> int:
-        """Return the most since the last look."""
+        """Return the peak since the last look, and reset it."""
         most, self._most = self._most, self._now
         return most
 
 
 class _Ticket(NamedTuple):
-    """A reduction on its way."""
+    """A reduction in flight."""
 
     wait: Callable[[], None]
 
@@ -183,10 +183,10 @@ _Started = tuple[_Ticket, tuple[()]]
 
 
 class _Unit:
-    """A unit to the executor, and its one group and the gradients of that: all groups of a unit go the same way.
+    """The executor's view of a unit: one group and its gradients stand for all groups of the unit.
 
-    The methods are those of `engine.unit.Unit` and `engine.gradients`; in place of starting collectives they put them
-    on wires, and in place of tensors they count bytes.
+    The methods are those of `engine.unit.Unit` and `engine.gradients`; they put collectives on wires instead of
+    launching them, and count bytes instead of holding tensors.
     """
 
     def __init__(self, index: int, unit: PlannedUnit, wires: Wires, passing: _Passing) -> None:
@@ -224,7 +224,7 @@ class _Unit:
         self.has_main, self._gathered_s = False, {INNER: 0.0, OUTER: 0.0}
 
     def _send(self, axis: str, *, is_gather: bool) -> float:
-        """Start the collectives of all groups; return the time when the last one is done."""
+        """Start the collectives of all groups; return the time at which the last one ends."""
         send = partial(self._wires.send, axis, self.index, is_gather=is_gather)
         messages = self._messages[axis, is_gather]
         return max((send(sent, is_expert=is_expert) for sent, is_expert in messages), default=0.0)
@@ -235,7 +235,7 @@ class _Unit:
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def all_gather_outer(self, _lane: object) -> None:
-        """All-gather over the outer axis what the last optimizer step changed."""
+        """All-gather the last optimizer step's changes over the outer axis."""
         if self.needs_outer_all_gather:
             self.needs_outer_all_gather = False
             self._gather(OUTER)
@@ -264,7 +264,7 @@ class _Unit:
         return not defer and not self.has_deferred_sum
 
     def begin(self, bucket: object) -> None:
-        """Give gradients memory: a bucket, or whole gradients where reduction is deferred."""
+        """Allocate gradients: a bucket, or whole gradients if reduction is deferred."""
         self.is_filling = True
         if bucket is None and not self.has_deferred_sum:
             self.has_deferred_sum = True
@@ -292,7 +292,7 @@ class _Unit:
         return _Ticket(wait), ()
 
     def reduce_outer(self, _lane: object, _sharded: object, _home_lane: object, block: object) -> _Started:
-        """Reduce over the outer ranks; a block of the pool stands for what is allocated else."""
+        """Reduce over the outer ranks; a block of the pool replaces an allocation."""
         self.has_inner_sum, self.has_main = False, True
         allocated = self._across_bytes if block is None else 0
         self._passing.add(allocated)
@@ -309,7 +309,7 @@ class _Unit:
 
 
 class _Replay:
-    """Tells the scheduler the events of a profile, and lets the executor carry out what it decides."""
+    """A replay: the scheduler gets the events of a profile, and the executor carries out its decisions."""
 
     def __init__(
         self,
@@ -379,7 +379,7 @@ class _Replay:
     # ---- what happens -------------------------------------------------------------------------------------------
 
     def step(self) -> ReplayedStep:
-        """Replay a step and describe it; nothing is on its way between two steps."""
+        """Replay a step and describe it; nothing is in flight between two steps."""
         self._wires.restart()
         self._moments: list[Moment] = []
         self._cast_bytes = 0
@@ -428,7 +428,7 @@ class _Replay:
             self._note(f"{segment}+", segment.peak_bytes + self._saved_bytes)
 
     def _event(self, event: Event, unit: _Unit) -> None:
-        """Tell the scheduler an event, as the engine's hooks do."""
+        """Pass an event to the scheduler, like the engine's hooks."""
         scheduler = self._scheduler
         if event is Event.FORWARD_BEGINS:
             if not scheduler.in_forward and not scheduler.in_backward:
@@ -451,7 +451,7 @@ class _Replay:
         self._executor.run(operations, self._reach)
 
     def _finalise(self) -> None:
-        """Sync gradients if this microbatch does, once the reductions in flight are done."""
+        """Sync gradients if this microbatch does, after the reductions in flight."""
         if not self._mode.syncs:
             return
         for unit in reversed(self._units):
@@ -467,7 +467,7 @@ class _Replay:
 
 
 def groups_of(ranks: ParallelRanks) -> Mapping[str, tuple[int, int]]:
-    """Return for each axis the ranks of a group and the distance of its neighbours in the numbering of all ranks.
+    """Return the ranks of a group and the distance of its neighbours in the numbering of all ranks, for each axis.
 
     Ranks are numbered along tp first, then along cp and dp_shard, dp_outer, pp. Experts are divided over neighbours of
     the sharding axis ("ep"); the ranks that shard the parameters of one expert are further apart ("experts").
@@ -494,7 +494,7 @@ def exchange_s(exchange: Exchange, setup: Setup, machine: Machine) -> float:
 def _waits(
     profile: ComputeProfile, exchanges: Iterable[Exchange], setup: Setup, machine: Machine
 ) -> Mapping[tuple[Event, str], float]:
-    """Add up the seconds of exchanges by the event of the unit that waits for them; the root where no other does."""
+    """Add up the seconds of exchanges by the event at which a unit waits; by default the root."""
     found: dict[tuple[Event, str], float] = {}
     for exchange in exchanges:
         around = (unit for unit in profile.unit_names if unit and f"{exchange.unit}.".startswith(f"{unit}."))

@@ -24,7 +24,7 @@ Table = tuple[Row, list[Row]]
 
 
 def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]:
-    """Return everything that a plan says as JSON values, in bytes, seconds and elements; and what else was tried."""
+    """Return the plan, and the others that were tried, as JSON values in bytes, seconds and elements."""
     memory, setup, work = plan.memory, plan.setup, plan.workload
     told: dict[str, Any] = {
         "model": {
@@ -87,7 +87,7 @@ def setup_dict(setup: Setup) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value: members of enumerations and dtypes by their names."""
+    """Return a JSON value: enumeration members and dtypes by name."""
     if isinstance(value, Enum):
         return value.name
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
@@ -116,7 +116,7 @@ def tried_table(tried: Recommendation) -> Table:
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
-    """List what is planned, as names and values."""
+    """List the subject of the plan, as names and values."""
     setup, ranks, work, pool = plan.setup, plan.setup.ranks, plan.workload, plan.model.memory.pool
     sizes = " x ".join(f"{name} {size}" for name, size in vars(ranks).items() if size > 1 and name != "ep") or "1 rank"
     experts = f", experts over {ranks.ep}" if ranks.ep > 1 else ""
@@ -147,7 +147,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
-    """List units if they are wanted, memory at the peak, and traffic where there is some; numbers but for "class"."""
+    """Yield tables: units if wanted, memory at the peak, and traffic if any; only the column "class" holds words."""
     if with_units:
         rows: list[Row] = []
         same = groupby(plan.model.units, key=lambda unit: (unit.class_name, unit.numel, unit.padding_numel))
@@ -221,7 +221,7 @@ def time_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def machine_words(machine: Machine) -> str:
-    """Describe the assumptions in one line."""
+    """Describe the machine's assumptions in one line."""
     return (
         f"{machine.name}: {machine.flops / 1e12:,.0f} TFLOP/s x {machine.flops_efficiency:g}, memory "
         f"{machine.memory_bytes_per_s / 1e12:.2f} TB/s x {machine.memory_efficiency:g}, link "
@@ -232,7 +232,7 @@ def machine_words(machine: Machine) -> str:
 
 
 def advice(plan: Plan) -> str:
-    """Advise what to try where nothing fits."""
+    """Suggest changes for a plan that does not fit."""
     ranks = ranks_that_fit(plan)
     away, room = plan.memory.away_bytes, in_bytes(plan.machine.host_memory_bytes)
     host = "let state rest on the host (--optimizer-cpu-offload)"
@@ -250,7 +250,7 @@ def advice(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Say whether the plan fits, in one sentence."""
+    """Return one sentence on whether the plan fits."""
     usable, away = plan.machine.usable_bytes, plan.memory.away_bytes
     left = usable - plan.memory.peak_bytes
     if left < 0:
@@ -262,7 +262,7 @@ def verdict(plan: Plan) -> str:
 
 
 def flags(plan: Plan) -> list[str]:
-    """Return the flags to type for the trainer and in Megatron-LM's scripts."""
+    """Return the flags for the trainer and for Megatron-LM's scripts."""
     setup, ranks, policy, recompute = plan.setup, plan.setup.ranks, plan.setup.policy, plan.setup.recompute
     compute, fraction = _compute_dtype(plan), setup.homes.main_weights.fraction
     resolved = resolve_precision(policy, compute)
@@ -306,7 +306,7 @@ def flags(plan: Plan) -> list[str]:
 
 
 def without_flags(plan: Plan) -> list[str]:
-    """List what the flags leave out of a plan, since the trainer has none for it."""
+    """List the parts of a plan for which the trainer has no flag."""
     setup, homes = plan.setup, plan.setup.homes
     is_usual = setup.optimizer.name in ("adamw-fused", *_OF_TRAINER)
     alone = homes.optimizer_state.is_away and not homes.main_weights.is_away
@@ -325,7 +325,7 @@ def without_flags(plan: Plan) -> list[str]:
 
 
 def _compute_dtype(plan: Plan) -> torch.dtype:
-    """Return the dtype of most weights that compute uses."""
+    """Return the dtype of most compute weights."""
     sizes = Counter[torch.dtype]()
     for group in plan.model.groups:
         sizes[group.precision.compute] += group.layout.payload_numel
@@ -333,7 +333,7 @@ def _compute_dtype(plan: Plan) -> torch.dtype:
 
 
 def _dtype_word(dtype: torch.dtype | None) -> str:
-    """Write a dtype as the trainer's flags take it."""
+    """Return a dtype in the spelling of the trainer's flags."""
     return "auto" if dtype is None else str(_plain(dtype))
 
 

@@ -1,4 +1,4 @@
-"""What is planned besides the model: ranks, strategy, dtypes, batch, optimizer and recomputation."""
+"""The settings of a plan besides the model: ranks, strategy, dtypes, batch, optimizer and recomputation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ product; or the MLP (or mixture) of layers."""
 
 
 def one_of(what: str, given: str, known: Mapping[str, Known]) -> Known:
-    """Look a name up; the error begins with `what`, and ends with the nearest known name and all of them."""
+    """Look up a name; the error begins with `what`, and ends with the nearest known name and all of them."""
     if given in known:
         return known[given]
     nearest = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.4)
@@ -56,28 +56,28 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Their number."""
+        """The number of elements."""
         return self.stop - self.start
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of their main weights."""
+        """The bytes of their main weights."""
         return self.numel * self.precision.main_params.itemsize
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of their optimizer state."""
+        """The bytes of their optimizer state."""
         return self.kind.state_bytes(self)
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether their optimizer state rests elsewhere, and they themselves on the device, where a step needs both."""
+        """True if only their optimizer state is offloaded, so that a step moves it to the device and back."""
         return self.state_is_away and not self.is_away
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """Memory that an optimizer keeps and borrows."""
+    """The memory that an optimizer keeps and borrows."""
 
     name: str  # for people
     states_per_param: int  # values that it keeps per parameter, in the dtype of the main weights
@@ -87,16 +87,16 @@ class OptimizerKind:
     passes_per_param: int  # values per parameter that a step reads and writes, its state included
 
     def state_bytes(self, piece: Piece) -> int:
-        """Count the bytes of state that it keeps for a piece."""
+        """Count the bytes of state for a piece."""
         return self.states_per_param * piece.num_bytes + self.counter_bytes
 
     @property
     def counter_bytes(self) -> int:
-        """Bytes of the counter of steps that it keeps for a parameter."""
+        """The bytes of a parameter's step counter."""
         return _COUNTER_BYTES * self.counts_steps
 
     def borrowed_bytes(self, pieces: Sequence[Piece]) -> int:
-        """Count the bytes that a step on some pieces borrows."""
+        """Count the bytes that a step on pieces borrows."""
         sizes = [piece.num_bytes for piece in pieces]
         if not self.one_by_one:
             return self.temporaries * sum(sizes)
@@ -113,7 +113,7 @@ class _EightBitKind(OptimizerKind):
         return 2 * (piece.numel + _FP32_BYTES * scales) + self.counter_bytes
 
     def borrowed_bytes(self, pieces: Sequence[Piece]) -> int:
-        """Count the scales of all blocks, the two codes, and what is decoded of one piece at a time."""
+        """Count the scales of all blocks, the two codes, and the decoded state of one piece at a time."""
         blocks = {piece: -(-piece.stop // BLOCK) - piece.start // BLOCK for piece in pieces if piece.numel}
         decoded = (
             self.temporaries * min(piece.numel, CHUNK) + min(BLOCK * count, CHUNK) for piece, count in blocks.items()
@@ -149,7 +149,7 @@ def find_optimizer(name: str) -> OptimizerKind:
 
 @dataclass(frozen=True)
 class ParallelRanks:
-    """Ranks along each axis. Context-parallel ranks share parameters and so belong to the sharding axis.
+    """The ranks along each axis. Context-parallel ranks share parameters, so they belong to the sharding axis.
 
     Raises:
         ParallelSizeError: A size is below 1, or `ep` does not divide the ranks of the sharding axis.
@@ -175,22 +175,22 @@ class ParallelRanks:
 
     @property
     def world(self) -> int:
-        """Number of all ranks."""
+        """The number of all ranks."""
         return self.dp_outer * self.inner * self.tp * self.pp
 
     @property
     def inner(self) -> int:
-        """Ranks of the sharding axis, context-parallel ones included."""
+        """The ranks of the sharding axis, context-parallel ones included."""
         return self.dp_shard * self.cp
 
     @property
     def divided(self) -> dict[str, int]:
-        """Sizes above 1 of the axes that divide the model or its sequences, by name."""
+        """The sizes above 1 of the axes that divide the model or its sequences, by name."""
         return {name: size for name in ("tp", "cp", "pp", "ep") if (size := getattr(self, name)) > 1}
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that read different sequences."""
+        """The ranks that read different sequences."""
         return self.dp_shard * self.dp_outer
 
 
@@ -218,7 +218,7 @@ def is_count(size: object) -> bool:
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that is chosen for a run besides the model.
+    """The settings of a run besides the model.
 
     Raises:
         ConfigurationError: Something is not possible, alone or with the rest.
@@ -280,7 +280,7 @@ class Setup:
             )
 
     def may_rest(self, homes: Homes) -> bool:
-        """Return whether the engine takes such homes: for state alone, and for compute weights."""
+        """Return whether the engine can offload this state: alone, and with compute weights."""
         is_alone = homes.optimizer_state.is_away and not homes.main_weights.is_away
         shares_outer = self.outer not in (None, ShardingStrategy.no_shard)
         is_whole = self.optimizer.name in (MUON, EIGHT_BIT)
@@ -288,7 +288,7 @@ class Setup:
 
     @property
     def outer(self) -> ShardingStrategy | None:
-        """The strategy on the outer axis; None where there is none."""
+        """The strategy on the outer axis; None without one."""
         return self.outer_strategy if self.ranks.dp_outer > 1 else None
 
     def mode(self, is_last: bool) -> SyncMode:
@@ -298,14 +298,14 @@ class Setup:
 
     @property
     def reduces_early(self) -> bool:
-        """Whether gradients are reduced during backward."""
+        """True if gradients are reduced during backward."""
         return self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
 
 
 def make_setup(ranks: Ranks, **options: Any) -> Setup:
-    """Make a setup of fields; strategies and optimizers may be given by name, homes as `fully_shard` takes them.
+    """Build a setup from fields; strategies and optimizers may be names, and homes as in `fully_shard`.
 
-    None stands for the default.
+    None means the default.
     """
     chosen = {name: value for name, value in options.items() if value is not None}
     for name in {"strategy", "outer_strategy"} & chosen.keys():

@@ -1,7 +1,7 @@
 """A model sharded on paper: units and groups with their layouts, made by the engine's own planning.
 
-Only process groups are missing: an axis is a number of ranks and a place on it. Nothing here takes memory; what a rank
-holds between steps is counted from the layouts, to the byte.
+Only process groups are missing: an axis is a number of ranks and a place on it. Nothing here takes memory; a rank's
+memory between steps is counted from the layouts, to the byte.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class PlannedUnit:
 
     @property
     def numel(self) -> int:
-        """Elements of its parameters on this tensor- and expert-parallel rank, without padding."""
+        """The elements of its parameters on this tensor- and expert-parallel rank, without padding."""
         return sum(group.layout.payload_numel for group in self.groups)
 
     @property
     def padding_numel(self) -> int:
-        """Elements of padding."""
+        """The elements of padding."""
         return sum(group.layout.padding_numel for group in self.groups)
 
 
@@ -65,7 +65,7 @@ class PlannedModel:
 
     @cached_property
     def muon(self) -> MuonWork | None:
-        """What Muon computes and sends; None for another optimizer."""
+        """The compute and communication of Muon; None for another optimizer."""
         setup, inner, outer = self.setup, self.setup.ranks.inner, self.setup.ranks.dp_outer
         replicas = inner if setup.strategy is ShardingStrategy.no_shard else 1
         replicas *= outer if setup.outer_strategy is ShardingStrategy.no_shard else 1
@@ -73,12 +73,12 @@ class PlannedModel:
 
     @property
     def groups(self) -> tuple[GroupPlan, ...]:
-        """All groups, in unit order."""
+        """All groups in unit order."""
         return tuple(group for unit in self.units for group in unit.groups)
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters on this tensor- and expert-parallel rank, without padding."""
+        """The elements of all parameters on this tensor- and expert-parallel rank, without padding."""
         return sum(unit.numel for unit in self.units)
 
     @property
@@ -87,12 +87,12 @@ class PlannedModel:
         return sum(unit.padding_numel for unit in self.units) / max(1, self.numel)
 
     def pieces(self) -> list[Piece]:
-        """List what this rank's optimizer updates: a piece of each parameter in use, without padding, maybe empty."""
+        """List the optimizer's pieces on this rank: one per used parameter, without padding, possibly empty."""
         trained = [piece for group in self.groups if group.requires_grad for piece in self.pieces_of(group)]
         return [piece for piece in trained if self.used is None or piece.name in self.used]
 
     def pieces_of(self, group: GroupPlan) -> list[Piece]:
-        """List what of each parameter of a group is in this rank's main weights."""
+        """List the piece of each parameter of a group in this rank's main weights."""
         return [
             Piece(
                 info.name,
@@ -109,7 +109,7 @@ class PlannedModel:
 def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules = None) -> PlannedModel:
     """Shard a model on paper, as `fully_shard` would; the module is only read.
 
-    Its parameters are what one tensor- and expert-parallel rank of one pipeline stage holds.
+    It has the parameters of one tensor- and expert-parallel rank of one pipeline stage.
     """
     ranks, num_ranks = setup.ranks, setup.ranks.inner * setup.ranks.dp_outer
     is_flat = ranks.ep == ranks.tp == 1
@@ -135,7 +135,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
 
 
 def _domain(setup: Setup, inner: int) -> Domain:
-    """Make the engine's axes without process groups, the last one of `inner` ranks."""
+    """Build the engine's axes without process groups; the last one has `inner` ranks."""
     position_outer, position_inner = divmod(setup.device_rank, setup.ranks.inner)
     places = {"dp_outer": (position_outer, setup.ranks.dp_outer)} if setup.ranks.dp_outer > 1 else {}
     places["dp_shard"] = (position_inner * inner // setup.ranks.inner, inner)
@@ -148,9 +148,9 @@ def _domain(setup: Setup, inner: int) -> Domain:
 
 
 def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int, int, int]:
-    """Count the bytes of compute weights, of main weights with memory of their own, and of main gradients of a rank.
+    """Count a rank's bytes of compute weights, of main weights with their own memory, and of main gradients.
 
-    On the device; or those `away` from it.
+    On the device, or those `away` from it.
     """
     compute = main = gradients = 0
     for group in groups:
@@ -166,14 +166,14 @@ def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int,
 
 
 def optimizer_bytes(model: PlannedModel, *, away: bool = False) -> int:
-    """Count the optimizer state of this rank in bytes, on the device, or `away` from it."""
+    """Count this rank's bytes of optimizer state on the device, or `away` from it."""
     return sum(piece.state_bytes for piece in model.pieces() if piece.state_is_away is away)
 
 
 def cast_bytes(group: GroupPlan, *, away: bool = False) -> int:
-    """Count the bytes of `.grad` in the dtype of the main weights, where main gradients have another.
+    """Count the bytes of `.grad` in the main weights' dtype, if main gradients have another dtype.
 
-    They are cast where main gradients are: on the device, or `away` from it.
+    They are cast where the main gradients are: on the device, or `away` from it.
     """
     precision = group.precision
     is_cast = group.requires_grad and precision.main_grads != precision.main_params
@@ -182,16 +182,16 @@ def cast_bytes(group: GroupPlan, *, away: bool = False) -> int:
 
 
 def away_bytes(model: PlannedModel) -> int:
-    """Count the bytes of this rank that rest elsewhere than on the device."""
+    """Count this rank's offloaded bytes."""
     casts = sum(cast_bytes(group, away=True) for group in model.groups)
     return sum(held_bytes(model.groups, away=True)) + optimizer_bytes(model, away=True) + casts
 
 
 def step_bytes(model: PlannedModel) -> int:
-    """Count the bytes of the device that the steps of the optimizers borrow, one after another.
+    """Count the device bytes that the optimizers' steps borrow, one after another.
 
-    State that rests elsewhere comes group by group, while main weights are on the device: that of three at a time,
-    one that comes, one that steps and one that goes.
+    Offloaded state of weights on the device is streamed group by group, three at a time: one that comes, one that steps
+    and one that goes.
     """
     kind, muon = model.setup.optimizer, 0 if model.muon is None else model.muon.borrowed_bytes
     here = [piece for piece in model.pieces() if piece.kind is kind and not piece.is_away]
@@ -204,10 +204,10 @@ def step_bytes(model: PlannedModel) -> int:
 
 
 def home_step_s(model: PlannedModel, machine: Machine) -> float:
-    """Estimate the seconds that an optimizer's step takes longer since state rests elsewhere than on the device.
+    """Estimate the seconds that offload adds to an optimizer's step.
 
-    The host steps what rests there and sends the new weights back; state that rests there alone comes and goes, in both
-    directions at the same time. Gradients leave during backward, which hides them.
+    The host steps the weights that are offloaded with their state, and sends new weights back; state that is offloaded
+    alone is moved in both directions at the same time. Gradients leave during backward, which hides them.
     """
     pieces = model.pieces()
     stepped = sum(piece.kind.passes_per_param * piece.num_bytes for piece in pieces if piece.is_away)
@@ -217,6 +217,6 @@ def home_step_s(model: PlannedModel, machine: Machine) -> float:
 
 
 def saving_bytes(model: PlannedModel) -> int:
-    """Count the bytes of a checkpoint of this rank: main weights without padding, and optimizer state."""
+    """Count this rank's bytes of a checkpoint: main weights without padding, and optimizer state."""
     weights = sum(piece.num_bytes for group in model.groups for piece in model.pieces_of(group))
     return weights + optimizer_bytes(model) + optimizer_bytes(model, away=True)

@@ -1,4 +1,4 @@
-"""Simulates one rank of a job of any size: the real engine, fake tensors, and collectives that send nothing.
+"""Simulate one rank of a job of any size: the real engine, fake tensors, and collectives that send nothing.
 
     with simulated_model(build, num_ranks=1024, rank=5, zero_dp_strategy=3) as simulated:
         print(simulated.model.memory())
@@ -112,7 +112,7 @@ def simulated_model(
 
 
 def built_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model inside of `simulated_ranks` on the meta device, then make its tensors fake CPU tensors.
+    """Build a model on the meta device inside `simulated_ranks`, then make its tensors fake CPU tensors.
 
     torch refuses to cast some modules that are built of fake tensors, so models are built on the meta device first.
     Tensors that are built on another device on purpose stay as they are.
@@ -185,7 +185,7 @@ def _dimensions(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> dict[str, Any
 
 
 def _register(name: str) -> None:
-    """Register with torch, once in a process, a backend that moves nothing."""
+    """Register a backend that moves nothing with torch, once per process."""
     if hasattr(dist.Backend, name.upper()):
         return
     from torch.testing._internal.distributed.fake_pg import _create_fake_pg

@@ -36,7 +36,7 @@ _NAME = re.compile(r"trace-rank(\d+)\.json")
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What is read of one rank: fields of its timeline, the times of its steps, and its trace events."""
+    """The content of one rank's trace: its timeline's fields, the times of its steps, and its trace events."""
 
     rank: int
     world_size: int
@@ -54,9 +54,9 @@ _OF_TIMELINE = tuple(field.name for field in fields(RankTrace) if field.name not
 
 
 def write_timeline(folder: str | os.PathLike[str], timeline: Timeline) -> Path:
-    """Write one rank's timeline as `trace-rank{r}.json`, which Perfetto opens, and return the path of the file.
+    """Write one rank's timeline as `trace-rank{r}.json`, which Perfetto opens, and return its path.
 
-    The folder, the same for all ranks, is made if it is not there; an older file is replaced.
+    The folder, the same for all ranks, is created if needed; an older file is replaced.
     """
     path = Path(folder) / f"trace-rank{timeline.rank}.json"
     told = {name: getattr(timeline, name) for name in _OF_TIMELINE}
@@ -68,7 +68,7 @@ def write_timeline(folder: str | os.PathLike[str], timeline: Timeline) -> Path:
 def merge_traces(path: str | os.PathLike[str], traces: Sequence[RankTrace]) -> None:
     """Write the trace events of several ranks into one file, for viewers.
 
-    Ranks that were aligned share a clock; others are shifted by when their recordings started on their wall clocks.
+    Ranks that were aligned share a clock; others are shifted by the difference of their wall clocks at the start.
     """
     first_ns = min((trace.started_unix_ns for trace in traces), default=0)
     are_aligned = all(trace.is_aligned for trace in traces)
@@ -82,8 +82,11 @@ def merge_traces(path: str | os.PathLike[str], traces: Sequence[RankTrace]) -> N
 def read_traces(folder: str | os.PathLike[str], *, partial: bool = False) -> tuple[RankTrace, ...]:
     """Read the traces that `write_timeline` wrote into a folder, by rank.
 
-    A file that is missing, damaged or of another recording is a `TraceError`. `partial` reads what is there; recordings
-    whose ranks were not aligned may be of some ranks only, so no file is missed then.
+    With `partial` some files may be missing. Where ranks were not aligned, files may always be missing, since only some
+    of the ranks may have recorded.
+
+    Raises:
+        TraceError: A file is missing, damaged or of another recording.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -144,12 +147,12 @@ def _read(path: Path, rank: int) -> RankTrace:
 
 
 def chrome_events(timeline: Timeline) -> list[Event]:
-    """Make the trace events of a rank: metadata first, then by time."""
+    """Build the trace events of a rank: metadata first, then by time."""
     return sorted(_events_of(timeline), key=_place)
 
 
 def _place(event: Event) -> tuple[bool, float]:
-    """Return the place of an event among others: metadata first, then by time."""
+    """Return the sort key of an event: metadata first, then by time."""
     return event["ph"] != "M", event.get("ts", 0.0)
 
 
@@ -174,25 +177,25 @@ def _events_of(timeline: Timeline) -> Iterator[Event]:
 
 
 class _Events:
-    """Makes the events of one rank."""
+    """A builder of one rank's trace events."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
 
     def name(self, what: str, thread: int, **args: Any) -> Event:
-        """Name the process or a thread."""
+        """Build the name of the process or a thread."""
         return {"ph": "M", "name": what, "pid": self._timeline.rank, "tid": thread, "args": args}
 
     def event(self, kind: str, name: str, time_ns: int, **more: Any) -> Event:
-        """Make an event at a time."""
+        """Build an event at a time."""
         return {"ph": kind, "name": name, "pid": self._timeline.rank, "ts": _us(time_ns), **more}
 
     def span(self, thread: int, name: str, kind: str, interval: Interval) -> Event:
-        """Make a complete event."""
+        """Build a complete event."""
         return self.event("X", name, interval[0], tid=thread, cat=kind, dur=_us(interval[1] - interval[0]))
 
     def lane(self, place: int, lane: str) -> Iterator[Event]:
-        """Make the events of a lane: each collective, and the flow from it to the wait for it."""
+        """Build the events of a lane: each collective, and the flow from it to its wait."""
         known = [(one, one.in_flight) for one in self._timeline.collectives if one.lane == lane and one.in_flight]
         rows = stack_rows([interval for _, interval in known])
         first = _FIRST_LANE_THREAD + _THREADS_PER_LANE * place
@@ -210,7 +213,7 @@ class _Events:
 
 
 def stack_rows(intervals: Sequence[tuple[int, int]]) -> list[int]:
-    """Return for each interval, by start, the first row where nothing else lies at that time."""
+    """Assign each interval, by start, to the first row that is free at that time."""
     ends: list[int] = []
     rows = []
     for start, end in intervals:

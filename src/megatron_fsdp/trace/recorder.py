@@ -1,4 +1,4 @@
-"""Records a model while it trains: an observer that appends a mark and a few words per event, and computes nothing."""
+"""An observer that records a model: it appends a mark and a few words per event, and computes nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class _Range(NamedTuple):
-    """A phase as a range of torch's profiler, named such as "mfsdp/gather layers.3"."""
+    """A phase as a range of torch's profiler, with a name such as "mfsdp/gather layers.3"."""
 
     phase: Phase
     unit: int
@@ -60,6 +60,11 @@ class _Range(NamedTuple):
 
 class Recorder(Observer):
     """Records the phases, collectives and memory of a model on this rank, between `start` and `stop`.
+
+    A step ends when main weights are installed; events from there to the next forward belong to it. While it records,
+    torch's profiler sees phases as ranges, such as "mfsdp/gather layers.3".
+
+    The arguments are those of `trace`.
 
     A step ends where main weights are installed, and what follows until the next forward belongs to it. While it
     records, torch's profiler sees phases as ranges, such as "mfsdp/gather layers.3".
@@ -96,7 +101,7 @@ class Recorder(Observer):
     # ---- start, stop, result ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to record, once; collective where ranks are aligned."""
+        """Begin to record; only once, and collective if ranks are aligned."""
         if self._steps:
             raise TraceError("this recording was started before; make another Recorder")
         if self._align:
@@ -134,7 +139,7 @@ class Recorder(Observer):
         self.stop()
 
     def result(self) -> Timeline:
-        """Return what was recorded so far, once recording has begun."""
+        """Return the recording so far."""
         if not self._steps:
             raise TraceError("nothing was recorded; call start(), or use `with trace(model) as recording:`")
         engine, times = self._engine, self._times or self._read_clock()
@@ -154,7 +159,7 @@ class Recorder(Observer):
         return build_timeline(list(self._steps), times, tuple(engine.traffic_by_axis), empty)
 
     def _read_clock(self) -> Times:
-        """Read the clock now: times count back from the end, since steps before those that were kept are gone."""
+        """Read the clock now; times count back from the end, since the first steps may be dropped."""
         self._clock.settle()
         end = self._clock.mark()
         self._clock.settle()
@@ -181,12 +186,12 @@ class Recorder(Observer):
             self._was_installed = self._was_used
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
-        """Record a failed forward, which has taken its time; other phases that failed are left out."""
+        """Record a failed forward, which took time; other failed phases are left out."""
         if phase is _FORWARD:
             self.ends(phase, unit)
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
-        """Record a moment of a collective, and ask the back end to report when it is done."""
+        """Record a moment of a collective, and ask the back end to report its end."""
         sent = None
         if moment in _LAUNCH:
             sent = tuple((c.gathers, c.reductions, c.gather_bytes, c.reduce_bytes) for c in self._counters)
@@ -195,7 +200,7 @@ class Recorder(Observer):
             self._ask(number, work)
 
     def forgets(self) -> None:
-        """Record that the model was reset."""
+        """Record a reset of the model."""
         self._close_ranges()
         self._note((BROKEN, self._mark()))
 
@@ -212,7 +217,7 @@ class Recorder(Observer):
         self._was_used = self._was_installed = False
 
     def _look_around(self, phase: Phase, unit: int) -> int | None:
-        """Begin a step if one is due, check for room, and return the memory in use where it is sampled."""
+        """Begin a step if one is due, check for room, and return the memory in use if it is sampled."""
         if self._was_installed and phase in _OPENS_STEP:
             self._open_step(self._steps[-1].index + 1)
         if phase is _FORWARD:
@@ -223,21 +228,21 @@ class Recorder(Observer):
         return self._memory() if phase in _SAMPLES_MEMORY else None
 
     def _ask(self, number: int, work: dist.Work) -> None:
-        """Register a callback for the end of a collective; on the host, a wait would notice it late."""
+        """Register a callback for the end of a collective; the host would see it only when it waits."""
         try:
             work.get_future().add_done_callback(partial(_note_done, self._note, number))
         except (RuntimeError, NotImplementedError):
             self._tells_done = False  # this back end has no futures
 
     def _memory_reader(self) -> Callable[[], int | None]:
-        """Return a function that reads the bytes in use: those of the device, or those that the engine holds."""
+        """Return a function that reads the bytes in use: the device's, or the engine's on a CPU."""
         if self._clock.allocated_bytes() is not None:
             return self._clock.allocated_bytes
         at_rest, executor = memory_of(self._engine).persistent_bytes, self._engine.executor
         return lambda: at_rest + executor.held_bytes
 
     def _note_optimizer(self, record: tuple[Any, ...], optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-        """Record that the step of an optimizer begins or ends, if it steps parameters of this model."""
+        """Record the begin or end of an optimizer's step, if it steps this model's parameters."""
         chains = [each for each in self._engine.connected if isinstance(each, ChainedOptimizer)]
         if any(optimizer in chain.optimizers for chain in chains):
             return  # a part of the chain's step
@@ -272,5 +277,5 @@ def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: b
 
 
 def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> None:
-    """Record that a collective is done. A thread of the back end calls this; appending to a list is safe."""
+    """Record the end of a collective. A thread of the back end calls this; appending to a list is safe."""
     note((DONE, time.perf_counter_ns(), number))

@@ -1,4 +1,4 @@
-"""How much of communication was hidden behind other work, in each step of a timeline."""
+"""The share of communication that was hidden behind other work, for each step of a timeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_fsdp.trace.timeline import HOST, Interval, Timeline
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one step on one rank, in nanoseconds."""
+    """The times of one step on one rank, in nanoseconds."""
 
     rank: int
     step: int
@@ -30,10 +30,10 @@ class StepTimes:
 def hidden_part(steps: Iterable[StepTimes]) -> float | None:
     """Return the fraction of communication that was hidden behind other work: 1 - exposed / communication.
 
-    Communication is the time in which at least one collective was in flight, from its launch until its data had
-    come. Exposed is the part of it in which the compute side did nothing else: the compute stream on CUDA waited for a
-    collective; the host on the CPU waited for one or handed one to the back end. Time counts once however many
-    collectives are in flight. None where nothing was sent.
+    Communication is the time with at least one collective in flight, from its launch to the arrival of its data. It is
+    exposed while the compute side did nothing else: the compute stream on CUDA waited for a collective; the host on the
+    CPU waited for one or handed one to the back end. Time counts once, however many collectives are in flight. The
+    fraction is None without communication.
     """
     known = tuple(steps)
     communication = sum(step.communication_ns for step in known)
@@ -41,7 +41,7 @@ def hidden_part(steps: Iterable[StepTimes]) -> float | None:
 
 
 def summarise(timeline: Timeline) -> tuple[StepTimes, ...]:
-    """Sum up communication in each step of a timeline; a wait counts in the step that it is in."""
+    """Sum up the communication of each step of a timeline; a wait counts in its own step."""
     flights = union(one.in_flight for one in timeline.collectives if one.in_flight is not None)
     exposed: Counter[int] = Counter()
     for one in timeline.collectives:
@@ -65,7 +65,7 @@ def summarise(timeline: Timeline) -> tuple[StepTimes, ...]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Unite intervals into disjoint ones by time; empty ones vanish."""
+    """Merge intervals into disjoint ones, sorted by time; empty ones vanish."""
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start <= merged[-1][1]:
@@ -76,7 +76,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def covered(interval: Interval, moments: Sequence[Interval]) -> int:
-    """Return how much of an interval is covered by what `union` returned."""
+    """Return the length of an interval's part that the result of `union` covers."""
     start, end = interval
     # The last that begins before the interval may reach into it.
     first = max(0, bisect_right(moments, start, key=itemgetter(0)) - 1)

@@ -1,7 +1,7 @@
-"""A recording as plain data: phases, collectives and memory of one rank, on one clock; and how it is made of a log.
+"""A recording as plain data (phases, collectives and memory of one rank, on one clock), and its reader of a log.
 
-Times are nanoseconds since the recording started. On the CPU they are those of the host. On CUDA they are those of the
-device: of phases and waits when the compute stream got there, of collectives when their lane's stream did.
+Times are nanoseconds since the recording started. On the CPU they are the host's. On CUDA they are the device's: of
+phases and waits when the compute stream arrived there, of collectives when their lane's stream did.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch on a lane that sent something. Times are None where the recording ended, or failed, before."""
+    """One launch on a lane that sent data. Times are None if the recording ended, or failed, before."""
 
     number: int  # counted on this rank
     step: int  # in which it was launched
@@ -68,19 +68,19 @@ class Collective:
 
     @property
     def in_flight(self) -> Interval | None:
-        """The interval from the launch until what was sent had arrived."""
+        """The interval from the launch to the arrival of the data."""
         return None if self.done_ns is None else (self.launch_ns, max(self.launch_ns, self.done_ns))
 
     @property
     def launch(self) -> Interval:
-        """The interval in which it was handed to the back end."""
+        """The interval of handing it to the back end."""
         return self.launch_ns, self.launched_ns
 
     @property
     def blocked(self) -> Interval | None:
-        """The interval in which the compute side waited for the data; empty where it had arrived before.
+        """The interval in which the compute side waited for the data; empty if it had arrived before.
 
-        What follows until `waited_ns` is local work.
+        Local work follows until `waited_ns`.
         """
         if self.wait_ns is None or self.waited_ns is None or self.arrived_ns is None:
             return None
@@ -89,7 +89,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Bytes in use when a forward, a backward or a reduction of a unit began."""
+    """The bytes in use at the beginning of a unit's forward, backward or reduction."""
 
     step: int
     unit: int
@@ -144,7 +144,7 @@ Counts = tuple[int, int, int, int]
 
 @dataclass
 class StepLog:
-    """The records of one step after its first mark; some were dropped for want of room if it is cut."""
+    """The records of one step after its first mark, and whether some were dropped for lack of room."""
 
     index: int
     start: Any
@@ -154,14 +154,14 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Times:
-    """How to convert marks into times: by their clock, and a last mark whose time since the start is known."""
+    """A converter from marks to times: the clock of the marks, and a last mark of known time."""
 
     clock: Clock
     end: Any
     end_ns: int
 
     def of_steps(self, steps: Sequence[StepLog]) -> list[int]:
-        """Return when each step started; step by step, since clocks of devices lose precision over long stretches."""
+        """Return the start time of each step; step by step, since device clocks lose precision over long stretches."""
         starts, now = [], self.end_ns
         for step, later in zip(reversed(steps), [self.end, *(step.start for step in reversed(steps))], strict=False):
             now -= self.clock.elapsed_ns(step.start, later)
@@ -181,10 +181,9 @@ class _Open:
 
 
 def build_timeline(steps: Sequence[StepLog], times: Times, axes: Sequence[str], empty: Timeline) -> Timeline:
-    """Fill an empty timeline with the events of steps that followed each other; axes in the order of their counters.
+    """Fill an empty timeline with the events of consecutive steps; axes in the order of their counters.
 
-    Phases that an exception ended are left out, and those that have not ended; collectives that were launched before
-    the first step are left out, too.
+    Left out are phases that an exception ended or that have not ended, and collectives launched before the first step.
     """
     builder, starts = _Builder(axes), times.of_steps(steps)
     last_ns = starts[-1]
@@ -207,7 +206,7 @@ def build_timeline(steps: Sequence[StepLog], times: Times, axes: Sequence[str], 
 
 
 class _Builder:
-    """Reads records one after another."""
+    """A reader of records, one after another."""
 
     def __init__(self, axes: Sequence[str]) -> None:
         self._axes = axes
@@ -241,14 +240,14 @@ class _Builder:
                 self._open.clear()
 
     def _end(self, now_ns: int, phase: Phase | str, unit: int) -> None:
-        """Close a phase; those inside of it that an exception ended are left out."""
+        """Close a phase, and drop inner ones that an exception ended."""
         for found in close_phase(self._open, phase, unit)[:1]:
             name = phase.value if isinstance(phase, Phase) else phase
             duration_ns, depth = now_ns - found.start_ns, len(self._open)
             self.spans.append(Span(found.step, unit, name, found.start_ns, duration_ns, depth, found.num_bytes))
 
     def _launched(self, number: int, lane: str, now_ns: int, after: tuple[Counts, ...]) -> None:
-        """Begin a collective, if it sent something; a single rank has nothing to send."""
+        """Begin a collective, if it sends data; a single rank sends none."""
         step, unit, launch_ns, before = self._launches.pop(number)
         moved = [[now - then for then, now in zip(*each, strict=True)] for each in zip(before, after, strict=True)]
         axes = [axis for axis, counts in zip(self._axes, moved, strict=True) if any(counts)]
