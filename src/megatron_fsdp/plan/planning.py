@@ -289,9 +289,7 @@ class Plan:
 
     @property
     def hides_homes_from_tokens(self) -> float | None:
-        """Tokens per rank and step above which `home_step_s` is at most a tenth of the compute, if anything is
-        offloaded.
-        """
+        """The tokens per rank and step above which `home_step_s` is at most a tenth of the compute."""
         tokens = self.workload.tokens * self.setup.microbatches
         return tokens * self.home_step_s / (_SMALL_SHARE * self.step.compute_s) or None
 
