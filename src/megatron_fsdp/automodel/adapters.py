@@ -1,8 +1,8 @@
-"""Adapters of peft on a model that has no memory yet.
+"""Adapters of peft on a model on the meta device.
 
-Adapters are added before the model is made parallel, so that they are cut and sharded with the layers that they belong
-to; at that time no weight has a value. Once the base has its values, the adapters' are drawn in a copy of the model on
-the meta device, in which they alone have memory, and every rank keeps what it holds of them.
+Adapters are added before the model is made parallel, so that they are divided and sharded with their layers; no weight
+has a value then. After the base is filled, the adapters' values are drawn in a copy of the model on the meta device, in
+which only they have memory, and every rank keeps its part of them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _COPY, _ORIGINAL = ".modules_to_save.", ".original_module."
 
 
 def add_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
-    """Put adapters on a model on the meta device and freeze the rest; random generators stay as they are.
+    """Add adapters to a model on the meta device and freeze the rest; random generators are not advanced.
 
-    Returns the `PeftModel`. Adapters have the dtype that peft gives them (float32 where the model has less) and no
-    final values yet: `fill_adapters` gives them.
+    Returns the `PeftModel`. Adapters have the dtype that peft gives them (float32 if the model has less) and no final
+    values yet: `fill_adapters` gives them.
     """
     peft: Any = require("peft", "peft_config")
     if not isinstance(peft_config, peft.PeftConfig):
@@ -52,7 +52,7 @@ def add_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
 
 
 def _with_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
-    """Make a peft model whose adapters alone have memory and values."""
+    """Build a peft model in which only the adapters have memory and values."""
     import peft
 
     try:
@@ -74,7 +74,7 @@ def _needs_weights(peft_config: Any, reason: str) -> str:
 
 
 class _KeepValues(TorchFunctionMode):
-    """Leaves tensors that have values where they are: peft moves adapters to the device of their layer, here meta."""
+    """Keeps tensors with values in place: peft moves adapters to the device of their layer, here meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         del types
@@ -92,7 +92,7 @@ def _is_meta_device(value: Any) -> bool:
 
 @contextlib.contextmanager
 def without_copies(*models: nn.Module) -> Iterator[None]:
-    """Let peft models look like their bases in the block, for loading: copies (`modules_to_save`) in their places."""
+    """Present peft models as their bases inside the block, for loading: copies replace the original modules."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     for module in map(unwrap, models):
         if getattr(module, "peft_config", None):
@@ -111,10 +111,10 @@ def without_copies(*models: nn.Module) -> Iterator[None]:
 
 
 def fill_adapters(model: nn.Module, twin: nn.Module, peft_config: Any, device: torch.device) -> None:
-    """Give adapters their first values, those that peft draws on one process; collective over all ranks.
+    """Give adapters the first values that peft would draw in one process; collective over all ranks.
 
-    `twin` is the base on the meta device as it was before adapters were added, and is used up. Random states travel
-    on `device`; values are drawn on the CPU.
+    `twin` is the base on the meta device, before adapters were added; it is consumed. Random states are sent on
+    `device`; values are drawn on the CPU.
     """
     groups = [dist.group.WORLD] if dist.group.WORLD is not None else []
     with same_random_numbers(groups, device), warnings.catch_warnings():
@@ -142,7 +142,7 @@ def fill_adapters(model: nn.Module, twin: nn.Module, peft_config: Any, device: t
 
 
 def _original_of(live: LiveTensor, by_name: dict[str, LiveTensor]) -> LiveTensor | None:
-    """Find what a trained copy of a module's weight was copied from."""
+    """Return the weight of which a trained copy of a module was made."""
     for alias in live.aliases:
         before, found, after = alias.partition(_COPY)
         if found:

@@ -1,4 +1,4 @@
-"""What a model of transformers is made of: where its decoder layers are and how many heads it has; pure inspection."""
+"""The structure of a model of transformers, read from the module: decoder layers and numbers of heads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Layers:
 
 
 def find_layers(model: nn.Module) -> Layers:
-    """Find the decoder layers: where transformers' models have them, else the longest list of modules."""
+    """Find the decoder layers: at transformers' usual places, else the longest list of modules."""
     parts = dict(model.named_modules(remove_duplicate=False))
     for path in _KNOWN_PATHS:
         found = parts.get(path)
@@ -59,7 +59,7 @@ def find_layers(model: nn.Module) -> Layers:
 
 
 def parameter_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter by its first one: tied parameters have several."""
+    """Map the first name of each parameter to all its names; tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -67,14 +67,14 @@ def parameter_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the config of the language model, also inside of a multimodal one; None where the model has none."""
+    """Return the config of the language model, also of a multimodal one; None without a config."""
     config: Any = getattr(model, "config", None)
     get_text_config = getattr(config, "get_text_config", None)
     return get_text_config() if callable(get_text_config) else config
 
 
 def head_counts(model: nn.Module) -> tuple[int, int] | None:
-    """Return (query heads, key and value heads) of the language model; None where its config does not say."""
+    """Return (query heads, key and value heads) of the language model; None if its config has none."""
     config = text_config(model)
     queries = getattr(config, "num_attention_heads", None)
     if not isinstance(queries, int):
@@ -84,5 +84,5 @@ def head_counts(model: nn.Module) -> tuple[int, int] | None:
 
 
 def model_type(model: nn.Module) -> str:
-    """Return what transformers calls the family ("llama", "qwen3"); empty where the model has no config."""
+    """Return transformers' name of the family ("llama", "qwen3"); empty without a config."""
     return str(getattr(text_config(model), "model_type", "") or "")

@@ -1,4 +1,4 @@
-"""`from_pretrained` and `from_config` that take a strategy and sizes, and return a model that is ready to train.
+"""`from_pretrained` and `from_config` with a strategy and sizes; they return a model that is ready to train.
 
 The model is built on the meta device, made parallel, and then given its weights shard by shard; nothing is downloaded.
 """
@@ -65,7 +65,7 @@ _COMPARED = (
 
 
 def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the default strategy, or what the setup says, in the place of arguments that are left out."""
+    """Replace omitted arguments by the setup's or by the default strategy."""
     setup: DistributedSetup | None = given["distributed_setup"]
     if setup is not None:
         return {**given, **setup.arguments()}
@@ -74,14 +74,14 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _backend_of(given: Mapping[str, Any]) -> str:
-    """Return the back end that arguments name, which may be anything: ranks have to meet to say what is wrong."""
+    """Return the back end of unchecked arguments: ranks need process groups to raise together."""
     with suppress(AttributeError, TypeError):
         return str(_resolved(given)["distributed_config"].backend)
     return "gloo"
 
 
 def _check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse what is said in two ways, what cannot be honoured, and sizes that do not fit."""
+    """Raise for contradicting arguments, unsupported ones, and sizes that do not fit."""
     if given["device_map"] is not None:
         raise ConfigurationError(
             f"device_map={given['device_map']!r} puts whole layers on devices, and here every rank holds a part of "
@@ -113,7 +113,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
 
 
 class _AutoModel:
-    """What the three classes share."""
+    """The base of the three public classes: `from_pretrained` and `from_config`."""
 
     _transformers_class: ClassVar[str]
     _new_head: ClassVar[bool] = False
@@ -150,6 +150,9 @@ class _AutoModel:
         **config_overrides: Any,
     ) -> Any:
         """Build a model without memory, make it parallel, and read its weights straight into the shards; collective.
+
+        Each rank reads only the bytes of its own shards; besides them at most 32 MiB of a tensor are in memory, and one
+        layer of the weights that are not in the files.
 
         Each rank reads the bytes of its own shards; the most that exists beside them is 32 MiB of a tensor, and of
         weights that are not in the files, one layer.
@@ -222,6 +225,11 @@ class _AutoModel:
     ) -> Any:
         """Build a model without memory, make it parallel, and draw its weights straight into the shards; collective.
 
+        The weights are those that transformers draws under the same seed, for any strategy, sizes and number of ranks.
+
+        The config is one of transformers, or a local folder with one; the other arguments and the result are those of
+        `from_pretrained`. If neither `dtype` nor the config gives one, torch's default is used.
+
         The weights are those that transformers draws under the same seed, whatever the strategy, the sizes and the
         number of ranks.
 
@@ -275,7 +283,7 @@ class AutoModelForCausalLM(_AutoModel):
 
 
 class AutoModelForSequenceClassification(_AutoModel):
-    """Sequence classifiers; a head that the files lack is drawn, with a warning, and their language head left out."""
+    """Sequence classifiers; a head that the files lack is drawn, with a warning, and their language head ignored."""
 
     _transformers_class = "AutoModelForSequenceClassification"
     _new_head = True
@@ -290,7 +298,7 @@ class AutoModelForImageTextToText(_AutoModel):
 def _fill(
     twin: nn.Module, asked: Mapping[str, Any], context: MeshContext, folder: Path | None, new_head: bool
 ) -> nn.Module | Pipeline:
-    """Make the model parallel that `twin` is on the meta device, and give it its weights; uses the twin up."""
+    """Make a parallel model like `twin`, which is on the meta device, and give it its weights; consumes the twin."""
     strategy, peft_config = asked["distributed_config"], asked["peft_config"]
     if asked["pipeline_config"] is not None and context.sizes.pp == 1:
         raise ConfigurationError("pipeline_config is given and pp_size is 1; leave it out, or give pp_size")
@@ -340,7 +348,7 @@ def _fill(
 def _parallel(
     live: nn.Module, config: DistributedConfig, context: MeshContext, pipeline_config: PipelineConfig | None
 ) -> nn.Module | Pipeline:
-    """Make a model parallel, with memory but no values; for DDP, whose constructor sends values, not wrapped yet."""
+    """Make a model parallel, with memory but no values; DDP is wrapped later, since its constructor sends values."""
     if isinstance(config, DDPConfig):
         allocate(live, context.device)
         return live
@@ -381,12 +389,12 @@ def fill_weights(
     strict: bool = True,
     new_head: bool = False,
 ) -> tuple[str, ...]:
-    """Load the values of shards from a folder of Hugging Face files, and draw those that it lacks; collective.
+    """Load the values of shards from a folder of Hugging Face files, and draw missing ones; collective.
 
-    `models` are the whole model on the meta device, which is used up; what this rank has of it; and its stages. Random
-    states travel on `device`. `copies` names parameters that get their values from another stage. `strict` refuses
-    files that lack a weight or have more; with `new_head` the head may be lacking, or another. Without a folder all
-    values are drawn. Returns the names of the parameters that were drawn on this rank.
+    `models` are the whole model on the meta device, which is consumed; this rank's part of it; and its stages. Random
+    states are sent on `device`. `copies` names parameters that get their values from another stage. `strict` raises if
+    files lack a weight or have more; with `new_head` the head may be missing, or another. Without a folder all values
+    are drawn. Returns the names of the parameters that were drawn on this rank.
     """
     twin, model, stages = models
     filled = set(copies)
@@ -399,7 +407,7 @@ def fill_weights(
 
 
 def _check(report: LoadReport, folder: Path, twin: nn.Module, strict: bool, new_head: bool) -> None:
-    """Refuse files that do not fit, but for what the caller lets pass; the same on every rank."""
+    """Raise if files do not fit, except as the caller allows; the same on every rank."""
     prefix = f"{getattr(twin, 'base_model_prefix', '')}."
     missing: Sequence[str] = report.missing
     unexpected: Sequence[str] = report.unexpected
@@ -419,7 +427,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def facts_of(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each value, of a dataclass of each field ("peft_config.r"), so that what differs is named."""
+    """Return each value as text, a dataclass field by field ("peft_config.r"), so that errors name the difference."""
     facts = {}
     for name, value in given.items():
         own = _fields_of(value)
@@ -429,7 +437,7 @@ def facts_of(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def canonical_text(value: Any) -> str:
-    """Write a `repr` with sorted elements of sets and keys of mappings, at any depth, and without addresses."""
+    """Return a `repr` with sorted elements of sets and keys of mappings, at any depth, and without addresses."""
     if (own := _fields_of(value)) is not None:
         return f"{type(value).__name__}{canonical_text(own)}"
     if isinstance(value, Mapping):
@@ -443,7 +451,7 @@ def canonical_text(value: Any) -> str:
 
 
 def _fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass, those too that its `repr` leaves out; None for anything else."""
+    """Return the fields of a dataclass, including those without `repr`; None for anything else."""
     if not is_dataclass(value) or isinstance(value, type):
         return None
     return {field.name: getattr(value, field.name) for field in fields(value)}
@@ -453,7 +461,7 @@ def _fields_of(value: Any) -> dict[str, Any] | None:
 
 
 def _find_folder(name_or_path: str | Path) -> Path:
-    """Find the local folder of a model: the path itself, or where the hub's cache has the name."""
+    """Return the local folder of a model: the path itself, or its entry in the hub's cache."""
     if not isinstance(name_or_path, str | Path):
         raise ConfigurationError(
             f"the model is given as {name_or_path!r}; give a local folder, or a name in the hub's local cache"
@@ -473,7 +481,7 @@ def _find_folder(name_or_path: str | Path) -> Path:
 
 
 def _config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> Any:
-    """Return the config of the model with fields changed, as a copy: the one that is given, or the folder's."""
+    """Return a copy of the given config, or of the folder's, with fields changed."""
     if given is not None:
         if not isinstance(given, transformers.PretrainedConfig):
             raise ConfigurationError(f"config is a {type(given).__name__}; give a config of transformers or its folder")
@@ -492,7 +500,7 @@ def _config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) ->
 
 
 def _resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | None) -> torch.dtype:
-    """Return the dtype of the weights; for "auto" or None what the config says, else what most of the files have."""
+    """Return the dtype of the weights; for "auto" or None the config's, else that of most weights in the files."""
     if dtype in (None, "auto"):
         said = getattr(config, "dtype", None)
         if said not in (None, "auto"):
@@ -512,7 +520,7 @@ def _resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | 
 
 
 def adopt_generation_config(model: Any, folder: Path) -> None:
-    """Let a model generate as the folder says, where it does."""
+    """Apply the folder's generation_config.json, if any."""
     if not (folder / "generation_config.json").is_file() or not model.can_generate():
         return
     try:
@@ -522,7 +530,7 @@ def adopt_generation_config(model: Any, folder: Path) -> None:
 
 
 def refuse_quantised(model: nn.Module) -> None:
-    """Refuse quantised weights, which are not cast into shards."""
+    """Raise for quantised weights, which cannot be cast into shards."""
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise CheckpointError(
             "the weights are quantised (quantization_config); convert them to floating point first, or train adapters "
@@ -538,8 +546,8 @@ _SIZE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([KMG])(I?)B")
 def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> None:
     """Give a model its `save_pretrained`.
 
-    `whole` is what is saved of a `Pipeline`: the stages of this rank as one model. `config` becomes config.json, as it
-    was before the model was made parallel. Tokenizer and templates are carried along from `folder`, if there is one.
+    `whole` is the model to save for a `Pipeline`: the stages of this rank as one model. `config` becomes config.json,
+    as it was before the model was made parallel. Tokenizer and templates are copied from `folder`, if given.
     """
 
     def save_pretrained(
@@ -550,7 +558,7 @@ def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> 
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Save as transformers does; collective: all ranks call it. See docs/integrations.md.
+        """Save in the format of transformers; collective: all ranks call it. See docs/integrations.md.
 
         Args:
             self: The model; a deep copy saves its own weights.

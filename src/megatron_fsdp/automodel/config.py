@@ -1,4 +1,4 @@
-"""What a user says about a run: a dataclass for each of the three strategies, and the parallel sizes.
+"""The user's settings of a run: a dataclass for each of the three strategies, and the parallel sizes.
 
 The sizes (`dp_size`, `dp_replicate_size`, `tp_size`, `pp_size`, `cp_size`, `ep_size`) are arguments of
 `from_pretrained` and `from_config`; `resolve_sizes` checks them. Names, order and defaults of the fields are those of
@@ -24,7 +24,7 @@ BACKENDS = ("nccl", "gloo")
 
 
 class _Config:
-    """What the dataclasses of the three strategies share."""
+    """The base class of the three strategies' settings."""
 
     backend: str
     activation_checkpointing: bool | str
@@ -34,7 +34,7 @@ class _Config:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     def _check(self, **kinds: type) -> None:
-        """Check flags (a string such as "false" would count as true), the backend, and fields of other types."""
+        """Check flags (a string such as "false" would count as true), the backend, and the types of other fields."""
         kind = type(self).__name__
         for field in fields(self):  # type: ignore[arg-type]  # its subclasses are dataclasses
             name, value = field.name, getattr(self, field.name)
@@ -54,7 +54,7 @@ class _Config:
             raise ConfigurationError(f"{kind}.backend={self.backend!r}; give 'nccl' (accelerators) or 'gloo' (CPUs)")
 
     def _refuse_deterministic(self, given: str | None, who_adds: str) -> None:
-        """Refuse a field of `MegatronFSDPConfig`."""
+        """Raise for a field that only `MegatronFSDPConfig` has."""
         if given is not None:
             raise ConfigurationError(
                 f"{type(self).__name__} takes no deterministic={given!r}: {who_adds} gradients up in the order of the "
@@ -266,7 +266,7 @@ DistributedConfig: TypeAlias = Union[FSDP2Config, MegatronFSDPConfig, DDPConfig]
 
 
 def check_config(config: object) -> DistributedConfig:
-    """Return the argument if it is one of the three configs, and refuse it otherwise."""
+    """Return the argument if it is one of the three configs, else raise."""
     if not isinstance(config, FSDP2Config | MegatronFSDPConfig | DDPConfig):
         given = config.__name__ + " (the class)" if isinstance(config, type) else type(config).__name__
         raise ConfigurationError(
@@ -277,7 +277,7 @@ def check_config(config: object) -> DistributedConfig:
 
 @dataclass(frozen=True)
 class ParallelismSizes:
-    """The sizes that a user gives; None: left out.
+    """The sizes given by the user; None: not given.
 
     Attributes:
         dp_size: Data-parallel ranks, copies included; None, 0 or -1: all that the other sizes leave.
@@ -308,7 +308,7 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How many ranks lie on each axis.
+    """The number of ranks on each axis.
 
     Attributes:
         dp_replicate: Copies of the sharded model.
@@ -328,17 +328,17 @@ class ParallelSizes:
 
     @property
     def dp(self) -> int:
-        """Ranks that read different data."""
+        """The ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def dp_cp(self) -> int:
-        """Ranks over which gradients of dense parameters are averaged."""
+        """The ranks over which gradients of dense parameters are averaged."""
         return self.dp * self.cp
 
     @property
     def ep_shard(self) -> int:
-        """Ranks that share the shards of one rank's experts."""
+        """The ranks that share the shards of one rank's experts."""
         return self.dp_cp * self.tp // self.ep
 
 

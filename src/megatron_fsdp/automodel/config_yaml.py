@@ -74,7 +74,7 @@ _IGNORED = ("_recursive_", "_convert_")
 
 @dataclass(frozen=True)
 class DistributedSetup:
-    """A strategy and the sizes, as a section of YAML says them: `from_pretrained(path, distributed_setup=setup)`.
+    """A strategy and sizes from a section of YAML: `from_pretrained(path, distributed_setup=setup)`.
 
     Attributes:
         config: The strategy.
@@ -94,7 +94,7 @@ class DistributedSetup:
         pipeline_config: PipelineConfig | None = None,
         **size_arguments: int | None,
     ) -> DistributedSetup:
-        """Put a setup together in code.
+        """Build a setup in code.
 
         Args:
             strategy: A config, or its name in YAML.
@@ -194,7 +194,7 @@ def _strategy(name: Any, target: Any) -> type[Any]:
 
 
 def _object(name: str, values: Mapping[str, Any]) -> Any:
-    """Build what a mapping stands for at a field that takes an object."""
+    """Build the object that a mapping describes, for a field that takes an object."""
     kind, targets = _OBJECTS[name]
     target = values.get("_target_", kind)
     if target is not kind and target not in targets:

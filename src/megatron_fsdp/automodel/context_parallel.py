@@ -53,17 +53,17 @@ _BY_LENGTH = {"dynamic", "longrope"}
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How sequences are cut over a number of ranks.
+    """The division of sequences over ranks.
 
     With causal attention a token costs as much as there are tokens before it. So the sequence is cut into 2 * ranks
-    pieces, and rank r has the pieces r and 2 * ranks - 1 - r, one cheap and one dear: all ranks have the same work.
-    This is the order of torch's `_HeadTailLoadBalancer`.
+    pieces, and rank r has the pieces r and 2 * ranks - 1 - r, one cheap and one expensive: all ranks have the same
+    work. This is the order of torch's `_HeadTailLoadBalancer`.
     """
 
     ranks: int
 
     def check_length(self, length: int) -> None:
-        """Refuse whole sequences of a length that does not divide into equal pieces."""
+        """Raise for a length of whole sequences that does not divide into equal pieces."""
         num_pieces = 2 * self.ranks
         if length > 0 and length % num_pieces == 0:
             return
@@ -74,11 +74,11 @@ class SequenceLayout:
         )
 
     def pieces_of(self, rank: int) -> tuple[int, int]:
-        """Return the numbers of the pieces of a rank, in the order in which it has them."""
+        """Return the numbers of a rank's pieces, in their order on the rank."""
         return rank, 2 * self.ranks - 1 - rank
 
     def ranges_of(self, rank: int, local_length: int) -> list[tuple[int, int]]:
-        """Return (first, last + 1) in the whole sequence of each piece of a rank that has `local_length` tokens."""
+        """Return (first, last + 1) in the whole sequence for each piece of a rank with `local_length` tokens."""
         size = local_length // 2
         return [(piece * size, (piece + 1) * size) for piece in self.pieces_of(rank)]
 
@@ -88,12 +88,12 @@ class SequenceLayout:
         return torch.cat([torch.arange(start, end, device=device) for start, end in ranges])
 
     def cut(self, whole: Tensor, rank: int, dim: int) -> Tensor:
-        """Cut out, as a copy, what a rank has of a tensor whose dimension `dim` is the whole sequence."""
+        """Copy a rank's tokens out of a tensor whose dimension `dim` is the whole sequence."""
         ranges = self.ranges_of(rank, whole.shape[dim] // self.ranks)
         return torch.cat([whole.narrow(dim, start, end - start) for start, end in ranges], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Put the whole sequence together, in order, from what each rank has; the reverse of `cut`."""
+        """Join the parts of all ranks into the whole sequence, in order; the reverse of `cut`."""
         found: dict[int, Tensor] = {}
         for rank, part in enumerate(parts):
             found.update(zip(self.pieces_of(rank), part.chunk(2, dim), strict=True))
@@ -101,7 +101,10 @@ class SequenceLayout:
 
 
 def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Cut out what this context-parallel rank computes of a batch that all of them hold whole.
+    """Return this context-parallel rank's part of a batch that all ranks hold whole.
+
+    The ranks compare their batches first (one small collective): a data loader that gives them different ones is an
+    easy mistake that no later step would detect.
 
     The ranks compare their batches first (one small collective), since a data loader that gives them different ones is
     an easy mistake that no later step would notice.
@@ -140,7 +143,7 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh) -> dict[str, T
 
 
 def unshard_sequence(tensor: Tensor, cp_mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """Gather the whole of what every rank has a part of, such as logits, on every rank; detached.
+    """Gather a sequence that is divided over the ranks, such as logits, on every rank; detached.
 
     Args:
         tensor: This rank's part; the same shape on every rank.
@@ -184,7 +187,7 @@ def _check(batch: Mapping[str, Tensor], layout: SequenceLayout) -> None:
 
 
 def _check_padding(batch: Mapping[str, Tensor]) -> None:
-    """Refuse padding but behind all tokens, which see none behind them, and without labels that count."""
+    """Allow only trailing padding, without labels."""
     real = batch["attention_mask"].bool()
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         raise ConfigurationError(
@@ -196,15 +199,15 @@ def _check_padding(batch: Mapping[str, Tensor]) -> None:
 
 
 def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh) -> None:
-    """Let the ranks of a mesh dimension share the tokens of every sequence; in place, before or after sharding.
+    """Divide the tokens of every sequence over the ranks of a mesh dimension; in place, before or after sharding.
 
-    The model (a causal one of transformers, or of peft around one; may be on the meta device) is then called with what
-    `shard_batch` returns: `model(input_ids=..., position_ids=...)`. It returns logits of this rank's tokens;
-    `unshard_sequence` puts them together. Gradients are those of the rank's tokens, so the context-parallel ranks have
-    to be averaged together with the data-parallel ones.
+    The model (a causal one of transformers, or of peft around one; may be on the meta device) is then called with the
+    result of `shard_batch`: `model(input_ids=..., position_ids=...)`. It returns logits of this rank's tokens;
+    `unshard_sequence` joins them. Gradients are those of the rank's tokens, so they have to be averaged over the
+    context-parallel and the data-parallel ranks together.
 
-    Nothing is kept outside of the model: its attention modules know their process group, and models on different
-    meshes work side by side. What transformers keeps for good is the name of the attention function.
+    All state is in the model: its attention modules know their process group, and models on different meshes work side
+    by side. Only the name of the attention function stays registered with transformers.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
@@ -235,9 +238,9 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh) -> None:
 
 
 def check_call(model: nn.Module, arguments: dict[str, Any]) -> None:
-    """Refuse ahead of a forward what the forward of a context-parallel model would refuse; collective.
+    """Raise, before a forward, the errors of a context-parallel model's forward; collective.
 
-    For pipelines: there a forward that raises leaves the other stages waiting.
+    For pipelines, in which a forward that raises leaves the other stages waiting.
     """
     shared = model.__dict__.get(ATTRIBUTE)
     if shared is not None:
@@ -245,7 +248,7 @@ def check_call(model: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _refuse_unfit(model: Any) -> None:
-    """Raise for models in which tokens would meet without this library's attention."""
+    """Raise for models that mix tokens without this library's attention."""
     config = text_config(model)
     kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     convolutions = {type(part).__name__ for part in model.modules() if isinstance(part, nn.Conv1d)}
@@ -272,7 +275,7 @@ def _refuse_unfit(model: Any) -> None:
 def _before_forward(
     shared: ContextParallel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Refuse calls that would be silently wrong on a part of the sequence."""
+    """Raise for calls that would be silently wrong on a part of the sequence."""
     call = f"{type(module).__name__} is context parallel: call it with what shard_batch returns, by keyword"
     positions = kwargs.get("position_ids")
     if len(args) > 1 or not isinstance(positions, Tensor):
@@ -302,7 +305,7 @@ def _before_forward(
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
-    """What the attention modules of one model know of the ranks that share their sequences."""
+    """The context-parallel ranks of one model, for its attention modules."""
 
     group: dist.ProcessGroup
     rank: int
@@ -316,7 +319,7 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class _Math:
-    """How scores become outputs, for all pieces alike."""
+    """The numerics from scores to outputs, equal for all pieces."""
 
     scale: float
     dropout: float
@@ -336,16 +339,16 @@ def context_parallel_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from this rank's tokens to all tokens before them, on whichever rank they are.
+    """Attend from this rank's tokens to all earlier tokens, on any rank.
 
-    Keys and values travel together: one gather in the forward, one reduce-scatter in the backward. No mask of the
-    whole sequence is made: each of the rank's pieces attends to the keys up to its own end, so that fused kernels do
-    what is needed and no more.
+    Keys and values travel together: one gather in the forward, one reduce-scatter in the backward. There is no mask of
+    the whole sequence: each of the rank's pieces attends to the keys up to its own end, so that fused kernels do no
+    unnecessary work.
 
     Called by transformers with query (batch, heads, tokens of this rank, head size), rotated by positions in the whole
-    sequence, and key and value of as many or fewer heads, which divide them. `sliding_window` is how many tokens a
-    token sees, itself included; `softcap` makes scores `softcap * tanh(scores / softcap)`. Other `kwargs` that would
-    change the result are refused. Returns (batch, tokens of this rank, heads, value size), and None for the weights.
+    sequence, and key and value of as many or fewer heads, which divide them. `sliding_window` is the number of tokens
+    that a token sees, itself included; `softcap` makes scores `softcap * tanh(scores / softcap)`. Other `kwargs` that
+    would change the result raise. Returns (batch, tokens of this rank, heads, value size), and None for the weights.
     """
     shared = getattr(module, ATTRIBUTE, None)
     if not isinstance(shared, ContextParallel):
@@ -385,7 +388,7 @@ def _refuse(module: nn.Module, shared: ContextParallel, attention_mask: Tensor |
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) -> Tensor:
-    """Attend from neighbouring tokens, of which the first has the position `start`, to those up to themselves."""
+    """Compute causal attention for a contiguous block of queries that starts at `start`."""
     end = start + query.shape[2]
     window = math.window if math.window is not None and math.window < end else None
     first = 0 if window is None else max(start - window + 1, 0)
@@ -412,7 +415,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) 
 
 
 def _lower_right(queries: int, keys: int) -> Tensor:
-    """Tell fused kernels that the last query sees the last key, by torch's tensor subclass without data."""
+    """Align the causal mask of fused kernels with the last key, by torch's tensor subclass without data."""
     if torch.compiler.is_compiling():
         return causal_lower_right(queries, keys)
     with _disable_current_modes():  # it cannot be made under a dispatch mode, such as selective recomputation's
@@ -420,7 +423,7 @@ def _lower_right(queries: int, keys: int) -> Tensor:
 
 
 def _show_whole_length(model: nn.Module, ranks: int) -> None:
-    """Show rotary modules that look at the largest position the last one of the sequence, which one rank alone has.
+    """Pass the whole sequence's last position to rotary modules that read the largest one; one rank alone has it.
 
     Otherwise ranks would rotate the tokens of one sequence by different frequencies.
     """

@@ -44,10 +44,10 @@ _WANTED = (
 
 
 def parallelize_experts(model: nn.Module, ep_mesh: DeviceMesh) -> list[str]:
-    """Leave each rank an equal share of the experts of every layer, and send tokens to them.
+    """Leave each rank an equal share of every layer's experts, and send tokens to them.
 
     Weights of experts become DTensors, `Shard(0)` on `ep_mesh` (the "ep" dimension alone), under their former names.
-    Routers and all else stay as they are: whole on every rank, for its own tokens. Auxiliary losses of routers
+    Everything else, such as routers, stays whole on every rank, for its own tokens. Auxiliary losses of routers
     (`output_router_logits=True`) are computed from a rank's own tokens, as under data parallelism. Returns the names of
     the experts modules, for `shard_experts`.
     """
@@ -76,7 +76,7 @@ def _divided_class(former: type[nn.Module]) -> type[DividedExperts]:
 
 
 def _share_of(param: nn.Parameter, mesh: DeviceMesh, num_local: int) -> nn.Parameter:
-    """Copy this rank's rows into memory of their own, so that those of the others can be freed."""
+    """Copy this rank's rows into their own memory, so that the others' can be freed."""
     local = (
         param.detach()
         .narrow(0, mesh.get_local_rank() * num_local, num_local)
@@ -90,7 +90,7 @@ def _share_of(param: nn.Parameter, mesh: DeviceMesh, num_local: int) -> nn.Param
 
 
 def _find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Find all experts modules by name, and refuse those that cannot be divided over ranks."""
+    """Find all experts modules by name, and raise for those that cannot be divided over ranks."""
     found = {name: part for name, part in model.named_modules() if name.rpartition(".")[2] == "experts"}
     if not found:
         raise ConfigurationError(
@@ -105,7 +105,7 @@ def _find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _problem(part: nn.Module) -> str | None:
-    """Say what keeps a module from being divided, as a predicate; None where nothing does."""
+    """Return the reason why a module cannot be divided, as a predicate; None if it can."""
     own = dict(part.named_parameters(recurse=False))
     inner = [name for name, _ in part.named_parameters() if name not in own]
     num_experts = getattr(part, "num_experts", None)
@@ -128,7 +128,7 @@ def _problem(part: nn.Module) -> str | None:
 
 
 def _takes_routing(part: nn.Module) -> bool:
-    """Tell whether forward takes tokens, indices and weights, in this order; the names differ between families."""
+    """Return whether forward takes tokens, indices and weights, in this order; the names differ between families."""
     names = [
         name
         for name, parameter in inspect.signature(part.forward).parameters.items()
@@ -146,7 +146,7 @@ def _config_field(model: nn.Module, num_experts: int) -> str:
 
 
 class DividedExperts(nn.Module):
-    """What the class of an experts module is put under when its experts are divided over ranks.
+    """Mixin for an experts module that holds one rank's experts.
 
     As torch's `fully_shard` does, the module keeps its identity and gets a class of its own, made of this one and its
     former one; so names of parameters, and `isinstance`, stay as they were.
@@ -156,7 +156,7 @@ class DividedExperts(nn.Module):
     num_local: int  # experts of each rank; rank r of the mesh has those from r * num_local on
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute what the undivided module does; collective over the expert-parallel ranks.
+        """Compute the result of the undivided module; collective over the expert-parallel ranks.
 
         T tokens (T, hidden) of this rank, k experts of each, numbered over all ranks (T, k), and their factors (T, k).
         """
@@ -188,7 +188,7 @@ class DividedExperts(nn.Module):
 
 @dataclass(frozen=True)
 class _Exchange:
-    """How many rows go where over the expert-parallel ranks."""
+    """The numbers of rows sent between the expert-parallel ranks."""
 
     group: dist.ProcessGroup
     sent: list[int]  # rows of this rank for each rank
@@ -200,13 +200,13 @@ class _Exchange:
         return wait_tensor(all_to_all_single_autograd(rows, self.received, self.sent, self.group))
 
     def back(self, rows: Tensor) -> Tensor:
-        """Send rows back to where they came from."""
+        """Send rows back to their ranks."""
         return wait_tensor(all_to_all_single_autograd(rows, self.sent, self.received, self.group))
 
 
 @torch.no_grad()
 def _plan_exchange(top_k_index: Tensor, mesh: DeviceMesh, num_local: int) -> _Exchange:
-    """Count rows and tell the other ranks; one all-to-all, and one wait of the host for the device."""
+    """Count rows and exchange the counts; one all-to-all, and one wait of the host for the device."""
     group, num_ranks = mesh.get_group(), mesh.size()
     counts = torch.zeros(num_ranks * num_local, dtype=torch.int64, device=top_k_index.device)
     chosen = top_k_index.flatten().long()
@@ -260,7 +260,7 @@ def shard_experts(
 
 
 def placement_of(param: Tensor, *, num_shards: int) -> Shard:
-    """Say where FSDP2 cuts a rank's share of a weight: whole experts where they divide, else another dimension."""
+    """Return FSDP2's placement of a rank's share of a weight: whole experts if they divide, else another dimension."""
     shape = (param.to_local() if isinstance(param, DTensor) else param).shape
     return Shard(next((dim for dim, length in enumerate(shape) if length % num_shards == 0), 0))
 

@@ -1,6 +1,6 @@
-"""Changes to how modules run forward: activation checkpointing, compilation, autocast, no packed sequences.
+"""Changes to modules' forwards: activation checkpointing, compilation, autocast, no packed sequences.
 
-They leave the class of a module, its hooks and the names of its parameters alone.
+They keep the class of a module, its hooks and the names of its parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARK = "_models_without_packed_sequences"
 
 
 def _run_inside(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Let a module's forward be run by `around(forward, module, *args, **kwargs)`.
+    """Wrap a module's forward in `around(forward, module, *args, **kwargs)`.
 
     The forward is a function of the module, bound anew by deep copies, so that these use their own weights.
     """
@@ -47,10 +47,10 @@ def _run_inside(module: nn.Module, around: Callable[..., Any]) -> None:
 def recompute_in_backward(module: nn.Module, *, is_selective: bool = False) -> None:
     """Keep only the inputs of a module's forward, and run it again in backward (non-reentrant).
 
-    `is_selective`: keep the results of attention and of every second matrix product, too.
+    `is_selective`: keep also the results of attention and of every second matrix product.
 
-    Hooks of the module, such as those that gather its weights, run outside: once in forward, and for recomputation
-    the weights are gathered by the hooks of backward.
+    Hooks of the module, such as those that gather its weights, run outside: once in forward, and for recomputation the
+    weights are gathered by the hooks of backward.
     """
     options: dict[str, Any] = {"context_fn": keeping_every_second_product} if is_selective else {}
 
@@ -78,7 +78,7 @@ def run_under_autocast(module: nn.Module, device_type: str, dtype: torch.dtype) 
 
 
 def checkpoint_layers(model: nn.Module, *, is_selective: bool = False) -> None:
-    """Recompute each decoder layer: what stays from forward is one hidden state per layer, unless selective."""
+    """Recompute each decoder layer: forward keeps one hidden state per layer, unless selective."""
     for layer in find_layers(model).modules():
         recompute_in_backward(layer, is_selective=is_selective)
     _switch_cache_off(model)
@@ -99,7 +99,7 @@ def checkpoint_mlps(model: nn.Module) -> None:
 
 
 def _switch_cache_off(model: nn.Module) -> None:
-    """Switch the key and value cache off, which recomputation would write to a second time."""
+    """Disable the key and value cache, which recomputation would write to a second time."""
     for config in (getattr(model, "config", None), text_config(model)):
         if hasattr(config, "use_cache"):
             settable: Any = config
@@ -107,7 +107,7 @@ def _switch_cache_off(model: nn.Module) -> None:
 
 
 def assume_no_packed_sequences(model: nn.Module) -> None:
-    """Replace transformers' look by the answer no; undone when the last model that asked for it is gone."""
+    """Patch `_is_packed_sequence` to return False while any model needs it."""
     from transformers import modeling_flash_attention_utils as flash
 
     module: Any = flash

@@ -32,7 +32,7 @@ DEFERS = "_defers_grad_sync"
 
 
 def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
-    """Connect an optimizer that was built on `model.parameters()`, where the strategy needs it, and check that it is.
+    """Connect an optimizer that was built on `model.parameters()` if the strategy needs it, and check its parameters.
 
     Args:
         model: What a manager, `from_pretrained` or `from_config` returned: a module or a `Pipeline`.
@@ -67,7 +67,7 @@ def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Reshard what FSDP2 has left unsharded, so that the model shows its sharded parameters."""
+    """Reshard modules that FSDP2 left unsharded, so that the model shows its sharded parameters."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -123,7 +123,7 @@ def accumulation_context(
 def count_label_tokens(
     labels: Tensor | Iterable[Tensor], over: DeviceMesh | dist.ProcessGroup | None = None, *, shifted: bool
 ) -> int:
-    """Count the labels that take part in the loss, on all ranks together; one all-reduce per mesh dimension.
+    """Count the labels of the loss on all ranks together; one all-reduce per mesh dimension.
 
     Args:
         labels: (batch, sequence), or those of several microbatches of one optimizer step.
@@ -150,7 +150,12 @@ def count_label_tokens(
 def scale_per_token_loss(
     loss_sum: Tensor, num_label_tokens: int, *, dp_group_size: int | None = None, gradients_are_summed: bool = False
 ) -> Tensor:
-    """Return the loss to call backward on, for the gradients of the mean over all tokens.
+    """Scale a sum of losses so that backward gives the gradients of the mean over all tokens.
+
+    A strategy that averages gradients over R ranks makes `sum_r(g_r) / R` of the gradients `g_r` of the ranks' losses.
+    With the losses `S_r * R / T`, where S_r is the sum over the rank's tokens and T the number of tokens of all ranks
+    and microbatches, that is the gradient of `sum_r(S_r) / T`, the mean over all tokens. A mean per rank would instead
+    weigh a token more the fewer tokens its rank has.
 
     A strategy that averages gradients over R ranks makes `sum_r(g_r) / R` of the gradients `g_r` of the ranks' losses.
     With the losses `S_r * R / T`, where S_r is the sum over the rank's tokens and T the number of tokens of all ranks
@@ -198,6 +203,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`; as torch's function on one process.
+
+    Different shards are summed over ranks, copies count once: DTensors on any meshes (FSDP2, tensor parallel, both,
+    experts on their own mesh) next to plain tensors, which must be equal on every rank (DDP, or parameters that a
+    tensor-parallel plan leaves alone). Sums over the same mesh dimension share one all-reduce of a few numbers. Models
+    of this library's engine compute their own norm.
 
     What ranks hold different pieces of is summed over them, what they hold copies of counts once: DTensors on any
     meshes (FSDP2, tensor parallel, both, experts on a mesh of their own) next to plain tensors, which every rank has to
@@ -258,7 +268,7 @@ def norm_of_parameters(parts: nn.Module | Pipeline) -> float:
 
 
 def count_zero_gradients(parts: nn.Module | Pipeline) -> int:
-    """Return how many elements of all gradients are zero, each counted once over all ranks; collective."""
+    """Count the zero elements of all gradients, each once over all ranks; collective."""
 
     def of_param(param: Tensor) -> Tensor | None:
         return None if param.grad is None else (_reduced(param.grad) == 0).sum(dtype=torch.float64)
@@ -272,7 +282,7 @@ def count_zero_gradients(parts: nn.Module | Pipeline) -> int:
 
 @dataclass(frozen=True)
 class FoundGradients:
-    """Where the gradients of some parameters are."""
+    """The gradients of a list of parameters, by owner."""
 
     models: tuple[MegatronFSDP, ...]  # of the engine, all of whose parameters are among them
     parameters: tuple[Tensor, ...]  # the others, each once
@@ -293,7 +303,7 @@ class FoundGradients:
 
 
 def gather_gradients(parts: Parts, pp_mesh: DeviceMesh | None = None) -> FoundGradients:
-    """Find the parameters that may have gradients, and the models of the engine that some belong to."""
+    """Find the parameters that may have gradients, and the engine's models that own some of them."""
     copies: dict[int, Tensor] = {}
     if isinstance(parts, Pipeline):
         copies = {id(param): param for name, param in parts.named_parameters() if name in parts.tied_copies}
@@ -344,7 +354,7 @@ def _total_norm(
     of_param: Callable[[Tensor], Tensor | None],
     of_model: Callable[[MegatronFSDP], Tensor],
 ) -> Tensor:
-    """Return the norm of what `of_param` gives of a parameter here, and `of_model` of a model of the engine."""
+    """Return the norm over ranks, of parameters by `of_param` and of the engine's models by `of_model`."""
     # Gradients may be offloaded, so numbers are reduced on the device of a mesh, with the index of the current one.
     meshes = [found.pp_mesh, *(param.device_mesh for param in found.parameters if isinstance(param, DTensor))]
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
@@ -373,7 +383,7 @@ def _shard_groups(param: Tensor) -> ProcessGroups:
 
 
 def _reduced(grad: Tensor) -> Tensor:
-    """Return this rank's shard, after an all-reduce of what ranks hold partial sums of."""
+    """Return this rank's shard, after an all-reduce of partial sums."""
     if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
         grad = grad.redistribute(
             placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]

@@ -1,8 +1,8 @@
 """Memory and first values for a model that was made parallel on the meta device.
 
-Values are drawn in a twin: the same model on the meta device, as transformers built it and before anything was done to
-it. It is initialised a layer at a time, and of each full tensor every rank keeps the boxes that it holds in the live
-model, however that was divided. So weights depend on the seed, and not on strategy, sizes or ranks.
+Values are drawn in a twin: the same model on the meta device, as transformers built it. It is initialised a layer at a
+time, and of each full tensor every rank keeps the boxes that it holds in the live model, for any division. So weights
+depend on the seed, and not on strategy, sizes or ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megatron_fsdp.wrap.meta_init import (
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give memory to every parameter and buffer on the meta device; tied ones stay tied, DTensors get local parts.
+    """Allocate every parameter and buffer on the meta device; tied ones stay tied, DTensors get local parts.
 
-    Parameters get no values; buffers get NaN, so that one that is forgotten is seen.
+    Parameters get no values; buffers get NaN, so that a forgotten one shows.
     """
     made: dict[int, torch.Tensor] = {}
     for owner in model.modules():
@@ -58,10 +58,10 @@ def _is_meta(tensor: torch.Tensor) -> bool:
 def draw_missing(
     twin: nn.Module, model: nn.Module, stages: Sequence[nn.Module], filled: Collection[str], device: torch.device
 ) -> tuple[str, ...]:
-    """Draw values for what is not named in `filled`; collective over all ranks.
+    """Draw values for everything that is not in `filled`; collective over all ranks.
 
-    `twin` is the model on the meta device, and is used up. `stages` are those that this rank holds, each with buffers
-    of its own, or `model` alone. Returns the names of the parameters that were drawn on this rank.
+    `twin` is the model on the meta device, and is consumed. `stages` are those of this rank, each with its own buffers,
+    or `model` alone. Returns the names of the parameters that were drawn on this rank.
     """
     _, tensors = base_tensors(unwrap(model))
     empty = [live for live in tensors if live.name not in filled]

@@ -1,4 +1,4 @@
-"""Managers: a configuration and a device mesh in, models made parallel out."""
+"""Managers, which make models parallel from a configuration and a device mesh."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PARALLEL = (FSDPModule, MegatronFSDP, nn.parallel.DistributedDataParallel)
 
 
 def _check_arguments(manager: str, config: object, kind: type, mesh: object = None, axes: object = None) -> None:
-    """Refuse the config or the mesh of another strategy."""
+    """Raise for a config or a mesh of another strategy."""
     if not isinstance(config, kind):
         article = "an" if kind is FSDP2Config else "a"
         raise ConfigurationError(f"config is a {type(config).__name__}; give {manager} {article} {kind.__name__}")
@@ -70,9 +70,9 @@ def shard_by_layers(
 ) -> list[list[FSDPModule]]:
     """Shard each member of each list of layers, and the rest (embeddings, last norm, head) as the root; in place.
 
-    The mesh is 1-D, or 2-D with the copies first. `layer_policy` has the dtypes of the layers where they differ from
-    the root's. `reshard_after_forward` is for the layers; None: all but the last of each list. Pipelines want False:
-    their microbatches would gather layers again and again. Returns the units of each list, in order.
+    The mesh is 1-D, or 2-D with the replicas first. `layer_policy` has the dtypes of the layers if they differ from the
+    root's. `reshard_after_forward` is for the layers; None: all but the last of each list. Pipelines want False: their
+    microbatches would gather layers again and again. Returns the units of each list, in order.
     """
     options: dict[str, Any] = {"mesh": mesh}
     if offload_policy is not None:
@@ -89,7 +89,7 @@ def shard_by_layers(
 
 
 def _make_room_outside_of_inference_mode(model: nn.Module, _: Any) -> None:
-    """Let the first forward under `torch.inference_mode` not make memory that training cannot write to afterwards."""
+    """Allocate FSDP2's memory outside inference mode, so that training can write to it later."""
     if not torch.is_inference_mode_enabled() or getattr(model, "_has_room", False):
         return
     with torch.inference_mode(mode=False):
@@ -102,7 +102,7 @@ def _make_room_outside_of_inference_mode(model: nn.Module, _: Any) -> None:
 
 
 def _shard_again_without_backward(model: nn.Module, *_: Any) -> None:
-    """After evaluation, give back what stays gathered for a backward.
+    """Reshard after evaluation.
 
     FSDP2 leaves the root and the last layer gathered: `model.parameters()` then shows whole tensors, and an optimizer
     that is built on them would train nothing.
@@ -123,7 +123,7 @@ def lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList | nn.ModuleDict
 
 
 def _chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_depth: int) -> None:
-    """Let each unit gather the next ones of its list: in forward those behind it, in backward those before it."""
+    """Prefetch the next units of a list in forward, and the previous ones in backward."""
     for index, unit in enumerate(units):
         if forward_depth and (ahead := list(units[index + 1 : index + 1 + forward_depth])):
             unit.set_modules_to_forward_prefetch(ahead)
@@ -132,7 +132,7 @@ def _chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_
 
 
 def _divide(model: nn.Module, config: FSDP2Config | MegatronFSDPConfig, mesh: DeviceMesh) -> None:
-    """Divide tensors and sequences over ranks, where there are several on an axis."""
+    """Divide tensors and sequences over ranks, on axes with several."""
     options = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
     chosen = [name for name in options if getattr(config, name, None)]
     if mesh["tp"].size() > 1:
@@ -150,7 +150,7 @@ def _divide(model: nn.Module, config: FSDP2Config | MegatronFSDPConfig, mesh: De
 
 
 class FSDP2Manager:
-    """Makes models parallel as a `FSDP2Config` says.
+    """Makes models parallel by an `FSDP2Config`.
 
     Attributes:
         config: The configuration.
@@ -159,7 +159,7 @@ class FSDP2Manager:
     """
 
     def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
-        """Keep what is needed.
+        """Store and check the arguments.
 
         Raises:
             ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
@@ -170,7 +170,10 @@ class FSDP2Manager:
         self.moe_mesh = moe_mesh
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """Make a model parallel in place; the model may be on the meta device, and is then to be filled afterwards.
+        """Make a model parallel in place; a model on the meta device has to be filled afterwards.
+
+        Order: experts, tensors, sequences, recomputation, compilation, shards, prefetching. An axis of one rank is
+        skipped; shards and dtypes are the same for one rank as for many.
 
         Order: experts, tensors, sequences, recomputation, compilation, shards, prefetching. With one rank on an axis
         nothing of that axis happens; shards and dtypes are the same for one rank as for many.
@@ -211,7 +214,7 @@ class FSDP2Manager:
         return model
 
     def maybe_compile(self, model: nn.Module) -> None:
-        """Compile the forward of each decoder layer where the configuration asks for it."""
+        """Compile the forward of each decoder layer if the configuration asks for it."""
         asynchronous = self.config.enable_async_tensor_parallel and self.device_mesh["tp"].size() > 1
         if self.config.enable_compile or asynchronous:
             for layer in find_layers(model).modules():
@@ -253,7 +256,7 @@ class FSDP2Manager:
 
 
 class MegatronFSDPManager:
-    """Makes models parallel as a `MegatronFSDPConfig` says.
+    """Makes models parallel by a `MegatronFSDPConfig`.
 
     Attributes:
         config: The configuration.
@@ -261,7 +264,7 @@ class MegatronFSDPManager:
     """
 
     def __init__(self, config: MegatronFSDPConfig, device_mesh: DeviceMesh) -> None:
-        """Keep what is needed.
+        """Store and check the arguments.
 
         Raises:
             ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
@@ -273,7 +276,7 @@ class MegatronFSDPManager:
     def parallelize(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, leaves_empty: bool = False
     ) -> tuple[MegatronFSDP, torch.optim.Optimizer | None]:
-        """Make a model parallel; with one rank it is wrapped all the same, so dtypes do not depend on the ranks.
+        """Make a model parallel; one rank is wrapped too, so that dtypes do not depend on the ranks.
 
         Args:
             model: A decoder of transformers; on the meta device only with `init_fsdp_with_meta_device`.
@@ -315,7 +318,7 @@ class MegatronFSDPManager:
         return fully_shard(model, optimizer, **arguments)
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `fully_shard_model` that the configuration stands for."""
+        """Return the arguments of `fully_shard_model` for the configuration."""
         config = self.config
         policy = MixedPrecisionPolicy(
             main_params_dtype=torch.float32 if config.preserve_fp32_weights else None,
@@ -346,14 +349,14 @@ class MegatronFSDPManager:
 
 
 class _Replica(nn.parallel.DistributedDataParallel):
-    """DDP that looks for parameters without a gradient, and does not complain where there are none.
+    """A DDP that searches for parameters without a gradient, and does not warn if there are none.
 
-    Without the search, a parameter that a batch does not use (a tower of images that skips its last layer) leaves its
+    Without the search, a parameter that a batch does not use (an image tower that skips its last layer) leaves its
     bucket unreduced: ranks step with different gradients, and the next forward fails.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward as DDP does."""
+        """Run DDP's forward."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             output: Any = nn.parallel.DistributedDataParallel.forward(self, *args, **kwargs)
@@ -361,7 +364,7 @@ class _Replica(nn.parallel.DistributedDataParallel):
 
 
 class DDPManager:
-    """Makes models parallel as a `DDPConfig` says.
+    """Makes models parallel by a `DDPConfig`.
 
     Attributes:
         config: The configuration.
@@ -369,7 +372,7 @@ class DDPManager:
     """
 
     def __init__(self, config: DDPConfig, device_mesh: DeviceMesh | None = None) -> None:
-        """Keep what is needed.
+        """Store and check the arguments.
 
         Args:
             config: The configuration.
@@ -388,7 +391,7 @@ class DDPManager:
             )
 
     def parallelize(self, model: nn.Module, *, sends_weights: bool = True) -> nn.parallel.DistributedDataParallel:
-        """Move a model to this rank's device and wrap it; the first rank's weights are given to all.
+        """Move a model to this rank's device and wrap it; all ranks get the first rank's weights.
 
         Args:
             model: With memory.

@@ -1,4 +1,4 @@
-"""Device meshes of the strategies: which axes they have, in which order, and the flattened axes across several."""
+"""The device meshes of the strategies: their axes, the order of these, and axes flattened from several."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FLATTENED: Mapping[tuple[str, ...], Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class MeshContext:
-    """Everything about where ranks lie.
+    """The meshes of a model, their sizes and this rank's device.
 
     Attributes:
         sizes: Ranks on each axis.
@@ -64,7 +64,7 @@ class MeshContext:
     def from_meshes(
         cls, config: DistributedConfig, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None
     ) -> MeshContext:
-        """Describe meshes that exist; collective where a flattened axis is missing.
+        """Build a context from existing meshes; collective if a flattened axis is missing.
 
         Args:
             config: The strategy.
@@ -110,7 +110,7 @@ class MeshContext:
 
     @property
     def data_rank(self) -> int:
-        """Tell which of the `sizes.dp` different parts of the data this rank reads.
+        """The index of this rank's part of the data, below `sizes.dp`.
 
         Tensor-, context- and pipeline-parallel ranks read the same part; context-parallel ones cut its sequences by
         `shard_batch`.
@@ -120,7 +120,7 @@ class MeshContext:
         return self.axis("dp").get_local_rank()
 
     def gradient_axis(self) -> DeviceMesh:
-        """Return the ranks over which gradients of dense parameters are averaged: data- and context-parallel ones.
+        """Return the mesh over which gradients of dense parameters are averaged: data- and context-parallel ranks.
 
         Raises:
             ConfigurationError: There is no mesh.
@@ -130,7 +130,7 @@ class MeshContext:
 
 
 def build_mesh_context(config: DistributedConfig, **sizes: int | None) -> MeshContext:
-    """Check the sizes and build the meshes; collective. Process groups are set up where there are none.
+    """Check the sizes and build the meshes; collective. Process groups are created if there are none.
 
     Args:
         config: The strategy.
@@ -167,10 +167,10 @@ def create_device_mesh(
 
 
 def set_up_ranks(backend: str) -> torch.device:
-    """See to it that there are process groups, and say where this rank computes.
+    """Initialise torch.distributed if needed; return this rank's device.
 
-    Under torchrun the default group is made of all ranks; in a program started without it, of this one. Where there is
-    no accelerator, "nccl" (the default of the configs) falls back to CPUs with a warning.
+    Under torchrun the default group has all ranks; in a program started without it, only this one. Without an
+    accelerator, "nccl" (the default of the configs) falls back to CPUs with a warning.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if backend == "nccl" and accelerator is None:
@@ -206,14 +206,14 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def get_submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """Return several axes of a mesh in one, flattened ones included."""
+    """Return several axes of a mesh as one, flattened ones included."""
     if all(name in (mesh.mesh_dim_names or ()) for name in names):
         return mesh[tuple(names)]
     return DeviceMesh._concatenate([get_flat_mesh(mesh, name) for name in names])
 
 
 def get_fsdp_dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return what FSDP2 shards over: 1-D (shards), or 2-D (copies, shards); context-parallel ranks share shards too."""
+    """Return the mesh over which FSDP2 shards, context-parallel ranks included: (shards) or (replicas, shards)."""
     shards = "dp_shard_cp" if get_flat_mesh(mesh, "cp").size() > 1 else "dp_shard"
     if get_flat_mesh(mesh, "dp_replicate").size() > 1:
         return get_submesh(mesh, ("dp_replicate", shards))
@@ -221,7 +221,7 @@ def get_fsdp_dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def get_megatron_dp_axis(mesh: DeviceMesh) -> str:
-    """Name the axis that the engine shards over; context-parallel ranks are always among its ranks."""
+    """Return the name of the engine's sharding axis, which includes context-parallel ranks."""
     return "dp_cp" if get_flat_mesh(mesh, "cp").size() > 1 else "dp"
 
 
@@ -245,7 +245,7 @@ def _meshes(
 
 
 def _add_flattened(mesh: DeviceMesh) -> None:
-    """Add the axes across several, where they are not there yet."""
+    """Add the missing axes across several."""
     axes = mesh.mesh_dim_names
     assert axes is not None
     for name, parts in _FLATTENED[axes].items():

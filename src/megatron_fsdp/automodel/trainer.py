@@ -1,4 +1,4 @@
-"""`transformers.Trainer` for models that are parallel already; docs/integrations.md is the guide."""
+"""`transformers.Trainer` for models that are already parallel; docs/integrations.md is the guide."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _MUST_BE_NONE = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadca
 
 
 class ShardedTrainer(transformers.Trainer):
-    """A trainer that leaves the model as it is: sharded, or replicated by DDP.
+    """A trainer that keeps the model as it is: sharded, or replicated by DDP.
 
         config = MegatronFSDPConfig(preserve_fp32_weights=True, grad_reduce_in_fp32=True)
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
@@ -91,10 +91,10 @@ class ShardedTrainer(transformers.Trainer):
         self.model_wrapped = model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is."""
+        """Leave the model in place."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Return what runs forward, in training and in evaluation."""
+        """Return the module that runs forward, in training and in evaluation."""
         del model, training, dataloader
         wrapped: nn.Module = self._parallel
         return wrapped
@@ -102,7 +102,7 @@ class ShardedTrainer(transformers.Trainer):
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Build it as transformers does, unless one was given, and connect it with the model."""
+        """Build the optimizer of transformers, unless one was given, and connect it with the model."""
         super().create_optimizer(*args, **kwargs)
         connect_optimizer(self._parallel, self._own_optimizer())
         optimizer: Any = self.optimizer
@@ -126,14 +126,14 @@ class ShardedTrainer(transformers.Trainer):
         return clip_grad_norm_(self._parallel, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm before clipping; measured where nothing was clipped."""
+        """Return the norm before clipping; computed here if nothing was clipped."""
         del model
         return clip_grad_norm_(self._parallel, math.inf) if grad_norm is None else grad_norm
 
     # ---- files --------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save what plain transformers (or peft) loads, in place of an older model there; all ranks call it.
+        """Save in the format of plain transformers (or peft), replacing an older model; all ranks call it.
 
         Args:
             output_dir: Folder that all ranks see; None: that of the arguments.
@@ -155,7 +155,7 @@ class ShardedTrainer(transformers.Trainer):
         decided_by_first(finish, f"saving {folder}")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save each rank's shards, with the main weights. Random states are saved by transformers, per rank."""
+        """Save each rank's shards, with the main weights. transformers saves random states, per rank."""
         save_checkpoint(
             self._parallel,
             self._own_optimizer(),
@@ -167,11 +167,11 @@ class ShardedTrainer(transformers.Trainer):
         )
 
     def _extra(self) -> dict[str, Any]:
-        """Name what a checkpoint holds beside model and optimizer."""
+        """Return the entries of a checkpoint beside model and optimizer, by name."""
         return {"schedule": self.lr_scheduler}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Check that the state is there; weights are loaded with the optimizer, once that exists."""
+        """Check that the state exists; weights are loaded with the optimizer, once that exists."""
         del model
         state = Path(resume_from_checkpoint) / STATE_FOLDER
         if not decided_by_first(state.is_dir, f"looking for {state}"):
@@ -181,7 +181,7 @@ class ShardedTrainer(transformers.Trainer):
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load weights, optimizer and schedule; any number of ranks and any strategy may have written them."""
+        """Load weights, optimizer and schedule, written on any number of ranks with any strategy."""
         if checkpoint is not None:
             load_checkpoint(
                 self._parallel,
@@ -199,13 +199,13 @@ class ShardedTrainer(transformers.Trainer):
 
 
 def _make_room(folder: Path) -> None:
-    """Remove what a save that was killed left behind."""
+    """Remove the leftovers of a killed save."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _replace_model(new: Path, folder: Path) -> None:
-    """Put files where those of an older model may be, of which none may stay: transformers would choose."""
+    """Move files over an older model, none of whose files may stay: transformers would choose between them."""
     for pattern in _WEIGHT_FILES:
         for old in folder.glob(pattern):
             old.unlink()
@@ -222,7 +222,7 @@ def _refuse(what: str, advice: str) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model that is not of `from_pretrained` or `from_config`, or whose ranks do not all read other data."""
+    """Raise for a model not of `from_pretrained` or `from_config`, or whose ranks share data."""
     context = getattr(model, "mesh_context", None)
     if context is None:
         raise ConfigurationError(
@@ -243,7 +243,7 @@ def check_model(model: Any) -> None:
 
 
 def check_arguments(args: Any, model: Any, options: Mapping[str, Any]) -> None:
-    """Refuse `TrainingArguments` and other arguments of the trainer that would do something else than they say."""
+    """Raise for arguments of the trainer whose effect would not be the documented one."""
     for name, advice in _REFUSED.items():
         if value := getattr(args, name, None):
             _refuse(f"TrainingArguments.{name}={value!r}", advice)

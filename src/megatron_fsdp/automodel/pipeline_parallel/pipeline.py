@@ -35,7 +35,7 @@ from megatron_fsdp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class PipelineParts:
-    """What a rank has of a pipeline."""
+    """The parts of a pipeline on one rank."""
 
     modules: Mapping[int, nn.Module]  # stage index -> part, ascending
     num_stages: int  # of the whole pipeline
@@ -45,6 +45,9 @@ class PipelineParts:
 
 class Pipeline:
     """A decoder in stages; every rank of a pipeline makes the same calls with the same batch.
+
+    The first stage uses token ids and the last labels, but all ranks take both: shapes come from them, and attention
+    masks and positions are made in every stage.
 
     Token ids are used by the first stage and labels by the last, but all ranks take all of them: shapes come from them,
     and attention masks and positions are made in every stage.
@@ -80,12 +83,12 @@ class Pipeline:
 
     @property
     def has_first_stage(self) -> bool:
-        """Whether this rank has the embeddings."""
+        """True if this rank has the embeddings."""
         return 0 in self._parts.modules
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank has the head."""
+        """True if this rank has the head."""
         return self.num_stages - 1 in self._parts.modules
 
     def step(
@@ -174,7 +177,7 @@ class Pipeline:
 
     @property
     def tied_copies(self) -> dict[str, str]:
-        """Return name of the head's matrix -> name of the input embeddings', where tied; the same on all ranks.
+        """The map from the name of the head's matrix to that of the input embeddings, if tied; the same on all ranks.
 
         The last stage has a copy of the first stage's matrix, and both have the gradient of the whole: count it once in
         norms, save it once.
@@ -183,7 +186,7 @@ class Pipeline:
         return {tied[0]: tied[1]} if tied is not None and self.num_stages > 1 else {}
 
     def equalize_tied(self) -> None:
-        """Give the head the values of tied input embeddings; all ranks call it after weights were written."""
+        """Copy tied input embeddings to the head; all ranks call it after weights were written."""
         if self._tied_end is not None:
             self._tied_end.equalize()
 
@@ -196,11 +199,11 @@ class Pipeline:
         return (param for _, param in self.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parts of this rank, under the names of the whole model."""
+        """Return the state of this rank's parts, under the names of the whole model."""
         return {name: value for part in self.parts for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what the parts of this rank need of a state under the names of the whole model.
+        """Load this rank's parts from a state with the names of the whole model.
 
         Raises:
             RuntimeError: Something is missing, or does not fit; of torch.
@@ -233,7 +236,7 @@ class Pipeline:
     def _take_labelled(
         self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[str, int | None, int]
     ) -> StepInputs:
-        """Check the inputs of a step, and set the factor of its losses; `call`: its name, label tokens and ranks."""
+        """Check the inputs of a step, and set the factor of its losses; `call` has its name, label tokens and ranks."""
         inputs = self._take(input_ids, labels, per_token, call)
         name, num_label_tokens, dp_size = call
         if inputs.labels is None:
@@ -262,7 +265,7 @@ class Pipeline:
         return dp_size / num_label_tokens
 
     def _prepare(self, inputs: StepInputs) -> None:
-        """Make stages and schedule for these shapes, unless they are there."""
+        """Build stages and schedule for these shapes, unless they exist."""
         rows, sequence = inputs.input_ids.shape
         if self._shape == (rows, sequence):
             return
@@ -287,15 +290,15 @@ class Pipeline:
         """Return the share of a microbatch in the loss of the step; the schedule calls it.
 
         With the factor dp_size / (label tokens of all data-parallel ranks) the gradients of a step, averaged over the
-        data-parallel ranks, are those of the mean over all label tokens, however unevenly these lie over microbatches
-        and ranks. A mean of means would be another number.
+        data-parallel ranks, are those of the mean over all label tokens, for any distribution over microbatches and
+        ranks. A mean of means would be another number.
         """
         if self._factor is None:
             return torch.zeros((), device=logits.device)
         return (self.config.loss_fn or cross_entropy_sum)(logits, labels) * self._factor
 
     def _tell_parts_where_they_lie(self) -> None:
-        """Let checkpoints know that each part is one of several, and what the others have."""
+        """Give each part its position and its peers' names, for checkpoints."""
         own = {
             own_name(part, name)
             for part in self.parts
@@ -308,7 +311,7 @@ class Pipeline:
             vars(part)["pipeline_place"] = place
 
     def _find_tied_end(self) -> TiedEnd | None:
-        """Return the end of tied embeddings that this rank has; the first stage is on rank 0."""
+        """Return this rank's end of tied embeddings; the first stage is on rank 0."""
         for target, source in self.tied_copies.items():
             if self.has_first_stage:
                 return TiedEnd(self._parts.modules[0], source, self._group, self._last_rank, is_source=True)
@@ -321,7 +324,7 @@ class Pipeline:
         return (self.num_stages - 1) % self.pp_mesh.size()
 
     def _run(self, call: str, inputs: StepInputs, *, return_outputs: bool = False) -> tuple[Any, list[Tensor]]:
-        """Run `step` or `eval` of the schedule; return outputs and losses, of the last stage."""
+        """Run `step` or `eval` of the schedule; return outputs and losses of the last stage."""
         self._prepare(inputs)
         root = (inputs.input_ids,) if self.has_first_stage else ()
         losses: list[Tensor] = []
@@ -329,7 +332,7 @@ class Pipeline:
         return getattr(self.schedule, call)(*root, **options, **inputs.per_token), losses
 
     def _total(self, losses: list[Tensor]) -> Tensor:
-        """Send the loss of the step to all ranks: only that of the last stage has it before."""
+        """Send the loss of the step from the last stage to all ranks."""
         total = torch.zeros((), device=self._device)
         if self.has_last_stage:
             total = torch.stack([loss.detach().float() for loss in losses]).sum()
@@ -347,7 +350,10 @@ def build_pipeline(
     device: torch.device,
     activation_dtype: torch.dtype | None = None,
 ) -> Pipeline:
-    """Cut a causal language model of transformers into stages, and prepare those of this rank.
+    """Cut a causal language model of transformers into stages, and prepare this rank's.
+
+    Stage i is on rank i modulo the number of ranks. The embeddings are in the first stage, the final norm and the head
+    in the last, rotary embeddings everywhere.
 
     Stage i is on rank i modulo the number of ranks. The embeddings are in the first stage, the final norm and the head
     in the last, rotary embeddings everywhere.
@@ -403,7 +409,7 @@ class StepInputs:
     per_token: dict[str, Any]  # what the model takes besides; tensors have all rows
 
     def facts(self, call: tuple[Any, ...]) -> dict[str, str]:
-        """Describe what has to be the same on all ranks of a pipeline, `call` included."""
+        """Return the facts that must be equal on all ranks of a pipeline, `call` included."""
         others = [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(self.per_token.items())]
         return {
             "the shape of input_ids": str(tuple(self.input_ids.shape)),
@@ -463,8 +469,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 class TiedEnd:
     """One copy of a tied matrix whose ends are in different stages: the input embeddings in the first, or the head.
 
-    Both ranks add up the gradients of both copies, so optimizers make the same updates of them. The sum of two numbers
-    is the same in either order: copies stay equal bit for bit.
+    Both ranks add up the gradients of both copies, so optimizers make equal updates. The sum of two numbers is the same
+    in either order: copies stay equal bit for bit.
     """
 
     part: nn.Module  # the stage that has the copy
@@ -476,7 +482,7 @@ class TiedEnd:
 
     @torch.no_grad()
     def equalize(self) -> None:
-        """Give the head the values of the input embeddings; both ranks call it. Nothing on the meta device."""
+        """Copy the input embeddings to the head; both ranks call it. On the meta device it does nothing."""
         local = local_part(self._param())
         if local.is_meta or not local.numel():
             return
@@ -488,13 +494,13 @@ class TiedEnd:
             local.copy_(received)
 
     def before_step(self) -> None:
-        """Put gradients of steps before aside: they are sums already."""
+        """Set gradients of earlier steps aside: they are sums already."""
         param = self._param()
         self._kept, param.grad = param.grad, None
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Add the other copy's gradient of this step, and those of the steps before; both ranks call it."""
+        """Add the other copy's gradient of this step, and the earlier steps' gradients; both ranks call it."""
         param = self._param()
         if not param.requires_grad:
             return
@@ -515,14 +521,14 @@ class TiedEnd:
             self._kept = None
 
     def _param(self) -> nn.Parameter:
-        """Return the parameter that the optimizer has; FSDP2 shows full ones after a forward that gathered them."""
+        """Return the optimizer's parameter; FSDP2 shows full ones after a forward that gathered them."""
         if isinstance(self.part, FSDPModule):
             self.part.reshard()
         return self.part.get_parameter(self.name)
 
 
 def check_ends(end: TiedEnd | None, group: dist.ProcessGroup) -> None:
-    """Make sure that both copies are cut alike over other mesh dimensions; all ranks of the pipeline call it."""
+    """Check that both copies are divided alike over other mesh dimensions; all ranks of the pipeline call it."""
     own = None
     if end is not None:
         param = end.part.get_parameter(end.name)

@@ -1,4 +1,4 @@
-"""What a pipeline runs by: its options, the schedules of torch that are offered, and which layers a stage has."""
+"""The options of a pipeline, the supported schedules of torch, and the layers of each stage."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ _KINDS = (
 def schedule_named(name: str) -> ScheduleKind:
     """Find a schedule by its name in any case.
 
-    Torch has more, which are not offered: the V-shaped ones cannot evaluate, and those that split backward (zero
-    bubble) leave parameters without gradients, and say nothing, where FSDP2 has released weights after forward.
+    Torch has more, which are not supported: the V-shaped ones cannot evaluate, and those that split backward (zero
+    bubble) silently leave parameters without gradients if FSDP2 has released weights after forward.
     """
     for kind in _KINDS:
         if str(name).lower() == kind.name.lower():
@@ -103,7 +103,7 @@ def schedule_named(name: str) -> ScheduleKind:
 
 
 def count_microbatches(kind: ScheduleKind, rows: int, microbatch_size: int, num_ranks: int, num_stages: int) -> int:
-    """Count the microbatches that the rows of a batch make, and refuse what the schedule cannot run."""
+    """Count the microbatches of a batch's rows, and raise for numbers that the schedule cannot run."""
     count, rest = divmod(rows, microbatch_size)
     if rest or not count:
         raise ConfigurationError(
@@ -126,7 +126,7 @@ def count_microbatches(kind: ScheduleKind, rows: int, microbatch_size: int, num_
 
 
 def split_layers(num_layers: int, num_stages: int, layers_per_stage: int | None = None) -> tuple[tuple[int, int], ...]:
-    """Cut layers into stages of lengths that differ by one at most; earlier stages take the remainder.
+    """Divide layers into stages whose lengths differ by at most one; earlier stages take the remainder.
 
     Returns (first layer, one past the last layer) of each stage, none longer than `layers_per_stage`.
     """
@@ -149,8 +149,8 @@ def split_layers(num_layers: int, num_stages: int, layers_per_stage: int | None 
 def count_stages(kind: ScheduleKind, num_layers: int, num_ranks: int, layers_per_stage: int | None = None) -> int:
     """Count the stages of a pipeline.
 
-    Without `layers_per_stage` each rank has one, or two under a schedule of several; with it there are
-    ceil(num_layers / layers_per_stage), which have to divide over the ranks as the schedule needs it.
+    Without `layers_per_stage` each rank has one, or two under a schedule of several; with it there are ceil(num_layers
+    / layers_per_stage), which have to divide over the ranks as the schedule needs it.
     """
     if layers_per_stage is None:
         return num_ranks * (2 if kind.several_stages else 1)

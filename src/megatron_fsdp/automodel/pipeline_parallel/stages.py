@@ -22,7 +22,7 @@ _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln
 
 @dataclass(frozen=True)
 class Ends:
-    """What a decoder has around its layers, as attribute names."""
+    """The parts of a decoder around its layers, as attribute names."""
 
     layers: str  # the list of layers in the base model
     embeddings: tuple[str, ...]  # of the base model; the first stage has them
@@ -31,7 +31,7 @@ class Ends:
 
 
 class AbsentEmbedding(nn.Module):
-    """An embedding of another stage; what is made of it is dropped, so zero will do."""
+    """Placeholder for another stage's embedding; its output is ignored."""
 
     def forward(self, indices: Tensor) -> Tensor:
         """Return a zero that can be added to anything."""
@@ -39,7 +39,7 @@ class AbsentEmbedding(nn.Module):
 
 
 class StageForward:
-    """Mixed into the class of a model that was cut: runs the model's own forward over the layers that are here."""
+    """Mixin for the class of a stage: runs the model's own forward over the local layers."""
 
     _stage_is_first: bool
     _stage_is_last: bool
@@ -48,7 +48,8 @@ class StageForward:
     def forward(self, inputs: Tensor, **per_token: Any) -> Tensor:
         """Run one microbatch through this stage: from token ids in the first one, to logits in the last one.
 
-        In between travel hidden states, (microbatch, sequence, hidden). `per_token`: attention_mask, position_ids, ...
+        Stages send each other hidden states, (microbatch, sequence, hidden). `per_token`: attention_mask, position_ids,
+        ...
         """
         model: Any = self
         base = model.base_model
@@ -63,7 +64,7 @@ class StageForward:
 
 
 def find_ends(model: nn.Module) -> Ends:
-    """Find what a decoder has around its layers, and refuse models with other parts: cutting might change them."""
+    """Find the parts around a decoder's layers, and raise for models with others: cutting might change them."""
     name, config = type(model).__name__, text_config(model)
     base: Any = getattr(model, "base_model", None)
     if config is None or not isinstance(base, nn.Module) or base is model:
@@ -105,11 +106,11 @@ def find_ends(model: nn.Module) -> Ends:
 
 
 def cut_stage(model: nn.Module, start: int, stop: int, is_first: bool, is_last: bool) -> nn.Module:
-    """Take away, in place, all layers outside of [start, stop) and the ends that do not stay; names do not change.
+    """Remove, in place, all layers outside [start, stop) and the ends of other stages; names do not change.
 
     With `is_first` the embeddings stay, with `is_last` the final norm and the head. Of tied embeddings, each end that
-    stays keeps the matrix under its own name; `Pipeline` keeps the two equal. The model's forward then takes and gives
-    what `StageForward.forward` says.
+    stays keeps the matrix under its own name; `Pipeline` keeps the two equal. The model's forward then follows
+    `StageForward.forward`.
     """
     ends = find_ends(model)
     base: Any = model.base_model
@@ -140,13 +141,13 @@ def cut_stage(model: nn.Module, start: int, stop: int, is_first: bool, is_last: 
 
 
 def _replace(owner: nn.Module, key: str, stand_in: nn.Module) -> None:
-    """Put something in the place of a part that no list of modules shows: plans and sharding must pass it by."""
+    """Replace a part without registering a module: plans and sharding must not see it."""
     delattr(owner, key)
     vars(owner)[key] = stand_in
 
 
 def tied_embeddings(model: nn.Module) -> tuple[str, str] | None:
-    """Name (the head's matrix, the input embeddings' matrix) where both are one; None where they are not."""
+    """Return the names of (the head's matrix, the input embeddings' matrix) if they are one; else None."""
     source: Any = model.get_input_embeddings()  # type: ignore[operator]  # methods of transformers' models
     target: Any = model.get_output_embeddings()  # type: ignore[operator]
     if target is None or getattr(source, "weight", None) is not target.weight:
@@ -158,7 +159,7 @@ def tied_embeddings(model: nn.Module) -> tuple[str, str] | None:
 def _refuse_shared(
     model: nn.Module, ends: Ends, whole: list[nn.Module], kept: range, is_first: bool, is_last: bool
 ) -> None:
-    """Refuse parameters besides tied embeddings that this stage and another one use: each would train its own."""
+    """Raise for parameters besides tied embeddings that two stages use: each would train its own."""
     base: Any = model.base_model
     parts = [(layer, index in kept) for index, layer in enumerate(whole)]
     parts += [(getattr(base, key), is_first) for key in ends.embeddings]
@@ -180,7 +181,7 @@ def _refuse_shared(
 
 
 class StandIn(Tensor):
-    """Hidden states that nobody will read. Its first element is itself: some models take what layers give as tuples."""
+    """Placeholder hidden states; indexable, since some models unpack tuples."""
 
     def __getitem__(self, index: Any) -> Tensor:
         return self if isinstance(index, int) else super().__getitem__(index)
@@ -194,7 +195,7 @@ class AbsentLayer:
         vars(self).update({name: value for name, value in plain.items() if not name.startswith("_")})
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return something of the shape of the hidden states, without memory of its own."""
+        """Return a tensor of the hidden states' shape, without memory of its own."""
         zero = torch.zeros((), dtype=hidden_states.dtype, device=hidden_states.device)
         return zero.expand(hidden_states.shape).as_subclass(StandIn)
 
@@ -210,10 +211,10 @@ class StageRun:
 class StageLayers(nn.ModuleDict):
     """The layers `start` to `stop` of a whole model, under their indices there.
 
-    In `standing_in`, and only there, it iterates as the whole list does: forwards of transformers count layers and look
-    up their kinds (full or sliding attention) by the index. The first layer here is then given what the stage before
-    has sent, whatever the model has made of its inputs until then (scaled embeddings, dropout), and what the last one
-    gives is kept.
+    Inside `standing_in`, and only there, it iterates as the whole list does: forwards of transformers count layers and
+    look up their kinds (full or sliding attention) by the index. The first local layer then gets the hidden states of
+    the previous stage, whatever the model has made of its inputs (scaled embeddings, dropout), and the output of the
+    last one is kept.
     """
 
     def __init__(self, layers: Sequence[nn.Module], start: int, stop: int) -> None:
@@ -224,7 +225,7 @@ class StageLayers(nn.ModuleDict):
 
     @contextmanager
     def standing_in(self, received: Tensor | None) -> Iterator[StageRun]:
-        """Stand in for the whole list in the block, which runs on what the stage before has sent."""
+        """Act as the whole list inside the block, on the hidden states of the previous stage."""
         run, here = StageRun(received), list[Any](self.values())
         last = len(here) - 1
         for end in {0, last}:
@@ -266,8 +267,8 @@ class _EndLayer:
 class DecoderStage(PipelineStage):
     """A stage of a decoder for torch's schedules, whose tensors are known before the first step.
 
-    Torch would otherwise find out shapes by running a microbatch forward and backward, for each new sequence length,
-    and forget the gradients accumulated so far.
+    Torch would otherwise find shapes by running a microbatch forward and backward, for each new sequence length, and
+    forget the gradients accumulated so far.
     """
 
     def __init__(
@@ -294,7 +295,7 @@ class DecoderStage(PipelineStage):
         self._sent = hidden
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the part; the hidden states that it gives get the dtype that the next stage waits for."""
+        """Run the part; its hidden states get the dtype that the next stage expects."""
         if self.has_backward and not self.is_first:
             args[0].requires_grad_()  # torch 2.11 asks for no gradient where an evaluation came before the first step
         output: Any = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -309,9 +310,9 @@ class DecoderStage(PipelineStage):
 
 
 def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
-    """Make a model that holds what the stages of one model hold, for loading, saving and drawing values.
+    """Make one model of the stages of a model, for loading, saving and drawing values.
 
-    What lies in another stage is None there, or absent in a `ModuleDict`. Tensors are shared, not copied.
+    Parts of other stages are None there, or absent in a `ModuleDict`. Tensors are shared, not copied.
     """
     return functools.reduce(_merged, stages)
 

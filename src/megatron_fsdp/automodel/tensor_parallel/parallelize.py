@@ -70,6 +70,9 @@ def parallelize_tensors(
 ) -> None:
     """Divide the layers of a model over tensor-parallel ranks, in place; call it before anything else wraps layers.
 
+    Afterwards every parameter is a DTensor over `tp_mesh`, placed as `Shard(dim)` or `Replicate()`, and every rank must
+    be given the same batch. Inputs and outputs of the model are whole plain tensors.
+
     Afterwards every parameter is a DTensor over `tp_mesh`, placed as `Shard(dim)` or `Replicate()`, and every rank
     must be given the same batch. What enters and leaves the model are whole plain tensors.
 
@@ -131,7 +134,7 @@ Steps = dict[str, tuple[ParallelStyle | str, bool]]
 
 
 def _steps(model: nn.Module, styles: Mapping[str, ParallelStyle | str], region: SequenceRegion | None) -> Steps:
-    """List what is to be done, adapters taken apart, in order of the model."""
+    """List the steps of the division, adapters taken apart, in order of the model."""
     steps: Steps = {}
     for name, style in styles.items():
         scatters = region is not None and region.scatters(name)
@@ -167,7 +170,10 @@ def _find_partial(
     region: SequenceRegion | None,
     head_owners: Sequence[str],
 ) -> set[int]:
-    """Return the ids of whole parameters of whose gradient each rank computes a part; see `Trial`.
+    """Return the ids of whole parameters of which each rank computes a partial gradient; see `Trial`.
+
+    Whatever no trial can follow (styles of torch with their own layouts, models that take no token ids) counts as
+    whole. The first backward compares the gradients in any case.
 
     What no trial can follow (styles of torch with layouts of their own, models that take no token ids) counts as
     whole. The first backward compares the gradients in any case.
@@ -206,7 +212,7 @@ def _find_partial(
 
 
 def _advice(model: nn.Module, name: str, steps: Steps) -> str:
-    """Say what a plan may do about a module that does not fit."""
+    """Suggest a change of the plan for a module that does not fit."""
     block = name
     while block and not any(key.startswith(f"{block}.") for key in steps):
         block = block.rpartition(".")[0]
@@ -251,7 +257,7 @@ def _head_owners(styles: Mapping[str, ParallelStyle | str]) -> tuple[str, ...]:
 
 
 def _count_own_heads(model: nn.Module, owners: Sequence[str], ranks: int) -> None:
-    """Tell attention modules how many heads they see."""
+    """Set the local number of heads in attention modules."""
     for owner in owners:
         module = model.get_submodule(owner)
         for key in _HEAD_COUNTS:
@@ -261,10 +267,10 @@ def _count_own_heads(model: nn.Module, owners: Sequence[str], ranks: int) -> Non
 
 
 def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> bool:
-    """Let inductor overlap the gathers and reduce-scatters of sequence parallelism with the products beside them.
+    """Enable inductor's overlap of sequence parallelism's gathers and reduce-scatters with the adjacent products.
 
-    It needs compiled layers, and devices that reach each other's memory. Where those are missing, one warning says so
-    and nothing is changed. The switch is inductor's own and counts for the whole process. Returns whether it is on.
+    It needs compiled layers, and devices that reach each other's memory; otherwise it warns once and changes nothing.
+    The switch is inductor's own and counts for the whole process. Returns whether it is on.
     """
     if tp_mesh.device_type == "cpu":
         warnings.warn(
@@ -290,11 +296,11 @@ def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> bool:
 
 
 class _FirstForward:
-    """A hook that compares inputs, and where there is dropout random states, over the ranks; only the first time.
+    """A hook that compares inputs, and with dropout random states, over the ranks; only the first time.
 
-    Activations of ranks with different batches would be put together from different rows, and after different random
-    numbers replicated weights would drift apart, with a loss that looks the same on all ranks. The usual cause is a
-    sampler or a seed by the global rank.
+    Activations of ranks with different batches would be joined from different rows, and after different random numbers
+    replicated weights would drift apart, with a loss that looks the same on all ranks. The usual cause is a sampler or
+    a seed by the global rank.
     """
 
     def __init__(self, tp_mesh: DeviceMesh) -> None:
@@ -318,8 +324,8 @@ class _FirstForward:
 class FirstBackwards:
     """Compares the gradients of parameters that are whole on every rank, when the first backwards have ended.
 
-    It reads `.grad`, whoever has sharded the model further. Every backward through an output of the model asks the
-    other ranks, with or without gradients here, so none waits for another.
+    It reads `.grad`, however the model is sharded further. Every backward through an output of the model asks the other
+    ranks, with or without gradients here, so none waits for another.
     """
 
     def __init__(self, tp_mesh: DeviceMesh) -> None:
@@ -427,12 +433,12 @@ class SequenceRegion:
     on_parts: tuple[str, ...]  # modules with parameters that run on this rank's tokens
 
     def scatters(self, name: str) -> bool:
-        """Tell whether a module belongs to a block that scatters its output."""
+        """Return whether a module belongs to a block that scatters its output."""
         return any(name.startswith(f"{block}.") for block in self.scattering)
 
 
 def sequence_region(model: nn.Module, styles: Mapping[str, ParallelStyle | str]) -> SequenceRegion:
-    """Sort the parts of the decoder layers; refuse model types not proven, and plans with styles of torch."""
+    """Classify the parts of the decoder layers; raise for unproven model types, and plans with styles of torch."""
     if model_type(model) not in SEQUENCE_PARALLEL_TYPES:
         raise ConfigurationError(
             f"sequence_parallel=True is not offered for {type(model).__name__} ({model_type(model) or 'no type'}), but "
@@ -468,7 +474,7 @@ def _kind(part: nn.Module, styles: list[str]) -> str | None:
 
 
 def split_tokens(model: nn.Module, region: SequenceRegion, mesh: DeviceMesh) -> None:
-    """Install the cuts and gathers of a region."""
+    """Install a region's splits and gathers."""
     layers = region.layers.modules()
     layers[0].register_forward_pre_hook(_on_input(partial(_cut, mesh=mesh)), with_kwargs=True)
     layers[-1].register_forward_hook(_on_output(lambda tensor: not_a_view(gather_tokens(tensor, mesh, Replicate()))))
@@ -490,7 +496,7 @@ def _cut(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _on_input(change: Any) -> Any:
-    """Make a hook that changes the hidden states that go in, the first argument or the one of that name."""
+    """Return a hook that changes the input hidden states: the first argument or the one of that name."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -501,7 +507,7 @@ def _on_input(change: Any) -> Any:
 
 
 def _on_output(change: Any) -> Any:
-    """Make a hook that changes the hidden states that come out, alone or first of a tuple."""
+    """Return a hook that changes the output hidden states, alone or first of a tuple."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

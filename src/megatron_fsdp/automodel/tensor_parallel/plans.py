@@ -1,7 +1,7 @@
-"""Tensor-parallel plans: which one a model is divided by, what its entries name, and whether the sizes divide.
+"""Tensor-parallel plans: the choice of a plan, the modules that its entries name, and the check of sizes.
 
-transformers 5.23 says what the names of styles mean in `transformers/distributed/tensor_parallel.py`. Where it stores
-packed weights interleaved, each rank with its part of each packed piece, we cut in one piece, and gather for use.
+transformers 5.23 defines the names of styles in `transformers/distributed/tensor_parallel.py`. Where it stores packed
+weights interleaved, each rank with its part of each packed piece, we cut in one piece, and gather for use.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class MatchedPlan:
 
 
 def match_plan(model: nn.Module, given: Plan | str | None) -> MatchedPlan:
-    """Find what the entries of a plan name: of the one that is given, else of that of transformers for the model.
+    """Match the entries of a plan, the given one or transformers' own, with the names of a model.
 
-    Signs of fnmatch in the entries stand for a part of a name, or within one; an entry without `*` goes before one with
-    it. Entries of a plan that is given must each name something.
+    Patterns of fnmatch in the entries match a part of a name, or within one; an entry without `*` precedes one with it.
+    Entries of a given plan must each match something.
     """
     plan, source = _find_plan(model, given)
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
@@ -113,7 +113,7 @@ def match_plan(model: nn.Module, given: Plan | str | None) -> MatchedPlan:
 
 
 def _find_plan(model: nn.Module, given: Plan | str | None) -> tuple[Plan, str]:
-    """Return a plan, and where it is from."""
+    """Return a plan and its origin."""
     if isinstance(given, str):
         found = import_by_path(given, "tp_plan")
         found = found() if callable(found) else found
@@ -130,7 +130,7 @@ def _find_plan(model: nn.Module, given: Plan | str | None) -> tuple[Plan, str]:
 
 
 def _names(key: str, name: str) -> bool:
-    """Tell whether an entry names this, part by part as in `parallelize_module`."""
+    """Return whether an entry matches this name, part by part as in `parallelize_module`."""
     patterns, parts = key.split("."), name.split(".")
     return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
 
@@ -146,7 +146,7 @@ def _more_special(name: str, key: str, other: str | None, plan: Plan) -> str:
 
 
 def _empty_places(model: nn.Module) -> Iterator[str]:
-    """Yield the names of modules and parameters that were taken out, as in a pipeline stage."""
+    """Yield the names of modules and parameters that were removed, as in a pipeline stage."""
     for name, part in model.named_modules():
         for child, value in (*part._modules.items(), *part._parameters.items()):
             if value is None:
@@ -163,11 +163,11 @@ def _names_nothing(key: str, modules: list[str]) -> str:
 def style_of(
     name: str, module: nn.Module, splits_tokens: bool, own: Mapping[str, Placement], config: Any
 ) -> ParallelStyle | Apply:
-    """Return what a name of a style means for a module.
+    """Return the style that a name means for a module.
 
-    Under sequence parallelism (`splits_tokens`) a linear layer stands at the edge of a block whose input is gathered
-    from the ranks' tokens, and whose output is scattered to them. An embedding has whole input and output on every
-    rank. `own` are the placements of parameters that the plan names themselves.
+    Under sequence parallelism (`splits_tokens`) a linear layer is at the edge of a block whose input is gathered from
+    the ranks' tokens, and whose output is scattered to them. An embedding has whole input and output on every rank.
+    `own` are the placements of parameters that the plan names themselves.
     """
     if isinstance(module, nn.Embedding):
         if name == "colwise":
@@ -210,7 +210,7 @@ def style_of(
 def division_of(
     style: ParallelStyle | str, module: nn.Module, splits_tokens: bool, own: Mapping[str, Placement], ranks: int
 ) -> Division | None:
-    """Return what a style does, for a trial; None: it leaves the module whole.
+    """Return a style's division, for a trial; None: the module stays whole.
 
     Raises:
         ConfigurationError: A style of torch may do anything.
@@ -239,7 +239,7 @@ def division_of(
 
 
 def _name_of(style: ParallelStyle) -> str:
-    """Return the name of what a style of torch does."""
+    """Return the name of the division of a style of torch."""
     layouts = [getattr(style, name, (None,))[0] for name in ("input_layouts", "output_layouts")]
     for kind, usual, names in (
         (ColwiseParallel, [Replicate(), Shard(-1)], ("colwise", "colwise_gather_output")),
@@ -254,14 +254,14 @@ def _name_of(style: ParallelStyle) -> str:
 
 
 def parameter_placement(style: str, ndim: int) -> Placement:
-    """Place a parameter that a plan names itself: column-wise cuts outputs, row-wise cuts inputs."""
+    """Return the placement of a parameter that a plan names itself: column-wise cuts outputs, row-wise cuts inputs."""
     if style in COLWISE:
         return Shard(max(ndim - 2, 0))
     return Shard(ndim - 1) if style in ROWWISE else Replicate()
 
 
 def check_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ranks: int) -> None:
-    """Refuse ranks that do not divide the heads, where attention is divided by heads."""
+    """Raise unless the ranks divide the heads, if attention is divided by heads."""
     if not any(style in ("colwise", "packed_colwise") and in_attention(name) for name, style in styles.items()):
         return
     counts = head_counts(model)
@@ -280,14 +280,14 @@ def check_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ran
 
 
 def in_attention(name: str) -> bool:
-    """Tell whether a module's name says that it belongs to attention."""
+    """Return whether a module's name says that it belongs to attention."""
     return "attn" in name or "attention" in name
 
 
 def check_module(name: str, module: nn.Module, style: str, ranks: int) -> None:
-    """Refuse a style of another kind of module, and ranks that do not divide what they must share evenly.
+    """Raise for a style of another kind of module, and for ranks that do not divide a size evenly.
 
-    Uneven parts are right only where no other module computes with them: gathered outputs, split inputs, embeddings.
+    Uneven parts are right only if no other module computes with them: gathered outputs, split inputs, embeddings.
     """
     if style == "moe_tp_experts" and hasattr(module, "num_experts"):
         check_experts(name, module, ranks)
@@ -307,7 +307,7 @@ def check_module(name: str, module: nn.Module, style: str, ranks: int) -> None:
 
 
 def check_parameter(name: str, param: nn.Parameter, style: str, ranks: int) -> None:
-    """Refuse ranks that do not divide a parameter that a plan names itself."""
+    """Raise unless the ranks divide a parameter that a plan names itself."""
     placement = parameter_placement(style, param.ndim)
     if placement.is_shard():
         dim: int = placement.dim  # type: ignore[attr-defined] # it is a Shard
@@ -333,8 +333,8 @@ def styles_of_adapted(name: str, module: nn.Module, style: str, splits_tokens: b
     """Yield (name of a part, its style) of an adapted linear layer.
 
     Column-wise, y = W x + B (A x): W and B give this rank's columns, A is whole. Row-wise: W and A take this rank's
-    part of the input, and the sum over ranks of A x is what B, whole, is applied to. With tokens split over ranks, the
-    whole factor sees part of the gradient (A, since x's gradient is summed later) or part of the tokens (B).
+    part of the input, and B, whole, is applied to the sum over ranks of A x. With tokens split over ranks, the whole
+    factor sees part of the gradient (A, since x's gradient is summed later) or part of the tokens (B).
     """
     if style not in _PLAIN or not _is_plain_lora(module):
         raise ConfigurationError(
@@ -366,11 +366,11 @@ class Ties:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ties:
-        """Find those of a model that is not divided yet."""
+        """Find the tied parameters of a model that is not divided yet."""
         return cls(tuple(tuple(group) for group in parameter_names(model).values() if len(group) > 1))
 
     def adapt(self, model: nn.Module, styles: Mapping[str, ParallelStyle | str]) -> dict[str, ParallelStyle | str]:
-        """Give a tied embedding the cut of the output projection, or that the one of the embedding if it has none."""
+        """Give a tied embedding the style of the output projection, or vice versa if only the embedding has one."""
         adapted = dict(styles)
         for group in self.groups:
             owners = [name.removesuffix(".weight") for name in group if name.endswith(".weight")]
@@ -383,7 +383,7 @@ class Ties:
         return adapted
 
     def restore(self, model: nn.Module) -> None:
-        """Make one parameter of each group again; refuse a plan of torch's styles that cut its weights differently."""
+        """Restore one parameter per group; raise for a plan of torch's styles that divides its weights differently."""
         for first, *others in self.groups:
             param = model.get_parameter(first)
             for name in others:
@@ -398,7 +398,7 @@ class Ties:
 
 
 def _fit(styles: dict[str, ParallelStyle | str], linears: list[str], embeddings: list[str]) -> None:
-    """Make the styles of modules with one weight agree; styles of torch are left to the user."""
+    """Make the styles of modules with one weight agree; styles of torch are the user's choice."""
     by_linear = next(
         (style for name in linears if isinstance(style := styles.get(name), str) and style in LINEAR), None
     )

@@ -1,9 +1,9 @@
-"""Parallel styles that torch does not have, and the plain tensors that modules of transformers compute with.
+"""Parallel styles that torch lacks, and the plain tensors with which modules of transformers compute.
 
 Every parameter of a divided model is a DTensor over the tensor-parallel mesh, also one that is equal on all ranks:
 torch's optimizers (foreach, fused) and `clip_grad_norm_` refuse lists that mix DTensors and plain tensors. A module
-whose forward knows nothing of DTensors sees its parameters as plain tensors while it runs. What a plain activation is
-("every rank has the same", "every rank has a part") is stated where it enters or leaves a divided module.
+whose forward does not know DTensors sees its parameters as plain tensors while it runs. The meaning of a plain
+activation ("equal on every rank", "a part on every rank") is stated where it enters or leaves a divided module.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Apply = Callable[[nn.Module, DeviceMesh], object]
 
 @dataclass(frozen=True)
 class LocalUse:
-    """How a module sees one of its parameters while it runs.
+    """A module's view of one of its parameters while it runs.
 
-    What each rank computes of the gradient of what it sees is all of it under `Replicate()`, a part of a sum over the
-    ranks under `Partial()`, that of its own part under `Shard(dim)`.
+    The gradient that a rank computes is whole under `Replicate()`, a part of a sum over the ranks under `Partial()`,
+    that of its own part under `Shard(dim)`.
     """
 
     path: str  # of the submodule that owns the parameter, from the module that runs; "" for itself
@@ -49,7 +49,7 @@ class LocalUse:
 
 
 class _Swap:
-    """The pair of hooks that shows a module plain tensors in place of its parameters."""
+    """The pair of hooks that replaces a module's parameters by plain tensors while it runs."""
 
     def __init__(self, uses: tuple[LocalUse, ...]) -> None:
         self._uses = uses
@@ -73,14 +73,14 @@ class _Swap:
 
 
 def use_plain_tensors(module: nn.Module, uses: tuple[LocalUse, ...]) -> None:
-    """Let a module compute with plain tensors in place of these parameters, which are DTensors."""
+    """Replace these parameters of a module, which are DTensors, by plain tensors while it runs."""
     swap = _Swap(uses)
     module.register_forward_pre_hook(swap.before)
     module.register_forward_hook(swap.after, always_call=True)
 
 
 def place(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make a parameter a DTensor with this placement; each rank keeps its part of what it holds, nothing is sent."""
+    """Make a parameter a DTensor with this placement; each rank keeps its part of its values, nothing is sent."""
     param = owner._parameters[name]
     if param is None or isinstance(param, DTensor):
         return
@@ -91,14 +91,14 @@ def place(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -
 def undivided_units(
     model: nn.Module, planned: set[nn.Module], partial: set[int]
 ) -> Iterator[tuple[nn.Module, tuple[LocalUse, ...]]]:
-    """Yield the outermost modules in which nothing is divided, with the parameters that they own; whole layers at most.
+    """Yield the outermost modules in which nothing is divided, with their parameters; whole layers at most.
 
-    `partial`: ids of the parameters of whose gradient each rank computes a part.
+    `partial`: ids of the parameters of which each rank computes a partial gradient.
 
-    A module is taken with all that is in it, since some modules of transformers compute with the weights of their
-    parts without calling them. Parts of a list of modules are each for themselves, since each of them may be a
-    data-parallel unit of its own. Parameters that a partly divided module owns directly, or through convolutions,
-    which modules like to call by function, are shown by it.
+    A module is taken with all its children, since some modules of transformers compute with the weights of their
+    children without calling them. Members of a list of modules are taken one by one, since each may be a data-parallel
+    unit. Parameters that a partly divided module owns directly, or through convolutions, which are often called by
+    function, are shown by it.
     """
     is_whole = not any(
         part in planned
@@ -131,7 +131,7 @@ def with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def summed(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum each rank's part over the ranks; the gradient, equal on all ranks, is passed on as it is."""
+    """Sum each rank's part over the ranks; the gradient, equal on all ranks, passes unchanged."""
     parts = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
     return parts.redistribute(placements=[Replicate()]).to_local()
 
@@ -139,14 +139,14 @@ def summed(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 def gather_tokens(tensor: Tensor, mesh: DeviceMesh, gradient: Placement) -> Tensor:
     """Gather all tokens on each rank: (batch, sequence / ranks, hidden) -> (batch, sequence, hidden).
 
-    What each rank's gradient of the whole is: `Partial()`, a part of a sum, or `Replicate()`, the sum.
+    The gradient of the whole on each rank is `Partial()`, a part of a sum, or `Replicate()`, the sum.
     """
     parts = DTensor.from_local(tensor, mesh, [Shard(SEQUENCE_DIM)], run_check=False)
     return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
 
 
 def own_tokens(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Cut this rank's tokens out of a tensor that is equal on all ranks; backward gathers the gradient of all tokens.
+    """Return this rank's tokens of a tensor that is equal on all ranks; backward gathers the gradient of all tokens.
 
     (batch, sequence, hidden) -> (batch, sequence / ranks, hidden).
     """
@@ -157,7 +157,7 @@ def own_tokens(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 def not_a_view(tensor: Tensor) -> Tensor:
     """Return the same values and memory, but no view for autograd.
 
-    The local tensor of a DTensor counts as a view, of which FSDP2 warns where it leaves a sharded module.
+    The local tensor of a DTensor counts as a view; FSDP2 warns if a sharded module returns one.
     """
     own: Tensor = _NotAView.apply(tensor)  # type: ignore[no-untyped-call] # torch gives it no hints
     return own
@@ -174,7 +174,7 @@ class _NotAView(torch.autograd.Function):
 
 
 class PartialGradientColwise(ColwiseParallel):
-    """Column-wise on an input that is whole, and whose gradient whoever gathered it sums by reduce-scatter."""
+    """Column-wise style for a whole input whose gradient is summed by its gatherer's reduce-scatter."""
 
     @staticmethod
     def _prepare_input_fn(
@@ -185,7 +185,7 @@ class PartialGradientColwise(ColwiseParallel):
 
 
 class _WithPartialGradient(torch.autograd.Function):
-    """A tensor that is equal on all ranks as a DTensor; torch 2.11's `from_local` takes no `grad_placements`."""
+    """Makes a tensor that is equal on all ranks a DTensor; torch 2.11's `from_local` takes no `grad_placements`."""
 
     @staticmethod
     def forward(_ctx: Any, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -224,7 +224,7 @@ def packed_rowwise(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def with_summed_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave a module whole on every rank that computes on a part of the heads or tokens: gradients are summed."""
+    """Keep a module whole on every rank that computes on a part of the heads or tokens: gradients are summed."""
     uses = []
     for path, part in module.named_modules():
         for name, param in part._parameters.items():
@@ -242,7 +242,7 @@ def local_parts(
     sums: bool = False,
     whole: bool = False,
 ) -> None:
-    """Let a module compute with this rank's parts of parameters of its own, such as attention sinks by head.
+    """Let a module compute with this rank's parts of its own parameters, such as attention sinks by head.
 
     Placements are by name of the parameter. With `sums` the output is a part of a sum, as after a row-wise weight: it
     is summed over ranks, and so are the gradients of the inputs. With `whole` the parameters are only stored in parts,
@@ -259,7 +259,7 @@ def local_parts(
 
 
 def mixed_projection(module: nn.Module, mesh: DeviceMesh, rotary_numel: int) -> None:
-    """Leave the first projection of latent attention whole, whose rotary part goes to this rank's heads only.
+    """Keep the first projection of latent attention whole, whose rotary part goes to this rank's heads only.
 
     The rest goes through a column-wise projection, which sums its gradient; that of the rotary part, the last
     `rotary_numel` of the output, is summed here.
@@ -284,7 +284,7 @@ def _sum_input_gradients(mesh: DeviceMesh) -> Callable[..., Any]:
 
 
 def divided_rows(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let each rank look up the ids of its rows and add zeros for the others; the sum over ranks is the output.
+    """Divide an embedding's rows: each rank looks up its ids and adds zeros for the others; the output is the sum.
 
     torch's own `RowwiseParallel` computes the same, but makes a gradient of all rows on every rank.
     """
@@ -298,7 +298,7 @@ def divided_rows(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Lookup:
-    """The hooks around the lookup; `padding_idx` is this rank's own only meanwhile, since others read it, too."""
+    """The hooks around the lookup; `padding_idx` is this rank's own only inside, since others read it too."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         weight: Any = module.weight
@@ -330,14 +330,14 @@ class _Lookup:
 
 
 def can_divide_experts(module: nn.Module) -> bool:
-    """Tell whether experts skip tokens that belong to no expert of theirs, as those of transformers' interface do."""
+    """Return whether experts skip tokens of no local expert, as those of transformers' interface do."""
     count = getattr(module, "num_experts", None)
     own = [param for param in module._parameters.values() if param is not None]
     return hasattr(module, "_is_expert_parallel") and bool(own) and all(param.shape[0] == count for param in own)
 
 
 def check_experts(name: str, module: nn.Module, ranks: int) -> None:
-    """Refuse ranks that do not divide the experts."""
+    """Raise unless the ranks divide the experts."""
     count = int(module.num_experts)  # type: ignore[arg-type] # can_divide_experts has seen that it is a number
     if can_divide_experts(module) and count % ranks:
         raise ParallelSizeError(
@@ -347,10 +347,10 @@ def check_experts(name: str, module: nn.Module, ranks: int) -> None:
 
 
 def divided_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let each rank compute its own experts on all tokens; the outputs are summed.
+    """Divide experts: each rank computes its own on all tokens, and the outputs are summed.
 
-    Experts keep their order: rank r has experts r * n ... (r + 1) * n - 1. Routes to other ranks' experts get the
-    index n and the weight 0, which the experts of transformers skip (`_is_expert_parallel`).
+    Experts keep their order: rank r has experts r * n ... (r + 1) * n - 1. Routes to other ranks' experts get the index
+    n and the weight 0, which the experts of transformers skip (`_is_expert_parallel`).
     """
     names = [name for name, param in module._parameters.items() if param is not None]
     for name in names:

@@ -1,11 +1,11 @@
-"""A trial forward of a divided model, which tells what parameters that no plan names get a part of their gradient.
+"""A trial forward of a divided model, which finds the whole parameters that get a partial gradient.
 
-A parameter that is whole on every rank gets its whole gradient on each where it meets activations that are whole, too:
-they are equal, and whoever divides them (a column-wise layer) sums their gradient over the ranks. Where it meets
-divided activations, between a column-wise and a row-wise layer, each rank computes a part of a sum. Which of the two
-holds is decided by what the model does with its tensors, so one rank's part of it runs once, on a few tokens, on a copy
-without weights: divided modules only give an output of the right size, and for each tensor it is followed whether it is
-divided, and else which parameters its gradient reaches.
+A parameter that is whole on every rank gets its whole gradient on each if it meets activations that are whole, too:
+they are equal, and whatever divides them (a column-wise layer) sums their gradient over the ranks. If it meets divided
+activations, between a column-wise and a row-wise layer, each rank computes a part of a sum. The model's own operations
+decide which of the two holds, so one rank's part of it runs once, on a few tokens, on a copy without weights: divided
+modules only give an output of the right size, and for each tensor the trial tracks whether it is divided, and else
+which parameters its gradient reaches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONSTANT = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", 
 
 @dataclass(frozen=True)
 class Division:
-    """How a module of a plan is divided, as far as the trial needs to know.
+    """The division of a module by a plan, as far as the trial needs it.
 
     Attributes:
         runs: Runs its own forward, else only gives an output of the right size.
@@ -71,7 +71,7 @@ class _Reduction:
 
     @classmethod
     def of(cls, func: Any, where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Reduction | None:
-        """Return what an operation combines; None: it combines nothing along a dimension."""
+        """Return the dimensions that an operation combines; None for an operation that combines none."""
         name = func._schema.name.partition("::")[2]
         if not (_IS_REDUCTION in func.tags or name in _COMBINES) or not args or not isinstance(args[0], Tensor):
             return None
@@ -89,12 +89,12 @@ class _Reduction:
 
 
 class DivisionError(Exception):
-    """What does not fit, in words."""
+    """A division that does not fit; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """What is known of a tensor: this rank has a part of it, or all, and its gradient reaches `sources` (bits)."""
+    """The state of a tensor: this rank has a part of it or all, and its gradient reaches `sources` (bits)."""
 
     is_divided: bool = False
     sources: int = 0
@@ -104,7 +104,7 @@ _NOTHING = _Mark()
 
 
 class _Following(TorchDispatchMode):
-    """Follows marks through every operation. They belong to storages, so that views and writes into views share them.
+    """Tracks marks through every operation. They belong to storages, so that views and writes into views share them.
 
     Attributes:
         inside: Names of the modules whose forward runs, outermost first.
@@ -137,7 +137,7 @@ class _Following(TorchDispatchMode):
             self._marks[storage._cdata] = (storage, _Mark(mark.is_divided, sources))
 
     def use(self, values: Any, is_partial: bool = False) -> None:
-        """Note a use of tensors that gives the whole gradient of them, or a part of it."""
+        """Record a use of tensors that gives their whole gradient, or a part of it."""
         sources = self.of(values).sources
         if is_partial:
             where = self.inside[-1] if self.inside else ""
@@ -214,11 +214,11 @@ class Trial:
 
     @property
     def partial(self) -> set[str]:
-        """The names of the whole parameters of whose gradient each rank computes a part."""
+        """The names of the whole parameters of which each rank computes a partial gradient."""
         return {self._names[source.bit_length() - 1] for source in self._flow.partial}
 
     def run(self) -> str | None:
-        """Run the forward on a few tokens; return what does not fit, in words."""
+        """Run the forward on a few tokens; return the reason if the division does not fit."""
         try:
             with torch.no_grad(), self._flow:
                 self._flow.use(self._forward())
@@ -235,9 +235,9 @@ class Trial:
         return None
 
     def differing_reduction(self, whole: Trial) -> str | None:
-        """Name an operation that combines the elements of one rank's part where the whole model combines all of them.
+        """Describe an operation that combines one rank's elements where the whole model combines all.
 
-        Ranks would compute the same wrong values, which no comparison of ranks can find. The two trials run the same
+        Ranks would compute equal wrong values, which no comparison of ranks can find. The two trials run the same
         operations, so the divided dimensions of each are those in which its shapes differ.
         """
         pairs = list(zip(self._flow.reductions, whole._flow.reductions, strict=False))
@@ -277,7 +277,7 @@ class Trial:
             self.failed_in = self.failed_in or left
 
     def _gather(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give a module inputs whose gradient is summed for it."""
+        """Give a module inputs whose gradient it gets summed."""
 
         def gathered(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -305,7 +305,7 @@ class Trial:
             module.register_forward_hook(lambda *given: self._mark_source(f"the output of {name}", given[-1]) and None)
 
     def _substitute(self, name: str, module: nn.Module, division: Division) -> Callable[..., Tensor]:
-        """Make a forward that only gives an output of the right size."""
+        """Return a forward that only gives an output of the right size."""
 
         def forward(given: Tensor, *others: Any) -> Tensor:
             width = given.shape[-1:].numel()
@@ -335,7 +335,7 @@ class Trial:
 
 
 def _constant(tensor: Tensor, shape: Any) -> nn.Parameter:
-    """Make a parameter of this dtype on the CPU, which takes no memory."""
+    """Return a parameter of this dtype on the CPU that takes no memory."""
     value = _VALUE if tensor.is_floating_point() else 0
     return nn.Parameter(torch.full((), value, dtype=tensor.dtype, device="cpu").expand(shape), requires_grad=False)
 
