@@ -1,4 +1,4 @@
-"""Read archives of `torch.save`, tensors and objects, without running code from them (see `safe_read`); write them."""
+"""Read and write archives of `torch.save` without running code from them (see `safe_read`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BEHIND_CONTENTS = (b"PK\7\x08", b"PK\3\4", b"PK\1\2")  # their data descriptor,
 
 
 def write_archive(value: object, stream: IO[bytes]) -> None:
-    """Call `torch.save`, and raise the error of the stream (a full disk) where torch hides it behind one of its own."""
+    """Call `torch.save`, and raise the stream's error (a full disk) even if torch hides it behind another."""
     try:
         torch.save(value, stream)
     except RuntimeError as error:
@@ -36,7 +36,7 @@ def write_archive(value: object, stream: IO[bytes]) -> None:
 
 
 def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.Tensor:
-    """Read one tensor, all that the stream holds; `check` compares it with its CRC-32, where there is one."""
+    """Read one tensor that fills the stream; `check` compares it with its CRC-32, if there is one."""
     with reading(where):
         found = _ArchiveUnpickler(_Archive(stream, where, check=check)).load()
     if not isinstance(found, torch.Tensor):
@@ -47,7 +47,7 @@ def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.
 
 
 def place_of_elements(stream: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype, where: str) -> int | None:
-    """Find where the elements of a tensor begin in the stream; None if they are not stored as in memory."""
+    """Return the offset of a tensor's elements in the stream; None if they are not stored as in memory."""
     with reading(where):
         found = _ArchiveUnpickler(_Archive(stream, where), on_meta=True).load()
         is_whole = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (shape, dtype)
@@ -64,9 +64,9 @@ def load_object(raw: bytes, where: str) -> Any:
 
 
 class _Archive:
-    """The records of an archive of `torch.save`: none compressed, none in another.
+    """The records of an archive of `torch.save`, neither compressed nor nested.
 
-    Python's reader of zip files alone says where they lie; a second one, such as torch's, may see others in one file.
+    Only Python's zip reader locates them: a second reader, such as torch's, may see other records in one file.
     """
 
     def __init__(self, stream: IO[bytes], where: str, *, check: bool = False) -> None:
@@ -95,7 +95,8 @@ class _Archive:
     def place_of(self, name: str) -> tuple[int, int]:
         """Return the first byte of a record, and its length.
 
-        No checksum covers the two lengths in the header that decide it; the name in front and the signature behind do.
+        Both follow from two lengths in a header without a checksum; the name in front and the signature behind confirm
+        them.
         """
         info = self._records.get(f"{self._folder}/{name}")
         if info is None:
@@ -110,7 +111,7 @@ class _Archive:
         return start, info.file_size
 
     def read(self, name: str) -> torch.Tensor:
-        """Read the bytes of a record; compare them with their CRC-32 if that is asked for and there is one."""
+        """Read the bytes of a record, and compare them with their CRC-32 if requested and present."""
         start, length = self.place_of(name)
         self._stream.seek(start)
         contents = torch.empty(length, dtype=torch.uint8)
@@ -123,7 +124,7 @@ class _Archive:
 
 
 class _ArchiveUnpickler(RestrictedUnpickler):
-    """Reads the pickle of an archive; its storages are read, or (`on_meta`) without memory."""
+    """Reads the pickle of an archive; its storages are read, or (`on_meta`) created without memory."""
 
     def __init__(self, archive: _Archive, *, on_meta: bool = False) -> None:
         super().__init__(archive.read("data.pkl").numpy().tobytes(), archive.where)
@@ -136,7 +137,7 @@ class _ArchiveUnpickler(RestrictedUnpickler):
         self._views = ReadingBudget(archive.nbytes + _BLOCK_BYTES, self.where)
 
     def persistent_load(self, pid: Any, /) -> torch.storage.TypedStorage:
-        """Return a storage by what the pickle says of it."""
+        """Return the storage that the pickle describes."""
         if not (type(pid) is tuple and [type(part) for part in pid] == [str, torch.dtype, str, str, int]):
             raise CheckpointError(f"{self.where} refers to something outside of itself that is no storage; refused")
         _, dtype, key, _, numel = pid

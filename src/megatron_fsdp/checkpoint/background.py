@@ -35,9 +35,9 @@ Save = Callable[[Any, "dist.ProcessGroup | None"], object]
 class StagingBuffers:
     """Host memory for one copy of a state, reused by the next copy; `staged_bytes` counts each memory of it once.
 
-    The stagers of torch 2.13 are not used: `StateDictStager` fails on our DTensors, copies whole storages where a state
-    uses part of a flat buffer, and allocates anew for new tensors; `BlockingAsyncStager` leaves scalar DTensors as they
-    are, copies others twice, drops descriptions of local tensors, and needs an accelerator to keep its memory.
+    The stagers of torch 2.13 are not used: `StateDictStager` fails on our DTensors, copies whole storages if a state
+    uses part of a flat buffer, and allocates anew for new tensors; `BlockingAsyncStager` does not copy scalar DTensors,
+    copies others twice, drops descriptions of local tensors, and needs an accelerator to keep its memory.
     """
 
     def __init__(self, arena_bytes: int = ARENA_BYTES) -> None:
@@ -48,14 +48,14 @@ class StagingBuffers:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all blocks, with alignment, used or not."""
+        """The bytes of all blocks, with alignment, used or not."""
         return sum(arena.nbytes for arena in self._arenas)
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
         """Copy this rank's part of a state: the same nesting, tensors in host memory; the previous copy is overwritten.
 
-        Copies from a device are queued behind what its current stream holds: call `wait_until_copied` before reading.
+        Copies from a device are queued behind the work of its current stream: call `wait_until_copied` before reading.
         """
         if isinstance(state, dict):  # torch also calls `state_dict()` of objects at the top level
             state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state.items()}
@@ -78,7 +78,7 @@ class StagingBuffers:
         return tree_map(lambda value: _like(value, staged) if isinstance(value, torch.Tensor) else value, frozen)
 
     def wait_until_copied(self) -> None:
-        """Block until the last copy can be read; from any thread."""
+        """Block until the last copy is complete; from any thread."""
         for event in self._events:
             event.synchronize()
 
@@ -89,7 +89,7 @@ class StagingBuffers:
         self._events = []
 
     def _places(self, sizes: Sequence[int], pinned: bool) -> list[tuple[torch.Tensor, int]]:
-        """Return a block and the first byte in it for each size, one after the other in as few blocks as possible."""
+        """Return a block and the offset in it for each size, one after the other in as few blocks as possible."""
         used, places = [0], []
         for size in sizes:
             if used[-1] and used[-1] + size > self._arena_bytes:
@@ -104,7 +104,7 @@ class StagingBuffers:
 
 
 def _tensor_at(arena: torch.Tensor, first: int, like: torch.Tensor) -> torch.Tensor:
-    """Make a tensor whose storage has just its bytes: inside of objects torch writes the whole storage."""
+    """Return a tensor whose storage has just its bytes: torch writes the whole storage of tensors in objects."""
     if like.numel() == 0:
         return torch.empty(like.shape, dtype=like.dtype)
     memory = arena.numpy()[first : first + like.nbytes]  # lives as long as a tensor over it does
@@ -124,7 +124,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(local: torch.Tensor) -> Any:
-    """Return a key that is equal for tensors that show the same elements of the same memory."""
+    """Return a key that is equal for tensors with the same elements of the same memory."""
     if local.numel() == 0:
         return (local.dtype, tuple(local.shape))
     bits = (local.is_conj(), local.is_neg())
@@ -132,7 +132,7 @@ def _memory(local: torch.Tensor) -> Any:
 
 
 def _like(tensor: torch.Tensor, staged: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-    """Return the copy of a tensor, of the same kind."""
+    """Return a copy's tensor of the same kind."""
     local = _local(tensor)
     found = staged[_memory(local)]
     if not isinstance(tensor, DTensor):
@@ -174,7 +174,7 @@ class BackgroundSaver:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Make the group of the thread; collective over the ranks."""
+        """Create the group of the thread; collective over the ranks."""
         self.group = _gloo_twin(group)  # over gloo; None where there is this process alone
         self.buffers = StagingBuffers()  # host memory of the copies
         self._pool = ThreadPoolExecutor(1, "megatron_fsdp background save")
@@ -183,7 +183,10 @@ class BackgroundSaver:
         weakref.finalize(self, _warn_of_untold, self._saves)
 
     def start(self, state: Any, save: Save) -> None:
-        """Copy a state and save the copy in the background; waits for the previous save, if there is one.
+        """Copy a state and save the copy in the background; waits for the previous save, if any.
+
+        Call it on all ranks in the same order. It communicates nothing itself: an error while copying on one rank is
+        raised later, on all.
 
         Call it on all ranks in the same order. It communicates nothing itself: what fails while copying on one rank is
         raised later, on all.
@@ -209,13 +212,13 @@ class BackgroundSaver:
         self._saves.append(self._pool.submit(self._run, copied, save, device))
 
     def wait(self) -> None:
-        """Wait until nothing is being saved."""
+        """Wait for the running save."""
         if self._saves:
             self._saves[0].exception()  # an interrupted wait can be repeated
             self._saves.pop().result()
 
     def close(self) -> None:
-        """Finish, and free the memory and the group; collective. May be called again."""
+        """Finish, and free the memory and the group; collective. It may be called again."""
         if self._is_closed:
             return
         self._is_closed = True

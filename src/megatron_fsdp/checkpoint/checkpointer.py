@@ -81,7 +81,7 @@ class Checkpointer:
         with_rng: bool = True,
         overwrite: bool = False,
     ) -> Path:
-        """Save the state as it is now.
+        """Save the current state.
 
         Args:
             iteration: Steps done; names the checkpoint.
@@ -168,7 +168,9 @@ class Checkpointer:
             self._saver.wait()
 
     def close(self) -> None:
-        """Finish, free memory and group, and let other processes save in the folder.
+        """Finish, free memory and group, and allow other processes to save in the folder.
+
+        Call it before torch.distributed is shut down.
 
         Call it before torch.distributed is shut down.
 

@@ -1,4 +1,4 @@
-"""Compares two checkpoints; one chunk of each side is in memory at a time, however each is sharded."""
+"""Compare two checkpoints; one chunk of each side is in memory at a time, however each is sharded."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How two tensors of one shape and dtype differ: in how many elements, where first and by what values.
+    """The difference of two tensors of one shape and dtype: the number of elements, and the first place and its values.
 
-    `largest` is the largest |a - b| over differing elements that are finite on both sides; 0 where there are none.
+    `largest` is the largest |a - b| over differing elements that are finite on both sides; 0 without any.
     """
 
     count: int
@@ -56,7 +56,7 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs about one key, in words.
+    """The difference of one key, described by a sentence.
 
     `kind` is `only in A`, `only in B`, `type` (tensor and object), `dtype`, `shape`, `values` or `object`.
     """
@@ -69,14 +69,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """How many keys were compared, and what differs: `common.pt` first, then in the natural order of keys."""
+    """The number of compared keys, and the differences: `common.pt` first, then in the natural order of keys."""
 
     compared: int
     differences: tuple[Difference, ...]
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing differs."""
+        """True if there is no difference."""
         return not self.differences
 
     def to_json(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _one_sided(key: str, what: str, side: str) -> Difference:
 def _object_difference(
     key: str, stored: tuple[bytes, bytes], read: Callable[[], tuple[object, object]]
 ) -> Difference | None:
-    """Compare two objects, whose bytes may differ where their values do not."""
+    """Compare two objects; their bytes may differ although their values are equal."""
     left, right = stored
     if left == right or alike(*read()):
         return None
@@ -159,7 +159,7 @@ def _in_words(entry: TensorEntry | ObjectEntry | None) -> str:
 def tensor_difference(
     a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance
 ) -> ValueDifference | None:
-    """Compare the values of a tensor, which has one shape and dtype on both sides, chunk by chunk of `a`."""
+    """Compare the values of a tensor of equal shape and dtype on both sides, chunk by chunk of `a`."""
     found: ValueDifference | None = None
     for box, values in a.parts(key):
         found = _merged(found, compare_piece(values, b.read_box(key, box.offsets, box.lengths), box, tolerance))

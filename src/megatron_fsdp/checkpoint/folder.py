@@ -1,4 +1,4 @@
-"""One checkpoint folder, open for reading: by one process, on the CPU, without code from it being run."""
+"""One checkpoint folder, open for reading by one process, on the CPU, without running code from it."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of the global tensor."""
+        """The elements of the global tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the global tensor."""
+        """The bytes of the global tensor."""
         return self.numel * self.dtype.itemsize
 
 
@@ -97,7 +97,7 @@ class ObjectEntry:
 
 
 def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
-    """Return the tensors and objects that metadata describe, in the order of names; believes nothing unchecked."""
+    """Return the tensors and objects that metadata describe, in the order of names; everything is checked."""
     described: Any = getattr(metadata, "state_dict_metadata", None)
     storage: Any = getattr(metadata, "storage_data", None)
     if not (isinstance(described, dict) and isinstance(storage, dict)):
@@ -172,7 +172,7 @@ def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str
 
 
 def _paths_of(metadata: object, where: str, budget: ReadingBudget) -> dict[str, tuple[str | int, ...]]:
-    """Return how keys nest: in paths of names and small numbers, which stand for lists, whose lengths are counted."""
+    """Return the nesting of keys: paths of names and small numbers, which mean lists and whose lengths are counted."""
     told = getattr(metadata, "planner_data", None)
     found = told if isinstance(told, dict) else {}
     lengths: dict[tuple[Any, ...], int] = {}
@@ -188,7 +188,7 @@ def _paths_of(metadata: object, where: str, budget: ReadingBudget) -> dict[str, 
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether it names a file of a folder, and nothing outside of it."""
+    """Return whether it names a file of a folder, and nothing outside of it."""
     if not isinstance(name, str) or not name.isprintable() or "\\" in name or len(name.encode()) > _MAX_NAME_BYTES:
         return False
     return PurePosixPath(name).name == name and name not in ("", "..")
@@ -200,7 +200,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Say what is wrong with boxes that should hold each element of a tensor once; None if nothing is."""
+    """Describe the fault of boxes that should hold each element of a tensor once; None if there is none."""
     for box in boxes:
         if len(box.offsets) != len(shape) or any(
             offset + length > total for offset, length, total in zip(box.offsets, box.lengths, shape, strict=True)
@@ -215,10 +215,10 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return whether boxes inside of a tensor hold each element once, in time linear in their number.
+    """Return whether boxes inside a tensor hold each element once, in time linear in their number.
 
-    Their volumes are added up, with every coordinate moved to a random place of its own: that of the whole tensor comes
-    out where each element is in one box, and else with odds of (number of dimensions) / `_PRIME`.
+    Their volumes are added up, with every coordinate moved to a random place of its own: the sum is the volume of the
+    whole tensor if each element is in one box, and otherwise with odds of (number of dimensions) / `_PRIME`.
     """
     places: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))  # of a coordinate along an axis
 
@@ -235,7 +235,7 @@ def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 
 class BoxIndex:
-    """The disjoint boxes that make up a tensor, found by their places; there may be thousands of them."""
+    """The disjoint boxes of a tensor, indexed by place; there may be thousands of them."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
@@ -243,7 +243,7 @@ class BoxIndex:
         self._end = self._first + np.array([box.lengths for box in boxes], np.int64)
 
     def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the boxes that share elements with one, each with the shared box in global coordinates."""
+        """Yield the boxes that overlap with one, each with the overlap in global coordinates."""
         if not wanted.numel:
             return
         first = np.array(wanted.offsets, np.int64)
@@ -285,6 +285,9 @@ class _Window(io.RawIOBase):
 
 class CheckpointFolder:
     """A folder that torch.distributed.checkpoint (or Megatron's torch_dist) wrote.
+
+    Opening it reads and checks only the metadata: names and shapes, chunks that cover each tensor once, files that
+    exist and are long enough, a manifest with the same tensors and objects.
 
     Opening it reads and checks the metadata only: names, shapes, that chunks cover each tensor once, that every file is
     there and long enough, that a manifest names the same tensors and objects.
@@ -342,21 +345,21 @@ class CheckpointFolder:
         return Manifest.read(self.path)
 
     def spans(self) -> Iterator[tuple[str, Span]]:
-        """Every piece of bytes, with the key it belongs to."""
+        """Yield every span of bytes, with the key it belongs to."""
         for key, tensor in self.tensors.items():
             yield from ((key, chunk.span) for chunk in tensor.chunks)
         yield from ((key, entry.span) for key, entry in self.objects.items())
 
     @cached_property
     def files(self) -> dict[str, int]:
-        """Bytes that each file has to have at least, by name."""
+        """The least bytes of each file, by name."""
         needed = Counter[str]()
         for _, span in self.spans():
             needed[span.file] = max(needed[span.file], span.offset + span.length)
         return needed
 
     def file_problems(self) -> dict[str, str]:
-        """Say what is wrong with files that are missing or too short, by name."""
+        """Describe files that are missing or too short, by name."""
         found = {}
         told = Counter[str]()
         for _, span in self.spans():
@@ -377,7 +380,7 @@ class CheckpointFolder:
         return found
 
     def differences(self, sealed: Manifest) -> dict[str, str]:
-        """Describe the tensors and objects of which metadata and manifest say different things, by key."""
+        """Describe the differences between metadata and manifest, by key."""
         here = {key: f"{entry.shape} of {entry.dtype}" for key, entry in self.tensors.items()}
         there = {key: f"{seal.shape} of {seal.dtype}" for key, seal in sealed.tensors.items()}
         here |= dict.fromkeys(self.objects, "an object")
@@ -392,12 +395,12 @@ class CheckpointFolder:
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
     def read_tensor(self, key: str) -> torch.Tensor:
-        """Read a whole tensor; a CheckpointError if there is none, or its bytes are damaged."""
+        """Read a whole tensor; CheckpointError if there is none, or its bytes are damaged."""
         whole = whole_box(self._tensor(key).shape)
         return self.read_box(key, whole.offsets, whole.lengths)
 
     def read_box(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Read a box of a tensor, and nothing that it does not meet: of a chunk one stretch, if that is all of it."""
+        """Read a box; only overlapping bytes are read, as one stretch per chunk if possible."""
         entry, wanted = self._tensor(key), Box(tuple(offsets), tuple(lengths))
         inside = len(wanted.offsets) == len(entry.shape) == len(wanted.lengths) and all(
             first >= 0 and length >= 0 and first + length <= total
@@ -415,9 +418,9 @@ class CheckpointFolder:
         return torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
 
     def parts(self, key: str, box: Box | None = None) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Read a tensor, or a box of it, one stored chunk at a time: where the elements belong in it, and these.
+        """Read a tensor, or a box of it, one stored chunk at a time: their place in it, and the elements.
 
-        Nothing is read that the box does not meet, and chunks without elements are left out.
+        Only overlapping bytes are read, and chunks without elements are left out.
         """
         entry = self._tensor(key)
         if key not in self._indices:
@@ -426,7 +429,7 @@ class CheckpointFolder:
             yield shared, self._read_part(entry, number, shared)
 
     def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:
-        """Read the elements of a box inside of a chunk; of a part of one only the pages of the file that hold it."""
+        """Read the elements of a box inside a chunk; for a part of it only the pages of the file that hold it."""
         chunk = entry.chunks[number]
         if wanted != chunk.box:
             with self._opened_chunk(entry, chunk) as (stream, where):
@@ -441,7 +444,7 @@ class CheckpointFolder:
         return self._read(entry, chunk)[wanted.inside(chunk.box).indices]
 
     def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:
-        """Read one chunk, shaped as its box; `check` compares it with the CRC-32 in the file, where there is one."""
+        """Read one chunk in its box's shape; `check` compares it with the CRC-32 in the file, if there is one."""
         entry = self._tensor(key)
         return self._read(entry, entry.chunks[index], check=check)
 
@@ -476,12 +479,12 @@ class CheckpointFolder:
             return stream.read()
 
     def read_object(self, key: str) -> object:
-        """Read an object as data (see `archive.load_object`); a CheckpointError if it is damaged or asks for code."""
+        """Read an object as data (see `archive.load_object`); CheckpointError if it is damaged or asks for code."""
         return load_object(self.read_bytes(key), f"{key} in {self.path / self.objects[key].span.file}")
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[None]:
-        """Inside, files stay open from one span to the next, the last ones read where there are many."""
+        """Keep files open inside the block from one span to the next; the most recent ones if there are many."""
         files: dict[str, io.BufferedReader] = {}
         self._open_files = files
         try:
@@ -493,7 +496,7 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def opened(self, span: Span, what: str, at_most: int = MAX_OBJECT_BYTES) -> Iterator[_Opened]:
-        """Open some bytes of one file, `at_most` so many, as a file; also return what names them in messages."""
+        """Open a span of one file, `at_most` so many bytes, as a file; also return its name for messages."""
         where = f"{what} in {self.path / span.file}"
         if span.length > at_most:
             raise CheckpointError(f"{where} has {span.length} bytes, and needs no more than {at_most}; refused")

@@ -1,4 +1,4 @@
-"""What a checkpoint is and holds: its kind, the common state and files of Megatron, its keys, and parts of them."""
+"""Inspect a checkpoint: its kind, Megatron's common state and files, its keys, and parts of its tensors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Kind:
 
     @property
     def title(self) -> str:
-        """The kind in words."""
+        """The kind as a title."""
         generation = f", generation {self.generation}" if self.generation else ""
         return f"{_TITLES[self.format]}{generation}{', with manifest' if self.has_manifest else ''}"
 
@@ -105,7 +105,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def read_common(folder: CheckpointFolder) -> dict[str, Any]:
-    """Read the common state: of torch_dist Megatron's dict, else the objects of the same names."""
+    """Read the common state: Megatron's dict of torch_dist, else the objects of the same names."""
     if COMMON_KEY in folder.objects:
         where, found = COMMON_KEY, folder.read_object(COMMON_KEY)
         if isinstance(found, list) and len(found) == 1:  # Megatron wraps objects in a list
@@ -120,7 +120,7 @@ def read_common(folder: CheckpointFolder) -> dict[str, Any]:
 
 
 def read_common_file(folder: CheckpointFolder) -> Any:
-    """Read `common.pt`, as Megatron's generations G1 and G2 have it."""
+    """Read `common.pt`, as in Megatron's generations G1 and G2."""
     path = folder.path / COMMON_FILE
     try:
         return load_object(read_file(path), str(path))
@@ -160,7 +160,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class SideFileProblem(NamedTuple):
-    """What is wrong with one file: whether it is there, its name, and the reason in words."""
+    """A problem of one file: whether the file exists, its name, and the reason."""
 
     state: Literal["missing", "damaged"]
     name: str
@@ -168,7 +168,7 @@ class SideFileProblem(NamedTuple):
 
 
 def side_file_problems(folder: CheckpointFolder) -> Iterator[SideFileProblem]:
-    """Yield what is missing or damaged of the files that Megatron writes with every `torch_dist` checkpoint."""
+    """Yield the missing or damaged files among those that Megatron writes with every `torch_dist` checkpoint."""
     marker: Mapping[str, Any] | None = None
     try:
         marker = read_marker(folder.path)
@@ -196,7 +196,7 @@ def side_file_problems(folder: CheckpointFolder) -> Iterator[SideFileProblem]:
 def inspect_folder(
     folder: CheckpointFolder, pattern: str | None = None, *, with_statistics: bool = False
 ) -> dict[str, Any]:
-    """Describe an open checkpoint and the keys that a regular expression finds, as docs/schemas/inspect.schema.json."""
+    """Describe an open checkpoint and the keys that match a regular expression, as docs/schemas/inspect.schema.json."""
     wanted = compiled(pattern)
     problems = [f"{item.name} is {item.state}: {item.reason}" for item in side_file_problems(folder)]
     problems += [] if folder.tensors else ["it holds no tensors"]
@@ -260,7 +260,7 @@ def natural_order(keys: Iterable[str]) -> list[str]:
 
 
 def statistics_of(chunks: Iterable[torch.Tensor]) -> dict[str, float | None]:
-    """Compute statistics of a tensor that is given in chunks: of its finite elements, of complex ones their magnitudes.
+    """Compute statistics of a tensor from its chunks: of its finite elements, or of the magnitudes of complex ones.
 
     None without finite elements; mean and norm (the root of the sum of squares) are in float64, None on overflow.
     """
@@ -287,10 +287,10 @@ def statistics_of(chunks: Iterable[torch.Tensor]) -> dict[str, float | None]:
 
 
 def show(folder: CheckpointFolder, key: str, part: str | None = None) -> tuple[Any, Box | None]:
-    """Read an object, or a part of a tensor and where that is; an object has no place.
+    """Read an object, or a part of a tensor and its box; an object has no box.
 
-    Without a part, all of a small tensor or the first corner of a large one. Dimensions of which it names one index are
-    left out of the values, not of the box.
+    Without a part, all of a small tensor or the first corner of a large one. Dimensions given as one index are dropped
+    from the values, not from the box.
     """
     if key in folder.objects:
         if part is not None:
@@ -314,7 +314,7 @@ def _nearest(folder: CheckpointFolder, key: str) -> str:
 
 
 def parse_part(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
-    """Read a part as Python writes indices: `0:2,:8`, `3`, `-1`; also return the dimensions given as one index."""
+    """Parse a part in Python's index syntax: `0:2,:8`, `3`, `-1`; also return the dimensions given as one index."""
     words = [word.strip() for word in text.strip().strip("[]").split(",")]
     if len(words) > len(shape):
         raise ConfigurationError(

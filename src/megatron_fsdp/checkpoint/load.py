@@ -1,4 +1,4 @@
-"""Load a checkpoint into a live model, optimizer and whatever else was saved with them, on any ranks.
+"""Load a checkpoint into a live model, optimizer and other saved objects, on any ranks.
 
 Keys are matched with live tensors and objects completely, before anything is read.
 """
@@ -46,6 +46,9 @@ def load_checkpoint(
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load one checkpoint; collective.
+
+    Names, shapes and files are compared first, on every rank, and nothing changes unless all ranks can go on. Any
+    number of ranks, strategy and mesh may have written it.
 
     Names, shapes and files are compared first, on every rank, and nothing is touched unless all ranks can go on. Any
     number of ranks, strategy and mesh may have written it.
@@ -113,7 +116,7 @@ def load_checkpoint(
 
 
 def facts_of(optimizer: torch.optim.Optimizer | None, extra: Extras | None, with_rng: bool) -> dict[str, str]:
-    """Return the arguments that must be equal on all ranks when they save or load, in words; raises nothing."""
+    """Return the arguments that must be equal on all ranks when they save or load, as text; raises nothing."""
     count = len(extra) if isinstance(extra, Mapping) else 0  # names may be those of a rank, numbers of them not
     return {
         "optimizer": "None" if optimizer is None else "given",
@@ -125,7 +128,7 @@ def facts_of(optimizer: torch.optim.Optimizer | None, extra: Extras | None, with
 def _matched(
     folder: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras
 ) -> Match:
-    """Match everything that was asked for with what is stored."""
+    """Match all requested state with the stored entries."""
     naming.check_names(extra)
     if not getattr(model, "is_param_fsdp_distributed", True):
         raise ConfigurationError(
@@ -153,7 +156,7 @@ def _matched(
 
 
 def _telling(what_is_left: str, act: Callable[[], None]) -> None:
-    """Add what could not be undone to an error of `act`."""
+    """Note on errors what could not be rolled back."""
     try:
         act()
     except Exception as error:
@@ -161,10 +164,9 @@ def _telling(what_is_left: str, act: Callable[[], None]) -> None:
 
 
 def _read(match: Match) -> None:
-    """Read what this rank holds of each tensor, one stored chunk at a time; no communication.
+    """Read this rank's part of each tensor, one stored chunk at a time; no communication.
 
-    torch's reader is not used: it reads a chunk as often as parts of it are wanted, and believes what a file says of
-    itself.
+    torch's reader is not used: it reads a chunk once per requested part, and trusts the file's own description.
     """
     folder, targets = match.folder, match.tensors
     with torch.no_grad(), folder.kept_open():

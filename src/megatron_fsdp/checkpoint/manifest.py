@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its entries with a checksum of each, in readable JSON; and that checksum."""
+"""The manifest of a checkpoint, in readable JSON: its entries with a checksum of each; and that checksum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORDS = {1: torch.int8, 2: torch.int16}
 
 @dataclass(frozen=True)
 class TensorSeal:
-    """The sealed properties of a tensor; its checksum does not depend on cut and number of ranks."""
+    """The sealed properties of a tensor; its checksum does not depend on the division and the number of ranks."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -98,7 +98,7 @@ class Manifest:
 def checksum_box(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> int:
     """Compute the share of a box in the checksum of its global tensor, from 0 to 2^64 - 1; add them with `combine`.
 
-    `values` are shaped as the box is, of any dense dtype; `offsets` and `shape` are in and of the global tensor.
+    `values` have the shape of the box, and any dense dtype; `offsets` and `shape` are in and of the global tensor.
     """
     if values.numel() == 0:
         return 0
@@ -142,7 +142,7 @@ def _words(values: torch.Tensor) -> torch.Tensor:
 
 
 def _run_sum(words: torch.Tensor, start: int) -> torch.Tensor:
-    """Sum over consecutive words; block by block, where all but the lowest digit of the place are constant."""
+    """Sum over consecutive words; in blocks in which all but the lowest digit of the place are constant."""
     low, sums = _table(0, words.device), []
     blocks = range(start - start % BLOCK, start + words.shape[0], BLOCK)
     for block in blocks:
@@ -163,7 +163,7 @@ def _high_parts(places: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _table(level: int, device: torch.device) -> torch.Tensor:
-    """Make 2^16 pseudo-random odd numbers by splitmix64 (Steele et al. 2014); above level 0 the first is 1."""
+    """Return 2^16 pseudo-random odd numbers by splitmix64 (Steele et al. 2014); above level 0 the first is 1."""
     u64 = np.uint64
     x: npt.NDArray[np.uint64] = np.arange(1 + level * BLOCK, 1 + (level + 1) * BLOCK, dtype=u64)
     x = x * u64(0x9E3779B97F4A7C15)

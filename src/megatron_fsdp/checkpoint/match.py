@@ -1,4 +1,4 @@
-"""Which keys of a checkpoint belong to which live tensors and objects; nothing is read yet but small objects."""
+"""The match between keys of a checkpoint and live tensors and objects; only small objects are read."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Install = Callable[[Mapping[str, Any]], None]
 
 @dataclass(kw_only=True)
 class Match(Findings):
-    """What to read of a folder, where it goes, and what does not fit (as in `LoadReport`).
+    """The entries of a folder to read, their destinations, and the misfits (as in `LoadReport`).
 
-    Tensors go to live ones, or to blank ones that are installed once everything is read.
-    `model_keys` are by names without prefixes, of which the checkpoint's model has so many `module.`.
+    Tensors go to live ones, or to blank ones that are installed once everything is read. `model_keys` are by names
+    without prefixes, of which the checkpoint's model has so many `module.`.
     """
 
     folder: CheckpointFolder
@@ -46,7 +46,7 @@ class Match(Findings):
     prefixes: int = 1
 
     def keys_below(self, prefix: str) -> list[str]:
-        """List the keys of tensors, then those of objects, that begin so."""
+        """List the keys with a prefix: tensors, then objects."""
         return [key for key in [*self.folder.tensors, *self.folder.objects] if key.startswith(prefix)]
 
     def want_tensor(self, key: str, target: torch.Tensor) -> bool:
@@ -67,7 +67,7 @@ class Match(Findings):
         return True
 
     def want_object(self, key: str) -> str:
-        """Request an object; return its key, which stands for it until it is read."""
+        """Request an object; return its key, a placeholder until it is read."""
         self.objects.add(key)
         return key
 
@@ -126,8 +126,8 @@ def match_extra(
 ) -> Install:
     """Match the state of one of the caller's own objects, or the extra state of a module; `load` will load it.
 
-    What only the checkpoint has, and plain tensors of another length, are read as they are: whether they fit is for
-    `load` to say. `blank` makes tensors to read into of path, shape and dtype, or None.
+    State that only the checkpoint has, and plain tensors of another length, are read unchanged: `load` decides whether
+    they fit. `blank` returns a tensor to read into for path, shape and dtype, or None.
     """
     folder, name, cut = match.folder, ".".join(head), len(head)
     leaves, paths = naming.flatten(naming.unflatten({head: state}))
@@ -166,7 +166,7 @@ def match_extra(
 
 
 def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
-    """Return the path of a key in the nested state; where the checkpoint does not say, dots separate it."""
+    """Return the path of a key in the nested state; without one in the checkpoint, dots separate it."""
     path = folder.paths.get(key, ())
     if path and all(isinstance(part, str) for part in path):
         return cast(tuple[str, ...], path)

@@ -1,4 +1,4 @@
-"""Keys of a checkpoint: how nested state becomes flat keys, and the names of a live model's tensors.
+"""The keys of a checkpoint: the flattening of nested state, and the names of a live model's tensors.
 
 model.module.<parameter or buffer>                     DTensors and tensors, the live ones
 optimizer.state.module.<parameter>.<slot>              live DTensors and tensors
@@ -55,9 +55,9 @@ Extras = Mapping[str, Stateful]
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """Flatten nested dicts to leaves by dotted key; returned with the path of each key.
 
-    The path tells `a.b` of {"a": {"b": ...}} from that of {"a.b": ...}. A dict whose keys are all text is walked into;
-    everything else (a list, an empty dict, a dict with other keys or of another kind, but for OrderedDict) is a leaf
-    and stored in one piece.
+    The path distinguishes `a.b` of {"a": {"b": ...}} from that of {"a.b": ...}. A dict whose keys are all text is
+    walked into; everything else (a list, an empty dict, a dict with other keys or of another kind, except OrderedDict)
+    is a leaf and stored in one piece.
     """
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
@@ -92,8 +92,8 @@ def _leaves(state: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, 
 class PipelinePlace:
     """The position of a rank in a pipeline; its model has it as `pipeline_place`.
 
-    `number` is the pipeline's own, `names` are those of all its ranks. `copies` is from the name here of a parameter
-    that repeats one of another rank to that one's: both are equal at all times, and their state is saved once.
+    `number` is the pipeline's own, `names` are those of all its ranks. `copies` maps the local name of a parameter that
+    repeats one of another rank to that one's: both are always equal, and their state is saved once.
     """
 
     index: int
@@ -104,7 +104,7 @@ class PipelinePlace:
 
 
 def place_of(model: nn.Module) -> PipelinePlace:
-    """Return this rank's position in a pipeline; of a model that is whole it has size 1 and no names."""
+    """Return this rank's position in a pipeline; a whole model has size 1 and no names."""
     for part in (model, getattr(model, "module", None)):
         found = getattr(part, "pipeline_place", None)
         if isinstance(found, PipelinePlace) and found.size > 1:
@@ -113,7 +113,7 @@ def place_of(model: nn.Module) -> PipelinePlace:
 
 
 def original_name(model: nn.Module, name: str) -> str:
-    """Return the name of the parameter that a bare name is a copy of; the name itself if it is no copy."""
+    """Return the original of a bare name that is a copy; else the name itself."""
     return place_of(model).copies.get(name, name)
 
 
@@ -123,14 +123,14 @@ def is_repeated(model: nn.Module, name: str) -> bool:
 
 
 def stored_names(model: nn.Module, name: str) -> tuple[str, ...]:
-    """Return the names under which a checkpoint may have a bare name, the best one first."""
+    """Return the possible names of a bare name in a checkpoint, the best one first."""
     original = original_name(model, name)
     copies = [copy for copy, source in place_of(model).copies.items() if source == original]
     return tuple(dict.fromkeys((original, name, *copies)))
 
 
 def groups_of_all(own: Groups, place: PipelinePlace, group: dist.ProcessGroup | None = None) -> Groups:
-    """Gather the parameter groups of all stages as one optimizer of the whole model would have them; collective."""
+    """Gather the parameter groups of all stages, as one optimizer of the whole model would have them; collective."""
     by_index: dict[int, Groups] = {}
     for index, groups in gather_objects((place.index, own), group):
         by_index.setdefault(index, groups)
@@ -173,7 +173,7 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def own_name(model: nn.Module, name: str) -> str:
-    """Return a name as the model inside of our wrapper has it."""
+    """Return the name of the model inside our wrapper."""
     return name.removeprefix(PREFIX) if hasattr(model, "install_optimized_model_weights") else name
 
 
@@ -186,7 +186,7 @@ def saved_name(model: nn.Module, name: str) -> str:
 def unwrapped(
     stored: Collection[str], known: Callable[[str], bool], first_guess: int = 0
 ) -> tuple[dict[str, str], int]:
-    """Strip as many `module.` as fit the known names best; returns stored names by those without, and how many."""
+    """Strip the `module.` prefixes that match most names; return stored names by stripped ones, and the count."""
     most = 0
     while stored and most < _MOST_WRAPPERS and all(name.startswith(PREFIX, most * len(PREFIX)) for name in stored):
         most += 1
@@ -219,7 +219,7 @@ def model_section(model: nn.Module) -> dict[str, Any]:
 
 
 def check_names(extra: Extras | None) -> None:
-    """Refuse names of extras that would be mistaken for others."""
+    """Raise for names of extras that a checkpoint would confuse with others."""
     for name in extra or {}:
         if name in RESERVED or not name or "." in name:
             raise ConfigurationError(

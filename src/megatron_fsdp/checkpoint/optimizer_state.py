@@ -1,12 +1,11 @@
 """Optimizer state by the names of parameters, independent of their order, grouping and the number of ranks.
 
-torch keys optimizer state by the position of parameters in the groups. In a checkpoint it is stored under names:
+torch keys optimizer state by the position of parameters in the groups. A checkpoint stores it under names:
 `optimizer.state.<parameter>.<slot>`, as torch's `get_state_dict` and Megatron's fsdp_dtensor do too, and the options of
 the groups once, with the names of their parameters: `optimizer.param_groups`.
 
-Loaded is also what others store: state by position, `optimizer.state.<number>.<slot>`, as a plain
-`optimizer.state_dict()` gives it; param_groups flattened; options in
-`optimizer.param_to_group_meta.<parameter>.<option>`.
+Other formats are loaded too: state by position, `optimizer.state.<number>.<slot>`, as a plain `optimizer.state_dict()`
+gives it; param_groups flattened; options in `optimizer.param_to_group_meta.<parameter>.<option>`.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _require_no_local_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse state that is this rank's shard as a plain tensor: one rank's would be saved for all."""
+    """Raise for state that is this rank's shard as a plain tensor: one rank's would be saved for all."""
     for param, slots in optimizer.state.items():
         if not isinstance(param, DTensor) or param._local_tensor.shape == param.shape:
             continue
@@ -103,7 +102,7 @@ def _require_no_local_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Make an uninitialised state tensor, cut as its parameter where it has that shape; "step" is never sharded."""
+    """Make an uninitialised state tensor, sharded like its parameter if it has that shape; "step" never is."""
     if isinstance(param, DTensor) and slot != "step" and tuple(shape) == tuple(param.shape):
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     device = torch.device("cpu") if slot == "step" else param.device
@@ -114,10 +113,10 @@ def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torc
 
 
 class OptimizerMatch:
-    """The state that an optimizer will have once everything is read; state that it does not have yet is made.
+    """The state of an optimizer after loading; missing tensors are made.
 
-    `leaves` and `options` (of its group) are by parameter, and `shared` is state of none; the state of those in `kept`
-    stays, since the checkpoint has none that fits; `rest` are the keys of what else is stored.
+    `leaves` and `options` (of its group) are by parameter, and `shared` is state without a parameter; the state of
+    those in `kept` stays, since the checkpoint has none that fits; `rest` are the keys of other stored entries.
     """
 
     def __init__(self, match: Match, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -210,7 +209,7 @@ class OptimizerMatch:
         return found
 
     def _match_shared(self) -> list[str]:
-        """Match state of no parameter, which is a single value or known by name here; return its keys."""
+        """Match state without a parameter, if it is a single value or has a known name; return its keys."""
         heads = {path[0] for path in self._live_shared}
         paths = {key: path_of(self._folder, key)[2:] for key in self._keys if key.startswith(_STATE)}
         found = {key: path for key, path in paths.items() if len(path) == 1 or path[0] in heads}
@@ -225,13 +224,13 @@ class OptimizerMatch:
         return list(found)
 
     def _below(self, prefix: str, known: set[str]) -> list[tuple[str | None, str, str]]:
-        """Split the keys below a prefix, whatever wrappers they had: the parameter, the rest, and the whole key."""
+        """Split the keys below a prefix, under any wrappers: the parameter, the rest, and the whole key."""
         rests = [key.removeprefix(prefix) for key in self._keys if key.startswith(prefix)]
         bare, _ = naming.unwrapped(rests, lambda rest: _split(rest, known)[0] is not None, self._match.prefixes)
         return [(*_split(rest, known), prefix + stored) for rest, stored in bare.items()]
 
     def _by_position(self, has_names: bool) -> dict[str, str]:
-        """Return names by position; those of a Sequential are numbers too, and a stage knows only its own."""
+        """Return names by position; names in a Sequential are numbers too, and a stage knows only its own."""
         return {} if self._of_all or has_names else {str(at): name for at, name in enumerate(self._listed)}
 
     def _match_state(self, name: str, by_slot: Mapping[KeyPath, str]) -> None:
@@ -274,7 +273,7 @@ class OptimizerMatch:
                     self.kept.add(name)
 
     def _note_what_lacks(self, with_state: Collection[str]) -> None:
-        """Record missing state, unless the parameter had no state when it was saved, and missing options."""
+        """Record missing state and options; a parameter saved without state lacks none."""
         without = [name for name in self._params if name not in with_state]
         missing = [name for name in without if name not in self.options]
         self._match.missing += [f"{_STATE}{PREFIX}{name}" for name in missing]
@@ -320,9 +319,9 @@ class OptimizerMatch:
         return nested.get(OPTIMIZER, {}).get(GROUPS)
 
     def _options_of(self, position: int, names: Sequence[str]) -> dict[str, Any]:
-        """Return the stored options that a live group takes over, which are to be the same for all in it.
+        """Return the stored options that a live group takes over, which have to be equal for all its parameters.
 
-        Those that it does not have yet are taken over from its own class, some of which count steps there.
+        An option that the group lacks is taken over for the optimizer's own class only: some count steps there.
         """
         wanted: dict[str, Any] = {}
         group = self._optimizer.param_groups[position]
@@ -377,7 +376,7 @@ def _split(rest: str, known: set[str]) -> tuple[str | None, str]:
 
 
 class _OptimizerByPosition:
-    """Presents an optimizer's state under text keys, and makes tensors that a fresh one does not have yet."""
+    """Presents an optimizer's state under text keys, and makes tensors that a fresh one lacks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -392,7 +391,7 @@ class _OptimizerByPosition:
         self._optimizer.load_state_dict({**state_dict, STATE: by_position})
 
     def blank(self, path: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Make a tensor to load into, sharded as its parameter; None for what is no state of a parameter."""
+        """Make a tensor to load into, sharded as its parameter; None for state of no parameter."""
         params = list(chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
         if len(path) < 3 or path[0] != STATE or not path[1].isdecimal() or int(path[1]) >= len(params):
             return None

@@ -1,4 +1,4 @@
-"""Tensors that are made of boxes of others, element by element: the same weights under other names, cut another way."""
+"""Tensors assembled from boxes of others, element by element: the same weights under other names and divisions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Part:
 
     @classmethod
     def whole(cls, key: str, shape: Sequence[int]) -> Part:
-        """Return all of a tensor as all of another one."""
+        """Return the part that is all of a tensor, as all of another one."""
         return cls(key, whole_box(shape), whole_box(shape))
 
     def to_source(self, box: Box) -> Box:
@@ -48,12 +48,12 @@ def _translated(box: Box, outer: Box, other: Box) -> Box:
 
 
 class RearrangedFolder(CheckpointFolder):
-    """A checkpoint whose tensors are made of disjoint parts of those in `stored`, and whose objects are given."""
+    """A checkpoint whose tensors consist of disjoint parts of those in `stored`, and whose objects are given."""
 
     def __init__(
         self, stored: CheckpointFolder, tensors: Mapping[str, Sequence[Part]], objects: Mapping[str, object]
     ) -> None:
-        """Show tensors and objects; nothing is read (so the base class, which opens a folder, is not initialised)."""
+        """Present tensors and objects; nothing is read (the base class, which opens a folder, is not initialised)."""
         self.stored, self.path, self._parts, self._values = stored, stored.path, tensors, dict(objects)
         self._indices, self.paths = {}, {}
         self.tensors = {key: self._entry(key, parts) for key, parts in tensors.items()}
@@ -67,13 +67,13 @@ class RearrangedFolder(CheckpointFolder):
         return TensorEntry(key, shape, self.stored.tensors[parts[0].key].dtype, chunks)
 
     def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:
-        """Read elements of one part, from wherever they are in the stored checkpoint."""
+        """Read elements of one part from the stored checkpoint."""
         part = self._parts[entry.key][number]
         box = part.to_source(wanted)
         return self.stored.read_box(part.key, box.offsets, box.lengths).reshape(wanted.lengths)
 
     def read_object(self, key: str) -> object:
-        """Return an object that was given."""
+        """Return a given object."""
         return self._values[key]
 
     @contextlib.contextmanager

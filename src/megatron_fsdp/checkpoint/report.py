@@ -1,4 +1,4 @@
-"""What ranks tell each other when they save or load: what one met is raised on all, and what was loaded, key by key.
+"""Agreement of ranks in saves and loads: one rank's error is raised on all; and the report on loaded keys.
 
 `together` and `decided_by_first` are those of `megatron_fsdp.comm.agreement`, with errors that are CheckpointErrors.
 """
@@ -42,7 +42,7 @@ def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.Proce
 
 
 def check_group(group: object) -> None:
-    """Refuse what is no process group, and not None either."""
+    """Raise for anything but a process group or None."""
     if not isinstance(group, dist.ProcessGroup | None):
         raise ConfigurationError(f"group={group!r} is no process group; give one of this rank, or None for all ranks")
 
@@ -52,7 +52,7 @@ def _told(met: BaseException) -> str:
 
 
 def in_short(error: CheckpointException, doing: str) -> CheckpointError:
-    """Return torch's report on what ranks met without its tracebacks, which differ from machine to machine."""
+    """Return torch's report on the ranks' errors without its tracebacks, which differ from machine to machine."""
     failures: Mapping[int, Any] = error.failures
     failed = [f"rank {rank}: {_told(met)}" for rank, (met, _) in sorted(failures.items())]
     made = CheckpointError(f"{doing} failed ({'; '.join(failed) or type(error).__name__})")
@@ -85,7 +85,7 @@ class LoadReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything fitted."""
+        """True if everything fitted."""
         return not (self.missing or self.unexpected or self.reshaped)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class LoadReport:
         return "\n".join([counts, *lines, *self.notes])
 
     def require_complete(self, source: str) -> None:
-        """Raise an error if anything did not fit; it names the checkpoint `source` and what does not."""
+        """Raise an error if anything did not fit; it names the checkpoint `source` and the misfits."""
         if not self.is_complete:
             fits = any(key != "iteration" and not key.startswith("optimizer.") for key in self.loaded)
             advice = ", or pass strict=False to load what fits" if fits else ""
@@ -109,7 +109,7 @@ class LoadReport:
 
 @dataclass(kw_only=True)
 class Findings:
-    """What does not fit (as in `LoadReport`), while it is being found."""
+    """The misfits so far (as in `LoadReport`)."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def reported(self, loaded: Iterable[str], iteration: int | None = None) -> LoadReport:
-        """Return the report of what is loaded and of what was found so far, in the order of keys."""
+        """Return the report on loaded keys and misfits, in the order of keys."""
         loaded, missing, unexpected = (tuple(sorted(keys)) for keys in (loaded, self.missing, self.unexpected))
         return LoadReport(
             loaded, missing, unexpected, dict(sorted(self.reshaped.items())), tuple(self.notes), iteration
@@ -138,7 +138,7 @@ def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> Lo
 
 
 def some_of(keys: Sequence[str], shown: int = 8) -> str:
-    """Format keys for a message: the first few, and how many more."""
+    """Format keys for a message: the first few, and the number of others."""
     more = f" and {len(keys) - shown} more" if len(keys) > shown else ""
     return ", ".join(keys[:shown]) + more
 

@@ -1,10 +1,10 @@
 """Random states of every rank in a checkpoint, by logical rank.
 
-A logical rank is a rank's place as the model sees it: its index along pipeline parallelism, tensor parallelism and
-data parallelism (all other mesh dimensions, flattened). With as many of each as when it was saved, each logical
-rank gets back the very streams it had, wherever it runs now. With other numbers the streams fit no rank: every rank
-is then seeded from its logical rank and a digest of all saved streams, so that ranks differ, nothing repeats, and the
-same checkpoint on the same new ranks gives the same numbers again.
+A logical rank is a rank's place in the model's parallelism: its index along pipeline parallelism, tensor parallelism
+and data parallelism (all other mesh dimensions, flattened). With as many of each as when it was saved, each logical
+rank gets back its own streams, wherever it runs now. With other numbers the streams fit no rank: every rank is then
+seeded from its logical rank and a digest of all saved streams, so that ranks differ, nothing repeats, and the same
+checkpoint on the same new ranks gives the same numbers again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_fsdp.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LogicalRank:
-    """A rank's place along tensor, data (all the rest) and pipeline parallelism, and how many ranks each has."""
+    """A rank's place along tensor, data (all the rest) and pipeline parallelism, and the size of each."""
 
     tensor: int
     tensor_size: int
@@ -93,7 +93,8 @@ def prepare(
 ) -> tuple[Callable[[], None], str]:
     """Test the states of a checkpoint on separate generators, so that damage changes nothing.
 
-    Return what sets this rank's generators, and what that does, for the report.
+    Returns:
+        A function that sets this rank's generators, and its description for the report.
     """
     keys = [key for key in folder.objects if key.startswith(f"{RNG}.") and key.endswith(".states")]
     if f"{RNG}.topology" not in folder.objects or not keys:

@@ -1,10 +1,10 @@
-"""Read pickles that we did not write: as data, without running code from them.
+"""Read untrusted pickles: as data, without running code from them.
 
-A pickle names classes and functions that the reader imports and calls; whoever wrote the file chooses them. Here every
-name is looked up in a table instead, and one that is not there is refused by name, before anything is called.
-`torch.load(weights_only=True)` would refuse what objects and the `.metadata` of torch.distributed.checkpoint hold
+A pickle names classes and functions that the reader imports and calls; the author of the file chooses them. Here every
+name is looked up in a table instead, and a name outside it is refused before anything is called.
+`torch.load(weights_only=True)` would refuse contents of objects and of the `.metadata` of torch.distributed.checkpoint
 (NumPy's arrays, `argparse.Namespace`, classes of Megatron that are not installed), and it lets a file of a kilobyte ask
-for any memory (`bytearray(10**11)`): what reading may cost, in memory and time, is counted here, and bounded in
+for any memory (`bytearray(10**11)`): here the cost of reading, in memory and time, is counted, and bounded in
 proportion to the size of the file.
 """
 
@@ -53,7 +53,7 @@ def open_file(path: Path) -> io.BufferedReader:
 
 
 def only_regular(path: str, flags: int) -> int:
-    """Open no pipe or socket, which would be waited for, and no device, which may never end; an `opener` of `open`."""
+    """Open no pipe or socket, which would block, and no device, which may never end; an `opener` of `open`."""
     if stat.S_ISREG(Path(path).stat().st_mode):
         descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
         if stat.S_ISREG(os.fstat(descriptor).st_mode):  # it may be another one by now
@@ -72,9 +72,9 @@ def read_file(path: Path, at_most: int = MAX_OBJECT_BYTES) -> bytes:
 
 
 def resolve_inside(path: Path, folder: Path) -> Path:
-    """Follow the links of an entry of a folder that somebody else may have made; it may not lead out of the folder.
+    """Follow the links of an entry of an untrusted folder; raise if it leads out of the folder.
 
-    Where the folder is a snapshot in a cache of the hub, its files are links to `blobs` beside the snapshots.
+    If the folder is a snapshot in a cache of the hub, its files are links to `blobs` beside the snapshots.
     """
     home, real = folder.resolve(), path.resolve(strict=True)
     places = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
@@ -84,7 +84,7 @@ def resolve_inside(path: Path, folder: Path) -> Path:
 
 
 def read_json(path: Path, at_most: int = _MAX_JSON_BYTES) -> Any:
-    """Return what a JSON file holds."""
+    """Return the content of a JSON file."""
     try:
         return json.loads(read_file(path, at_most).decode("utf-8"))
     except (OSError, ValueError, RecursionError, MemoryError) as error:
@@ -95,18 +95,18 @@ def read_json(path: Path, at_most: int = _MAX_JSON_BYTES) -> Any:
 
 
 def shortened(text: str, most: int = 256) -> str:
-    """Text from a file, no longer than a message should be."""
+    """Return text from a file, cut to the length of a message."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def printable(text: str, most: int = 256) -> str:
-    """Text from a file as it may stand in a message: short, what would steer a terminal written as escapes."""
+    """Return text from a file for a message: short, with control characters escaped."""
     return shortened(text if text.isprintable() else ascii(text), most)
 
 
 @contextlib.contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Inside, bytes are read that may be anything: whatever fails is a problem of the file."""
+    """Turn any parsing error into CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -158,7 +158,7 @@ _PART_COSTS: dict[type, int] = {
 
 
 class ReadingBudget:
-    """Counts what reading some bytes makes, and its time; `where` names them when it is more than they may."""
+    """Counts the memory and time of reading some bytes; the error beyond the limit begins with `where`."""
 
     def __init__(self, nbytes: int, where: str) -> None:
         self._where = where
@@ -168,7 +168,7 @@ class ReadingBudget:
         self._begun: float | None = None  # at the first look, which small files do not come to
 
     def spend(self, nbytes: int) -> None:
-        """Count something that is about to be made, copied, hashed or written out."""
+        """Count elements that are about to be made, copied, hashed or written."""
         self._left -= nbytes
         if self._left < 0:
             raise CheckpointError(
@@ -187,7 +187,7 @@ class ReadingBudget:
                 )
 
     def spend_on(self, given: Collection[Any]) -> None:
-        """Count what is handed to a function that may copy it: elements of containers, characters of text."""
+        """Count the argument of a function that may copy it: elements of containers, characters of text."""
         parts = sum(_PART_COSTS[type(part)] * len(part) for part in given if type(part) in _PART_COSTS)
         self.spend(ELEMENT_BYTES * len(given) + parts)
 
@@ -200,7 +200,7 @@ class ReadingBudget:
 
 
 def _key_cost(key: Any, depth: int = 0) -> int:
-    """Return what hashing and comparing something counts, which may be asked for again and again.
+    """Return the cost of hashing and comparing a key, which may be needed repeatedly.
 
     Tuples of tuples that name each other take time exponential in the length of their pickle to hash, deep ones end the
     process, and of large numbers and complex ones endless many have one hash.
@@ -234,7 +234,7 @@ _AS_USUAL = (
 
 
 class Opaque:
-    """What is left of an object whose package is not imported: its name, arguments, state, and elements if any."""
+    """A placeholder for an object whose package is not imported: its name, arguments, state and elements."""
 
     qualified_name = "unknown"
     arguments: tuple[Any, ...]
@@ -255,19 +255,19 @@ class Opaque:
 
 
 class Operations(dict[int, Callable[[Any], None]]):
-    """Of each operation of pickles what it does; operations that data do not need are refused."""
+    """A table of pickle operations; those that data do not need are refused."""
 
     def __missing__(self, code: int) -> Callable[[Any], None]:
         raise pickle.UnpicklingError(f"operation {code:#04x} of pickles is not one that data need")
 
 
 class RestrictedUnpickler(pickle._Unpickler):
-    """An unpickler that knows a table of names and no others, fills objects of data only, and counts what it makes.
+    """An unpickler with a table of allowed names, which fills only objects of data, and counts what it makes.
 
-    Python's own in C would also set attributes of classes, and reach back into what other pickles have registered.
+    Python's own in C would also set attributes of classes, and reach back into the registrations of other pickles.
     Operations that can do more with a byte than make one small object (copy what was read before, hash keys) are
-    counted by a `ReadingBudget`, and so is the result as a tree, with shared parts as often as they are met: whoever
-    walks through it afterwards need not fear that it has no end.
+    counted by a `ReadingBudget`, and so is the result as a tree, with shared parts counted at each use: walking through
+    it afterwards ends in bounded time.
     """
 
     stack: list[Any]
@@ -326,7 +326,7 @@ class RestrictedUnpickler(pickle._Unpickler):
             self.stack[-1] = function(*arguments)
 
     def _keyed(self, kind: Callable[..., Any], items: Any = ()) -> Any:
-        """Make a set or dict of what a list holds, keys or pairs."""
+        """Make a set or dict of a list's elements, keys or pairs."""
         _require(type(items) in (list, tuple), f"a {type(items).__name__} where a list should stand")
         if kind is not collections.OrderedDict:
             return kind(self._budget.spend_on_keys(items))
@@ -341,7 +341,7 @@ class RestrictedUnpickler(pickle._Unpickler):
         self.append(kind.__new__(kind, *arguments, **keywords))
 
     def _build(self) -> None:
-        """Give an object its state; never a class, a function or a shared object."""
+        """Set the state of an object; never of a class, a function or a shared object."""
         state, made = self.stack.pop(), self.stack[-1]
         kind = type(made)
         self._budget.spend_on(state if type(state) is tuple else (state,))
@@ -396,7 +396,7 @@ class RestrictedUnpickler(pickle._Unpickler):
 
 
 def _parts(value: Any) -> Collection[Any]:
-    """Return what an object consists of, as far as anyone looks into it."""
+    """Return the parts of an object, as far as a reader looks into it."""
     kind = type(value)
     if kind in _SEQUENCES:
         return cast(Collection[Any], value)
@@ -433,7 +433,7 @@ def _require(holds: bool, what: str) -> None:
 
 
 def _rebuilt(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a function of torch that makes a tensor of a storage, for arguments that it can make one of."""
+    """Wrap a function of torch that makes a tensor of a storage, for safe arguments only."""
 
     def made(storage: Any, start: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
         _require(isinstance(storage, torch.storage.TypedStorage), "a tensor of no storage")
@@ -454,7 +454,7 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
 
 
 def are_lengths(values: Any) -> bool:
-    """Return whether it may be the shape, strides or offsets of a tensor."""
+    """Return whether a value may be the shape, strides or offsets of a tensor."""
     is_shape = isinstance(values, tuple | list) and len(values) <= _MAX_DIMS
     return is_shape and all(type(n) is int and 0 <= n < TOO_MANY for n in values)
 
@@ -471,7 +471,7 @@ def _of(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[..., Any
 
 
 def _bytes(data: Any = "", encoding: str = "latin1") -> bytes:
-    """How older pickle protocols store bytes, as text; codecs other than that are refused: some import modules."""
+    """Decode bytes as older pickle protocols store them, as text; other codecs are refused: some import modules."""
     is_right = type(data) in (bytes, str) and encoding in ("latin1", "latin-1")
     _require(is_right, "bytes made of something else than bytes, or text in another encoding than latin1")
     return data.encode("latin1") if type(data) is str else data

@@ -1,4 +1,4 @@
-"""Writes a state with torch.distributed.checkpoint, with a checksum of every global tensor as it is written.
+"""Write a state with torch.distributed.checkpoint, with a checksum of every global tensor as it is written.
 
 Each rank sums over the chunks that it writes; the sums travel with the results that torch gathers anyway, and the rank
 that writes the metadata adds them up and writes the manifest. No collective is added.
@@ -53,16 +53,16 @@ KeyPath = tuple[str | int, ...]
 
 
 def save_alone(state: Mapping[str, Any], **options: Any) -> None:
-    """Save from this process alone, whether or not there are others."""
+    """Save from this process alone, in a distributed run or not."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         save(dict(state), no_dist=True, **options)
 
 
 class SealingPlanner(DefaultSavePlanner):
-    """torch's save planner over a flat state, which checksums what it hands to the writer.
+    """torch's save planner over a flat state; it takes checksums of the data for the writer.
 
-    A state of sources has the keys of `paths`. What several ranks have of it is taken from the first of them.
+    A state of sources has the keys of `paths`. Entries of several ranks are taken from the first of them.
     """
 
     def __init__(self, paths: Mapping[str, KeyPath] | None = None) -> None:
@@ -89,7 +89,7 @@ class SealingPlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the data of one item; that of a source is read now."""
+        """Return the data of one item; a source is read now."""
         key, described = write_item.index.fqn, write_item.tensor_data
         source = self.state_dict[key]
         data: torch.Tensor | io.BytesIO
@@ -117,10 +117,10 @@ class SealingPlanner(DefaultSavePlanner):
 
 
 class SealingWriter(FileSystemWriter):
-    """torch's writer, which also writes the manifest (from what its planner has summed), just before the metadata.
+    """torch's writer, which also writes the manifest (from its planner's sums), just before the metadata.
 
-    One tensor is held at a time: torch's keeps every one that it had to copy, each view of a flat buffer, to the end.
-    `progress` is told the bytes of tensors that this rank has written, after each item.
+    One tensor is held at a time: torch's writer keeps to the end every one that it had to copy, such as views of a flat
+    buffer. `progress` is called after each item with the bytes of tensors that this rank has written.
     """
 
     def __init__(self, folder: Path, progress: Callable[[int], None] | None = None) -> None:
@@ -187,7 +187,7 @@ def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _require_alike(plans: Sequence[SavePlan]) -> None:
-    """Refuse keys whose global tensor or kind differs between ranks."""
+    """Raise for keys whose global tensor or kind differs between ranks."""
     kinds: dict[str, set[tuple[torch.Size, torch.dtype] | None]] = defaultdict(set)
     for plan in plans:
         for item in plan.items:
@@ -221,11 +221,11 @@ def write_state(
     paths: Mapping[str, KeyPath] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write a nested state into a folder, which is made and published by the caller, with its manifest; collective.
+    """Write a nested state with its manifest into a folder, which the caller makes and publishes; collective.
 
-    What is not in memory stands in the state as a source, which is read when it is written. `paths` say where each key
-    is in the nested state, where `state` is flat (empty: keys are not nested); boxes that several ranks have are then
-    those of the first.
+    Tensors that are not in memory are sources in the state, read when they are written. `paths` are the places of keys
+    in the nested state if `state` is flat (empty: keys are not nested); boxes of several ranks are then the first
+    rank's.
     """
     if group is None and not dist.is_initialized():
         _require_whole(state)
@@ -254,7 +254,7 @@ class TensorSource:
     read: Callable[[Box], torch.Tensor]
 
     def __create_write_items__(self, key: str, _object: object) -> Iterator[WriteItem]:
-        """Describe the chunks, as torch's planner asks whatever offers it."""
+        """Describe the chunks to torch's planner."""
         for box in self.boxes:
             offsets, properties = torch.Size(box.offsets), TensorProperties(dtype=self.dtype)
             chunk = ChunkStorageMetadata(offsets, torch.Size(box.lengths))
@@ -263,7 +263,7 @@ class TensorSource:
 
 
 def _require_whole(state: Mapping[str, Any]) -> None:
-    """Refuse to save other ranks' DTensors from one process, as after torch.distributed was shut down."""
+    """Raise when one process saves other ranks' DTensors, as after torch.distributed was shut down."""
     for key, value in flatten(state)[0].items():
         if isinstance(value, DTensor) and value.device_mesh.size() > 1:
             raise CheckpointError(

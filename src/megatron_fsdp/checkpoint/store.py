@@ -58,7 +58,7 @@ _CANNOT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
 
 class Hidden(NamedTuple):
-    """An entry of the folder with a hidden name: its path, the name it will have or had, and why it is hidden."""
+    """A hidden entry of the folder: its path, the name it will have or had, and the reason."""
 
     path: Path
     name: str
@@ -66,7 +66,7 @@ class Hidden(NamedTuple):
 
 
 def hidden_name(name: str, purpose: Purpose) -> str:
-    """Make a new hidden name, unique over processes and saves."""
+    """Return a new hidden name, unique over processes and saves."""
     return f".{name}.{purpose}-{uuid.uuid4().hex[:16]}"
 
 
@@ -98,11 +98,11 @@ class RunFolder:
     root: Path
 
     def path_of(self, iteration: int) -> Path:
-        """Return where the checkpoint of an iteration is published, whether it exists or not."""
+        """Return the published path of an iteration's checkpoint, which may not exist."""
         return self.root / folder_name(iteration)
 
     def hidden(self) -> list[Hidden]:
-        """List the entries with hidden names, in the order of names; empty if there is no folder."""
+        """List the entries with hidden names, in the order of names; empty without the folder."""
         found = [(path, _HIDDEN.fullmatch(path.name)) for path in self._entries()]
         entries = [Hidden(path, parts["name"], parts["purpose"]) for path, parts in found if parts is not None]
         return [entry for entry in entries if entry.name == POINTER or iteration_of(entry.name) is not None]
@@ -209,7 +209,7 @@ class RunFolder:
 
 
 def locate(path: str | Path) -> Path:
-    """Return the folder of one checkpoint: `path`, or the latest of a run; opening it says what is wrong with it."""
+    """Return the folder of one checkpoint: `path`, or the latest of a run; opening it reports faults."""
     run = RunFolder(Path(path))
     is_run = run.root.is_dir() and ((run.root / POINTER).exists() or run.iterations())
     return run.resolve() if is_run else run.root
@@ -237,7 +237,7 @@ class FileOps:
             os.fsync(stream.fileno())
 
     def sync(self, path: Path) -> None:
-        """Force a file, or the names in a folder, to the disk; folders where the file system supports that."""
+        """Force a file, or the names in a folder, to the disk; folders if the file system supports that."""
         try:
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -268,11 +268,11 @@ class FileOps:
 
 
 def claim(path: Path, held: ExitStack) -> bool:
-    """Lock a file or folder until `held` ends, or the process, however that ends; False where another one has it.
+    """Lock a file or folder until `held` ends, or the process in any way; False if another one has it.
 
-    Without locks in the file system, or where nothing can be opened, every claim succeeds. Claims of one process
-    exclude each other, and its children inherit them. On NFS a lock of a file
-    holds for all machines, that of a folder for this one.
+    Without locks in the file system, or if nothing can be opened, every claim succeeds. Claims of one process exclude
+    each other, and its children inherit them. On NFS a lock of a file holds for all machines, that of a folder for this
+    one.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -302,9 +302,9 @@ class RunClaim:
         self._let_go: Callable[[], object] = lambda: None
 
     def take(self) -> bool:
-        """Claim the folder, which exists; False where another process has it.
+        """Claim the folder, which exists; False if another process has it.
 
-        Without locks in the file system, or where nothing can be opened, every claim succeeds.
+        Without locks in the file system, or if nothing can be opened, every claim succeeds.
         """
         while True:
             try:
@@ -319,13 +319,13 @@ class RunClaim:
             self.release()  # it was removed, or made anew, before it was locked
 
     def release(self) -> None:
-        """Give the folder up."""
+        """Release the folder."""
         self._let_go()
         self._descriptor = None
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock an open file for this process; False where another one has it."""
+    """Lock an open file for this process; False if another one has it."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -353,7 +353,7 @@ def _let_go(path: Path, descriptor: int) -> None:
 def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> list[int]:
     """Return the iterations to delete, oldest first: all but the `keep_last` newest up to the one pointed to.
 
-    What is newer belongs to a run that was given up for an earlier checkpoint; it is left to the user.
+    Newer ones belong to a run that was abandoned for an earlier checkpoint; they are left to the user.
     """
     if keep_last is None:
         return []
@@ -366,10 +366,10 @@ class CheckpointStore:
 
     A folder counts as a checkpoint when it has its published name and holds `.metadata`. All methods but `path_of` are
     collective, and give the same on every rank: rank 0 looks, since a shared file system may show ranks different
-    things for a while. They work without torch.distributed, too. One save at a time, by one process: the first save
+    contents for a while. They also work without torch.distributed. One save at a time, by one process: the first save
     claims the folder until `close`.
 
-    `keep_last` says how many checkpoints to keep, up to the one that the pointer names; None: all.
+    `keep_last` is the number of checkpoints to keep, up to the one that the pointer names; None: all.
     """
 
     def __init__(
@@ -393,11 +393,11 @@ class CheckpointStore:
         self._ops = FileOps() if ops is None else ops
 
     def close(self) -> None:
-        """Let other processes save in the folder; another save claims it again."""
+        """Allow other processes to save in the folder; another save claims it again."""
         self._claim.release()
 
     def path_of(self, iteration: int) -> Path:
-        """Return where the checkpoint of an iteration is published (as `RunFolder.path_of`); not collective."""
+        """Return the published path of an iteration's checkpoint (as `RunFolder.path_of`); not collective."""
         return self._folder.path_of(iteration)
 
     def iterations(self) -> list[int]:
@@ -405,11 +405,11 @@ class CheckpointStore:
         return decided_by_first(self._folder.iterations, f"looking into {self.root}", self.group)
 
     def latest(self) -> Path | None:
-        """Return what `RunFolder.latest` does on rank 0, and raise what it raises; collective."""
+        """Call `RunFolder.latest` on rank 0, and return or raise its outcome; collective."""
         return self._found(self._folder.latest)
 
     def resolve(self, iteration: int | None = None) -> Path:
-        """Return what `RunFolder.resolve` does on rank 0, and raise what it raises; collective."""
+        """Call `RunFolder.resolve` on rank 0, and return or raise its outcome; collective."""
         return self._found(lambda: self._folder.resolve(iteration)) or self.root
 
     def _found(self, find: Callable[[], Path | None]) -> Path | None:
@@ -461,7 +461,8 @@ class CheckpointStore:
     def _begin(self, iteration: int, overwrite: bool, claims: ExitStack) -> tuple[str, bool, str]:
         """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into.
 
-        Return its name, whether a checkpoint of this iteration may be replaced, and what is done from now on, in words.
+        Returns:
+            Its name, whether a checkpoint of this iteration may be replaced, and a description of the coming work.
         """
         target = self.path_of(iteration)
         if is_whole(self.root):
@@ -494,9 +495,9 @@ class CheckpointStore:
             # Another thread that saves here took it for left over before it was claimed.
 
     def _publish(self, staging: Path, iteration: int, may_replace: bool, claims: ExitStack) -> None:
-        """Rename a written folder, point the pointer to it, and delete what is not kept.
+        """Rename a written folder, move the pointer to it, and delete old checkpoints.
 
-        An error before the pointer has moved undoes all of it; a later one is a warning, but for the last step that
+        An error before the pointer has moved undoes all of it; a later one is a warning, except in the last step, which
         makes the move survive a power failure.
         """
         if not is_whole(staging):
@@ -534,7 +535,7 @@ class CheckpointStore:
             self._discard(self.path_of(old), folder_name(old))
 
     def _remove(self, path: Path) -> None:
-        """Delete what no reader looks at, if it exists; failures are warnings."""
+        """Delete a hidden entry, if it exists; failures are warnings."""
         with _warning_of(f"{path} could not be deleted"):
             self._ops.remove(path)
 
@@ -547,10 +548,11 @@ class CheckpointStore:
                 self._ops.remove(hidden)
 
     def _clear_leftovers(self) -> set[int]:
-        """Remove leftovers of killed processes; what a living one has claimed stays.
+        """Remove leftovers of killed processes; claims of a living one stay.
 
-        Return the iterations that were renamed by one that could not move the pointer any more: a run that resumes from
-        the pointer reaches them again, and may replace them.
+        Returns:
+            The iterations that were renamed by a process that died before it moved the pointer: a run that resumes from
+                the pointer reaches them again, and may replace them.
         """
         never_pointed_to: set[int] = set()
         for entry in self._folder.hidden():
@@ -576,7 +578,7 @@ class CheckpointStore:
         return found if isinstance(found, int) else None
 
     def _said_by(self, pointer: Path) -> int | str | None:
-        """Return what a pointer says; None for nonsense: its process may have been killed while it wrote it."""
+        """Parse a pointer file; None if truncated by the end of its process."""
         try:
             return self._folder.pointed(pointer)
         except CheckpointError:
@@ -606,7 +608,7 @@ def require_seen(folder: Path, patience_s: float) -> None:
 
 
 def require_apart(target: Path, source: Path | None = None) -> None:
-    """Refuse a target folder that would overwrite or lie inside what is in use."""
+    """Raise for a target folder that would overwrite a folder in use or lie inside it."""
     wanted = Path(os.path.realpath(target))
     if source is not None:
         origin = Path(os.path.realpath(source))
@@ -618,7 +620,7 @@ def require_apart(target: Path, source: Path | None = None) -> None:
 
 
 def replace_text(target: Path, text: str) -> None:
-    """Write a small text file, over the one that is there: whole, or not at all."""
+    """Write a small text file over an existing one: whole, or not at all."""
     temporary = _beside(target)
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -631,7 +633,7 @@ def replace_text(target: Path, text: str) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """Make a folder under a temporary name beside `target`, and rename it when the block ends well.
 
-    Else nothing of it is left; a process that is killed leaves the hidden folder, never a part of the target.
+    Otherwise it is removed; a killed process leaves the hidden folder, never a part of the target.
     """
     require_apart(target)
     temporary = _begin(target)

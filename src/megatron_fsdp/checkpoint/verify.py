@@ -1,4 +1,4 @@
-"""Compares the content of a checkpoint with its manifest: in one process, or shared by the ranks that load it.
+"""Compare the content of a checkpoint with its manifest: in one process, or shared by the ranks that load it.
 
 One chunk is in memory at a time.
 """
@@ -28,7 +28,7 @@ _SHOWN, _SHOWN_IN_ERROR = 20, 8
 
 
 def share_out(sizes: Sequence[int], rank: int, ranks: int) -> list[int]:
-    """Return the indices of the items that one of several ranks takes, balanced by bytes.
+    """Return the indices of the items for one of several ranks, balanced by bytes.
 
     The largest first, in turns back and forth, so that no two ranks differ by more than the largest item.
     """
@@ -41,7 +41,7 @@ def share_out(sizes: Sequence[int], rank: int, ranks: int) -> list[int]:
 
 
 def _share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> list[str]:
-    """Return the keys that one of several ranks reads, but for those of some sections."""
+    """Return the keys that one of several ranks reads, except those of some sections."""
     sizes = {key: entry.nbytes for key, entry in folder.tensors.items()}
     sizes |= {key: entry.span.length for key, entry in folder.objects.items()}
     keys = [key for key in sizes if key.partition(".")[0] not in without]
@@ -51,7 +51,7 @@ def _share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collecti
 def _content_problems(
     folder: CheckpointFolder, manifest: Manifest, keys: Collection[str], *, thorough: bool = False
 ) -> dict[str, str]:
-    """Read tensors and objects, and describe what is wrong with them; what the manifest lacks is only read.
+    """Read tensors and objects, and describe their damage; entries without a manifest are only read.
 
     `thorough` compares the CRC-32s that torch stored too, which name the chunk, and reads objects as data.
     """
@@ -83,7 +83,7 @@ def _content_problems(
 
 
 def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> str:
-    """Verify this rank's share of a checkpoint, whose names were compared when it was opened; say what was done."""
+    """Verify this rank's share of a checkpoint, whose names were compared when it was opened; describe the check."""
     if folder.manifest is None:
         raise CheckpointError(f"{folder.path} has no manifest to compare with; load it without verify=True")
     if folder.manifest.checksum_name != CHECKSUM_NAME:
@@ -103,7 +103,7 @@ def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Coll
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a checkpoint: what is wrong with a key, or with a file."""
+    """One problem of a checkpoint: the damage of a key, or of a file."""
 
     kind: Literal["tensor", "object", "file"]
     name: str
@@ -117,8 +117,8 @@ class Finding:
 class VerifyReport:
     """The findings of a verification of `folder`.
 
-    `damaged` are entries that are there and wrong, `unexpected` tensors and objects that the manifest does not have,
-    and files that belong to nothing, `unverified` what was not compared with anything; `nbytes` is what was read.
+    `damaged` are entries that exist and are wrong, `unexpected` tensors and objects that the manifest lacks, and files
+    that belong to nothing, `unverified` entries that were not compared; `nbytes` is the size of the data that was read.
     """
 
     folder: str
@@ -132,7 +132,7 @@ class VerifyReport:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is damaged or missing, and nothing but files is unexpected."""
+        """True if nothing is damaged or missing, and only files are unexpected."""
         return not (self.damaged or self.missing or any(found.kind != "file" for found in self.unexpected))
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Converts a `torch_dist` checkpoint to `fsdp_dtensor`: in one process, or on the ranks of a gloo group."""
+"""Convert a `torch_dist` checkpoint to `fsdp_dtensor`: in one process, or on the ranks of a gloo group."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ Progress = Callable[[int, int], None]
 
 
 class ConversionMismatchError(CheckpointError):
-    """The output that was read back differs from the source; nothing was published."""
+    """Raised when the output that was read back differs from the source; nothing was published."""
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of a conversion, or with `dry_run` what it would do; `ranks` is how many shared the work."""
+    """The result of a conversion, or of its `dry_run`; `ranks` is the number that shared the work."""
 
     source: Path
     plan: ConversionPlan
@@ -164,7 +164,7 @@ def _write(
 
 
 def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Compare what was written with the checksums that were taken of the source as it was read; collective."""
+    """Compare the output with the checksums that were taken while reading the source; collective."""
     rank, ranks = rank_of(group), world_size_of(group)
     try:
         together(f"verifying {folder}", lambda: require_sound(CheckpointFolder(folder), rank, ranks), group)
@@ -175,7 +175,7 @@ def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:
 
 
 def _tracked_as(target: Path, opened: TorchDistSource) -> str:
-    """Return what the tracker file says for a folder of this name."""
+    """Return the tracker file's text for a folder of this name."""
     if target.name == RELEASE:
         return RELEASE
     iteration = opened.content.common.tree.get("iteration")
@@ -198,14 +198,14 @@ _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 
 @dataclass(frozen=True)
 class Cells:
-    """How a tensor of the true shape is cut into cells: how many along each axis, and how long they are."""
+    """The division of a tensor of the true shape into cells: their number and length along each axis."""
 
     grid: tuple[int, ...]
     block: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the true tensor."""
+        """The shape of the true tensor."""
         return tuple(count * length for count, length in zip(self.grid, self.block, strict=True))
 
     @classmethod
@@ -222,7 +222,7 @@ class Cells:
         )
 
     def read(self, read_stored: ReadBox, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Read a box of the true tensor, out of the cells that it meets."""
+        """Read a box of the true tensor from the overlapping cells."""
         starts, block, ndim = np.array(offsets, np.int64), np.array(self.block, np.int64), len(offsets)
         first = starts // block
         counts = -(-(starts + lengths) // block) - first
@@ -235,7 +235,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class TorchDistSource:
-    """An opened `torch_dist` checkpoint; `cells` tells how tensors were cut that are stored as flattened cells."""
+    """An opened `torch_dist` checkpoint; `cells` has the division of tensors that are stored as flattened cells."""
 
     folder: CheckpointFolder
     content: Content
@@ -274,7 +274,7 @@ class TorchDistSource:
 
 
 def without_opaque(value: Any) -> Any:
-    """Return a copy with text in place of objects of unknown classes, so that anyone can read it."""
+    """Return a copy with text instead of objects of unknown classes, which anyone can read."""
     if isinstance(value, Opaque):
         return f"{value.qualified_name}({', '.join(map(str, value.arguments))})"
     if isinstance(value, argparse.Namespace):

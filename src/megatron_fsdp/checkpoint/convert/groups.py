@@ -2,8 +2,8 @@
 
 A `torch_dist` checkpoint keeps the groups without their members. A run calls `dump_param_to_param_group_map`, which
 writes a DCP folder with one entry per parameter; `export_group_map_json` turns the folder into a JSON file: name ->
-index into the groups of all optimizers. The rule is what Megatron groups by unless told otherwise, and it is only used
-where exactly one group fits each parameter. Of a single group, everything that is optimised is a member.
+index into the groups of all optimizers. The rule is Megatron's default grouping, and it is only used if exactly one
+group fits each parameter. A single group has everything that is optimised as a member.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ MAP_FILE = "param_to_param_group_map.json"
 
 @dataclass(frozen=True)
 class Parameter:
-    """What decides the group of a parameter: its name (of both halves), and dimensions of one layer's, one expert's."""
+    """The properties of a parameter that decide its group: name (of both halves), and dimensions of a layer or
+    expert.
+    """
 
     name: str
     ndim: int
@@ -42,7 +44,7 @@ class Parameter:
 
     @property
     def is_exempt(self) -> bool:
-        """Whether it may lack a group: routers' biases are not optimised."""
+        """True if it may lack a group: routers' biases are not optimised."""
         return not self.has_state or self.name.endswith(".expert_bias")
 
 
@@ -60,7 +62,7 @@ def assign(
     how: str,
     written_map: Mapping[str, int] | None = None,
 ) -> Assignment:
-    """Find the group of each parameter; `how` is "infer", "map" or "none". Not one that fits is an error."""
+    """Return the group of each parameter; `how` is "infer", "map" or "none". One without a group is an error."""
     if how == NO_GROUPS:
         return Assignment({})
     if how == MAP:
@@ -115,7 +117,7 @@ def _only_fit(parameter: Parameter, groups: Sequence[Mapping[str, Any]]) -> int:
 def group_map(model: nn.Module, optimizer: Any) -> dict[str, int]:
     """Map names of `named_parameters()` to the index of their group, counted on from one optimizer to the next.
 
-    Parameters of an optimizer that are not the model's are refused.
+    An optimizer's parameters that are not the model's are an error.
     """
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     groups = [group for each in optimizers for group in each.param_groups]

@@ -1,4 +1,4 @@
-"""Translates keys of a `torch_dist` checkpoint, by names and shapes only.
+"""Translate keys of a `torch_dist` checkpoint, by names and shapes only.
 
     decoder.layers.mlp.experts.experts.linear_fc1.weight  (L, E, 2F, H)
         -> decoder.layers.<i>.mlp.experts.linear_fc1.weight<e>_w  (F, H)   gate
@@ -43,7 +43,7 @@ AUTO, ALL, NONE = "auto", "all", "none"
 class Piece:
     """One tensor of the output (`name`, with `_w` or `_v` for a half), as a box of a source tensor.
 
-    `parameter` is its name before halves are told apart: what an optimizer's parameter is called.
+    `parameter` is its name without the half, as optimizers call the parameter.
     """
 
     parameter: str
@@ -54,7 +54,7 @@ class Piece:
 
 
 def parse_tensor_key(key: str) -> tuple[str, str | None] | None:
-    """Split the key of a tensor into parameter and slot ("exp_avg"; None: it is the parameter); None if neither."""
+    """Split a tensor's key into parameter and slot ("exp_avg"; None: the parameter itself); None for other keys."""
     bare = _CHAINED.sub("", key)
     state = _STATE.fullmatch(bare)
     if state:
@@ -65,7 +65,7 @@ def parse_tensor_key(key: str) -> tuple[str, str | None] | None:
 
 
 def parse_object_key(key: str) -> tuple[str, bool]:
-    """Return the name in the key of an object of Megatron ("" in others), and whether it is alone in its grid.
+    """Return the name in the key of a Megatron object ("" for others), and whether it is the only one of its grid.
 
     `rng_state/shard_0.1_1.2` is cell (0, 1) of a grid (1, 2).
     """
@@ -84,7 +84,7 @@ def leading_axes(model_key: str) -> int:
 
 
 def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool = False) -> Iterator[Piece]:
-    """Yield the tensors of the output that one tensor of the source becomes."""
+    """Yield the output tensors of one source tensor."""
     leading = leading_axes(model_key)
     if len(shape) < leading + gated:
         raise CheckpointError(
@@ -106,7 +106,7 @@ def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool =
 
 
 def canonical_name(name: str) -> str:
-    """Strip from a parameter's name what depends on wrappers and on how a live model names it.
+    """Return a parameter's name without wrappers' and live models' variants.
 
     Maps of groups are written by live models, whose experts may be a list of modules, whose norms and multi-token
     prediction layers may have other names than in files, and which may hold the halves of an fc1 apart.
@@ -134,14 +134,14 @@ def _spell(model_key: str, index: tuple[int, ...], rename_mtp: bool) -> str:
 
 @dataclass(frozen=True)
 class Gating:
-    """The keys (in the source's spelling) of fc1 that hold two halves, and for people why, by module."""
+    """The keys (in the source's spelling) of fc1 with two halves, and the reason by module."""
 
     gated: frozenset[str]
     decisions: Mapping[str, str]
 
 
 def decide_gating(shapes: Mapping[str, Sequence[int]], scope: str, said: bool | None) -> Gating:
-    """Decide for every fc1 whether it is gated: by `--swiglu`, `args.swiglu` where the checkpoint says, and shapes."""
+    """Decide for every fc1 whether it is gated: by `--swiglu`, the checkpoint's `args.swiglu`, and shapes."""
     module_of = {key: key.rpartition(".")[0] for key in shapes if _FC1.fullmatch(key)}
     modules = sorted(set(module_of.values()))
     answers = {module: _decide(module, shapes, scope, said) for module in modules}
@@ -182,7 +182,7 @@ def _decide(module: str, shapes: Mapping[str, Sequence[int]], scope: str, said: 
 
 
 def _shape_test(module: str, shapes: Mapping[str, Sequence[int]]) -> bool | None:
-    """Return whether fc1 has twice as many rows as fc2 has columns; None if shapes do not tell."""
+    """Return whether fc1 has twice as many rows as fc2 has columns; None if shapes do not decide."""
     fc1_key = f"{module}.weight"
     fc1, fc2 = shapes.get(fc1_key), shapes.get(f"{module.removesuffix('linear_fc1')}linear_fc2.weight")
     if fc1 is None or fc2 is None or len(fc1) != len(fc2) or len(fc1) != leading_axes(fc1_key) + 2:

@@ -1,4 +1,4 @@
-"""Plans a conversion: from the content of a checkpoint to what is written, moved and dropped."""
+"""Plan a conversion: the source's entries that are written, moved and dropped."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
 
 
 class _Written:
-    """What is written under the key of its path."""
+    """An entry that is written under the key of its path."""
 
     __slots__ = ()
     path: KeyPath
 
     @property
     def target(self) -> str:
-        """The key in the output: the steps of the path, joined as by DCP."""
+        """The key in the output: the path's steps, joined as by DCP."""
         return ".".join(map(str, self.path))
 
 
 @dataclass(frozen=True, slots=True)
 class Move(_Written):
-    """A box of a source tensor, in its true shape, that becomes a whole tensor of the output without its leading 1s."""
+    """A box of a source tensor, in its true shape, that becomes a whole output tensor without its leading 1s."""
 
     source: str
     offsets: tuple[int, ...]
@@ -72,7 +72,7 @@ class Move(_Written):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """The bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -86,7 +86,7 @@ class Value(_Written):
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A key of the source that is not in the output, and why."""
+    """A key of the source that is not in the output, and the reason."""
 
     key: str
     why: str
@@ -101,7 +101,7 @@ def flatten(tree: Mapping[str, Any]) -> list[Value]:
 
 @dataclass(frozen=True)
 class CommonState:
-    """The common state, and of it the groups of all optimizers, without members, and the step beside them."""
+    """The common state; of it the groups of all optimizers, without members, and the step beside them."""
 
     tree: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[Mapping[str, Any], ...] = ()
@@ -124,19 +124,19 @@ class CommonState:
         return cls(tree, tuple(groups), common_step)
 
     def argument(self, name: str) -> Any:
-        """Return `args.<name>`; None if the checkpoint does not have it."""
+        """Return `args.<name>`; None if the checkpoint has none."""
         args = self.tree.get("args")
         return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
     @property
     def is_bucket_space(self) -> bool:
-        """Whether the optimizer state is laid out by communication buckets, as the common state says."""
+        """True if the optimizer state is laid out by communication buckets, according to the common state."""
         said = self.tree.get("content_metadata")
         return isinstance(said, Mapping) and said.get("distrib_optim_sharding_type") in BUCKET_KINDS
 
     @property
     def is_fp32(self) -> bool:
-        """Whether the run had no half-precision wrapper around its model, by its arguments."""
+        """True if the run had no half-precision wrapper around its model, according to its arguments."""
         return self.argument("bf16") is False and self.argument("fp16") is False
 
     def step_of(self, group: int | None) -> float | None:
@@ -162,7 +162,7 @@ class CommonState:
 
 
 def _optimizer_parts(tree: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the dicts of one optimizer and its wrapper, or of several (numbered), from the outside to the inside."""
+    """Yield the dicts of one optimizer and its wrapper, or of several (numbered), from the outside in."""
     if isinstance(tree, Mapping):
         yield tree
         if "param_groups" not in tree:
@@ -176,7 +176,7 @@ def _optimizer_parts(tree: Any) -> Iterator[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to convert; the defaults suit a half-precision run that Megatron itself resumes.
+    """The options of a conversion; the defaults suit a half-precision run that Megatron itself resumes.
 
     Attributes:
         swiglu: Which fc1 hold two halves: "auto", "all", "none", or modules separated by commas.
@@ -243,7 +243,7 @@ def _steps(prefix: str, nested: int, name: str) -> KeyPath:
 
 @dataclass(frozen=True)
 class Content:
-    """What a plan is made from: all tensors in their true shapes, and the contents of what `needed_objects` names."""
+    """The source of a plan: all tensors in their true shapes, and the objects of `needed_objects`."""
 
     entries: Sequence[TensorEntry]
     object_keys: Sequence[str]
@@ -253,7 +253,7 @@ class Content:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What of the source becomes what tensor of the output, what else is in it, what is left behind, and why."""
+    """The moves and values of a conversion, the dropped entries, and notes."""
 
     moves: tuple[Move, ...]
     values: tuple[Value, ...]
@@ -263,12 +263,12 @@ class ConversionPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all moves."""
+        """The bytes of all moves."""
         return sum(move.nbytes for move in self.moves)
 
 
 def needed_objects(object_keys: Iterable[str]) -> list[str]:
-    """List the objects whose content a plan uses: those that are alone in their grid."""
+    """List the objects whose content a plan needs: those that are the only one of their grid."""
     return [key for key in object_keys if parse_object_key(key) in ((RNG, True), (RERUN, True))]
 
 
@@ -303,7 +303,7 @@ def make_plan(source: Content, options: ConvertOptions) -> ConversionPlan:
 
 @dataclass
 class _Sorted:
-    """Source tensors by kind: model key -> weight, slot -> model key -> state."""
+    """The source tensors by kind: model key -> weight, slot -> model key -> state."""
 
     weights: dict[str, TensorEntry] = field(default_factory=dict)
     states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
@@ -394,7 +394,7 @@ def _of_parameters(
 
 
 def _objects(source: Content, options: ConvertOptions, dropped: list[Dropped], notes: list[str]) -> Iterator[Value]:
-    """Yield what becomes of objects, and note the others in `dropped`."""
+    """Yield the values of objects, and record the others in `dropped`."""
     has_rng = loses_rng = False
     for key in source.object_keys:
         kind, content = parse_object_key(key)[0], source.objects.get(key)

@@ -193,7 +193,7 @@ def _write_config(module: Any, adapter_name: str, folder: Path) -> None:
 
 
 def check_config(stored: Any, config: Any, where: object) -> None:
-    """Refuse a stored config with which the same weights compute something else than the model's adapter."""
+    """Raise for a stored config with which the same weights compute another result than the model's adapter."""
     if not isinstance(stored, dict):
         raise CheckpointError(f"{where} is no adapter config")
     own = config.to_dict()
@@ -220,7 +220,7 @@ def check_config(stored: Any, config: Any, where: object) -> None:
 
 
 def _meaning(name: str, value: Any) -> Any:
-    """Normalise a value for comparison: None for harmless ones, and for whatever is off or empty."""
+    """Normalise a value for comparison: None for harmless, disabled and empty ones."""
     if name in _HARMLESS or "dropout" in name:
         return None
     if name in _INIT_FIELDS and (not isinstance(value, str) or value in _PLAIN_INITS):

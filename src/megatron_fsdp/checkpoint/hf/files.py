@@ -77,7 +77,7 @@ class WeightFiles:
     sizes: Mapping[str, int]
 
     def check_here(self) -> None:
-        """Check that this process sees the files as they were when their headers were read."""
+        """Check that this process sees the files unchanged since their headers were read."""
         for file, size in sorted(self.sizes.items()):
             path = self.folder / file
             found = path.stat().st_size if path.is_file() else None
@@ -198,7 +198,7 @@ class FolderReader:
         self._file: Any = None
 
     def read(self, tensor: StoredTensor, box: Box) -> torch.Tensor:
-        """Read one box as a view of the mapped file, not to be written to; only its pages are touched."""
+        """Read one box as a read-only view of the mapped file; only its pages are touched."""
         if self._name != tensor.file:
             self._file, self._name = _safe_open(self.folder / tensor.file), tensor.file
         values: torch.Tensor = self._file.get_slice(tensor.key)[box.indices]

@@ -1,4 +1,4 @@
-"""The tensors of a model: live ones, under any wrappers and adapters, and what they are in Hugging Face files."""
+"""The tensors of a live model, under any wrappers and adapters, and their counterparts in Hugging Face files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COPIES = {"modules_to_save", "original_module", "token_adapter", "trainable_tok
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A parameter or persistent buffer of an unwrapped model; several names, the first among them, where it is tied."""
+    """A parameter or persistent buffer of an unwrapped model; tied ones have several names, `name` is the first."""
 
     name: str
     aliases: tuple[str, ...]
@@ -41,23 +41,23 @@ class LiveTensor:
 
     @property
     def as_saved(self) -> torch.Tensor:
-        """The tensor as checkpoints have it: of experts divided over ranks, this rank's part of all experts."""
+        """The tensor as checkpoints have it: for experts divided over ranks, this rank's part of all experts."""
         owner = getattr(self.tensor, "_megatron_fsdp_model", None)
         return self.tensor if owner is None else owner.checkpoint_names.saved_view(self.name, self.tensor)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the global tensor."""
+        """The shape of the global tensor."""
         return tuple(self.as_saved.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the main weight."""
+        """The dtype of the main weight."""
         return self.tensor.dtype
 
     @property
     def is_saved_here(self) -> bool:
-        """Whether this rank saves its boxes."""
+        """True if this rank saves its boxes."""
         tensor = self.as_saved
         return not isinstance(tensor, UnevenDTensor) or tensor.shard_frame.description.is_saved_here
 
@@ -90,7 +90,7 @@ def keep_pieces(pieces: Sequence[Piece], full: torch.Tensor) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside of our wrapper and torch's; a model whose only child is called `module` is no wrapper."""
+    """Return the model inside our wrapper and torch's; a model whose only child is called `module` is no wrapper."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
     while True:
@@ -163,7 +163,7 @@ def live_tensors(module: nn.Module) -> list[LiveTensor]:
 
 
 def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
-    """Return an unwrapped model and its tensors; of a peft model the base, with its names before wrapping."""
+    """Return an unwrapped model and its tensors; for a peft model the base, with its names before wrapping."""
     if not getattr(module, "peft_config", None):
         return module, live_tensors(module)
     peft_model: Any = module
@@ -206,7 +206,7 @@ each to its first match (as by `re.sub(..., count=1)`), or a function."""
 
 
 class CannotFollowError(CheckpointError):
-    """A conversion does more than slice and concatenate tensors."""
+    """Raised when a conversion does more than slice and concatenate tensors."""
 
 
 @dataclass(frozen=True)
@@ -218,17 +218,17 @@ class FileTensor:
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> FileTensor:
-        """Make a file tensor that is one whole model tensor."""
+        """Return a file tensor that is one whole model tensor."""
         return cls(tuple(shape), (Part.whole(name, shape),))
 
     @property
     def names(self) -> set[str]:
-        """The names of the model tensors it is made of."""
+        """The names of the model tensors it consists of."""
         return {part.key for part in self.parts}
 
 
 class Followed(TorchFunctionMode):
-    """Follows what is made of a model's tensors inside of the block: slices, and slices that are put together.
+    """Traces the tensors made of a model's inside the block: slices, and their concatenations.
 
     `tensors` are those of the model, on the meta device.
     """
@@ -242,7 +242,7 @@ class Followed(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch, and note what it puts together."""
+        """Run a function of torch, and record its concatenations."""
         name, options = getattr(func, "__name__", ""), kwargs or {}
         if name == "contiguous":  # a copy would be of unknown origin
             return args[0]
@@ -254,7 +254,7 @@ class Followed(TorchFunctionMode):
         return made
 
     def file_tensor(self, tensor: torch.Tensor) -> FileTensor:
-        """Return which parts of the model's tensors a tensor holds."""
+        """Return the parts of the model's tensors that a tensor holds."""
         return FileTensor(tuple(tensor.shape), tuple(self._parts(tensor, (0,) * tensor.ndim)))
 
     def _parts(self, tensor: torch.Tensor, at: tuple[int, ...]) -> Iterator[Part]:
@@ -283,7 +283,7 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _slice_of(name: str, whole: torch.Tensor, view: torch.Tensor, at: tuple[int, ...]) -> Part:
-    """Return which box of a contiguous tensor a view of it is: the one from its first to its last element."""
+    """Return the box of a contiguous tensor that a view shows: from its first to its last element."""
     box = whole_box(whole.shape)
     if view.numel() and _layout(view) != _layout(whole):
         first = int(view.storage_offset())
@@ -299,7 +299,7 @@ def _slice_of(name: str, whole: torch.Tensor, view: torch.Tensor, at: tuple[int,
 
 
 def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
-    """Return what transformers would write, by key in the file; a model tensor may be in several (experts)."""
+    """Return transformers' file tensors by key; a model tensor may be in several (experts)."""
     if not _is_of_transformers(module):
         return {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
     from transformers.core_model_loading import revert_weight_conversion
@@ -310,7 +310,7 @@ def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Return the names in the model to which transformers renames keys of older files, by key."""
+    """Return the model's names to which transformers renames keys of older files, by key."""
     if not _is_of_transformers(module):
         return {}
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -324,7 +324,9 @@ def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
 
 
 def key_variants(module: nn.Module, key: str) -> tuple[str, ...]:
-    """Return the keys of a tensor: as it is, and with or without the prefix of the base model (as of `LlamaModel`)."""
+    """Return the possible keys of a tensor: unchanged, and with or without the base model's prefix (as of
+    `LlamaModel`).
+    """
     prefix = getattr(module, "base_model_prefix", "")
     if not isinstance(prefix, str) or not prefix:
         return (key,)

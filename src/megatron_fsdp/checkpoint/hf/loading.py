@@ -81,7 +81,7 @@ def load_hf(
 def load_matched(
     model: nn.Module, match: Match, files: WeightFiles, strict: bool, group: dist.ProcessGroup | None
 ) -> LoadReport:
-    """Check and then load what was matched; collective."""
+    """Check and then load the matched tensors; collective."""
     report = report_of_all(match.reported(wanted.live.name for wanted in match.wanted), group)
     unknown_to_all = set.intersection(*gather_objects(set(match.unexpected), group))  # stages and experts differ
     report = replace(report, unexpected=tuple(key for key in report.unexpected if key in unknown_to_all))
@@ -100,7 +100,7 @@ def load_matched(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of the model and the stored ones that hold its parts; `doubles` where a tied one is stored once more."""
+    """A model tensor and the stored ones with its parts; `doubles` if a tied one is stored once more."""
 
     live: LiveTensor
     sources: tuple[Source, ...]
@@ -108,11 +108,11 @@ class Wanted:
 
 
 class Match(Findings):
-    """What of a model is among stored tensors, and where.
+    """The model tensors found among stored ones, and their places.
 
     A tensor is searched for as transformers would store it (experts one by one), then under its own name, each with and
-    without the prefix of the base model, and at last under names that transformers renames. A tied weight may be
-    stored under any of its names.
+    without the prefix of the base model, and at last under names that transformers renames. A tied weight may be stored
+    under any of its names.
     """
 
     def __init__(self, module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> None:
@@ -158,7 +158,7 @@ class Match(Findings):
         return next((variant for variant in key_variants(self._module, key) if variant in self._stored), None)
 
     def _place(self, live: LiveTensor) -> bool:
-        """Record where a tensor is stored; return False if it is not."""
+        """Record the place of a stored tensor; return False if it is not stored."""
         stored = {name: found for name in (live.name, *live.aliases) if (found := self._stored_for(name))}
         if not stored:
             return False
@@ -194,7 +194,7 @@ class Match(Findings):
 
 
 def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
-    """Return the memory to load into, by name; nothing is written yet."""
+    """Return the memory to load into, by name, without writing to it."""
     held = {wanted.live.name: wanted.live.pieces() for wanted in match.wanted}
     for wanted in match.wanted:
         live = wanted.live
@@ -240,7 +240,7 @@ def _check_tied(
 
 
 def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: WeightFiles) -> int:
-    """Write everything into the model; return the number of bytes read."""
+    """Copy everything into the model; return the number of bytes read."""
     reader = FolderReader(files.folder)
     try:
         with torch.no_grad():
@@ -252,7 +252,7 @@ def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: 
 
 
 def _copy(sources: Sequence[Source], pieces: Sequence[Piece], reader: FolderReader) -> None:
-    """Fill the pieces of one tensor that this rank holds, a portion at a time."""
+    """Fill this rank's pieces of one tensor, a portion at a time."""
     for held, view in pieces:
         for part, stored in sources:
             common = held.meet(part.source)

@@ -60,6 +60,10 @@ def save_hf(
 ) -> None:
     """Save a model as `transformers` does, so that `from_pretrained(folder)` loads it; collective.
 
+    Saves the main weights, under the names of transformers, tied ones once. Each rank writes its shards to the disk,
+    and then some of the files from all shards, one in memory at a time: the weights are on the disk twice meanwhile.
+    The folder appears at once and complete, or not at all.
+
     Saves the main weights, under the names that transformers stores, tied ones once. Each rank writes its shards to the
     disk, and then some of the files from those of all, one in memory at a time: meanwhile they are there twice. The
     folder appears at once and complete, or not at all.
@@ -153,7 +157,7 @@ def _carry_files(source: Path, target: Path, dtype: torch.dtype | None) -> None:
 
 
 def _files_to_carry(source: Path) -> Iterator[Path]:
-    """List what lies beside the weights of a model and belongs to it."""
+    """List the files beside a model's weights that belong to it."""
     for path in sorted(source.iterdir()):
         is_of_weights = path.name.endswith(".index.json") or path.name in _NOT_CARRIED  # or of a training run
         if path.is_dir():
@@ -178,7 +182,7 @@ def _write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dty
 
 
 def _write_index(files: Files, folder: Path) -> None:
-    """Write which file has which tensor, where there are several files."""
+    """Write the index from tensors to files, if there are several files."""
     if len(files) == 1:
         return
     tensors = list(itertools.chain.from_iterable(files.values()))
@@ -195,7 +199,7 @@ def _write_index(files: Files, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model is split into files, numbered if several; `dtype` is for floating-point tensors, None: their own."""
+    """The division of a model into files, numbered if several; `dtype` casts floating-point tensors."""
 
     max_bytes: int
     single_name: str
@@ -241,12 +245,12 @@ def save_files(
     write_the_rest: Callable[[Path], None],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write tensors of a model, and what else belongs to them, into a new folder; collective.
+    """Write a model's tensors, and its other files, into a new folder; collective.
 
-    The shards are written as they are into a checkpoint inside of the temporary folder, and each rank makes some of the
-    files from it. torch's HuggingFaceStorageWriter takes the same way, but one box of a tensor from each rank: a shard
-    that is cut inside of a row is several. `naming` goes from shapes by name to file tensors by key; `write_the_rest`
-    is called on the first rank with the temporary folder.
+    The shards are written as they are into a checkpoint inside the temporary folder, and each rank makes some of the
+    files from it. torch's HuggingFaceStorageWriter does the same, but accepts only one box of a tensor from each rank:
+    a shard that is cut inside a row is several. `naming` goes from shapes by name to file tensors by key;
+    `write_the_rest` is called on the first rank with the temporary folder.
     """
     doing = f"preparing to save {folder}"
     sources = together(doing, lambda: {tensor.name: _source(tensor, cut) for tensor in live}, group)
@@ -288,7 +292,7 @@ def save_files(
 
 
 def _source(live: LiveTensor, cut: Cut) -> TensorSource:
-    """Return this rank's shards of a tensor, in the dtype of the files; ranks that hold the same write it once."""
+    """Return this rank's shards of a tensor, in the dtype of the files; ranks with equal shards write them once."""
     shape, dtype = live.shape, _stored_dtype(live.name, {live.dtype}, cut.dtype)
     shards = dict(live.pieces())
     if 0 in shape:
@@ -298,7 +302,7 @@ def _source(live: LiveTensor, cut: Cut) -> TensorSource:
 
 
 def write_files(files: Files, parts: Mapping[str, Sequence[Part]], source: CheckpointFolder, folder: Path) -> None:
-    """Write files of tensors that are made of parts of a checkpoint, one at a time."""
+    """Write files whose tensors are made of parts of a checkpoint, one at a time."""
     view = RearrangedFolder(source, parts, {})
     with view.kept_open():
         for name, inside in files.items():
@@ -319,6 +323,8 @@ def export_hf(
     dtype: torch.dtype | None = None,
 ) -> tuple[str, ...]:
     """Write the model of a checkpoint as `save_hf` writes a live one; not collective: one process reads and writes.
+
+    Memory: one file, and one tensor or chunk of the checkpoint.
 
     Memory: one file, and one tensor or chunk of the checkpoint.
 
