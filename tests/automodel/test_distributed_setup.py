@@ -68,9 +68,9 @@ def load_in_three_ways(folder: str) -> None:
         assert model.mesh_context.device_mesh is bare
         setup = ways[0]["distributed_setup"]
         for other in ({"tp_size": 1}, {"distributed_config": config}, {"pipeline_config": PipelineConfig()}):
-            with pytest.raises(ConfigurationError, match="distributed_setup stands in place of"):
+            with pytest.raises(ConfigurationError, match="distributed_setup replaces"):
                 AutoModelForCausalLM.from_pretrained(folder, distributed_setup=setup, **other)
-        with pytest.raises(ConfigurationError, match="stand in place of sizes, and tp_size is given"):
+        with pytest.raises(ConfigurationError, match="replace sizes, and tp_size is given"):
             AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, device_mesh=mesh, tp_size=2)
         with pytest.raises(ConfigurationError, match="moe_mesh alone is given"):
             AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, moe_mesh=mesh)

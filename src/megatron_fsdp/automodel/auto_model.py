@@ -97,13 +97,13 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
     others = ("distributed_config", "pipeline_config", "device_mesh", "moe_mesh")
     if given["distributed_setup"] is not None and (sizes or any(given[name] is not None for name in others)):
         raise ConfigurationError(
-            "distributed_setup stands in place of distributed_config, sizes, meshes and pipeline_config, and some "
+            "distributed_setup replaces distributed_config, sizes, meshes and pipeline_config, and some "
             "of these are given; leave them out, or pass **distributed_setup.arguments() and change that"
         )
     mesh, moe_mesh = given["device_mesh"], given["moe_mesh"]
     if (sizes and mesh is not None) or (moe_mesh is not None and mesh is None):
         raise ConfigurationError(
-            f"device_mesh and moe_mesh stand in place of sizes, and {', '.join(sizes) or 'moe_mesh alone'} is "
+            f"device_mesh and moe_mesh replace sizes, and {', '.join(sizes) or 'moe_mesh alone'} is "
             "given; give sizes, or device_mesh with the moe_mesh that belongs to it"
         )
     resolved = _resolved(given)
@@ -174,7 +174,7 @@ class _AutoModel:
             peft_config: A configuration of peft; the adapters are added before sharding, and the rest is frozen.
             dtype: Of the weights; "auto" or None: what the config says, else the files.
             attn_implementation: As in transformers; None: what transformers chooses.
-            config: A config of transformers in place of the folder's.
+            config: A config of transformers instead of the folder's.
             key_mapping: As of `load_hf`.
             strict: Refuse files that lack a weight or have more. False: draw what is missing, and warn.
             prepare_model: Called with the model before it is made parallel, on the meta device: to freeze parameters.

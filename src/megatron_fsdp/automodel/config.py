@@ -164,9 +164,9 @@ class MegatronFSDPConfig(_Config):
         overlap_grad_reduce: Reduce gradients during backward.
         overlap_param_gather: Gather weights ahead of their use.
         check_for_nan_in_grad: Raise on all ranks, with names, where a gradient is NaN or infinite.
-        average_in_collective: Let the collective average in place of a sum and a factor.
+        average_in_collective: Let the collective average instead of a sum and a factor.
         disable_bucketing: Never cut the parameters outside of units into several buckets.
-        calculate_per_token_loss: Sum gradients over ranks in place of averaging; the loss must then be divided by the
+        calculate_per_token_loss: Sum gradients over ranks instead of averaging; the loss must then be divided by the
             tokens of all ranks.
         keep_fp8_transpose_cache: With `weight_format="fp8_compute"`: keep what backward needs transposed.
         nccl_ub: Take communication memory once, and register it with NCCL where that is the back end.

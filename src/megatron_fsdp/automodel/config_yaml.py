@@ -144,7 +144,7 @@ def parse_distributed_section(section: Mapping[str, Any]) -> DistributedSetup:
 
     Args:
         section: `strategy` (default "fsdp2"), sizes, `pipeline`, and fields of the config. A size of None is not
-            given. A `_target_` that names one of the configs may stand in place of `strategy`.
+            given. A `_target_` that names one of the configs may replace `strategy`.
 
     Raises:
         ConfigurationError: A strategy, field, target or dtype is unknown, or a value does not fit.

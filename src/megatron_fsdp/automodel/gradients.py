@@ -221,7 +221,7 @@ def clip_grad_norm_(
         norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
         pp_mesh: One dimension, the pipeline ranks, each of which has other parameters; None: that of a `Pipeline`, else
             no pipeline.
-        error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
+        error_if_nonfinite: Raise where the norm is NaN or infinite, instead of scaling by it.
 
     Returns:
         The norm before clipping, a scalar of float32 (float64 where a gradient is), plain and the same on every rank.

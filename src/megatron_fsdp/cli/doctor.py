@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hf-config",
         metavar="PATH",
         type=Path,
-        help="in place of MODEL: a transformers causal language model of this config.json (or its folder), with random "
+        help="instead of MODEL: a transformers causal language model of this config.json (or its folder), with random "
         "weights and tokens, in eval mode (no dropout)",
     )
     add("--layers", type=int, metavar="N", help="with --hf-config: so many layers")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", metavar="FN", help="a function of a seed, or of nothing, that makes a batch")
     add("--loss", metavar="FN", help="(model, samples) -> loss; without it the model's own .loss")
     add("--optimizer", default="adamw", metavar="FN", help="adamw (default), sgd, or (model) -> optimizer")
-    add("--shard", metavar="FN", help="(model, optimizer) -> both sharded, in place of fully_shard")
+    add("--shard", metavar="FN", help="(model, optimizer) -> both sharded, instead of fully_shard")
     add("--ranks", type=int, default=3, metavar="N", help="ranks to start (default 3)")
     add("--strategy", nargs="+", default=["all"], choices=_STRATEGIES, help="of fully_shard (default all)")
     add("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")

@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=model)
     config = (
-        "plan what `mfsdp train --config FILE` would run, in place of MODEL; beside it only --ranks, --machine, "
+        "plan what `mfsdp train --config FILE` would run, instead of MODEL; beside it only --ranks, --machine, "
         "--machine-set and the flags of output are possible"
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help=config)

@@ -98,7 +98,7 @@ class _Tensor:
         """True if the two differ."""
         want, got = self.want, self.got
         if want is None or got is None:
-            # An unused parameter may have zeros in place of no gradient; an update by it would show in weights.
+            # An unused parameter may have zeros instead of no gradient; an update by it would show in weights.
             is_nothing = self.place[0] == GRADIENT and got is not None and not bool(got.any())
             # Not every optimizer shows its steps.
             return want is not got and not is_nothing and self.place[0] != COUNTER

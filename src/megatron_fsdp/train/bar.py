@@ -1,18 +1,18 @@
-"""The bar of a run at a terminal, drawn by rich, below the lines that the run prints."""
+"""The progress bar of a run at a terminal, drawn by rich below the printed lines."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
 class _Console(Console):
-    """Leaves the cursor alone, since a rank may be killed before it could bring it back."""
+    """A console without cursor control, since a rank may be killed before it could restore the cursor."""
 
     def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002
         return False
 
 
 class Bar:
-    """Shows how far a run is; lines that are printed meanwhile move up above it."""
+    """A progress bar; lines that are printed meanwhile move up above it."""
 
     def __init__(self, total_steps: int, done: int, console: Console | None = None) -> None:
         columns = BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps  {task.fields[left]}")
@@ -23,10 +23,10 @@ class Bar:
         self._progress.start()
 
     def move(self, step: int, left: str) -> None:
-        """Show that a step is done, and how long the rest will take."""
+        """Show one more finished step, and the remaining time."""
         self._progress.update(self._task, completed=step, left=left)
         self._progress.refresh()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.stop()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which one it begins from, what decides its numbers, saves on the way and when interrupted."""
+"""Checkpoints of a run: its origin, the facts that decide its numbers, saves on the way and when interrupted."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Origin:
 
 
 def find_origin(job: Job, say: Say) -> Origin:
-    """Decide what to load; collective.
+    """Choose the checkpoint to load; collective.
 
-    Ranks that were restarted resume from what they have saved, and so does a run with one folder for load and save. A
-    damaged checkpoint there is passed over for an earlier one, whose steps are repeated exactly: nobody is there to
-    choose. What the user names is loaded or refused.
+    Ranks that were restarted resume from their own saves, and so does a run with one folder for load and save. A
+    damaged checkpoint there is skipped for an earlier one, whose steps are repeated exactly: a restart has no user to
+    ask. The user's choice is loaded or is an error.
     """
     options = job.options.checkpoint
     if job.load_is_optional and options.save is not None:
@@ -73,9 +73,9 @@ def find_origin(job: Job, say: Say) -> Origin:
 
 
 def newest_sound(root: Path, say: Say) -> Path | None:
-    """Return the newest undamaged checkpoint of a run's folder; None where there is none at all. Collective.
+    """Return the newest undamaged checkpoint of a run's folder; None without any. Collective.
 
-    The pointer names the newest one; where it is damaged, too, the newest that there is counts.
+    The pointer names the newest one; if it is damaged too, the newest existing one counts.
     """
     whole = CheckpointStore(root).iterations()
     pointed = together(f"looking into {root}", lambda: _pointed(root))
@@ -118,10 +118,10 @@ def _require_sound(path: Path) -> None:
 
 
 def with_saved_batch(job: Job, origin: Origin, rank: Rank, say: Say) -> Job:
-    """Return the job with as many samples in a step as the run that it resumes; collective.
+    """Return the job with the samples per step of the run that it resumes; collective.
 
     With `--global-batch-size` left out, a step has one microbatch of each rank. On another number of ranks that would
-    be another run, so the number that was decided when it began is kept.
+    be another run, so the number of the first start is kept.
     """
     options, training = job.options, job.options.training
     if origin.folder is None or training.global_batch_size or (options.checkpoint.finetune and not origin.is_own):
@@ -146,7 +146,7 @@ def with_saved_batch(job: Job, origin: Origin, rank: Rank, say: Say) -> Job:
 
 @dataclass
 class TrainingState:
-    """The loop's own state, saved as `trainer`: its progress, and what decides the numbers of the run, by option."""
+    """The loop's own state, saved as `trainer`: its progress, and the facts that decide the numbers, by option."""
 
     facts: dict[str, str]
     progress: Progress = field(default_factory=Progress)
@@ -169,14 +169,14 @@ class TrainingState:
 
 
 def changes_of(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Describe what differs of facts (`facts_of`), as far as both are known."""
+    """Describe the differences between facts (`facts_of`), as far as both are known."""
     return [
         f"{name} was {saved[name]} and is {value}" for name, value in now.items() if saved.get(name, value) != value
     ]
 
 
 def facts_of(job: Job, data: TokenData) -> dict[str, str]:
-    """Return what decides the losses of a run, as text, by option; the number of ranks changes only rounding."""
+    """Return the facts that decide the losses of a run, by option; the number of ranks changes only rounding."""
     options, schedule = job.options, job.schedule
     names = ["optimizer", *(("sgd_momentum",) if options.optimizer.optimizer == "sgd" else _OF_ADAM)]
     names += ["weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss", "split"]
@@ -225,11 +225,10 @@ class RunCheckpoints:
 
     @contextmanager
     def until_saved(self) -> Iterator[None]:
-        """Save inside the block; wait for the last save, which must succeed, where the block ends well.
+        """Save inside the block; after success wait for the last save, which must succeed.
 
-        Where there is a folder, SIGINT, SIGTERM, SIGHUP and SIGUSR1 do not end the process inside the block:
-        `is_interrupted` becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT
-        ends it at once.
+        With a folder, SIGINT, SIGTERM, SIGHUP and SIGUSR1 do not end the process inside the block: `is_interrupted`
+        becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT ends it at once.
         """
         if self._checkpointer is None:
             yield
@@ -272,7 +271,7 @@ class RunCheckpoints:
         return done
 
     def changes(self) -> list[str]:
-        """Describe what decides numbers and is not as it was when the checkpoint of `start` was saved."""
+        """Describe the facts that have changed since the checkpoint of `start` was saved."""
         return changes_of(self._state.saved_facts, self._state.facts)
 
     def is_due(self, step: int) -> bool:
@@ -282,11 +281,11 @@ class RunCheckpoints:
 
     @property
     def owes_evaluation(self) -> bool:
-        """Whether the run that was loaded ended before the evaluation that was due."""
+        """True if the loaded run ended before an evaluation that was due."""
         return self._state.owes_evaluation
 
     def save(self, progress: Progress, *, owes_evaluation: bool = False) -> None:
-        """Save, if there is a folder and this step was not saved yet; one failure too many is a `NotSavedError`."""
+        """Save, if there is a folder and this step is not saved yet; one failure too many is a `NotSavedError`."""
         if self._checkpointer is None or progress.steps == self._saved:
             return
         self._state.owes_evaluation = owes_evaluation
@@ -313,7 +312,7 @@ class RunCheckpoints:
             self._say(f"saved {path}")
 
     def _await(self) -> None:
-        """Wait for the save in the background, if there is one, and record its result."""
+        """Wait for the save in the background, if any, and record its result."""
         if self._checkpointer is None or not self._is_saving:
             return
         self._is_saving = False
@@ -325,7 +324,7 @@ class RunCheckpoints:
             self._problems.clear()
 
     def _note_failed(self, error: CheckpointError) -> None:
-        """Count a save that failed; one too many is a `NotSavedError`."""
+        """Count a failed save; one too many is a `NotSavedError`."""
         self._problems.append(error)
         self._saved = -1
         count, limit = len(self._problems), self._job.options.recovery.max_failed_saves
@@ -373,7 +372,7 @@ class RunCheckpoints:
             self._say(f"not as it was saved, so losses may differ from one run: {change}")
 
     def _extra(self) -> dict[str, Any]:
-        """Return what is saved beside weights and optimizer: the loop's state and, in float16, the loss scale."""
+        """Return the state beside weights and optimizer: the loop's own and, in float16, the loss scale."""
         scale = self._trained.scale
         return {"trainer": self._state} if scale is None else {"trainer": self._state, "loss_scale": scale}
 
@@ -386,10 +385,10 @@ class RunCheckpoints:
 
 @contextmanager
 def _own_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep this run's options of each parameter group, whatever is loaded inside the block.
+    """Keep this run's options of each parameter group during a load inside the block.
 
     An optimizer's `load_state_dict` restores weight decay, betas and so on as they were saved, and would silently drop
-    what was given to this run. State is not touched.
+    this run's. State is not touched.
     """
     own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     try:

@@ -1,4 +1,4 @@
-"""What a run prints: header, progress and messages, in plain lines. Only the first rank prints."""
+"""The output of a run: header, progress and messages, in plain lines. Only the first rank prints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 def console(*, is_first: bool) -> Say:
-    """Return what prints lines to standard output, and on other ranks nothing; it never ends the program."""
+    """Return a function that prints lines to standard output, and on other ranks nothing; it never ends the program."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # letters that the encoding lacks
 
@@ -40,7 +40,7 @@ def console(*, is_first: bool) -> Say:
 
 
 def printable(text: str) -> str:
-    """Replace characters that would control a terminal; a model's text or a file's name may have any."""
+    """Replace control characters, which would steer the terminal; a model's text or a file's name may have any."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
@@ -88,7 +88,7 @@ def stamped(say: Say) -> Say:
 
 
 def width() -> int:
-    """Return how many columns lines may have: those of the terminal, or elsewhere 100 at most."""
+    """Return the number of columns for lines: the terminal's, or elsewhere 100 at most."""
     return min(shutil.get_terminal_size((_WIDTH, 0)).columns, 10**4 if _is_terminal() else _WIDTH)
 
 
@@ -105,14 +105,14 @@ class Display(Writer):
     """
 
     def __init__(self, say: Say, total_steps: int, limit_s: float = math.inf, every_s: float = 0.0) -> None:
-        """Prepare for `total_steps`, of which no more are done after `limit_s` seconds."""
+        """Prepare for `total_steps`; a run ends earlier after `limit_s` seconds."""
         self.say, self._total_steps, self._limit_s, self._every_s = say, total_steps, limit_s, every_s
         self._held: list[StepRecord] = []  # not shown yet
         self._shown_s = -math.inf
         self._bar: Bar | None = None
 
     def start(self, progress: Progress) -> None:
-        """Draw the bar, at a terminal."""
+        """Draw the bar at a terminal."""
         if _is_terminal() and find_spec("rich") is not None:
             from megatron_fsdp.train.bar import Bar
 
@@ -132,7 +132,7 @@ class Display(Writer):
         self.say(f"{self._place(evaluation.step)}  held-out loss {evaluation.loss:.3f}")
 
     def close(self) -> None:
-        """Show what was not shown yet, and take the bar away."""
+        """Show the steps not shown yet, and remove the bar."""
         if self._held:
             self._show()
         if self._bar is not None:
@@ -153,7 +153,7 @@ class Display(Writer):
 
 
 def figures(record: StepRecord, columns: int) -> str:
-    """Return names and values of a step, each after two spaces: those that are known and fit, the first ones first."""
+    """Return names and values of a step, each after two spaces: the known ones that fit, the most important first."""
     text = ""
     for figure in FIGURES:
         value = figure.of(record)

@@ -1,4 +1,4 @@
-"""How a run ends: exit codes, errors as they are reported to the user, and what to try where memory ran out."""
+"""The end of a run: exit codes, error reports to the user, and advice when memory ran out."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class NotSavedError(RunError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure that ended a rank: its traceback or a sentence, the program's exit code, and when it was raised.
+    """The failure that ended a rank: its traceback or a sentence, the program's exit code, and its time.
 
     `is_echo`: it may be the consequence of another rank's end.
     """
@@ -110,8 +110,8 @@ def exit_code_of(error: BaseException) -> int:
 def write_failure(error: BaseException, path: Path) -> None:
     """Write an error in the format of torchrun's error files.
 
-    Peers of a failed rank fail within milliseconds, so a finer time than torchrun's seconds tells cause from
-    consequence. An error with an exit code of its own is a sentence in place of the traceback, which torchrun shows.
+    Peers of a failed rank fail within milliseconds, so a finer time than torchrun's seconds separates cause from
+    consequence. An error with an exit code of its own is a sentence instead of the traceback, which torchrun shows.
     """
     now_ns, code = time.time_ns(), exit_code_of(error)
     shown = "".join(traceback.format_exception(error)) if code == EXIT_FAILED else f"error: {error}"
@@ -120,11 +120,11 @@ def write_failure(error: BaseException, path: Path) -> None:
 
 
 def report_failure(error: BaseException, rank: int) -> int:
-    """Write an error for the agent, and print it where nobody else does; return the exit code.
+    """Write an error for the agent, print it if nothing else will, and return the exit code.
 
     Printed is its sentence, or its traceback. The launcher of this package prints the first error of all ranks when it
-    gives up; torchrun does so for tracebacks, at the end of a long report. An error that all ranks share is printed by
-    the first one.
+    gives up; torchrun does so for tracebacks, at the end of a long report. The first rank prints an error that all
+    ranks share.
     """
     code, path = exit_code_of(error), os.environ.get(_ERROR_FILE)
     restarts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
@@ -144,10 +144,10 @@ def report_failure(error: BaseException, rank: int) -> int:
 
 
 def find_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
-    """Return the earliest failure; those that may be the consequence of another come last.
+    """Return the earliest failure; possible consequences of another come last.
 
-    An agent ends what is left when a rank has failed: by SIGTERM, which a rank that saves may catch, and by SIGKILL
-    half a minute later. A rank that is killed from outside is noticed at once.
+    An agent ends the remaining ranks when a rank has failed: by SIGTERM, which a rank that saves may catch, and by
+    SIGKILL half a minute later. A rank that is killed from outside is noticed at once.
     """
     found = [read_failure(rank, failure) for rank, failure in failures.items()]
     late_ns = min(failure.time_ns for failure in found) + _NOTICED_WITHIN_NS
@@ -173,7 +173,7 @@ def read_failure(rank: int, failure: ProcessFailure) -> Failure:
 
 
 def tell(text: str) -> None:
-    """Write lines to standard error, if there is one; nothing where there is no text."""
+    """Write lines to standard error, if there is one; nothing without text."""
     if text and sys.stderr is not None:
         with suppress(OSError, ValueError):  # full, closed, or nobody reads it
             sys.stderr.write(f"{text.rstrip()}\n")
@@ -193,7 +193,7 @@ _MET_TOGETHER = (CheckpointError, RankError, ConfigurationError)  # whose messag
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or its cause, says that an accelerator or the machine is out of memory."""
+    """Return whether an error, or its cause, means that an accelerator or the machine is out of memory."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, torch.OutOfMemoryError | MemoryError):
@@ -208,7 +208,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def telling_of_memory(describe: Callable[[Exception], str]) -> Iterator[None]:
-    """Raise an `OutOfMemoryError` with a description where the block runs out of memory."""
+    """Raise an `OutOfMemoryError` with a description if the block runs out of memory."""
     try:
         yield
     except RunError:
@@ -220,7 +220,7 @@ def telling_of_memory(describe: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def memory_told(job: Job, rank: Rank, step: int, error: BaseException) -> str:
-    """Describe what happened in which step (0: in none) on which rank, and what to try, the cheapest first."""
+    """Describe which rank ran out of memory in which step (0: before any), with advice, the cheapest first."""
     options, device, ways = job.options, rank.device, []
     where = "" if isinstance(error, _MET_TOGETHER) else f" on rank {rank.index}"
     reason = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -28,7 +28,7 @@ _SHOWN = 5  # parameters with gradients that are not finite
 
 @dataclass(frozen=True)
 class Run:
-    """Everything the loop works with."""
+    """The objects of the training loop."""
 
     job: Job
     trained: Trained
@@ -41,7 +41,8 @@ class Run:
 def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progress, bool]:
     """Train for as many steps as the job allows, from the keeper's progress.
 
-    Returns the progress, and whether the run was asked to end.
+    Returns:
+        The progress, and whether the run was asked to end.
     """
     job, training, asked = run.job, run.job.options.training, run.job.options.reporting
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
@@ -85,7 +86,7 @@ def _is_due(step: int, interval: int | None) -> bool:
 
 
 def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> tuple[StepRecord, bool, bool]:
-    """Do the optimizer step after `done`, or skip it if its loss or gradient is not finite.
+    """Run the optimizer step after `done`, or skip it if its loss or gradient is not finite.
 
     `flags`: whether this rank was asked to end, and whether its time is over. Returns the step, without its times,
     whether any rank was asked to end, and whether the first rank's time is over. The guard ends the run after too many
@@ -172,9 +173,9 @@ class NanGuard:
         self._in_a_row = 0
 
     def judge(self, step: int, loss: float, grad_norm: float, trained: Trained) -> None:
-        """Judge a step, whose gradients are still there; collective.
+        """Judge a step whose gradients still exist; collective.
 
-        One that overflowed through the loss scale alone is no failure.
+        An overflow of the loss scale alone is no failure.
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._in_a_row = 0
@@ -194,7 +195,7 @@ class NanGuard:
 
 
 def where_told(model: nn.Module) -> str:
-    """Name the parameters with gradients that are not finite, and their ranks; the same on every rank, collective."""
+    """Return the parameters with gradients that are not finite, and their ranks; the same on every rank, collective."""
     bad = []
     for name, parameter in model.named_parameters():
         local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

@@ -1,4 +1,4 @@
-"""What a run measures: its progress, losses, speed and memory; and the names and formats in which figures are shown."""
+"""The measurements of a run: its progress, losses, speed and memory; and the names and formats of figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_fsdp.train.options.job import Job
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is, earlier runs included."""
+    """The progress of training, earlier runs included."""
 
     steps: int = 0  # done, skipped ones included
     samples: int = 0
@@ -34,7 +34,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step; NaN stands for what is not known or was not asked for."""
+    """One optimizer step; NaN: not known or not requested."""
 
     step: int  # from 1
     samples: int  # consumed so far
@@ -65,7 +65,7 @@ class Figure(NamedTuple):
     show: Callable[[float], str] = str
 
     def of(self, record: StepRecord) -> float | None:
-        """Return the value; None where it is not known. A loss or norm that is NaN is known to be."""
+        """Return the value; None if it is not known. A loss or norm that is NaN is known to be."""
         value = float(getattr(record, self.field))
         return None if math.isnan(value) and self.field not in ("loss", "grad_norm") else value
 
@@ -98,15 +98,15 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity; infinite if it does not fit into a float."""
+        """The perplexity; infinite if it does not fit into a float."""
         return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
 
 
 class Writer:
-    """Takes what is measured and shows or keeps it; a base class that does nothing."""
+    """Takes measurements, and shows or stores them; a base class that does nothing."""
 
     def start(self, progress: Progress) -> None:
-        """Begin, or resume: what was kept of later steps is dropped, since these steps run again."""
+        """Begin, or resume: records of later steps are dropped, since these steps run again."""
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Take the steps since the last call, at least one."""
@@ -115,7 +115,7 @@ class Writer:
         """Take a held-out loss."""
 
     def close(self) -> None:
-        """Write what is left, and close."""
+        """Write the remaining records, and close."""
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Speed:
     peak_tflops: float = math.nan  # of one rank; NaN: not known
 
     def timed(self, record: StepRecord, step_s: float, elapsed_s: float) -> StepRecord:
-        """Add times and speeds to a step of `step_s` seconds, with which training has taken `elapsed_s`.
+        """Add times and speeds to a step of `step_s` seconds; training has taken `elapsed_s` with it.
 
         MFU is model FLOPs utilization (Chowdhery et al. 2022, PaLM), the share of the peak.
         """
@@ -170,7 +170,7 @@ def peak_bytes(trained: Trained) -> int:
 
 
 def engine_bytes(trained: Trained) -> int:
-    """Count what weights, gradients, communication and optimizer take at the peak, but for what rests elsewhere."""
+    """Count the peak of weights, gradients, communication and optimizer, without offloaded state."""
     held = optimizer_bytes(trained.optimizer)
     if trained.inside is None:  # gradients are as large as weights while there are any
         return held + sum(2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad)
@@ -179,7 +179,7 @@ def engine_bytes(trained: Trained) -> int:
 
 
 def describe_peak(trained: Trained) -> str:
-    """Describe what `peak_bytes` counts with this engine on this device."""
+    """Describe the contents of `peak_bytes` with this engine on this device."""
     if trained.device.type != "cpu":
         return "all allocations on the device"
     if trained.inside is None:
@@ -205,9 +205,9 @@ def _local(tensor: Tensor) -> Tensor:
 def recording_waits(trained: Trained, *, is_wanted: bool) -> Iterator[Callable[[], float]]:
     """Record the step inside the block by `trace`, if wanted and the engine can be observed; no bit of it changes.
 
-    What it yields returns, after the block, exposed communication over the time of the step, as a mean over ranks;
-    collective. Exposed is the time in which communication was in flight and this rank did nothing but wait for it or,
-    on a CPU, launch it (`megatron_fsdp.trace.summary.hidden_part`). NaN: nothing was recorded.
+    It yields a function that returns, after the block, exposed communication over the time of the step, as a mean over
+    ranks; collective. Exposed is the time in which communication was in flight and this rank only waited for it or, on
+    a CPU, launched it (`megatron_fsdp.trace.summary.hidden_part`). NaN: nothing was recorded.
     """
     model = trained.inside if is_wanted else None
     if model is None:

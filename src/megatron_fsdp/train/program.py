@@ -1,7 +1,7 @@
-"""The program: is one of the ranks, or lets torch's elastic agent, which is that of torchrun, start them.
+"""The program: runs as one of the ranks, or starts them by torch's elastic agent, which is that of torchrun.
 
-Ranks that are started here find each other by a file and talk over the loopback interface, so no port is open to other
-machines. Several machines are torchrun's own business (docs/training.md).
+Ranks that are started here find each other by a file and communicate over the loopback interface, so no port is open to
+other machines. Several machines need torchrun (docs/training.md).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run_rank(argv: Sequence[str]) -> int:
 
 
 def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
-    """Resolve options to a job on this machine, with notices about its environment."""
+    """Resolve options to a job on this machine, with warnings about its environment."""
     world = World(ranks, find_device_type(options.parallel.device), restarts)
     job = resolve(options, world)
     return replace(job, notices=(*job.notices, *check_environment(os.environ, job, world)))
@@ -143,7 +143,7 @@ def count_cores() -> int:
 def rank_environment(environment: Mapping[str, str], ranks: int, num_cores: int) -> dict[str, str]:
     """Return the environment variables to add for ranks: their share of the cores, and traffic on the loopback.
 
-    Variables that the user has set are left alone.
+    The user's own variables are kept.
     """
     wanted = {"OMP_NUM_THREADS": str(max(1, num_cores // ranks)), **loopback_interface()}
     return {name: value for name, value in wanted.items() if name not in environment}
@@ -152,7 +152,7 @@ def rank_environment(environment: Mapping[str, str], ranks: int, num_cores: int)
 def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
     """Run this module once per rank by torch's elastic agent, and return the exit code.
 
-    As under torchrun a signal is passed on, and ranks that have a folder to save to finish the step and save.
+    As under torchrun a signal is passed on, and ranks with a folder for saves finish the step and save.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID") or f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"
     heard = [number.name for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN]  # not below nohup

@@ -36,7 +36,7 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that prints and writes files."""
+        """True for the rank that prints and writes files."""
         return self.index == 0
 
     def require_launcher(self) -> None:
@@ -51,8 +51,8 @@ def join_ranks(
 ) -> Iterator[Rank]:
     """Join the process group of all ranks; destroy it if the block ends well.
 
-    Ranks that were started by this package meet by way of a file, others as torchrun says. Where all of them are on
-    one machine, back ends use its loopback interface only, unless the user has named another.
+    Ranks that this package started meet through a file, others by torchrun's variables. If all of them are on one
+    machine, back ends use its loopback interface only, unless the user has named another.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local)

@@ -1,4 +1,4 @@
-"""What is kept of a run: what was applied, every step and evaluation, in files and in trackers."""
+"""The records of a run: its settings, every step and evaluation, in files and in trackers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Measured = TypeVar("Measured", StepRecord, Evaluation)
 
 
 def applied(job: Job) -> dict[str, Any]:
-    """Return the whole run as plain values: every option with its value and origin, and what it was resolved to."""
+    """Return the whole run as plain values: every option with its value and origin, and its resolution."""
     return {
         **software(),
         "options": {name: plain(job.options.value(name)) for name in (*OPTIONS, *DDP_FIELDS)},
@@ -56,13 +56,13 @@ def applied(job: Job) -> dict[str, Any]:
 
 
 def software() -> dict[str, str]:
-    """Return what decides bits besides the options: this package, torch, and the instructions of its CPU kernels."""
+    """Return the facts besides options that decide bits: this package, torch, and its CPU kernels' instructions."""
     capability = torch.backends.cpu.get_cpu_capability()  # "DEFAULT", "AVX2", "AVX512"
     return {"version": __version__, "torch": torch.__version__, "cpu_capability": capability}
 
 
 def header_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Speed) -> list[tuple[str, str]]:
-    """Return the lines of the header: what was decided, what was given and by whom, and the notices."""
+    """Return the lines of the header: decisions, given options with their origins, and warnings."""
     said = dict[str, list[str]]()
     for name, origin in job.options.origins.items():
         said.setdefault(origin, []).append(_spelled(job.options, name))
@@ -122,7 +122,7 @@ def _word(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return what strict JSON can say: numbers that are not finite become None, and unknown objects text."""
+    """Return a value that strict JSON can hold: numbers that are not finite become None, and unknown objects text."""
     if isinstance(value, Mapping):
         return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -164,7 +164,7 @@ def read_lines(path: Path, cls: type[Measured]) -> list[Measured]:
 
 
 def find_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Say) -> dict[str, Writer]:
-    """Return the writers of a run by the names that messages use; trackers get its options as `config`, no secrets."""
+    """Return the writers of a run by their names in messages; trackers get its options as `config`, no secrets."""
     asked = job.options.reporting
     writers: dict[str, Writer] = {METRICS_FILE: JsonLines(folder)}
     if asked.tensorboard_dir is not None:
@@ -184,7 +184,7 @@ class JsonLines(Writer):
         self._steps, self._evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
 
     def start(self, progress: Progress) -> None:
-        """Drop later steps, and a line that was torn by a kill; files are replaced atomically."""
+        """Drop later steps, and a line torn by a kill; files are replaced atomically."""
         for path, kept in (
             (self._steps, read_lines(self._steps, StepRecord)),
             (self._evaluations, read_lines(self._evaluations, Evaluation)),
@@ -212,7 +212,7 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
 
 
 class _Tracker(Writer):
-    """A writer of scalars; `start` imports a package, so only those that were asked for."""
+    """A writer of scalars; `start` imports its package only when it is requested."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log the scalars of a step by name."""
@@ -281,7 +281,7 @@ class _Wandb(_Tracker):
 
 
 class Recorder(Writer):
-    """Passes what is measured on to writers; what these raise never ends the run."""
+    """Passes measurements on to writers; their errors never end the run."""
 
     def __init__(self, say: Say, writers: Mapping[str, Writer] | None = None) -> None:
         """Write by `writers`, which only the first rank has."""
@@ -290,7 +290,7 @@ class Recorder(Writer):
         self._failed: set[str] = set()
 
     def start(self, progress: Progress) -> None:
-        """Start the writers; one that cannot is dropped."""
+        """Start the writers; one that fails is dropped."""
         self._tell("start", progress)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
@@ -306,7 +306,7 @@ class Recorder(Writer):
         self._tell("close")
 
     def _tell(self, method: str, *args: object) -> None:
-        """Call a method of each writer, and say once what a writer raises."""
+        """Call a method of each writer, and report its error once."""
         for name, writer in list(self._writers.items()):
             try:
                 getattr(writer, method)(*args)

@@ -1,4 +1,4 @@
-"""Executes recorded steps of a deterministic run again, on one rank, and compares every bit that was recorded."""
+"""Run recorded steps of a deterministic run again, on one rank, and compare every recorded bit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _COMPARED = ("loss", "gradients", "grad_norm", "learning_rate", "loss_scale", "s
 
 @dataclass(frozen=True)
 class Replayed:
-    """What was executed again."""
+    """The result of a replay."""
 
     first: int  # the first step that was executed
     last: int  # the last one: as asked for, or where something differed
@@ -56,7 +56,7 @@ class Replayed:
     difference: str | None = None  # the first one, as a sentence; None: all is the same, bit for bit
 
     def told(self) -> str:
-        """Say it in two lines."""
+        """Describe the result in two lines."""
         steps = f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
         recorded = f"digests were recorded of {self.digests}"
         if not self.digests:
@@ -73,14 +73,14 @@ def replay(
     from_start: bool = False,
     say: Say = lambda _: None,
 ) -> Replayed:
-    """Execute the steps from the last checkpoint before `step` to `step` again in this process, and compare.
+    """Run the steps from the last checkpoint before `step` to `step` again in this process, and compare.
 
     Args:
         folder: The results of a run of `mfsdp train --deterministic world`, on any number of ranks.
         step: The step, from 1; None: the last one that is recorded.
         checkpoints: Where its checkpoints are now; None: where it saved them.
         data_path: Where its text is now; None: where it was.
-        from_start: Begin with fresh weights in place of a checkpoint, for a run that did.
+        from_start: Begin with fresh weights instead of a checkpoint, for a run that did.
         say: Prints a line.
 
     Raises:
@@ -110,7 +110,7 @@ def replay(
 def _reopened(folder: Path, applied: Mapping[str, Any], **given: Path | None) -> Iterator[tuple[Job, TokenData, Rank]]:
     """Resolve the options of a run, and open its data, with this process as the only rank.
 
-    A process group that is there already is kept.
+    An existing process group is kept.
     """
     job = _job(applied, {name: str(value) for name, value in given.items() if value is not None}, folder)
     device = torch.device(find_device_type(job.options.parallel.device))
@@ -143,7 +143,7 @@ def _compare_steps(run: Run, done: Progress, last: int, records: Mapping[int, St
 
 
 def first_difference(recorded: StepRecord, found: StepRecord) -> str | None:
-    """Return the first thing of a step that differs, in the order in which a step computes them; None: nothing does."""
+    """Return the first difference of a step, in the order in which a step computes; None without any."""
     if recorded.data_checksum != found.data_checksum:
         return f"data: recorded checksum {recorded.data_checksum}, replayed {found.data_checksum}"
     compared = (
@@ -182,7 +182,7 @@ def _different_units(what: str, left: Mapping[str, str], right: Mapping[str, str
 
 
 def _read(folder: Path, step: int | None) -> tuple[dict[str, Any], dict[int, StepRecord]]:
-    """Read what was applied to a run and its steps."""
+    """Read the settings of a run and its steps."""
     try:
         applied: dict[str, Any] = json.loads((folder / APPLIED_FILE).read_text(encoding="utf-8"))
         deterministic, total = applied["options"].get("deterministic"), applied["batch"]["total"]

@@ -130,7 +130,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
 
 @contextmanager
 def logging_for_hangs(trained: Trained, folder: Path, rank: Rank) -> Iterator[None]:
-    """Let a model of this package keep the log that its errors of communication tell of, unless it keeps one."""
+    """Keep the log for hangs of a model of this package, which its communication errors use, unless it has one."""
     model = None if FOLDER_VARIABLE in os.environ else trained.inside
     if model is not None:
         model.log_for_hangs(folder)
@@ -144,7 +144,7 @@ def logging_for_hangs(trained: Trained, folder: Path, rank: Rank) -> Iterator[No
 
 
 def write_json(path: Path, values: object, say: Say) -> None:
-    """Write a file that a run can do without; report why if it could not be written."""
+    """Write a dispensable file; report the reason if it could not be written."""
     try:
         path.write_text(to_json(values, 2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -152,7 +152,7 @@ def write_json(path: Path, values: object, say: Say) -> None:
 
 
 def end_told(job: Job, steps: int, *, is_interrupted: bool) -> str:
-    """Say why a run ends here; empty if it has done all steps."""
+    """Describe the reason why a run ends here; empty if it has done all steps."""
     training, origins, saved = job.options.training, job.options.origins, job.options.checkpoint.save
     if is_interrupted and steps < job.train_iters:
         return f"stopped and saved after {steps} steps; --load {saved} goes on from there"
@@ -170,7 +170,7 @@ def end_told(job: Job, steps: int, *, is_interrupted: bool) -> str:
 
 
 def claim_results(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
-    """Make the folder, or find that of the run that is resumed, for this run alone until `held` ends."""
+    """Make the folder, or find that of the resumed run, for this run alone until `held` ends."""
     name = os.environ.get(_RUN_ID, "none")
     if name == "none" or not re.fullmatch(r"[\w-]+", name):
         name = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"
@@ -189,9 +189,9 @@ def claim_results(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
 def claim_folder(folder: Path, name: str, flag: str, job: Job, held: ExitStack) -> None:
     """Make a folder, and claim it for this run.
 
-    A lock holds until `held` or the process ends. Where an elastic agent started this rank, its name in the locked file
-    goes on claiming the folder while that agent lives and the run has not ended well: between the death of ranks and
-    their restart nobody holds the lock.
+    A lock holds until `held` or the process ends. If an elastic agent started this rank, its name in the locked file
+    continues the claim while that agent lives and the run has not ended well: between the death of ranks and their
+    restart the lock is free.
     """
     path = folder / name
     try:
@@ -221,12 +221,12 @@ def claim_folder(folder: Path, name: str, flag: str, job: Job, held: ExitStack) 
 
 
 def _launcher() -> str:
-    """Return the agent that starts this rank again where it dies, as JSON; empty where there is none."""
+    """Return the agent that restarts this rank, as JSON; empty without one."""
     return to_json(asdict(process_of(os.getppid()))) if _RUN_ID in os.environ else ""
 
 
 def _is_launcher_alive(said: str) -> bool:
-    """Return whether an agent, as `_launcher` names it, lives on this machine; others are not seen from here."""
+    """Return whether an agent, as `_launcher` names it, lives on this machine; others cannot be seen from here."""
     with suppress(ValueError, TypeError):
         return Process(**json.loads(said)).is_alive is True
     return False

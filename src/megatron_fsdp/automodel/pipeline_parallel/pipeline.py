@@ -111,7 +111,7 @@ class Pipeline:
             labels: (rows, sequence), not yet shifted, as transformers takes them; -100 does not count.
             num_label_tokens: Labels that count, of all data-parallel ranks. None: those of this batch.
             dp_size: Ranks that gradients are averaged over (context-parallel ones included). Needs `num_label_tokens`.
-            per_token: `shift_labels` in place of `labels`, where these are of the same positions already;
+            per_token: `shift_labels` instead of `labels`, where these are of the same positions already;
                 `attention_mask`, `position_ids` and whatever else the layers take; tensors are cut by rows.
 
         Returns:

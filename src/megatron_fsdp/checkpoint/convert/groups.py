@@ -34,9 +34,7 @@ MAP_FILE = "param_to_param_group_map.json"
 
 @dataclass(frozen=True)
 class Parameter:
-    """The properties of a parameter that decide its group: name (of both halves), and dimensions of a layer or
-    expert.
-    """
+    """The properties of a parameter that decide its group: name (of both halves), dimensions per layer and expert."""
 
     name: str
     ndim: int

@@ -324,9 +324,7 @@ def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
 
 
 def key_variants(module: nn.Module, key: str) -> tuple[str, ...]:
-    """Return the possible keys of a tensor: unchanged, and with or without the base model's prefix (as of
-    `LlamaModel`).
-    """
+    """Return the possible keys of a tensor: its own, with and without the base model's prefix (as of `LlamaModel`)."""
     prefix = getattr(module, "base_model_prefix", "")
     if not isinstance(prefix, str) or not prefix:
         return (key,)

@@ -1,7 +1,6 @@
-"""Prepares data: documents that `--data-path` names become a pair of Megatron's token files, once on each machine.
+"""Prepare data: convert the documents of `--data-path` to a pair of Megatron's token files, once on each machine.
 
-Documents are read piece by piece, so that no more than a piece of a file is held in memory; all ranks split the tokens
-alike.
+Documents are read piece by piece, so that only a piece of a file is held in memory; all ranks split the tokens alike.
 """
 
 from __future__ import annotations
@@ -78,10 +77,9 @@ Piece = tuple[str, bool]
 
 
 def prepare_data(job: Job, folder: Path, rank: Rank, say: Say = lambda _: None) -> TokenData:
-    """Make the tokens, or find those of an earlier run in the folder of results or `--data-cache-path`; collective.
+    """Make the tokens, or find an earlier run's in the folder of results or `--data-cache-path`; collective.
 
-    The first rank of each machine makes them, and all ranks compare what they found, so machines need not share a
-    folder.
+    The first rank of each machine makes them, and all ranks compare them, so machines need not share a folder.
     """
     made: list[str] = []
 
@@ -101,9 +99,9 @@ def prepare_data(job: Job, folder: Path, rank: Rank, say: Say = lambda _: None) 
 
 
 def tokens_folder(options: Options, folder: Path, say: Say = lambda _: None) -> tuple[Path, Source]:
-    """Return where tokens are or will be, below the folder of results or in the cache, and what they are made from.
+    """Return the folder of tokens, in the folder of results or in the cache, and their source.
 
-    The folder is named by a hash of everything that decides them: the contents of files, their names and the tokenizer.
+    The folder is named by a hash of the facts that decide them: the contents of files, their names and the tokenizer.
     """
     data = options.data
     source, model = find_source(data.data_path), None
@@ -143,7 +141,7 @@ def digests_of(files: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """The files or data set that `--data-path` names."""
+    """The files or data set of `--data-path`."""
 
     kind: Literal["texts", "dataset", "indexed"]  # a folder that `datasets` wrote; a pair of Megatron's token files
     root: Path  # what was named; of a pair, its prefix
@@ -151,12 +149,12 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The bytes of all files."""
         return sum(file.stat().st_size for file in self.files)
 
 
 def find_source(path: Path | None) -> Source:
-    """Find what a path names, or without one the Python standard library; only names and sizes are read."""
+    """Find the files of a path, or without one the Python standard library; only names and sizes are read."""
     if path is None:
         return _library()
     is_half = path.suffix in (".bin", ".idx") and path.is_file()
@@ -178,9 +176,9 @@ def find_source(path: Path | None) -> Source:
 
 
 def _walk(folder: Path, skipped: frozenset[str] = SKIPPED_FOLDERS) -> Iterator[Path]:
-    """Yield the files below a folder in the order of their names; hidden ones and what runs made are left out.
+    """Yield the files below a folder in the order of their names, except hidden ones and the files of runs.
 
-    Links to folders are followed; a folder that is reached more than once, as by a link in a circle, is entered once.
+    Links to folders are followed; a folder reached more than once, as by a circular link, is entered once.
     """
     seen = set[str]()
     for place, subfolders, names in os.walk(folder, followlinks=True):
@@ -233,12 +231,12 @@ class Texts:
 
     @property
     def uses_key(self) -> bool:
-        """Whether anything has fields, of which one is the text."""
+        """True if any source has fields, one of which is the text."""
         return self.source.kind == "dataset" or any(map(_is_json_lines, self.source.files))
 
     @property
     def size(self) -> int:
-        """Approximate size of the text in bytes."""
+        """The approximate size of the text in bytes."""
         if self.source.kind == "dataset":
             return int(_dataset_column(self.source.root, self.json_key).data.nbytes)
         return self.source.size
@@ -381,7 +379,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int = BPE_VOCAB_SIZE) -> PieceTo
 def load_tokenizer(path: Path) -> PieceTokenizer:
     """Read a tokenizer.json, or a folder with one; nothing is downloaded or executed.
 
-    Settings beside it may say which token ends a text.
+    Settings beside it may name the token that ends a text.
     """
     file = tokenizer_files(path)[0]
     try:
@@ -423,9 +421,9 @@ def _said_end(path: Path) -> str | None:
 
 
 def write_data(options: Options, folder: Path, say: Say = lambda _: None) -> Path:
-    """Make the folder of tokens, whole or not at all, where it is not there yet; return it.
+    """Make the folder of tokens, whole or not at all, unless it exists; return it.
 
-    It holds the tokenizer and a checksum, and of texts a pair of token files; token ids stay where they are.
+    It holds the tokenizer and a checksum, and for texts a pair of token files; token ids stay in place.
     """
     made, source = tokens_folder(options, folder, say)
     if (made / SIDE_FILE).exists():
@@ -451,7 +449,7 @@ def write_data(options: Options, folder: Path, say: Say = lambda _: None) -> Pat
 
 
 def _files_in(folder: Path) -> dict[str, str]:
-    """Return the digests of what a folder of tokens holds beside its `SIDE_FILE`, by name."""
+    """Return the digests of a token folder's files except its `SIDE_FILE`, by name."""
     files = sorted(file for file in folder.iterdir() if file.name != SIDE_FILE)
     return dict(zip((file.name for file in files), digests_of(files), strict=True))
 
@@ -481,7 +479,7 @@ def _write(options: Options, source: Source, folder: Path) -> None:
 
 
 def _tokenizer(options: Options, texts: Texts) -> ByteTokenizer | PieceTokenizer | None:
-    """Return what makes the tokens, or has made them; None: ids of which nothing is known."""
+    """Return the tokenizer of the tokens; None: ids of unknown origin."""
     data, root = options.data, texts.source.root
     if data.tokenizer_model is not None:
         return load_tokenizer(data.tokenizer_model)
@@ -536,7 +534,7 @@ def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def read_data(job: Job, made: Path) -> TokenData:
-    """Open what `write_data` wrote into a folder, and split it; ranks of a machine share the memory."""
+    """Open the folder of `write_data`, and split its tokens; ranks of a machine share the memory."""
     options, said = job.options, _said(made)
     source = find_source(options.data.data_path)
     vocab_size, end_id, checksum, notes = (said[name] for name in _SAID)
@@ -565,12 +563,12 @@ def _said(made: Path) -> dict[str, Any]:
 
 
 def open_tokens(source: Source, folder: Path) -> Indexed:
-    """Return the pair of files of a source, or the one that was made of it in a folder."""
+    """Return the pair of files of a source, or the pair made from it in a folder."""
     return open_indexed(source.root if source.kind == "indexed" else folder / PREFIX)
 
 
 def split_tokens(pair: Indexed, trained: float, held_out: float, aside: float) -> tuple[TokenFile, TokenFile]:
-    """Hold out the last documents, or the end of a single document; what is set aside comes after it."""
+    """Hold out the last documents, or the end of a single document; a part set aside comes after it."""
     whole = pair.tokens
     cut, stop = round(pair.documents * trained), round(pair.documents * (1 - aside))
     if 0 < cut < stop:

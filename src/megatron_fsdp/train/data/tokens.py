@@ -54,7 +54,7 @@ class TokenFile:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an id."""
+        """The bytes of an id."""
         return np.dtype(self.dtype).itemsize
 
     def open(self) -> TokenArray:
@@ -74,7 +74,7 @@ class TokenFile:
             raise ConfigurationError(f"{self.path} cannot be read ({error.strerror}): it holds the tokens") from None
 
     def part(self, start: int, stop: int) -> TokenFile:
-        """Return the range from one token to another, counted from the begin of this one."""
+        """Return the range between two tokens, counted from the beginning of this one."""
         return TokenFile(self.path, self.dtype, self.offset + start * self.itemsize, stop - start)
 
 
@@ -114,7 +114,7 @@ def idx_of(prefix: Path) -> Path:
 
 @dataclass(frozen=True)
 class Indexed:
-    """A pair of files that fit together."""
+    """A pair of matching files."""
 
     tokens: TokenFile
     lengths: NDArray[np.int32]  # [S] tokens of each sequence
@@ -123,7 +123,7 @@ class Indexed:
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
+        """The number of documents."""
         return len(self.ends) - 1
 
     def document_start(self, document: int) -> int:
@@ -220,14 +220,14 @@ class Permutation:
     """A bijection of 0 ... count - 1 that looks random and is computed value by value, without memory.
 
     A balanced Feistel network (Luby and Rackoff 1988) permutes the smallest power of four that is not below `count`;
-    what falls outside goes through again (cycle walking; Black and Rogaway 2002). `key` has at most 64 bytes.
+    values outside are permuted again (cycle walking; Black and Rogaway 2002). `key` has at most 64 bytes.
     """
 
     count: int
     key: bytes
 
     def __call__(self, index: int) -> int:
-        """Return where `index` goes, both from 0 to count - 1."""
+        """Return the image of `index`, both from 0 to count - 1."""
         half = max(1, ((self.count - 1).bit_length() + 1) // 2)
         mask = (1 << half) - 1
         while True:
@@ -243,7 +243,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The place at which every sample of a run of `length` targets begins, in a text of `tokens`."""
+    """The first token of every sample of a run of `length` targets, in a text of `tokens`."""
 
     tokens: int
     length: int
@@ -251,7 +251,7 @@ class SampleOrder:
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch."""
+        """The samples of an epoch."""
         return (self.tokens - 1) // self.length
 
     def start(self, number: int) -> int:
@@ -284,7 +284,7 @@ class Batch:
 
     @property
     def counts(self) -> Tensor:
-        """[samples] float32: how many targets of each sample are learned."""
+        """The number of learned targets of each sample, [samples] float32."""
         return self.weights.sum(dim=1)
 
     def pin_memory(self) -> Batch:
@@ -304,7 +304,7 @@ class Batch:
 def cut_samples(tokens: TokenArray, starts: Sequence[int | None], length: int, unlearned: int | None = None) -> Batch:
     """Return the samples of `length` tokens that begin at given places; the target `unlearned` does not count.
 
-    A place of None only fills up: the first sample of the text, with weights 0.
+    A place of None is a filler: the first sample of the text, with weights 0.
     """
     rows = np.stack([tokens[start or 0 : (start or 0) + length + 1] for start in starts]).astype(np.int64)
     is_real = [start is not None for start in starts]
@@ -319,7 +319,7 @@ def cut_samples(tokens: TokenArray, starts: Sequence[int | None], length: int, u
 
 @dataclass(frozen=True)
 class Microbatches(Dataset[Batch]):
-    """The microbatches of one data-parallel rank, by their places; independent of who reads them, and when."""
+    """The microbatches of one data-parallel rank, by their places; independent of reader and time."""
 
     tokens: TokenFile
     order: SampleOrder
@@ -391,8 +391,8 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """Yield a data-parallel rank's part of the held-out samples: evenly spaced, never overlapping.
 
-    Every rank gets the same number of batches, since evaluating a sharded model takes all ranks; a remainder is
-    filled up with samples that do not count, so that the mean does not depend on the number of ranks.
+    Every rank gets the same number of batches, since evaluating a sharded model takes all ranks; a remainder is filled
+    up with samples that do not count, so that the mean does not depend on the number of ranks.
     """
     tokens = data.held_out.open()
     available = (len(tokens) - 1) // length
@@ -405,6 +405,6 @@ def held_out_batches(
 
 
 def _outlive_interrupts(_worker: int) -> None:
-    """Ignore signals that ask the ranks to end, which are the rank's to handle; a worker ends with its rank."""
+    """Ignore signals that ask the ranks to end; the rank handles them, and a worker ends with its rank."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

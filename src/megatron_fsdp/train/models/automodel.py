@@ -92,7 +92,7 @@ class PipelineModel(Trained):
         loss: LossInOrder,
         stage: DistributedDataParallel | None = None,
     ) -> None:
-        """Take a pipeline, made with `pipeline_config` and `loss`; `stage` is None where FSDP2 shards it."""
+        """Wrap a pipeline made with `pipeline_config` and `loss`; `stage` is None if FSDP2 shards it."""
         part = pipeline.parts[0]  # under the names of the whole model
         optimizer = build_optimizer(part, job.options.optimizer, undecayed=pipeline.tied_copies)
         connected = connect_optimizer(pipeline, optimizer) if stage is None else DistributedOptimizer(optimizer, stage)
@@ -210,8 +210,8 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
 def _divide_experts(model: nn.Module, context: MeshContext, expert: int, dim: str) -> DeviceMesh:
     """Keep this rank's experts as plain parameters, and send tokens to the ranks of their experts; in place.
 
-    Returns the mesh of the experts, whose ranks are neighbours in one pipeline stage. Its data-parallel dimension has
-    the name that it has for everything else.
+    Returns the mesh of the experts, whose ranks are neighbours in one pipeline stage. Its data-parallel dimension keeps
+    its usual name.
     """
     sizes = context.sizes
     shape = (sizes.pp, sizes.dp_cp * sizes.tp // expert, expert)
@@ -251,7 +251,7 @@ def recompute_layers(model: nn.Module, training: TrainingOptions) -> None:
 
 
 def policy_of(job: Job) -> MixedPrecisionPolicy:
-    """Return the dtypes: weights and optimizer in float32, compute and gradient reduction as the job says."""
+    """Return the dtypes: weights and optimizer in float32, compute and gradient reduction by the job."""
     return MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=job.fsdp2_reduce_dtype, output_dtype=None)
 
 

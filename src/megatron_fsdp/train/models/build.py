@@ -48,7 +48,7 @@ def model_shape(options: ModelOptions, vocab_size: int) -> ModelShape:
 
 
 def build_decoder(job: Job, vocab_size: int, device: torch.device) -> Decoder:
-    """Build the decoder, the same on every rank, in the dtype of its weights; on meta if the job says so."""
+    """Build the decoder, the same on every rank, in the dtype of its weights; on meta if the job asks for it."""
     training = job.options.training
     shape = model_shape(job.options.model, vocab_size)
     torch.manual_seed(training.seed)
@@ -64,7 +64,7 @@ def transformers_config(options: ModelOptions, vocab_size: int) -> Any:
     """Return the configuration of a transformers model: that of a file or folder, or one with the shape of the options.
 
     A shape becomes Llama, with experts Mixtral; with normalised queries and keys Qwen3, with experts Qwen3-MoE. Its
-    vocabulary is that of the data, rounded up.
+    vocabulary is the data's, rounded up.
     """
     source = options.source
     if source is None:
@@ -86,7 +86,7 @@ _NO_PART_OF_A_MODEL = (
 
 
 def config_values(options: ModelOptions, vocab_size: int) -> dict[str, Any]:
-    """Return the fields of the configuration that is built, those of its parts included, by name."""
+    """Return the fields of the built configuration, those of its parts included, by name."""
     if uses_transformers(options):
         return dict(_flat(transformers_config(options, vocab_size).to_dict()))
     shape = model_shape(options, vocab_size)
@@ -120,8 +120,8 @@ def check_fits(config: Any, vocab_size: int, seq_length: int) -> None:
 def model_flops(job: Job, vocab_size: int) -> float:
     """Count the FLOPs of a sample's forward, loss and backward; NaN for a model that cannot run without values.
 
-    A multiply-add is two; causal attention counts as if every position saw every other, and nothing that is recomputed
-    counts, as in "model FLOPs utilization" (Chowdhery et al. 2022, PaLM, appendix B). Attention is counted as its plain
+    A multiply-add is two; causal attention counts as if every position saw every other, and recomputation does not
+    count, as in "model FLOPs utilization" (Chowdhery et al. 2022, PaLM, appendix B). Attention is counted as its plain
     products, whichever kernel the run uses; experts as if every one got as many tokens as any other.
     """
     model: nn.Module

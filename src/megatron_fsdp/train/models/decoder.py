@@ -1,4 +1,4 @@
-"""A GPT-style decoder in plain PyTorch; it knows nothing of parallelism.
+"""A GPT-style decoder in plain PyTorch, without any parallelism.
 
 Pre-norm blocks. By default RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), normalised queries and
 keys (Henry et al. 2020) and a SwiGLU feed-forward layer (Shazeer 2020); groups of query heads may share keys and values
@@ -33,7 +33,7 @@ class ModelShape:
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     norm_epsilon: float = 1e-5
     normalizes_query_key: bool = True
-    is_gated: bool = True  # by SiLU, in place of GELU
+    is_gated: bool = True  # by SiLU, instead of GELU
     has_bias: bool = False  # linear layers but the last
     ties_embeddings: bool = False
     init_std: float = 0.02  # of initial matrices
@@ -57,12 +57,12 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """The width of one attention head."""
         return self.kv_channels or self.dim // self.num_heads
 
     @property
     def groups(self) -> int:
-        """Heads of keys and values."""
+        """The heads of keys and values."""
         return self.num_query_groups or self.num_heads
 
     def norm(self, width: int) -> nn.Module:
@@ -207,7 +207,7 @@ class Decoder(nn.Module):
 
 
 def recompute(decoder: Decoder, granularity: Literal["full", "selective"], num_layers: int | None) -> None:
-    """Recompute the first `num_layers` blocks (None: all) in backward, or of every block the core of attention.
+    """Recompute the first `num_layers` blocks (None: all) in backward, or the core of attention in every block.
 
     The core is everything between the projections: norms, rotary positions, products and softmax.
     """
@@ -227,7 +227,7 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def split_for_decay(model: nn.Module, undecayed: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """Return the names of the parameters with weight decay, and of those without.
 
-    Norms and biases (fewer than two dimensions) and embeddings are not decayed, nor what `undecayed` names.
+    Norms and biases (fewer than two dimensions), embeddings and `undecayed` names are not decayed.
     """
     kept = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     kept |= {name for name, parameter in model.named_parameters() if parameter.ndim < 2 or name in undecayed}

@@ -50,6 +50,9 @@ _BLOCK = {
 def export_run(source: CheckpointFolder, folder: Path, config: Path | None, **options: Any) -> tuple[str, ...]:
     """Write the model of a checkpoint as a Hugging Face folder, as `export_hf`.
 
+    A config that contradicts the checkpoint's own facts is an error; for this package's decoder one is written if none
+    is given.
+
     A config that contradicts what the checkpoint says of its model is refused; for this package's decoder one is
     written where none is given.
 
@@ -82,7 +85,7 @@ def export_run(source: CheckpointFolder, folder: Path, config: Path | None, **op
 
 
 def _facts_of(source: CheckpointFolder) -> dict[str, str]:
-    """Read what the trainer says of the run that saved; empty for other checkpoints."""
+    """Read the trainer's facts of the run that saved; empty for other checkpoints."""
     stored = source.read_object(_FACTS) if _FACTS in source.objects else []
     pairs = stored if isinstance(stored, list) else []
     return {str(item[0]): str(item[1]) for item in pairs if isinstance(item, list | tuple) and len(item) == 2}
@@ -94,7 +97,7 @@ def _facts_of(source: CheckpointFolder) -> dict[str, str]:
 def _as_llama(
     source: CheckpointFolder, keys: Mapping[str, str], facts: Mapping[str, str]
 ) -> tuple[RearrangedFolder, dict[str, Any]]:
-    """Show a decoder under the names of a Llama; also return the fields of its config."""
+    """Present a decoder under the names of a Llama; also return the fields of its config."""
     others = {
         "learned positions (--position-embedding-type)": "positions.weight" in keys,
         "biases (--add-bias-linear), or LayerNorm (--normalization)": any(name.endswith(".bias") for name in keys),
@@ -135,7 +138,7 @@ def _as_llama(
 
 
 def _require_whole(source: CheckpointFolder, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint that lacks matrices of the decoder, or has others."""
+    """Raise for a checkpoint that lacks matrices of the decoder, or has others."""
     numbers = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
     known = {f"blocks.{number}.{name}.weight" for number in numbers for name in _BLOCK}
     whole = known | _NAMES.keys()
@@ -149,7 +152,7 @@ def _require_whole(source: CheckpointFolder, shapes: Mapping[str, tuple[int, ...
 
 
 def _said(source: CheckpointFolder, facts: Mapping[str, str], name: str, flag: str) -> float:
-    """Return a number that the shapes of weights do not show."""
+    """Return a number that the shapes of weights do not determine."""
     found = _value(facts.get(name + _OF_MODEL, facts.get(flag, "")))
     if not isinstance(found, int | float) or not found > 0:
         raise CheckpointError(
@@ -192,7 +195,7 @@ def _are_tied(source: CheckpointFolder, keys: Mapping[str, str]) -> bool:
 
 
 def _said_of_config(facts: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """List the fields of a transformers config that a run says, and their values."""
+    """List the fields of a transformers config that a run determines, and their values."""
     for name, text in facts.items():
         field = name.removesuffix(_OF_MODEL) if name.endswith(_OF_MODEL) else _FLAGS.get(name)
         if field is not None and "--rotary-base" not in name:
@@ -209,7 +212,7 @@ def _value(text: str) -> Any:
 
 
 def _require_agreement(folder: Path, said: Mapping[str, Any], run: Path) -> None:
-    """Refuse a config whose fields are not those of the run; of a mapping those that the run has."""
+    """Raise for a config whose fields differ from the run's; for a mapping, of those that the run has."""
     if not folder.is_dir():
         return  # exporting says so
     config = read_config(folder)

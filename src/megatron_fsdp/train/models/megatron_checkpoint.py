@@ -1,7 +1,7 @@
-"""Shows a checkpoint with Megatron's names as one of this package's decoder.
+"""A view of a checkpoint with Megatron's names as one of this package's decoder.
 
-Megatron's GPT (and Llama-style) decoder has the same layers under other names, and cuts two matrices another way: the
-rows of `linear_qkv` are the queries, the key and the value of one group after another, and a gated `linear_fc1` is
+Megatron's GPT (and Llama-style) decoder has the same layers under other names, and divides two matrices another way:
+the rows of `linear_qkv` are the queries, the key and the value of one group after another, and a gated `linear_fc1` is
 stored as its halves `_w` (gate) and `_v`. Both are rows in another order, so no element is computed.
 """
 
@@ -49,7 +49,7 @@ View = Callable[[CheckpointFolder], CheckpointFolder]
 
 
 def own_name(name: str, *, is_gated: bool) -> str | None:
-    """Return our name of a parameter of Megatron's decoder; None where there is no such parameter."""
+    """Return our name of a parameter of Megatron's decoder; None if it has no counterpart."""
     parsed = _NAME.fullmatch(_LAYER.sub("#", name, count=1))
     if parsed is None or parsed[1] not in NAMES:
         return None
@@ -65,9 +65,9 @@ def view_for(
 ) -> View:
     """Return the view through which a model loads checkpoints: Megatron's under our names, others unchanged.
 
-    It raises a CheckpointError where `strict` and the vocabularies differ, and for what is still to be converted.
-    `extra` is the state that a fresh run saves beside the model, by name; Megatron's iteration replaces that of the
-    loop, and `samples_per_step` stands in where the checkpoint does not say how many samples were consumed.
+    It raises a CheckpointError if `strict` and the vocabularies differ, and for checkpoints that must be converted
+    first. `extra` is the state that a fresh run saves beside the model, by name; Megatron's iteration replaces that of
+    the loop, and `samples_per_step` is used if the checkpoint does not have the number of consumed samples.
     """
     decoder = next((module for module in model.modules() if isinstance(module, Decoder)), None)
 

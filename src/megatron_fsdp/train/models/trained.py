@@ -1,7 +1,7 @@
 """A sharded model and its optimizer as the training loop sees them, for every engine, and the choice of the engine.
 
-Models run one microbatch at a time; pipelines run all of a step at once (`automodel.py`). What FSDP2 or a pipeline has
-is clipped and measured by automodel, which is imported then, and with it transformers.
+Models run one microbatch at a time; pipelines run all of a step at once (`automodel.py`). Models of FSDP2 and pipelines
+are clipped and measured by automodel, which is imported then, and with it transformers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GROWTH_INTERVAL = 1000
 
 @dataclass
 class LossScale:
-    """The factor of the loss in float16, so that small gradients do not vanish (Micikevicius 2018).
+    """The factor of the loss in float16, which keeps small gradients from vanishing (Micikevicius 2018).
 
     `torch.amp.GradScaler` looks for infinity in the gradients of each rank; here all ranks know the norm of all
     gradients anyway, and every engine, pipelines included, is scaled alike.
@@ -51,17 +51,17 @@ class LossScale:
     good_steps: int = 0
 
     def has_overflowed(self, loss: float, grad_norm: float) -> bool:
-        """Return whether a step failed through the scale alone; loss (unscaled) and norm are those of all ranks."""
+        """Return whether only the scale made a step fail; loss (unscaled) and norm are those of all ranks."""
         return math.isfinite(loss) and not math.isfinite(grad_norm) and self.value > 1.0
 
     def grow(self) -> None:
-        """Count a step that was taken."""
+        """Count a successful step."""
         self.good_steps += 1
         if self.good_steps == GROWTH_INTERVAL:
             self.value, self.good_steps = self.value * 2.0, 0
 
     def shrink(self) -> None:
-        """Halve the scale after a step that was skipped."""
+        """Halve the scale after a skipped step."""
         self.value, self.good_steps = max(1.0, self.value / 2.0), 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Place:
 
     @property
     def context_size(self) -> int:
-        """Ranks that share a sequence."""
+        """The number of ranks that share a sequence."""
         return 1 if self.context is None else self.context.size()
 
     @property
@@ -96,7 +96,7 @@ class Place:
     def take(self, whole: Tensor) -> Tensor:
         """Copy a tensor of a batch, [samples, length] on the CPU, to the device, and return this rank's part.
 
-        All ranks that share it are given the same tensor; from pinned memory the copy is asynchronous.
+        All ranks that share it get the same tensor; from pinned memory the copy is asynchronous.
         """
         moved = whole.to(self.device, non_blocking=True)
         if self.context is None:
@@ -130,9 +130,9 @@ class Place:
 class Trained:
     """A sharded model and its optimizer, with every engine. Every method is called by all ranks together.
 
-    `model` is what checkpoints take, and `inside` the same where this package's engine shards it, which knows memory,
-    traffic and phases. `scale` is that of the loss, and None but in float16. Ranks that share a `data_index` (tensor,
-    pipeline, context), of `data_size`, get equal batches.
+    `model` is the model for checkpoints, and `inside` the same if this package's engine shards it, which can report
+    memory, traffic and phases. `scale` is that of the loss, and only set in float16. Ranks that share a `data_index`
+    (tensor, pipeline, context), of `data_size`, get equal batches.
     """
 
     def __init__(self, job: Job, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -208,14 +208,14 @@ class Trained:
         return self.inside.gradient_digests() if what == "gradients" else self.inside.parameter_digests()
 
     def count_zero_gradients(self) -> int:
-        """Return how many elements of all gradients are zero, the same on all ranks."""
+        """Count the zero elements of all gradients, the same on all ranks."""
         if self._own is not None and isinstance(self.optimizer, DistributedOptimizer):
             return self.optimizer.count_zeros()
         return int(self._gradients.count_zero_gradients(self._measured))
 
     @property
     def _gradients(self) -> ModuleType:
-        """What clips and measures models of FSDP2 and pipelines; imports transformers."""
+        """The module that clips and measures models of FSDP2 and pipelines; it imports transformers."""
         from megatron_fsdp.automodel import gradients
 
         return gradients
@@ -243,7 +243,7 @@ class Trained:
 
 
 def sums_over_ranks(job: Job) -> bool:
-    """Return whether the engine adds up gradients of ranks, in place of averaging them."""
+    """Return whether the engine adds up gradients of ranks, instead of averaging them."""
     training = job.options.training
     return training.calculate_per_token_loss or training.deterministic is not None
 
@@ -280,8 +280,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build an optimizer, with groups with weight decay (matrices) and without (norms, biases, embeddings).
 
-    `undecayed` are further names without weight decay, such as a head that is a copy of the embeddings; `fused` says
-    whether AdamW is stepped in one kernel.
+    `undecayed` are further names without weight decay, such as a head that is a copy of the embeddings; `fused` runs
+    AdamW in one kernel.
     """
     parameters = dict(model.named_parameters())
     decayed, others = ([parameters[name] for name in names] for names in split_for_decay(model, undecayed))
@@ -334,7 +334,7 @@ def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
 
 
 def wrap(job: Job, model: nn.Module, mesh: DeviceMesh, dim: str, **more: Any) -> DistributedDataParallel:
-    """Shard a model, the same on every rank, as the configuration of a job says; `more` is for the engine."""
+    """Shard a model, the same on every rank, by the configuration of a job; `more` is for the engine."""
     wrapped = DistributedDataParallel(
         job.ddp,
         model,

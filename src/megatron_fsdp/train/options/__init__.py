@@ -24,7 +24,7 @@ from megatron_fsdp.errors import ConfigurationError
 
 
 class Bound(NamedTuple):
-    """A bound on a number: what is allowed, in words, and whether a value is."""
+    """A bound on a number: its text for messages, and its predicate."""
 
     words: str
     allows: Callable[[Any], bool]
@@ -63,7 +63,7 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is a boolean."""
+        """True if it is a boolean."""
         return self.kind is bool
 
     @property
@@ -119,7 +119,7 @@ _WORDS: Mapping[type, str] = {
 
 
 def _parsed(kind: type, value: Any) -> Any:
-    """Return a text, or a value of a configuration file, as a value of this type; None: it is none."""
+    """Convert a text, or a value of a configuration file, to this type; None if it does not fit."""
     if kind is float and not isinstance(value, bool):
         with suppress(TypeError, ValueError, OverflowError):
             return None if math.isnan(found := float(value)) else found
@@ -136,7 +136,7 @@ def _parsed(kind: type, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What is trained: a shape, or a configuration or folder of Hugging Face transformers.
+    """The model: a shape, or a configuration or folder of Hugging Face transformers.
 
     Attributes:
         num_layers: Transformer blocks.
@@ -152,7 +152,7 @@ class ModelOptions:
         normalization: Of the layers.
         norm_epsilon: Added to the variance.
         qk_layernorm: Normalise queries and keys.
-        swiglu: A gated feed-forward layer with SiLU, in place of GELU.
+        swiglu: A gated feed-forward layer with SiLU, instead of GELU.
         add_bias_linear: Linear layers have a bias; `--disable-bias-linear` turns it off.
         untie_embeddings_and_output_weights: The output layer has a matrix of its own.
         init_method_std: Standard deviation of initial weights.
@@ -193,13 +193,13 @@ class ModelOptions:
 
     @property
     def source(self) -> Path | None:
-        """The configuration or folder of transformers that says the shape; None: the options do."""
+        """The configuration or folder of transformers that gives the shape; None: the options do."""
         return self.hf_config or self.hf_model
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Ranks and engines, beside what `DistributedDataParallelConfig` says.
+    """Ranks and engines, besides the fields of `DistributedDataParallelConfig`.
 
     Attributes:
         tensor_model_parallel_size: Ranks that each matrix is cut over.
@@ -207,7 +207,7 @@ class ParallelOptions:
         context_parallel_size: Ranks that each sequence is cut over.
         expert_model_parallel_size: Ranks that the experts are shared out to.
         sequence_parallel: Cut activations between layers along the sequence, over the tensor-parallel ranks.
-        use_torch_fsdp2: Shard by PyTorch's FSDP2 in place of this package's engine.
+        use_torch_fsdp2: Shard by PyTorch's FSDP2 instead of this package's engine.
         torch_fsdp2_no_reshard_after_forward: Keep weights gathered from forward to backward, with FSDP2: more memory,
             fewer gathers.
         init_model_with_meta_device: Build the model without memory, and initialise shard by shard.
@@ -233,7 +233,7 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Batches, precision, and when to evaluate and to end.
+    """Batches, precision, evaluation, and the end of training.
 
     Attributes:
         micro_batch_size: Samples per rank and microbatch.
@@ -241,7 +241,7 @@ class TrainingOptions:
             rank. Any number of ranks trains on the same samples: what does not come out even is filled up with samples
             that do not count.
         train_iters: Optimizer steps, those of the runs that this one goes on from included.
-        train_samples: Samples to train on, in place of the steps: as many steps as they fill. Those of the learning
+        train_samples: Samples to train on, instead of the steps: as many steps as they fill. Those of the learning
             rate are then counted in samples, too.
         exit_interval: End after a step that is a multiple of this.
         exit_duration_in_mins: End after a step at which this many minutes of training have passed in all.
@@ -249,8 +249,8 @@ class TrainingOptions:
         bf16: Compute in bfloat16.
         fp16: Compute in float16, with a scaled loss.
         initial_loss_scale: Where the scale of the loss begins.
-        grad_reduce_in_bf16: Reduce gradients in bfloat16 in place of float32; they accumulate in float32 anyway.
-        calculate_per_token_loss: Every token counts alike, in place of every sample; gradients are summed over ranks.
+        grad_reduce_in_bf16: Reduce gradients in bfloat16 instead of float32; they accumulate in float32 anyway.
+        calculate_per_token_loss: Every token counts alike, instead of every sample; gradients are summed over ranks.
         deterministic: Give the same bits of losses, gradients and weights on any number of data-parallel ranks.
         recompute_granularity: Recompute whole blocks, or the core of attention, in backward.
         recompute_method: With granularity full: block recomputes the first blocks, uniform all of them, one by one.
@@ -284,7 +284,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """Optimizer, clipping and the learning rate over the steps.
+    """Optimizer, clipping and the schedule of the learning rate.
 
     Attributes:
         optimizer: AdamW, SGD with momentum, Muon for matrices (with updates as large as those of AdamW) and AdamW for
@@ -334,14 +334,14 @@ class OptimizerOptions:
 
     @property
     def planned_name(self) -> str:
-        """What the planner calls the optimizer."""
+        """The planner's name of the optimizer."""
         names = {"adam": "adamw-fused", "sgd": "momentum" if self.sgd_momentum else "sgd"}
         return names.get(self.optimizer, self.optimizer)
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Where text comes from and how it becomes samples.
+    """The source of the text, and its division into samples.
 
     Attributes:
         data_path: A text file, a folder of texts or JSONL, a folder of Hugging Face `datasets`, or the prefix of
@@ -370,7 +370,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Saving a run, and going on from what was saved.
+    """Saving a run, and resuming it.
 
     Attributes:
         save: Folder for checkpoints: one at the end, and one when the run is interrupted (Ctrl-C, SIGTERM,
@@ -385,7 +385,7 @@ class CheckpointOptions:
         finetune: Load weights only, and begin at step 0; --save is another folder.
         no_load_optim: Load no optimizer state: the optimizer begins anew.
         no_load_rng: Load no random states.
-        strict_fsdp_dtensor_load: Refuse a checkpoint that does not fit, in place of loading what fits.
+        strict_fsdp_dtensor_load: Refuse a checkpoint that does not fit, instead of loading what fits.
         verify_integrity: Compare everything in a checkpoint with its checksums before it is loaded; those that it
             has, or where the flag is given, those that it must have.
         ckpt_format: The only one that training writes and reads; `mfsdp checkpoint convert` makes it of a torch_dist
@@ -411,13 +411,13 @@ class CheckpointOptions:
 
     @property
     def is_same_folder(self) -> bool:
-        """Whether there is one folder to load from and to save to, as of a job that is started again and again."""
+        """True if there is one folder to load from and to save to, as of a job that is restarted again and again."""
         return self.save is not None and self.load is not None and self.save.resolve() == self.load.resolve()
 
 
 @dataclass(frozen=True)
 class ReportingOptions:
-    """What is shown and written.
+    """The output of a run: lines, files and trackers.
 
     Attributes:
         out: Folder for results; default: below `runs/`, named after the run or the date.
@@ -452,7 +452,7 @@ class ReportingOptions:
 
 @dataclass(frozen=True)
 class RecoveryOptions:
-    """When to go on, when to start again, when to give up.
+    """The limits of failures, and restarts.
 
     Attributes:
         max_restarts: How often all ranks are started again after one died, where torchrun did not start them.
@@ -474,7 +474,7 @@ DDP_FIELDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What a user said, section by section, with defaults where nothing was said.
+    """The user's options, section by section, with defaults.
 
     Attributes:
         ddp: How to shard and to reduce.
@@ -504,7 +504,7 @@ class Options:
 
     @property
     def homes(self) -> dict[str, Any]:
-        """What the engine is told of where state rests."""
+        """The engine's `homes` argument."""
         if not self.optimizer.optimizer_cpu_offload:
             return {}
         return {"main_weights": {"home": "host", "fraction": self.optimizer.optimizer_offload_fraction}}

@@ -93,19 +93,19 @@ class Sizes:
 
     @property
     def is_data_only(self) -> bool:
-        """Whether there is only data parallelism."""
+        """True if there is only data parallelism."""
         return self.tensor == self.pipeline == self.context == self.expert == 1
 
 
 def check_options(options: Options) -> None:
-    """Check that options fit together, and that none is given that has no effect; raise the first problem."""
+    """Check that options fit together, and that each given one has an effect; raise the first problem."""
     for check in (_wrong_source, _idle, _contradictory, _wrong_files, _wrong_model):
         for problem in check(options):
             raise ConfigurationError(problem)
 
 
 def idle_notices(options: Options, train_iters: int) -> Iterator[str]:
-    """Yield notices for options that were given and have no effect in a usual way."""
+    """Yield warnings for given options without effect, as far as that is usual."""
     for names, is_idle, why in _TOLD:
         if is_idle(options):
             yield from (f"{flag_for(name)} has no effect: {why}" for name in _chosen(options, names))
@@ -189,7 +189,7 @@ def uses_transformers(model: ModelOptions) -> bool:
 
 
 def needs_transformers(options: Options) -> str | None:
-    """Return the flag that requires the transformers package; None: there is none."""
+    """Return the flag that requires the transformers package, if any."""
     model = options.model
     if model.source is not None:
         return "--hf-model" if model.hf_model is not None else "--hf-config"
@@ -199,7 +199,7 @@ def needs_transformers(options: Options) -> str | None:
 
 
 def require_there(options: Options) -> None:
-    """Check that the model that options name is there, and the packages that they ask for (else MissingPackageError).
+    """Check that the model of the options exists, and the packages that they need (else MissingPackageError).
 
     Nothing is imported.
     """
@@ -218,7 +218,7 @@ def require_there(options: Options) -> None:
 
 
 def _wrong_source(options: Options) -> Iterator[str]:
-    """Refuse a shape beside a configuration of transformers."""
+    """Yield problems of a shape beside a configuration of transformers."""
     if options.model.source is None:
         return
     source = flag_for("hf_config" if options.model.hf_config is not None else "hf_model")
@@ -233,7 +233,7 @@ def _wrong_source(options: Options) -> Iterator[str]:
 
 
 def _wrong_model(options: Options) -> Iterator[str]:
-    """Refuse options that the model cannot honour, or that have no effect."""
+    """Yield problems of options that the model cannot honour, or that have no effect."""
     model, training = options.model, options.training
     if model.source is None and model.transformer_impl == "transformers":
         yield from _wrong_family(model)
@@ -261,7 +261,7 @@ def _wrong_model(options: Options) -> Iterator[str]:
 
 
 def _wrong_family(model: ModelOptions) -> Iterator[str]:
-    """Refuse what families of transformers that are built from a shape cannot vary."""
+    """Yield problems of options that families of transformers built from a shape cannot vary."""
     wanted = {
         "--position-embedding-type rope": model.position_embedding_type == "rope",
         "--normalization RMSNorm": model.normalization == "RMSNorm",
@@ -278,9 +278,9 @@ def _wrong_family(model: ModelOptions) -> Iterator[str]:
 
 
 def wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
-    """Yield what the model or other options rule out in sizes, as far as options tell.
+    """Yield problems of sizes with the model or other options, as far as options show them.
 
-    What only the configuration of a model of transformers tells, such as its heads, is checked when the model is cut.
+    Facts of a transformers configuration, such as its heads, are checked when the model is divided.
     """
     model, length, cuts_sequence = options.model, options.model.seq_length or 0, options.parallel.sequence_parallel
     if cuts_sequence and sizes.tensor == 1:

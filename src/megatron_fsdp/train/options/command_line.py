@@ -41,7 +41,7 @@ SIGINT, SIGHUP and SIGUSR1 end a run after the step, which is saved; SIGQUIT and
 
 
 class TrainParser(Parser):
-    """argparse's parser; it collects what is wrong, since all of that is told at once, and leaves defaults out."""
+    """argparse's parser, which collects all problems to report them at once, and leaves defaults out."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ class TrainParser(Parser):
         self.idle: list[str] = []  # words that were given and have no effect
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the options that were given, as texts and switches; note what is wrong and what has no effect."""
+        """Return the given options, as texts and switches; record problems and options without effect."""
         flags = dict.fromkeys(word.partition("=")[0] for word in words)
         wrong = [f"{flag} is not supported: {REFUSED[flag]}" for flag in flags if flag in REFUSED]
         found, left = argparse.ArgumentParser.parse_known_args(self, list(words))
@@ -74,13 +74,13 @@ class TrainParser(Parser):
 
     @property
     def notices(self) -> list[str]:
-        """The flags that were given and change nothing, in one line."""
+        """The given flags that change nothing, in one line."""
         return [f"without effect here: {', '.join(self.idle)}"] if self.idle else []
 
     def read_file(self, path: Path) -> dict[str, Any]:
         """Read options by name from a file; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
 
-        Every key is read as if its flag stood on the command line; a model that is not in the current folder may be
+        Every key is read as its flag on the command line would be; a model that is not in the current folder may be
         beside the file. Nothing in the file is executed.
         """
         found, _, lines = read_mapping(path)
@@ -101,7 +101,7 @@ class TrainParser(Parser):
         return given
 
     def words_of(self, key: str, value: Any) -> list[str]:
-        """Return the words of a command line that say what a key of a configuration file says."""
+        """Return the command-line words that are equivalent to a key of a configuration file."""
         if key == "config" or isinstance(value, Mapping) or (key in _SECTIONS and key not in OPTIONS):
             raise ConfigurationError(f"{key!r} is no option; give names, or sections of names: {', '.join(_SECTIONS)}")
         flag = "--" + key.replace("_", "-")
@@ -138,7 +138,7 @@ class TrainParser(Parser):
 
 
 def make_parser() -> TrainParser:
-    """Make the parser; the namespace that it returns holds what was given and nothing else."""
+    """Make the parser; the namespace that it returns holds only given options."""
     parser = TrainParser(prog=PROGRAM, description=_DESCRIPTION, usage=_USAGE)
     start = parser.add_argument_group("where to begin")
     start.add_argument("--config", metavar="FILE", help="YAML with options by their names; flags win over it")
@@ -155,7 +155,7 @@ def make_parser() -> TrainParser:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Read a command line, and the file and the preset that it names."""
+    """Read a command line, and its file and preset."""
     parser = make_parser()
     given = parser.read(argv)
     if sum(word.partition("=")[0] == "--config" for word in argv) > 1:
@@ -178,7 +178,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def _beside(file: Path, key: str, value: Any) -> Any:
-    """Return a relative path of a configuration file from its folder, if it leads somewhere from there alone."""
+    """Return a relative path from its configuration file's folder, if the file exists only there."""
     option = OPTIONS.get(key.replace("-", "_"))
     if option is None or option.kind is not Path or not isinstance(value, str) or Path(value).exists():
         return value
@@ -186,7 +186,7 @@ def _beside(file: Path, key: str, value: Any) -> Any:
 
 
 def _flat(found: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values out of their sections, but for empty ones."""
+    """Yield keys and values out of their sections, without empty ones."""
     for key, value in found.items():
         is_section = key in _SECTIONS and isinstance(value, Mapping)
         for name, each in value.items() if is_section else ((key, value),):
@@ -238,7 +238,7 @@ def _shown(value: object) -> str:
 
 
 class Layer(NamedTuple):
-    """Values from one origin."""
+    """The values from one origin."""
 
     origin: str  # such as `command line`
     values: Mapping[str, Any]  # by option
@@ -246,7 +246,7 @@ class Layer(NamedTuple):
 
 
 def assemble(layers: Sequence[Layer], problems: Iterable[str] = (), notices: Iterable[str] = ()) -> Options:
-    """Combine layers into options; later layers win, and all that is wrong is told at once."""
+    """Combine layers into options; later layers win, and all problems are reported at once."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     wrong, told = list(problems), list(notices)
@@ -275,7 +275,7 @@ def assemble(layers: Sequence[Layer], problems: Iterable[str] = (), notices: Ite
 
 
 def _giving_way(preset: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the options of a preset that would contradict what the user gave, or do nothing beside it."""
+    """Yield the options of a preset that contradict the user's, or have no effect beside them."""
     both = {**preset, **given}
     has_configuration = bool(given.get("hf_config") or given.get("hf_model"))
     is_unsharded = given.get("use_megatron_fsdp") is False or bool(given.get("use_torch_fsdp2"))
@@ -298,7 +298,7 @@ def _ddp_config(values: Mapping[str, Any], notices: list[str]) -> DistributedDat
 
     The strategy without a flag is that of Megatron-LM's command line: everything is sharded. The other two defaults
     that differ there from the class (`MEGATRON_DEFAULTS`) are the class's here: a NaN is skipped and counted by the
-    trainer, and gathers align only where pipelines are interleaved.
+    trainer, and gathers align only if pipelines are interleaved.
     """
     given = dict(values)
     if given.pop("use_custom_fsdp", False):

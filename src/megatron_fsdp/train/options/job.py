@@ -27,7 +27,7 @@ EngineName = Literal["megatron_fsdp", "ddp", "torch_fsdp2"]
 
 @dataclass(frozen=True)
 class World:
-    """The ranks and hardware of a run, and how often its ranks were started again."""
+    """The ranks and hardware of a run, and the number of its restarts."""
 
     ranks: int
     device_type: str
@@ -36,7 +36,7 @@ class World:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the `total` samples of a step are cut into microbatches of `micro` on data-parallel ranks.
+    """The division of a step's `total` samples into microbatches of `micro` on data-parallel ranks.
 
     A remainder is filled up, so that a step has the same samples on any number of ranks.
     """
@@ -47,12 +47,12 @@ class BatchPlan:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of each rank."""
+        """The microbatches of each rank."""
         return -(-self.total // (self.micro * self.ranks))
 
     @property
     def filled(self) -> int:
-        """Samples over all ranks that only fill up microbatches."""
+        """The fillers among the samples of all ranks."""
         return self.microbatches * self.micro * self.ranks - self.total
 
     def place(self, rank: int, microbatch: int) -> int:
@@ -60,14 +60,14 @@ class BatchPlan:
         return (microbatch * self.ranks + rank) * self.micro
 
     def positions(self, rank: int, microbatch: int) -> tuple[int | None, ...]:
-        """Return the places, within the step's samples, of a rank's microbatch; None fills up."""
+        """Return the places, within the step's samples, of a rank's microbatch; None is a filler."""
         start = self.place(rank, microbatch)
         return tuple(place if place < self.total else None for place in range(start, start + self.micro))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate rises and falls."""
+    """The rise and fall of the learning rate."""
 
     peak: float  # largest rate
     final: float  # rate at the end of the decay
@@ -123,13 +123,13 @@ class Job:
 
     @property
     def limit_s(self) -> float:
-        """Seconds of training after which the run ends."""
+        """The seconds of training after which the run ends."""
         minutes = self.options.training.exit_duration_in_mins
         return math.inf if minutes is None else 60.0 * minutes
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of all ranks in one optimizer step, without those that only fill up."""
+        """The tokens of all ranks in one optimizer step, without fillers."""
         return self.batch.total * self.seq_length
 
     @property
@@ -147,7 +147,7 @@ class Job:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The names of the dtypes that decide rounding, by what has them."""
+        """The names of the dtypes that decide rounding, by their holders."""
         found = self.precision
         dtypes = {
             "compute": found.compute,
@@ -204,7 +204,7 @@ def resolve(options: Options, world: World) -> Job:
 
 
 def _with_tokenizer_of_model(options: Options, notices: list[str]) -> Options:
-    """Use the tokenizer of a model with weights, unless another is asked for."""
+    """Use the tokenizer of a model with weights, unless another is requested."""
     folder, place = options.model.hf_model, options.data.tokenizer_model
     if folder is None or options.is_given("tokenizer_type"):
         return options
@@ -263,7 +263,7 @@ def _batch(options: Options, ranks: int) -> BatchPlan:
 
 
 def _train_iters(options: Options, batch: BatchPlan) -> int:
-    """Return the steps to train; of `--train-samples` those that fill whole steps, as in Megatron-LM."""
+    """Return the steps to train; with `--train-samples` those that fill whole steps, as in Megatron-LM."""
     samples, steps = options.training.train_samples, options.training.train_iters
     if samples is None and steps is None and options.training.skip_train:
         return 0
@@ -275,7 +275,7 @@ def _train_iters(options: Options, batch: BatchPlan) -> int:
 
 
 def _schedule(options: Options, train_iters: int, samples_of_step: int) -> Schedule:
-    """Return the learning rate over the steps; what is said in samples may end within a step."""
+    """Return the learning rate over the steps; settings in samples may end within a step."""
     if options.training.skip_train:
         return Schedule(0.0, 0.0, "constant", 0, 0)
     optimizer, samples = options.optimizer, options.training.train_samples
@@ -313,7 +313,7 @@ def _schedule(options: Options, train_iters: int, samples_of_step: int) -> Sched
 def _engine_config(
     options: Options, dtype: torch.dtype, engine: EngineName, sizes: Sizes, notices: list[str]
 ) -> DistributedDataParallelConfig:
-    """Complete the configuration of sharding and reduction; refuse or report what has no effect with this engine."""
+    """Complete the configuration of the engine; refuse or report settings without effect on it."""
     if engine == "torch_fsdp2":
         for name in options.origins:
             if name in DDP_FIELDS and name != "use_megatron_fsdp" and options.is_chosen(name):
@@ -348,7 +348,7 @@ def _engine_config(
 
 
 def _with_gradient_dtypes(options: Options, dtype: torch.dtype, notices: list[str]) -> DistributedDataParallelConfig:
-    """Reduce and accumulate gradients of half-precision models in float32, unless told otherwise."""
+    """Reduce and accumulate gradients of half-precision models in float32 by default."""
     config, in_bf16 = options.ddp, options.training.grad_reduce_in_bf16
     is_float32, in_float32 = dtype == torch.float32, config.grad_reduce_in_fp32
     comm, main = config.megatron_fsdp_grad_comm_dtype, config.megatron_fsdp_main_grads_dtype
@@ -375,7 +375,7 @@ def _with_gradient_dtypes(options: Options, dtype: torch.dtype, notices: list[st
 
 
 def _decided_by_strategy(options: Options, strategy: ShardingStrategy) -> Iterator[str]:
-    """Yield notices for switches that were turned off although the strategy implies them."""
+    """Yield warnings for switches that were turned off although the strategy implies them."""
     implied_from = {
         "use_distributed_optimizer": ShardingStrategy.optim,
         "overlap_grad_reduce": ShardingStrategy.optim_grads,
@@ -390,7 +390,7 @@ def _decided_by_strategy(options: Options, strategy: ShardingStrategy) -> Iterat
 
 
 def check_environment(environment: Mapping[str, str], job: Job, world: World) -> tuple[str, ...]:
-    """Refuse one connection to a GPU with full sharding; return what has no effect on other devices, in words."""
+    """Reject one connection to a GPU with full sharding; return warnings on variables without effect."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if environment.get(name) != "1" or job.engine == "ddp":
         return ()

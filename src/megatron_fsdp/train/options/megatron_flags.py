@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class FixedFlag(NamedTuple):
-    """The values that may follow a flag, which ask for what happens anyway, and a reason: what happens, what to do."""
+    """The allowed values of a flag, which request the actual behaviour, and the reason with a remedy."""
 
     values: tuple[str, ...]
     reason: str
@@ -26,7 +26,7 @@ class FixedFlag(NamedTuple):
 
 
 class Spelling(NamedTuple):
-    """The option that an alternative flag sets, and to what; None: to the value that follows the flag."""
+    """The option that an alternative flag sets, and its value; None: the value after the flag."""
 
     name: str
     value: Any = None
