@@ -154,9 +154,6 @@ class _AutoModel:
         Each rank reads only the bytes of its own shards; besides them at most 32 MiB of a tensor are in memory, and one
         layer of the weights that are not in the files.
 
-        Each rank reads the bytes of its own shards; the most that exists beside them is 32 MiB of a tensor, and of
-        weights that are not in the files, one layer.
-
         Args:
             pretrained_model_name_or_path: A local folder, or a name that is in the local cache of the hub. Nothing is
                 downloaded.
@@ -229,12 +226,6 @@ class _AutoModel:
 
         The config is one of transformers, or a local folder with one; the other arguments and the result are those of
         `from_pretrained`. If neither `dtype` nor the config gives one, torch's default is used.
-
-        The weights are those that transformers draws under the same seed, whatever the strategy, the sizes and the
-        number of ranks.
-
-        The config is one of transformers, or a local folder with one; the other arguments and the result are those of
-        `from_pretrained`. Where neither `dtype` nor the config says one, torch's default is taken.
 
         Raises:
             ParallelSizeError: The sizes do not fit the strategy, the ranks or the model.

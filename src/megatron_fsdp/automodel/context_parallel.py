@@ -106,9 +106,6 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh) -> dict[str, T
     The ranks compare their batches first (one small collective): a data loader that gives them different ones is an
     easy mistake that no later step would detect.
 
-    The ranks compare their batches first (one small collective), since a data loader that gives them different ones is
-    an easy mistake that no later step would notice.
-
     Args:
         batch: `input_ids` (or `inputs_embeds`, of three dimensions) and other tensors of (batch, sequence). `labels` as
             transformers takes them, not shifted; or `shift_labels`. An `attention_mask` may pad on the right where

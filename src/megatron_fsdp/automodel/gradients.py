@@ -157,11 +157,6 @@ def scale_per_token_loss(
     and microbatches, that is the gradient of `sum_r(S_r) / T`, the mean over all tokens. A mean per rank would instead
     weigh a token more the fewer tokens its rank has.
 
-    A strategy that averages gradients over R ranks makes `sum_r(g_r) / R` of the gradients `g_r` of the ranks' losses.
-    With the losses `S_r * R / T`, where S_r is the sum over the rank's tokens and T the number of tokens of all ranks
-    and microbatches, that is the gradient of `sum_r(S_r) / T`, the mean over all tokens. A mean per rank would instead
-    weigh tokens by how few their rank has.
-
     Args:
         loss_sum: The sum of this rank's token losses; a scalar.
         num_label_tokens: Labels of all ranks and microbatches of the step, of `count_label_tokens`.
@@ -208,11 +203,6 @@ def clip_grad_norm_(
     experts on their own mesh) next to plain tensors, which must be equal on every rank (DDP, or parameters that a
     tensor-parallel plan leaves alone). Sums over the same mesh dimension share one all-reduce of a few numbers. Models
     of this library's engine compute their own norm.
-
-    What ranks hold different pieces of is summed over them, what they hold copies of counts once: DTensors on any
-    meshes (FSDP2, tensor parallel, both, experts on a mesh of their own) next to plain tensors, which every rank has to
-    hold the same (DDP, or parameters that a tensor-parallel plan leaves alone). Sums that cross the same mesh dimension
-    travel in one all-reduce of a few numbers. Models of this library's engine measure themselves.
 
     Args:
         parameters: Every rank gives the same parameters in the same order; pipeline ranks their own parts. A parameter

@@ -175,9 +175,6 @@ class FSDP2Manager:
         Order: experts, tensors, sequences, recomputation, compilation, shards, prefetching. An axis of one rank is
         skipped; shards and dtypes are the same for one rank as for many.
 
-        Order: experts, tensors, sequences, recomputation, compilation, shards, prefetching. With one rank on an axis
-        nothing of that axis happens; shards and dtypes are the same for one rank as for many.
-
         Args:
             model: A decoder of transformers, or a stage of one.
 

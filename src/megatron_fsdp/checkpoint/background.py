@@ -188,9 +188,6 @@ class BackgroundSaver:
         Call it on all ranks in the same order. It communicates nothing itself: an error while copying on one rank is
         raised later, on all.
 
-        Call it on all ranks in the same order. It communicates nothing itself: what fails while copying on one rank is
-        raised later, on all.
-
         Args:
             state: Nested dicts, lists and tuples of tensors, DTensors and objects; at the top a dict that may also hold
                 what has a `state_dict()`.

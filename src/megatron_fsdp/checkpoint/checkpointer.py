@@ -172,8 +172,6 @@ class Checkpointer:
 
         Call it before torch.distributed is shut down.
 
-        Call it before torch.distributed is shut down.
-
         Raises:
             CheckpointError: As `wait`.
         """

@@ -289,9 +289,6 @@ class CheckpointFolder:
     Opening it reads and checks only the metadata: names and shapes, chunks that cover each tensor once, files that
     exist and are long enough, a manifest with the same tensors and objects.
 
-    Opening it reads and checks the metadata only: names, shapes, that chunks cover each tensor once, that every file is
-    there and long enough, that a manifest names the same tensors and objects.
-
     Args:
         path: The folder with `.metadata` in it (an `iter_*` folder, not the one above).
         check: Whether all files have to be there and long enough, and the manifest, where there is one, to agree with

@@ -50,9 +50,6 @@ def load_checkpoint(
     Names, shapes and files are compared first, on every rank, and nothing changes unless all ranks can go on. Any
     number of ranks, strategy and mesh may have written it.
 
-    Names, shapes and files are compared first, on every rank, and nothing is touched unless all ranks can go on. Any
-    number of ranks, strategy and mesh may have written it.
-
     Args:
         model: Sharded or not; its tensors are written in place.
         optimizer: None: the optimizer's part is left out. A fresh one gets its state, without a step being made.

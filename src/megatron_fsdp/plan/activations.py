@@ -56,12 +56,6 @@ def profile_compute(
     the meta device; other devices do the real work. Inputs are a mapping (keyword arguments), a tuple (positional ones)
     or one tensor; `unit_names` begin with the root's; without `loss_fn` the loss is the output's `loss`, or the output
     itself.
-
-    The step is ``loss_fn(model(inputs)).backward()``: the model's output is not kept during backward. A gradient of a
-    parameter dies as soon as it is complete, as the engine copies it into a bucket and drops it. On the meta device
-    nothing is allocated; other devices work and cost what they cost. Inputs are a mapping (keyword arguments), a tuple
-    (positional ones) or one tensor; `unit_names` begin with the root's; without `loss_fn` the loss is the output's
-    `loss`, or the output itself.
     """
     recorder = _Recorder({param.untyped_storage()._cdata: name for name, param in model.named_parameters()})
     with balanced_experts(model), recomputing(model, unit_names, recompute), torch.inference_mode(False):
@@ -340,12 +334,6 @@ def kernels_of(kernels: Kernels) -> Iterator[None]:
     half precision without a mask and heads of one size up to 256, otherwise memory-efficient attention; on "cpu": its
     flash attention if nothing is dropped, heads have one size and the mask takes no gradient. These keep queries, keys,
     values, results and one fp32 number per query and head. Otherwise, and for "math", products, which keep all scores.
-
-    The functions are replaced in torch's dispatcher, for tensors of the meta device only, so every caller gets the
-    replacement: transformers, `nn.MultiheadAttention`, a recomputed forward. Attention on "cuda": flash attention for
-    half precision without a mask and heads of one size up to 256, else memory-efficient attention; on "cpu": its flash
-    attention where nothing is dropped, heads have one size and the mask takes no gradient. These keep queries, keys,
-    values, results and one fp32 number per query and head. Else, and for "math", products, which keep all scores.
     """
     with _scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", partial(_attend, kernels), "AutogradMeta")

@@ -28,10 +28,6 @@ class Segment:
     Activation bytes are all tensors that the step has made and that are still alive: saved for backward, temporary
     results of operators, gradients of activations, and gradients of parameters until they are copied into a bucket.
     Parameters and the inputs of the step are not among them.
-
-    Activation bytes are all tensors that the step has made and that are still alive: saved for backward, temporary
-    results of operators, gradients of activations, and gradients of parameters for the moment that they exist before
-    they are copied into a bucket. Neither parameters nor the inputs of the step are among them.
     """
 
     event: Event

@@ -66,11 +66,6 @@ class Recorder(Observer):
 
     The arguments are those of `trace`.
 
-    A step ends where main weights are installed, and what follows until the next forward belongs to it. While it
-    records, torch's profiler sees phases as ranges, such as "mfsdp/gather layers.3".
-
-    The arguments are those of `trace`.
-
     Raises:
         ConfigurationError: `model` is something else, or `steps` is below 1.
     """

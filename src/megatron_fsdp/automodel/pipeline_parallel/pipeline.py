@@ -49,9 +49,6 @@ class Pipeline:
     The first stage uses token ids and the last labels, but all ranks take both: shapes come from them, and attention
     masks and positions are made in every stage.
 
-    Token ids are used by the first stage and labels by the last, but all ranks take all of them: shapes come from them,
-    and attention masks and positions are made in every stage.
-
     Args:
         parts: Of this rank.
         pp_mesh: 1-D mesh of the pipeline's ranks.
@@ -351,9 +348,6 @@ def build_pipeline(
     activation_dtype: torch.dtype | None = None,
 ) -> Pipeline:
     """Cut a causal language model of transformers into stages, and prepare this rank's.
-
-    Stage i is on rank i modulo the number of ranks. The embeddings are in the first stage, the final norm and the head
-    in the last, rotary embeddings everywhere.
 
     Stage i is on rank i modulo the number of ranks. The embeddings are in the first stage, the final norm and the head
     in the last, rotary embeddings everywhere.

@@ -73,9 +73,6 @@ def parallelize_tensors(
     Afterwards every parameter is a DTensor over `tp_mesh`, placed as `Shard(dim)` or `Replicate()`, and every rank must
     be given the same batch. Inputs and outputs of the model are whole plain tensors.
 
-    Afterwards every parameter is a DTensor over `tp_mesh`, placed as `Shard(dim)` or `Replicate()`, and every rank
-    must be given the same batch. What enters and leaves the model are whole plain tensors.
-
     Args:
         model: A causal language model of transformers, also one of peft around it. Parameters on the meta device stay
             there; of real ones, which must be equal on all ranks, each rank keeps its part.
@@ -173,9 +170,6 @@ def _find_partial(
     """Return the ids of whole parameters of which each rank computes a partial gradient; see `Trial`.
 
     Whatever no trial can follow (styles of torch with their own layouts, models that take no token ids) counts as
-    whole. The first backward compares the gradients in any case.
-
-    What no trial can follow (styles of torch with layouts of their own, models that take no token ids) counts as
     whole. The first backward compares the gradients in any case.
 
     Raises:

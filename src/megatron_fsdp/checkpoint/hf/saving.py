@@ -64,10 +64,6 @@ def save_hf(
     and then some of the files from all shards, one in memory at a time: the weights are on the disk twice meanwhile.
     The folder appears at once and complete, or not at all.
 
-    Saves the main weights, under the names that transformers stores, tied ones once. Each rank writes its shards to the
-    disk, and then some of the files from those of all, one in memory at a time: meanwhile they are there twice. The
-    folder appears at once and complete, or not at all.
-
     Args:
         model: Sharded by `fully_shard_model` or `fully_shard`, or a plain module.
         folder: Not there yet, or empty; seen by all ranks.
@@ -323,8 +319,6 @@ def export_hf(
     dtype: torch.dtype | None = None,
 ) -> tuple[str, ...]:
     """Write the model of a checkpoint as `save_hf` writes a live one; not collective: one process reads and writes.
-
-    Memory: one file, and one tensor or chunk of the checkpoint.
 
     Memory: one file, and one tensor or chunk of the checkpoint.
 

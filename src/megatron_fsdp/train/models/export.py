@@ -53,9 +53,6 @@ def export_run(source: CheckpointFolder, folder: Path, config: Path | None, **op
     A config that contradicts the checkpoint's own facts is an error; for this package's decoder one is written if none
     is given.
 
-    A config that contradicts what the checkpoint says of its model is refused; for this package's decoder one is
-    written where none is given.
-
     Raises:
         ConfigurationError: The config is missing or contradicts the run, or the decoder is not shaped as a Llama.
     """
