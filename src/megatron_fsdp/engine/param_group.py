@@ -228,6 +228,8 @@ class ParameterGroup:
         self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
+        self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
+        self._full_pointers: tuple[int, ...] | None = None  # of views; None: placeholders, or made by a codec
         if not plan.shards_compute_weights:
             self.point_full_to(self.weights.compute.local)
         self._pointers = self._find_pointers()
@@ -279,8 +281,15 @@ class ParameterGroup:
                 self._wrapping.release(param)
 
     def check_parameters(self) -> None:
-        """Refuse parameters whose memory was replaced after wrapping."""
+        """Refuse parameters whose memory was replaced after wrapping; take back that of the full ones.
+
+        A forward may cast modules for good (`self.classifier = self.classifier.to(torch.float32)`), which leaves a copy
+        in a full parameter that no later update reaches; the next forward casts again.
+        """
         with plain_attributes():
+            if self._full_pointers is not None and self._full_pointers != self._find_full_pointers():
+                assert self._pointed_to is not None
+                self.point_full_to(self._pointed_to)
             if self._find_pointers() == self._pointers:
                 return
         for index, (info, param) in enumerate(zip(self.plan.spec.parameters, self.sharded, strict=True)):
@@ -292,6 +301,9 @@ class ParameterGroup:
 
     def _find_pointers(self) -> tuple[int, ...]:
         return addresses_of(tuple(map(_local_tensor, self.sharded)))
+
+    def _find_full_pointers(self) -> tuple[int, ...]:
+        return addresses_of(tuple(map(local_part, self.full)))
 
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
@@ -420,6 +432,8 @@ class ParameterGroup:
                     # `data` shares no version counter with the buffer: gathering writes into memory that autograd saved
                     # views of; the bytes are the same again when backward reads them, so that is no modification.
                     self._point(index, full_view(self.plan.layout, full, index).data)
+        if self._wrapping is None:
+            self._pointed_to, self._full_pointers = full, self._find_full_pointers()
 
     def _point(self, index: int, memory: Any) -> None:
         param = self.full[index]
@@ -441,6 +455,7 @@ class ParameterGroup:
         with torch.inference_mode(False):
             for index in range(len(self.full)):
                 self._point(index, self._placeholder_for(index))
+        self._pointed_to = self._full_pointers = None
 
     def _placeholder_for(self, index: int) -> Any:
         """Return the placeholder of a parameter, or of its codes: one element, expanded to the right shape."""
