@@ -160,10 +160,13 @@ def test_loading_a_state_dict_changes_main_and_compute_weights(strategy: int, dt
 def test_moving_to_where_it_is_does_nothing_and_elsewhere_is_refused() -> None:
     model = wrap(3)
     before = weights(model)
-    for same in (model.to("cpu"), model.cpu(), model.float(), model.to(torch.device("cpu"), torch.float32)):
-        assert same is model
+    for whole in (model, model.module):
+        for same in (whole.to("cpu"), whole.cpu(), whole.float(), whole.to(torch.device("cpu"), torch.float32)):
+            assert same is whole
     for move, target in (
         (model.half, "torch.float16 on cpu"),
+        (model.module.half, "torch.float16 on cpu"),
+        (next(model.module.children()).bfloat16, "torch.bfloat16 on cpu"),
         (lambda: model.to(dtype=torch.float64), "torch.float64 on cpu"),
         (lambda: model.to("meta"), "torch.float32 on meta"),
     ):

@@ -42,6 +42,7 @@ from megatron_fsdp.debug.lifetimes import check_lifetimes
 from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
+from megatron_fsdp.dtensor.tensor import check_conversion
 from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
 from megatron_fsdp.engine.hooks import calls_of, compiled_in_place, take_part
 from megatron_fsdp.engine.observer import Observer
@@ -553,14 +554,7 @@ class MegatronFSDP(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MegatronFSDP:  # noqa: ARG002
         """Refuse to move or cast, since shards are pieces of flat buffers; a function that does neither is allowed."""
-        for group in self._engine.groups():
-            probe = torch.empty(0, dtype=group.plan.precision.main_params, device=group.plan.device)
-            moved = fn(probe)
-            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
-                raise ConfigurationError(
-                    f"a sharded model cannot be moved or cast (from {probe.dtype} on {probe.device} to {moved.dtype} "
-                    f"on {moved.device}); do that before fully_shard, or choose dtypes by MixedPrecisionPolicy"
-                )
+        check_conversion(self.parameters(), fn)
         return self
 
     # ---- start, wait for and defer communication. Plain loops need none of this --------------------------------------

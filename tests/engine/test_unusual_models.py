@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, ScheduleError, ShardOperationError
 from tests.support.arrangements import hybrid_arguments
 from tests.support.on_ranks import assert_equal_tensors, first_rank_warns, fixed_seed, on_ranks, same_on_ranks
 
@@ -303,6 +304,11 @@ def replace_data(model: MegatronFSDP) -> None:
     model(X)
 
 
+def parametrize_one(model: MegatronFSDP) -> None:
+    parametrize.register_parametrization(model.module.layers[0], "weight", nn.Identity())
+    model(X)
+
+
 def write_in_forward(model: MegatronFSDP) -> None:
     def clamp(layer: nn.Module, _args: object) -> None:
         with torch.no_grad():
@@ -319,6 +325,14 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
         "weight of a Linear in unit layers.0 is not the sharded parameter any more",
     ),
     "data replaced": (replace_data, "the data of layers.2.weight was replaced after the model was sharded"),
+    "parametrized": (
+        parametrize_one,
+        "is not the sharded parameter any more (functional_call, or assigned, pruned or parametrized after sharding)",
+    ),
+    "swapped": (
+        lambda model: torch.utils.swap_tensors(*(model.module.layers[place].weight for place in (0, 1))),
+        "a sharded parameter of shape (6, 6) would be swapped for other memory",
+    ),
     "write in forward": (
         write_in_forward,
         "the forward of layers.1 modified its weights in place",
@@ -356,7 +370,7 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
 def test_what_cannot_work_is_refused_in_words() -> None:
     for use, words, *how in REFUSALS.values():
         model = wrap_layers(*how)[0]
-        with pytest.raises((ConfigurationError, ScheduleError)) as raised:
+        with pytest.raises(MegatronFSDPError) as raised:
             use(model)
         assert words in same_on_ranks(str(raised.value))
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -353,8 +353,9 @@ _RULES = {} if _subclasses_are_asked() else _register_rules()
 def register_with_torch() -> None:
     """Register these tensors for torch's list kernels and for loading with `weights_only`, as DTensors are.
 
-    torch keeps both as lists of exact classes. Where torch distributes whole tensors that it has broadcast, it cuts
-    them into equal shards without asking the DTensor; ours are cut before that.
+    What would give them other memory (moving or casting modules, swaps) does nothing where they keep it, or is refused
+    in words. torch keeps both as lists of exact classes. Where torch distributes whole tensors that it has broadcast,
+    it cuts them into equal shards without asking the DTensor; ours are cut before that.
     """
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -364,6 +365,8 @@ def register_with_torch() -> None:
             supported.append(UnevenDTensor)
     for name in ("dirac_", "eye_", "orthogonal_", "sparse_"):
         setattr(nn.init, name, _of_the_whole(getattr(nn.init, name)))
+    torch.utils.swap_tensors = _unless_sharded(torch.utils.swap_tensors)
+    nn.Module._apply = _checked(nn.Module._apply)  # type: ignore[method-assign]
     distribute = getattr(_state_dict_utils, "_distribute_tensors", None)
     if distribute is not None:
         _state_dict_utils._distribute_tensors = functools.partial(_cut_as_ours, distribute)
@@ -384,6 +387,46 @@ def _of_the_whole(initialize: Callable[..., torch.Tensor]) -> Callable[..., torc
             return tensor.copy_(as_sharded(whole, tensor.shard_frame))
 
     return run
+
+
+def _unless_sharded(swap: Callable[..., None]) -> Callable[..., None]:
+    """Make `swap_tensors`, by which torch converts and parametrizes modules, refuse sharded tensors in words."""
+
+    @functools.wraps(swap)
+    def run(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        sharded = [each for each in (t1, t2) if isinstance(each, UnevenDTensor)]
+        if not sharded:
+            swap(t1, t2)
+        elif getattr(t1, "_local_tensor", t1) is not getattr(t2, "_local_tensor", t2):
+            raise ShardOperationError(
+                f"a sharded parameter of shape {tuple(sharded[0].shape)} would be swapped for other memory, by "
+                "swap_tensors as parametrizations and conversions use it; change the model before it is sharded, or "
+                "copy values into the parameter under torch.no_grad()"
+            )
+
+    return run
+
+
+def _checked(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Make `nn.Module._apply` check all parameters before it changes any."""
+
+    @functools.wraps(apply)
+    def run(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        check_conversion(self.parameters(recurse), fn)
+        return apply(self, fn, recurse)
+
+    return run
+
+
+def check_conversion(params: Iterable[torch.Tensor], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuse a function that would move or cast sharded parameters, since their shards are pieces of flat buffers."""
+    for dtype, device in {(each.dtype, each.device): None for each in params if isinstance(each, UnevenDTensor)}:
+        moved = fn(torch.empty(0, dtype=dtype, device=device))
+        if (moved.dtype, moved.device) != (dtype, device):
+            raise ConfigurationError(
+                f"a sharded model cannot be moved or cast (from {dtype} on {device} to {moved.dtype} on "
+                f"{moved.device}); do that before fully_shard, or choose dtypes by MixedPrecisionPolicy"
+            )
 
 
 def _cut_as_ours(

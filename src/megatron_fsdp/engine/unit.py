@@ -254,7 +254,8 @@ class Unit:
     def _refusal_of(self, module: nn.Module, attribute: str) -> ConfigurationError:
         return ConfigurationError(
             f"{attribute} of a {type(module).__name__} in unit {self.label} is not the sharded parameter any more "
-            "(functional_call, or assigned after sharding); sharded models use their own weights"
+            "(functional_call, or assigned, pruned or parametrized after sharding); sharded models use their own "
+            "weights, so change modules before fully_shard"
         )
 
     def has_parameters_in(self, modules: Collection[int]) -> bool:
