@@ -201,7 +201,7 @@ def _ours(name: str, model: nn.Module, setting: Setting) -> Contender:
         mixed_precision_policy=MixedPrecisionPolicy(
             main_params_dtype=None, main_grads_dtype=None, grad_comm_dtype=setting.narrow_dtype
         ),
-        homes="host" if name == OURS_HOST else None,
+        offload="all" if name == OURS_HOST else None,
     )
     defers = strategy < 2 or name == OURS_DEFERRED
     return Contender(name, sharded, optimizer, sharded.no_sync if defers else nullcontext)

@@ -69,7 +69,7 @@ OWN_ARGUMENTS: list[tuple[str, Any]] = [
     ("verify_ranks", None),
     ("find_unused_parameters", False),
     ("deterministic", None),
-    ("homes", None),
+    ("offload", None),
 ]
 """Not in the published signatures: they come last."""
 

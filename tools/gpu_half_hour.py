@@ -3,7 +3,7 @@
     python tools/gpu_half_hour.py --part 1 --out DIR     # right: parity, real streams, ranks that share the GPU
     python tools/gpu_half_hour.py --part 2 --out DIR     # fast: layers of an 8B model beside plain torch and FSDP2
     python tools/gpu_half_hour.py --part 3 --out DIR     # graphs of steps and of units
-    python tools/gpu_half_hour.py --part 4 --out DIR     # homes: full training of an 8B model beside resident runs
+    python tools/gpu_half_hour.py --part 4 --out DIR     # offload: full training of an 8B model beside resident runs
 
 It needs a checkout and a Python with torch, and neither pip nor network. Every section runs in a process of its own
 with a deadline, so that one that fails or hangs stops nothing. Each number is a line of `DIR/part<N>.jsonl` as soon as
@@ -361,18 +361,18 @@ def away(session: Session) -> None:
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     adamw = partial(torch.optim.AdamW, lr=0.01, fused=True)
     expected = {kind: _train_main_weights(session, kind, adamw, batches) for kind in (session.device, CPU)}
-    for where in (None, "optimizer_state", "compute_weights", "main_weights", "host"):
-        for strategy in (1, 3) if where not in ("compute_weights", "host") else (3,):
+    for where in (None, "optimizer_state", "compute_weights", "main_weights", "all"):
+        for strategy in (1, 3) if where not in ("compute_weights", "all") else (3,):
             model, optimizer = small(
                 session,
                 torch.bfloat16,
                 optimizer=adamw,
                 mixed_precision_policy=policy,
                 zero_dp_strategy=strategy,
-                homes=where if where in (None, "host") else {where: "host"},
+                offload=where if where in (None, "all") else [where],
             )
             found = train(model, optimizer, batches) + list(model.full_parameters().values())  # type: ignore[operator]
-            wanted = expected[CPU if where in ("main_weights", "host") else session.device]
+            wanted = expected[CPU if where in ("main_weights", "all") else session.device]
             off = max(_off(one.cpu(), other.cpu()) for one, other in zip(found, wanted, strict=True))
             session.note(f"{where}, strategy {strategy}", off_plain=off)
 
@@ -788,19 +788,19 @@ def unit_graphs(world_size: int, session: Session) -> None:
             )
 
 
-# ---- part 4: homes ---------------------------------------------------------------------------------------------------
+# ---- part 4: offload -------------------------------------------------------------------------------------------------
 
-HOMES: dict[str, tuple[Any, int]] = {
+OFFLOADED: dict[str, tuple[Any, int]] = {
     "resident": (None, 0),
-    "optimizer state on the host": ({"optimizer_state": "host"}, 9),
-    "all state on the host": ("host", 20),
+    "optimizer state on the host": (["optimizer_state"], 9),
+    "all state on the host": ("all", 20),
 }
-"""Homes, and the bytes that they take of the host for each parameter, with some to spare."""
+"""Offload, and the bytes that they take of the host for each parameter, with some to spare."""
 DEPTHS = (32, 24, 16, 8, 4)
 """Layers of an 8B model, and of the smaller ones that are tried where memory lacks."""
 
 
-def homes(session: Session) -> None:
+def offload(session: Session) -> None:
     """Train with AdamW on 16k and 32k tokens a step, with state on the GPU and away, from the largest model that fits.
 
     Every layer is recomputed, so that state is what takes memory.
@@ -810,12 +810,12 @@ def homes(session: Session) -> None:
     sizes, depths = (LLAMA_8B, DEPTHS) if session.is_gpu else (REHEARSAL, DEPTHS[-1:])
     one = layers(replace(sizes, layers=1), torch.device("meta"), torch.bfloat16)
     numel = sum(param.numel() for param in one.parameters())
-    for name, (where, host_bytes) in HOMES.items():
+    for name, (where, host_bytes) in OFFLOADED.items():
         session.free()
         for depth in (n for n in depths if n * numel * host_bytes < _free_host_bytes()):
             if _fits(session, name, where, replace(sizes, layers=depth)):
                 break
-    for name, (where, _) in HOMES.items():  # what they cost where all fit
+    for name, (where, _) in OFFLOADED.items():  # what they cost where all fit
         _fits(session, f"small, {name}", where, replace(sizes, layers=depths[-1]))
 
 
@@ -840,12 +840,12 @@ def _fits(session: Session, name: str, where: Any, sizes: Sizes) -> bool:
             torch.optim.AdamW(plain.parameters(), fused=True),
             fsdp_unit_modules=[Layer],
             mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
-            homes=where,
+            offload=where,
         )
         for tokens in (16384, 32768) if session.is_gpu else sizes.tokens:
             length = min(tokens, 4096)
             x = torch.randn(tokens // length, length, sizes.dim, device=session.device, dtype=torch.bfloat16)
-            for in_backward in (False, True) if where == "host" else (False,):
+            for in_backward in (False, True) if where == "all" else (False,):
                 step = stepping(model, optimizer, x, in_backward)
                 step()
                 session.finish()
@@ -913,7 +913,7 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section(partial(unit_graphs, 1), 60, "unit_graphs"),
         Section(partial(unit_graphs, 8), 60, "unit_graphs_of_8"),
     ),
-    4: (Section(machine, 30), Section(homes, 500)),
+    4: (Section(machine, 30), Section(offload, 500)),
 }
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree, rank_of
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.homes import HomesArgument
+from megatron_fsdp.config.offload import OffloadArgument
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError, warn_caller
@@ -180,7 +180,7 @@ def fully_shard_model(
     verify_ranks: bool | float | str | None = None,
     find_unused_parameters: bool = False,
     deterministic: str | None = None,
-    homes: HomesArgument = None,
+    offload: OffloadArgument = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
 
@@ -257,10 +257,10 @@ def fully_shard_model(
         deterministic: "world": gradients, their norm and the new weights are the same bits on any number of ranks if
             microbatch j of rank r is number ``j * ranks + r`` of the step and all microbatches are of one shape.
             On one data-parallel axis, with `calculate_per_token_loss` (docs/sharded_models.md).
-        homes: Where each kind of state rests, such as `{"main_weights": "host", "optimizer_state": "host"}`: "device",
-            "host" (pinned for CUDA), or a mapping of `home` and `fraction`. The kinds are main_weights,
-            optimizer_state, main_gradients and compute_weights. "host" alone, or torch's `CPUOffloadPolicy()`, moves
-            all. Results are the same (docs/memory.md).
+        offload: The kinds of state that rest in host memory (pinned for CUDA): a sequence such as
+            `["main_weights", "optimizer_state"]`, or a mapping of kinds to fractions, 0 to 1. The kinds are
+            main_weights, optimizer_state, main_gradients and compute_weights; "all", or torch's `CPUOffloadPolicy()`,
+            names them all. Results are the same (docs/memory.md).
 
     Returns:
         The wrapped model.
@@ -341,7 +341,7 @@ def fully_shard_model(
         verify_ranks=verify_ranks,
         find_unused_parameters=find_unused_parameters,
         deterministic=deterministic,
-        homes=homes,
+        offload=offload,
     )
     if not preproc_state_dict_for_dcp_ckpt:
         model.stop_describing_state_dicts()

@@ -29,7 +29,7 @@ from megatron_fsdp.config.engine_options import (
     resolve_memory_options,
     with_weight_format,
 )
-from megatron_fsdp.config.homes import HomesArgument, resolve_homes
+from megatron_fsdp.config.offload import OffloadArgument, resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import (
@@ -179,7 +179,7 @@ class MegatronFSDP(nn.Module):
         verify_ranks: bool | float | str | None = None,
         find_unused_parameters: bool = False,
         deterministic: str | None = None,
-        homes: HomesArgument = None,
+        offload: OffloadArgument = None,
     ) -> None:
         if not isinstance(dist_index, FSDPDistributedIndex):
             raise TypeError(f"dist_index is a {type(dist_index).__name__}; give an FSDPDistributedIndex")
@@ -217,7 +217,7 @@ class MegatronFSDP(nn.Module):
             init_model_with_meta_device=init_model_with_meta_device,
             find_unused_parameters=find_unused_parameters,
             deterministic=checked_deterministic(deterministic),
-            homes=resolve_homes(homes, options.strategy),
+            offload=resolve_offload(offload, options.strategy),
         )
         if dist_index.hsdp_outer_dp_shard and options.outer_strategy is not ShardingStrategy.optim:
             raise ConfigurationError(

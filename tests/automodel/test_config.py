@@ -62,7 +62,7 @@ MEGATRON_FIELDS: dict[str, tuple[Any, Any]] = {
     "activation_checkpointing": (bool | str, False),
     "backend": (str, "nccl"),
     "deterministic": (Optional[str], None),  # of this package only
-    "homes": (Any, None),  # of this package only
+    "offload": (Any, None),  # of this package only
     "weight_format": (Any, None),  # of this package only
 }
 DDP_FIELDS: dict[str, tuple[Any, Any]] = {

@@ -343,7 +343,7 @@ def test_the_shortage_of_the_host_stands_in_the_advice(capsys: pytest.CaptureFix
     assert main([*args, "--sequence-length", "512"]) == 1
     text = capsys.readouterr().out
     assert "rest there, and it has 64.0 GiB for each device; if yours has more, say so: --machine-set" in text
-    assert "compute_weights on the host (homes=)" in text
+    assert "compute_weights on the host (offload=)" in text
     assert "let state rest on the host" not in text
     assert main([*args, "--sequence-length", "512", "--machine-set", "host_memory_bytes=2e11"]) == 0
 

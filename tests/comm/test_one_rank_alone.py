@@ -282,7 +282,7 @@ MODEL_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "forward_prefetch_units": (-1, None),
     "verify_ranks": ("sometimes", None),
     "deterministic": ("yes", None),
-    "homes": ({"main_weights": "cloud"}, {"main_weights": "host"}),
+    "offload": ({"main_weights": "cloud"}, ["main_weights"]),
     "hybrid_fsdp_group": ("x", None),
     "fsdp_group_ag": ("x", None),
     "expt_device_mesh": ("x", None),
@@ -337,7 +337,7 @@ def calls() -> dict[str, Call]:
         "DDP(config value)": lambda bad: DistributedDataParallel(
             DistributedDataParallelConfig(num_distributed_optimizer_instances=5 if bad else 1), net()
         ),
-        "DDP(homes)": given("homes", "cloud", None, ddp),
+        "DDP(offload)": given("offload", "cloud", None, ddp),
         "DDP(deterministic)": given("deterministic", "x", None, ddp),
         "DDP(fsdp_unit_modules)": given("fsdp_unit_modules", [nn.Linear], None, ddp),
         "DDP(device)": given("device", "nothing", None, ddp),

@@ -35,7 +35,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 def build(optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = Tower(WIDTHS).bfloat16()
-    options = {"homes": {"main_weights": "host"}, "mixed_precision_policy": BF16, **options}
+    options = {"offload": ["main_weights"], "mixed_precision_policy": BF16, **options}
     return fully_shard(model, optimizer(model.parameters()), fsdp_unit_modules=[Floor], **options)
 
 
@@ -93,12 +93,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam foreach": lambda params: torch.optim.Adam(params, lr=1e-2, foreach=True, amsgrad=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
 }
-HALF = {"main_weights": {"home": "host", "fraction": 0.5}}
+HALF = {"main_weights": 0.5}
 SETTINGS: dict[str, dict[str, Any]] = {
     "1": {"zero_dp_strategy": 1},
     "2": {"zero_dp_strategy": 2},
-    "3": {"zero_dp_strategy": 3, "homes": "host"},
-    "half": {"homes": HALF},
+    "3": {"zero_dp_strategy": 3, "offload": "all"},
+    "half": {"offload": HALF},
 }
 
 
@@ -108,9 +108,9 @@ def counted() -> Iterator[list[int]]:
     found: list[int] = []
     run = step_in_backward.StepInBackward._run
 
-    def counts(self: Any, view: Any, at_home: Any) -> None:
+    def counts(self: Any, view: Any, on_host: Any) -> None:
         found.append(sum(len(group["params"]) for group in view.param_groups))
-        run(self, view, at_home)
+        run(self, view, on_host)
 
     with patch.object(step_in_backward.StepInBackward, "_run", counts):
         yield found
@@ -122,7 +122,7 @@ def assert_same_bits(optimizer: str, **options: Any) -> None:
         got = train(OPTIMIZERS[optimizer], in_backward=True, **options)
     assert len(expected) == len(got)
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
-    wholly = options.get("homes") is not HALF
+    wholly = options.get("offload") is not HALF
     params = 2 + 2 * len(WIDTHS)
     assert sum(found) == 3 * params if wholly else 0 < sum(found) < 3 * params
 
@@ -153,8 +153,8 @@ def test_units_are_stepped_while_backward_goes_on() -> None:
     stepped = threading.Event()
     run = step_in_backward.StepInBackward._run
 
-    def tells(self: Any, view: Any, at_home: Any) -> None:
-        run(self, view, at_home)
+    def tells(self: Any, view: Any, on_host: Any) -> None:
+        run(self, view, on_host)
         stepped.set()
 
     def waits(*_: object) -> None:
@@ -170,14 +170,14 @@ def test_units_are_stepped_while_backward_goes_on() -> None:
 
 
 @on_ranks(2)
-def test_no_unit_is_stepped_before_its_gradients_are_at_home() -> None:
+def test_no_unit_is_stepped_before_its_gradients_are_on_host() -> None:
     model, optimizer = warm()
     before = [param.to_local().detach().clone() for param in model.parameters()]
-    at_home = threading.Event()
-    with patch.object(step_in_backward, "reached", lambda _device: at_home.wait), optimizer.step_in_backward():
+    on_host = threading.Event()
+    with patch.object(step_in_backward, "reached", lambda _device: on_host.wait), optimizer.step_in_backward():
         loss_of(model, 1).backward()
         during = [param.to_local().detach().clone() for param in model.parameters()]
-        at_home.set()
+        on_host.set()
     assert all(map(torch.equal, before, during))
     assert not any(
         torch.equal(one, param.to_local()) for one, param in zip(before, model.parameters(), strict=True) if one.numel()
@@ -197,7 +197,7 @@ def test_what_cannot_step_in_backward_is_refused_on_entering() -> None:
         optimizer.step()
         return str(same_on_ranks(str(refused.value)))
 
-    assert "where main weights rest on the device; leave" in refusal(homes=None)
+    assert "where main weights rest on the device; leave" in refusal(offload=None)
     assert "since its step is none of those of torch" in refusal(lambda params: torch.optim.Adafactor(params))
     assert "AdamW8bit cannot step in backward" in refusal(lambda params: AdamW8bit(params, lr=1e-2))
     assert "gradients are checked" in refusal(report_nan_in_param_grad=True)
@@ -265,9 +265,9 @@ def stepped_all(model: Any) -> Iterator[Callable[[], None]]:
     stepped, missing = threading.Event(), len(list(model.parameters()))
     step_view = step_in_backward.StepInBackward._run
 
-    def tells(self: Any, view: Any, at_home: Any) -> None:
+    def tells(self: Any, view: Any, on_host: Any) -> None:
         nonlocal missing
-        step_view(self, view, at_home)
+        step_view(self, view, on_host)
         missing -= sum(len(group["params"]) for group in view.shown_groups)
         if not missing:
             stepped.set()

@@ -71,11 +71,11 @@ def footprints_of(model: MegatronFSDP) -> tuple[GroupFootprint, ...]:
 
 def _footprint_of(plan: GroupPlan, unit: int) -> GroupFootprint:
     has_outer, precision = len(plan.axes) > 1, plan.precision
-    homes = {
-        "compute_weight": plan.compute_home,
-        "main_weight": plan.main_home,
-        "main_grad": plan.homes.main_gradients,
-        "optimizer": plan.homes.optimizer_state,
+    offload = {
+        "compute_weight": plan.offloads_compute,
+        "main_weight": plan.offloads_main,
+        "main_grad": plan.offload.main_gradients,
+        "optimizer": plan.offload.optimizer_state,
     }
     return GroupFootprint(
         unit=unit,
@@ -91,7 +91,7 @@ def _footprint_of(plan: GroupPlan, unit: int) -> GroupFootprint:
         outer_shares=has_outer and plan.placements.main_weight[0] is Placement.SHARD,
         weight_format=plan.weight_format,
         is_looked_up=plan.is_looked_up,
-        away=frozenset(name for name, home in homes.items() if home.is_away),
+        away=frozenset(name for name, share in offload.items() if share),
     )
 
 

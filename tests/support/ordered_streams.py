@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.checkpoint import background
 from megatron_fsdp.comm.lanes import StreamLane
-from megatron_fsdp.config.homes import Home
 from megatron_fsdp.engine import executor, gradients, param_group
 from megatron_fsdp.engine import memory as engine_memory
 from megatron_fsdp.optim import local_step
@@ -95,7 +94,7 @@ class OrderedStreams(TorchDispatchMode):
     end, which their `wait` joins. Copies of a background save arrive on the host when somebody waits for them.
 
     The host is one more stream, which everything that is queued later waits for, and which itself waits for a stream
-    that it synchronises with, and for copies that block it. Memory of a home is the host's, and so is what is computed
+    that it synchronises with, and for copies that block it. Offloaded memory is the host's, and so is what is computed
     of that alone; in copies to and from there, that do not block, the stream reads or writes it.
     """
 
@@ -132,8 +131,8 @@ class OrderedStreams(TorchDispatchMode):
         if not set(types) <= {torch.Tensor, torch.nn.Parameter}:
             return NotImplemented  # a DTensor's: it comes again with the local tensors
         self._find_freed()
-        if any(map(self.is_at_home, _vectors((args, kwargs)))):
-            return self._run_at_home(func, args, kwargs)
+        if any(map(self.is_on_host, _vectors((args, kwargs)))):
+            return self._run_on_host(func, args, kwargs)
         if func.namespace == "c10d" and _named(func, args, kwargs).get("async_op", True):
             back_end = self._back_end()
             back_end.wait_stream(self._current)
@@ -141,11 +140,11 @@ class OrderedStreams(TorchDispatchMode):
                 return self._run(func, args, kwargs)
         return self._run(func, args, kwargs)
 
-    def is_at_home(self, tensor: torch.Tensor) -> bool:
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided and self._memory_of(tensor).owner is self.host
 
-    def _run_at_home(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run what reads or writes memory of a home: on the host, or as a copy between there and the device.
+    def _run_on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run what reads or writes offloaded memory: on the host, or as a copy between there and the device.
 
         To torch both are the CPU here, where a copy to "the device" is none. So single numbers, and what is sent, are
         as good as copied. Lists may mix devices, of which torch then works on one after another; anything else of both
@@ -155,8 +154,8 @@ class OrderedStreams(TorchDispatchMode):
         is_async = bool(named.get("non_blocking"))
         may_mix = is_async or func.namespace == "c10d" or "copy" in func._schema.name or "_foreach" in func._schema.name
         is_new = func._schema.name.startswith("aten::empty") and named.get("device") is not None
-        if not is_new and not is_async and all(map(self.is_at_home, _vectors(tensors))):
-            if not all(map(self.is_at_home, tensors)) or func.namespace == "c10d":
+        if not is_new and not is_async and all(map(self.is_on_host, _vectors(tensors))):
+            if not all(map(self.is_on_host, tensors)) or func.namespace == "c10d":
                 self.host.wait_event(self._current.clock)
             with self.stream(self.host):
                 return self._run(func, args, kwargs)
@@ -181,7 +180,7 @@ class OrderedStreams(TorchDispatchMode):
         return self._back_ends[self._current]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is torch.ops.aten.copy_.default and args[2:] == (True,) and not any(map(self.is_at_home, args[:2])):
+        if func is torch.ops.aten.copy_.default and args[2:] == (True,) and not any(map(self.is_on_host, args[:2])):
             self._copies.append((args[0], args[1].clone()))
             made = args[0]
         else:
@@ -288,12 +287,12 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
 
     allocate_in = engine_memory.allocate
 
-    def allocate(home: Home, *given: Any) -> torch.Tensor:
-        with streams.stream(streams.host) if home.is_away else nullcontext():
-            return allocate_in(home, *given)
+    def allocate(offloads: bool, *given: Any) -> torch.Tensor:
+        with streams.stream(streams.host) if offloads else nullcontext():
+            return allocate_in(offloads, *given)
 
     def on_device(tensor: torch.Tensor, _device: torch.device) -> torch.Tensor:
-        return torch.empty_like(tensor, device="cpu").copy_(tensor) if streams.is_at_home(tensor) else tensor
+        return torch.empty_like(tensor, device="cpu").copy_(tensor) if streams.is_on_host(tensor) else tensor
 
     with (
         patch.object(executor, "make_lane", make_lane),

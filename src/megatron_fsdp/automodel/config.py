@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from megatron_fsdp.config.arguments import explains_fields
-from megatron_fsdp.config.homes import resolve_homes
+from megatron_fsdp.config.offload import resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy as EnginePolicy
 from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
@@ -177,7 +177,7 @@ class MegatronFSDPConfig(_Config):
         backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
         deterministic: "world": the same bits on any number of data-parallel ranks, as in `fully_shard`; of this package
             only.
-        homes: Where each kind of state rests, as in `fully_shard`; of this package only.
+        offload: Where each kind of state rests, as in `fully_shard`; of this package only.
         weight_format: Weight format of sharded weights, as of `MixedPrecisionPolicy`; of this package only.
     """
 
@@ -200,7 +200,7 @@ class MegatronFSDPConfig(_Config):
     activation_checkpointing: Union[bool, str] = False  # noqa: UP007
     backend: str = "nccl"
     deterministic: Optional[str] = None  # noqa: UP045
-    homes: Any = None
+    offload: Any = None
     weight_format: Any = None
 
     def __post_init__(self, tp_plan: Optional[dict]) -> None:  # type: ignore[type-arg]  # noqa: UP045
@@ -215,7 +215,7 @@ class MegatronFSDPConfig(_Config):
                 "of your own, or call parallelize_tensors and fully_shard_model yourself"
             )
         self._check()
-        resolve_homes(self.homes, resolve_strategy(self.zero_dp_strategy))
+        resolve_offload(self.offload, resolve_strategy(self.zero_dp_strategy))
         EnginePolicy(weight_format=self.weight_format)
         units: Any = self.megatron_fsdp_unit_modules
         is_list = isinstance(units, Sequence) and not isinstance(units, str)

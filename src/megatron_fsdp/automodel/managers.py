@@ -341,7 +341,7 @@ class MegatronFSDPManager:
             "nccl_ub": config.nccl_ub,
             "fsdp_double_buffer": config.fsdp_double_buffer,
             "deterministic": config.deterministic,
-            "homes": config.homes,
+            "offload": config.offload,
         }
 
 

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 from megatron_fsdp.cli.output import write_facts, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.engine_options import MemoryArguments, resolve_memory_options
-from megatron_fsdp.config.homes import resolve_homes
 from megatron_fsdp.config.import_path import import_by_path
+from megatron_fsdp.config.offload import resolve_offload
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES, MixedPrecisionPolicy, dtype_from_name, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
@@ -182,13 +182,12 @@ def _setup(args: argparse.Namespace) -> Setup:
         raise ConfigurationError(
             "--optimizer-offload-fraction has no effect without --optimizer-cpu-offload; give both"
         )
-    offload = {"home": "host", "fraction": args.optimizer_offload_fraction}
     strategy, outer_strategy = args.strategy, args.outer_strategy or "no_shard"
     chosen = {
         "strategy": resolve_strategy("optim_grads_params" if strategy == _AUTO else _number(strategy), "--strategy"),
         "outer_strategy": resolve_strategy(_number(outer_strategy), "--outer-strategy"),
         "policy": MixedPrecisionPolicy(main_params, main_grads, grad_comm, formats),
-        "homes": {"main_weights": offload} if args.optimizer_cpu_offload else None,
+        "offload": {"main_weights": args.optimizer_offload_fraction} if args.optimizer_cpu_offload else None,
     }
     same = {name: value for name, value in vars(args).items() if name in Setup.__dataclass_fields__.keys() - {"ranks"}}
     return make_setup(ParallelRanks(args.ranks // divided, outer, args.tp, args.cp, args.pp, args.ep), **same | chosen)
@@ -355,6 +354,6 @@ def _setup_of_job(job: Job) -> Setup:
         optimizer=find_optimizer(chosen.planned_name),
         recompute=job.options.training.recompute_granularity or "none",
         sequence_parallel=job.options.parallel.sequence_parallel,
-        homes=resolve_homes(job.options.homes, resolved.strategy),
+        offload=resolve_offload(job.options.offload, resolved.strategy),
         keep_fp8_transpose_cache=resolved.config.keep_fp8_transpose_cache,
     )

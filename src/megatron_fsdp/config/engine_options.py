@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.homes import Homes
+from megatron_fsdp.config.offload import Offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
@@ -133,7 +133,7 @@ class EngineOptions:
     deterministic: str | None = None
     megatron_fsdp_use_decoupled_grad: bool = False
     megatron_fsdp_cuda_graph_mode: bool = False
-    homes: Homes = Homes()  # noqa: RUF009 (frozen)
+    offload: Offload = Offload()  # noqa: RUF009 (frozen)
 
     @property
     def reduces_early(self) -> bool:
@@ -150,7 +150,7 @@ class EngineOptions:
             "find_unused_parameters": self.find_unused_parameters,
             "verify_ranks": bool(self.verify_ranks_s),
             "weight_format": self.policy.weight_format is not None,
-            "homes": self.homes.are_away,
+            "offload": self.offload,
         }
         found = [name for name, is_on in reads.items() if is_on and self.megatron_fsdp_cuda_graph_mode]
         if found:

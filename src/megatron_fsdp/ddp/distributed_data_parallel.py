@@ -16,7 +16,7 @@ from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import checked_deterministic, engine_options_of
-from megatron_fsdp.config.homes import HomesArgument, resolve_homes
+from megatron_fsdp.config.offload import OffloadArgument, resolve_offload
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_buckets
@@ -111,7 +111,7 @@ class DistributedDataParallel(MegatronFSDP):
         fsdp_unit_modules: The units, with `use_megatron_fsdp`; else refused.
         device: Where the buffers live; None: this process's device of the mesh's type.
         sync_model_each_microbatch: Make gradients final after every backward; False: when `finish_grad_sync` is called.
-        homes: Where each kind of state rests, as in `fully_shard_model`.
+        offload: Where each kind of state rests, as in `fully_shard_model`.
 
     Attributes:
         ddp_config: The caller's configuration; nothing reads it after wrapping.
@@ -146,7 +146,7 @@ class DistributedDataParallel(MegatronFSDP):
         find_unused_parameters: bool = False,
         verify_ranks: bool | float | str | None = None,
         deterministic: str | None = None,
-        homes: HomesArgument = None,
+        offload: OffloadArgument = None,
     ) -> None:
         with all_agree("sharding the model", ranks_of(device_mesh, dp_dim, tp_dim)), real_values():
             _check_types(config, module)
@@ -174,7 +174,7 @@ class DistributedDataParallel(MegatronFSDP):
                 verify_ranks=verify_ranks,
                 find_unused_parameters=find_unused_parameters,
                 deterministic=deterministic,
-                homes=homes,
+                offload=offload,
             )
         else:
             if fsdp_unit_modules is not None:
@@ -187,7 +187,7 @@ class DistributedDataParallel(MegatronFSDP):
             options = engine_options_of(resolved.engine_config, resolved.policy)
             options = replace(
                 options,
-                homes=resolve_homes(homes, options.strategy),
+                offload=resolve_offload(offload, options.strategy),
                 # Ranks that are compared wait for one another, so reductions start where they all do: at the end.
                 overlap_grad_reduce=asked.overlap_grad_reduce and not verify_ranks_s,
                 numel_multiple=resolved.numel_multiple,

@@ -107,7 +107,7 @@ class MemoryDescription:
     optimizer_bytes: int  # state of connected optimizers
     gathered_bytes: int  # what gathered weights take now
     transient_peak_bytes: int  # the most that gathered weights, buckets and scratch have taken so far
-    homes: tuple[str, ...] = ()  # what rests elsewhere than on the device, and its bytes, which are not counted above
+    offload: tuple[str, ...] = ()  # what rests elsewhere than on the device, and its bytes, which are not counted above
     pool_bytes: int | None = None  # communication memory that was taken at wrap time; None: it is taken as needed
     pool: tuple[str, ...] = ()  # its blocks, each with its offset in bytes
 

@@ -54,15 +54,15 @@ def memory_of(engine: Engine) -> MemoryUse:
     groups = engine.groups()
     whole = {group: 0 if group.weights.main_lies_in_compute else group.weights.main.local.nbytes for group in groups}
     held = {
-        "compute_weights": [(group.plan.compute_home.is_away, group.weights.compute.local.nbytes) for group in groups],
-        "main_weights": [(group.plan.main_home.is_away, num_bytes) for group, num_bytes in whole.items()],
+        "compute_weights": [(group.plan.offloads_compute, group.weights.compute.local.nbytes) for group in groups],
+        "main_weights": [(group.plan.offloads_main, num_bytes) for group, num_bytes in whole.items()],
         "main_gradients": [
-            (gradients.main.is_away, gradients.main.num_bytes) for _, gradients in engine.groups_with_gradients()
+            (gradients.main.is_offloaded, gradients.main.num_bytes) for _, gradients in engine.groups_with_gradients()
         ],
     }
-    away = {kind: sum(count for is_away, count in parts if is_away) for kind, parts in held.items()}
-    away["optimizer_state"] = _state_bytes(engine, is_away=True)
-    compute, main, grads = (sum(count for is_away, count in parts if not is_away) for parts in held.values())
+    away = {kind: sum(count for is_offloaded, count in parts if is_offloaded) for kind, parts in held.items()}
+    away["optimizer_state"] = _state_bytes(engine, is_offloaded=True)
+    compute, main, grads = (sum(count for is_offloaded, count in parts if not is_offloaded) for parts in held.values())
     compute += sum(group.weights.codec.num_bytes for group in groups if group.weights.codec is not None)
     return MemoryUse(
         compute,
@@ -70,7 +70,7 @@ def memory_of(engine: Engine) -> MemoryUse:
         grads,
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
-        {kind: count for kind, count in away.items() if getattr(engine.sharding.options.homes, kind).is_away},
+        {kind: count for kind, count in away.items() if getattr(engine.sharding.options.offload, kind)},
     )
 
 
@@ -177,7 +177,7 @@ def _name(dtype: torch.dtype) -> str:
 def memory_description(engine: Engine) -> MemoryDescription:
     """Describe the bytes held now, and the settings of borrowed memory."""
     held, schedule, plan = memory_of(engine), engine.scheduler.config, engine.memory_plan
-    others, homes = engine.units[ROOT_UNIT + 1 :], engine.sharding.options.homes
+    others, offload = engine.units[ROOT_UNIT + 1 :], engine.sharding.options.offload
     return MemoryDescription(
         allocator=plan.allocator.value,
         slots=schedule.slots if schedule.shares_slots else 0,
@@ -187,22 +187,22 @@ def memory_description(engine: Engine) -> MemoryDescription:
         forward_prefetch=schedule.forward_prefetch_units,
         backward_prefetch=schedule.backward_prefetch_units,
         persistent_bytes=held.persistent_bytes,
-        optimizer_bytes=_state_bytes(engine, is_away=False),
+        optimizer_bytes=_state_bytes(engine, is_offloaded=False),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
-        homes=tuple(f"{kind} {getattr(homes, kind)} {in_bytes(count)}" for kind, count in held.away.items()),
+        offload=tuple(f"{kind} {getattr(offload, kind)} {in_bytes(count)}" for kind, count in held.away.items()),
         pool_bytes=None if plan.pool is None else plan.pool.num_bytes,
         pool=() if plan.pool is None else tuple(map(str, plan.pool.blocks)),
     )
 
 
-def _state_bytes(engine: Engine, *, is_away: bool) -> int:
+def _state_bytes(engine: Engine, *, is_offloaded: bool) -> int:
     """Add up the connected optimizers' state that is offloaded, or that is not."""
     found = 0
     states = {param: state for each in engine.connected for param, state in each.state.items()}  # chains share theirs
     for param, state in states.items():
         group, _ = engine.group_and_index.get(id(param), (None, 0))
-        if group is not None and group.plan.homes.optimizer_state.is_away is is_away:
+        if group is not None and (group.plan.offload.optimizer_state > 0) is is_offloaded:
             found += sum(local_part(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
     return found
 

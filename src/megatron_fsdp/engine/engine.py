@@ -403,7 +403,7 @@ class Engine:
         """Copy main weights into compute weights; gathered weights are stale then."""
         self.refuse_open_pass("weights were installed")
         self.executor.run(self.scheduler.weights_changed())
-        self.executor.settle_homes()
+        self.executor.settle_offload()
         with self.observers.during(Phase.INSTALL, ROOT_UNIT):
             encoded = [group for group in self.groups() if group.weights.codec is not None]
             if encoded:

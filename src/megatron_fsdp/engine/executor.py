@@ -97,8 +97,8 @@ class Executor:
         pool: As given.
         weight_memory: The memory of gathered weights.
         bucket_count: As planned, or as set since.
-        coming_lane: Where copies from other homes to the device run.
-        going_lane: Where copies from the device to other homes run, at the same time.
+        coming_lane: Where copies of offloaded state to the device run.
+        going_lane: Where copies from the device to host memory run, at the same time.
         observers: Observers of phases and collectives.
         in_backward: An optimizer that steps in backward; None if there is none.
     """
@@ -118,7 +118,7 @@ class Executor:
         self._outer_lane = make_lane(device, "outer", self.observers)
         self.coming_lane = make_lane(device, "comes")
         self.going_lane = make_lane(device, "goes")
-        self._has_homes = any(plan.homes.are_away for unit in units for plan in unit.group_plans)
+        self._offloads = any(plan.offload for unit in units for plan in unit.group_plans)
         self.pool = pool
         self.weight_memory = WeightMemory(memory_plan.weights, pool)
         self.bucket_count = memory_plan.buckets
@@ -221,12 +221,12 @@ class Executor:
         """Wait for these, also for units that the forward did not use: their weights may be changed after it."""
         for unit in self._units:
             unit.wait_for_outer()
-        if self._has_homes:
+        if self._offloads:
             self.coming_lane.settle()  # as it reads weights; what goes has until the end of backward
 
-    def settle_homes(self) -> None:
-        """Block the host until copies from and to other homes are done: it may read and write there from now on."""
-        if self._has_homes:
+    def settle_offload(self) -> None:
+        """Block the host until copies of offloaded state are done: it may read and write there from now on."""
+        if self._offloads:
             self.coming_lane.settle()
             self.going_lane.settle()
 
@@ -352,7 +352,7 @@ class Executor:
             self._finish_outer_reduction()
         for pool in self._pools:
             pool.empty()
-        self.settle_homes()
+        self.settle_offload()
 
     # ---- after an exception, and for reports --------------------------------------------------------------------
 

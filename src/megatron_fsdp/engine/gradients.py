@@ -99,8 +99,7 @@ class MainGradient:
         self.region = plan.main_region  # the elements of the whole gradient that are here
         self.dtype = plan.precision.main_grads  # of the accumulation
         self.device = plan.device
-        self._home = plan.homes.main_gradients
-        self.is_away = self._home.is_away  # rests elsewhere than on the device
+        self.is_offloaded = plan.offload.main_gradients > 0
         self._buffer: FlatBuffer | None = None
         # the DTensor of each tensor's piece, where it was made already
         self.views: list[DTensor | None] = [None] * len(plan.layout.shapes)
@@ -118,7 +117,7 @@ class MainGradient:
     def allocate(self) -> FlatBuffer:
         """Return the memory, allocated where it was not, uninitialised then."""
         if self._buffer is None:
-            memory = allocate(self._home, self.region.numel, self.dtype, self.device)
+            memory = allocate(self.is_offloaded, self.region.numel, self.dtype, self.device)
             self._buffer = FlatBuffer(self._layout, self.region, memory)
         elif self.num_bytes and not self.held_bytes:
             self._buffer.local.untyped_storage().resize_(self.num_bytes)
@@ -171,7 +170,7 @@ class MainGradient:
             return
         assert self._buffer is not None
         if self._is_ours_alone(self._buffer):
-            if not self.is_away:  # else it is pinned, or mapped, once
+            if not self.is_offloaded:  # else it is pinned once
                 self._buffer.local.untyped_storage().resize_(0)
         else:
             self._buffer = None
@@ -350,7 +349,7 @@ class GradientBuffers:
         bucket: torch.Tensor,
         scratch: torch.Tensor | None,
         params: Sequence[nn.Parameter],
-        home_lane: Lane,
+        copy_lane: Lane,
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the new gradients over the inner ranks; missing gradients count as zero.
 
@@ -359,7 +358,7 @@ class GradientBuffers:
             bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast deferred sums into.
             scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
             params: The sharded parameters, whose `.grad` decides between overwriting and adding.
-            home_lane: Where a main gradient that rests elsewhere comes and goes.
+            copy_lane: Where a main gradient that rests elsewhere comes and goes.
 
         Returns:
             The ticket, and memory besides bucket and scratch that has to be kept until it was waited for.
@@ -376,7 +375,7 @@ class GradientBuffers:
         stage = self.reducer.reduce_inner(bucket, scratch)
         if not self.reducer.reduces_outer:
             self._take_back(params)
-            return self._submit(lane, stage, home_lane), stage.memory
+            return self._submit(lane, stage, copy_lane), stage.memory
         if self._inner_sum is None:
             self._inner_sum = self._zeros(self.reducer.first_region.numel)
             if self.reducer.reduction.one_by_one:
@@ -390,10 +389,10 @@ class GradientBuffers:
 
         return lane.submit(stage.launch, add_to_pending), stage.memory
 
-    def _submit(self, lane: Lane, stage: Stage, home_lane: Lane) -> Ticket:
+    def _submit(self, lane: Lane, stage: Stage, copy_lane: Lane) -> Ticket:
         """Start a stage whose result is added to the main gradient, or overwrites it."""
-        if self.main.is_away:
-            return submit_through(lane, stage.launch, home_lane, lambda: self._accumulate(stage))
+        if self.main.is_offloaded:
+            return submit_through(lane, stage.launch, copy_lane, lambda: self._accumulate(stage))
         return lane.submit(stage.launch, lambda: self._accumulate(stage))
 
     def _move_into(self, inner_sum: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
@@ -417,7 +416,7 @@ class GradientBuffers:
         )
 
     def reduce_outer(
-        self, lane: Lane, params: Sequence[nn.Parameter], home_lane: Lane, crossing: Sequence[torch.Tensor]
+        self, lane: Lane, params: Sequence[nn.Parameter], copy_lane: Lane, crossing: Sequence[torch.Tensor]
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the inner sums over the outer ranks; returns a ticket and memory, as `reduce` does.
 
@@ -432,16 +431,16 @@ class GradientBuffers:
             stage = self.reducer.reduce_outer(crossing[0].copy_(inner_sum), crossing[1] if len(crossing) > 1 else None)
         else:
             stage = self.reducer.reduce_outer(inner_sum.to(self.precision.grad_comm))
-        return self._submit(lane, stage, home_lane), stage.memory
+        return self._submit(lane, stage, copy_lane), stage.memory
 
     def _accumulate(self, stage: Stage) -> None:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
         main, factor = self.main.local, self.reducer.factor
-        is_away = self.main.is_away
-        sums = torch.empty_like(main, device=self.main.device, pin_memory=False) if is_away else main
+        is_offloaded = self.main.is_offloaded
+        sums = torch.empty_like(main, device=self.main.device, pin_memory=False) if is_offloaded else main
         rows = stage.rows if self.reducer.reduction.one_by_one else ()
         if any(each.counts for each in self.of_parameter):
-            if is_away:
+            if is_offloaded:
                 sums.copy_(main, non_blocking=True)
             self._zero_what_does_not_count(sums)
             rows = rows or (stage.result(),)
@@ -452,7 +451,7 @@ class GradientBuffers:
             stage.put_into(sums, factor)
         for row in rows:
             sums.add_(row, alpha=factor)
-        if is_away:
+        if is_offloaded:
             main.copy_(sums, non_blocking=True)
         for each in self.of_parameter:
             each.counts = True

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Placement as TensorPlacement
 from megatron_fsdp.comm.axis import Axis, real_values
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.config.homes import ON_DEVICE, Home, Homes, homes_by_unit
+from megatron_fsdp.config.offload import Offload, offload_by_unit
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
@@ -179,22 +179,22 @@ class GroupPlan:
     layouts_by_part: tuple[Layout, ...] = ()  # on each tensor-parallel rank, where their parts differ in shape
     foreign_groups: tuple[dist.ProcessGroup, ...] = ()  # for experts, groups of ranks that hold other experts
     flat: FlatAxis | None = None  # both axes of a hybrid mesh as one, where gradients are added rank by rank
-    homes: Homes = Homes()  # noqa: RUF009 (frozen)
+    offload: Offload = Offload()  # noqa: RUF009 (frozen)
 
     @property
-    def compute_home(self) -> Home:
-        """Where compute weights rest; on the device where they are whole."""
-        return self.homes.compute_weights if Placement.SHARD in self.placements.compute_weight else ON_DEVICE
+    def offloads_compute(self) -> bool:
+        """True if this rank's shard of the compute weights rests in host memory."""
+        return Placement.SHARD in self.placements.compute_weight and self.offload.compute_weights > 0
 
     @property
-    def main_home(self) -> Home:
-        """Where main weights rest; those of a frozen group are its compute weights."""
-        return self.homes.main_weights if self.requires_grad else self.compute_home
+    def offloads_main(self) -> bool:
+        """True if the main weights rest in host memory; frozen ones lie where the compute weights do."""
+        return self.offload.main_weights > 0 if self.requires_grad else self.offloads_compute
 
     @property
     def has_main_copy(self) -> bool:
-        """Whether main weights have memory of their own, since their dtype or their home is another."""
-        return self.precision.has_main_copy or self.main_home != self.compute_home
+        """Whether main weights have memory of their own: another dtype, or only one of both is offloaded."""
+        return self.precision.has_main_copy or self.offloads_main != self.offloads_compute
 
     @property
     def axis(self) -> Axis:
@@ -241,7 +241,7 @@ class GroupPlan:
     def shards_compute_weights(self) -> bool:
         """Whether full weights exist only while gathered: shards are cut, or rest elsewhere."""
         held = held_region(self.layout.numel, self.placements.compute_weight, self.axes)
-        return self.compute_home.is_away or held.numel < self.layout.numel
+        return self.offloads_compute or held.numel < self.layout.numel
 
     @property
     def is_looked_up(self) -> bool:
@@ -308,7 +308,7 @@ class GroupPlan:
     @property
     def shard_bytes(self) -> int:
         """Bytes of the compute weights on this rank, where gathers read or write them, else 0."""
-        if not (self.needs_all_gather or self.gathers_outer) or self.compute_home.is_away:
+        if not (self.needs_all_gather or self.gathers_outer) or self.offloads_compute:
             return 0
         return self.held_bytes
 
@@ -589,15 +589,16 @@ def plan_groups(
             [parameter_info(name, originals[name], sharding, unit.modules) for name in unit.parameters]
         )
         planned.append(list(map(plan_group, specs if unit_index else cut_groups(specs, root_group_numel))))
-    return _with_homes(planned, sharding.options.homes)
+    return _with_offload(planned, sharding.options.offload)
 
 
-def _with_homes(planned: list[list[GroupPlan]], homes: Homes) -> list[list[GroupPlan]]:
+def _with_offload(planned: list[list[GroupPlan]], offload: Offload) -> list[list[GroupPlan]]:
     """Say where the state of each unit rests: from the last unit to the root, until the fractions are reached."""
-    if not homes.are_away:
+    if not offload:
         return planned
-    of_units = homes_by_unit(homes, [sum(group.layout.numel for group in unit) for unit in planned])
-    return [[replace(group, homes=of_unit) for group in unit] for of_unit, unit in zip(of_units, planned, strict=True)]
+    numels = [sum(group.layout.numel for group in unit) for unit in planned]
+    by_unit = zip(offload_by_unit(offload, numels), planned, strict=True)
+    return [[replace(group, offload=own) for group in unit] for own, unit in by_unit]
 
 
 def looked_up(module: nn.Module) -> frozenset[str]:

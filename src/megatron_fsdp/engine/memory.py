@@ -1,13 +1,13 @@
-"""The memory of a model: flat buffers that stay, the homes where they rest, and what is borrowed during a step.
+"""The memory of a model: flat buffers that stay, on the device or offloaded, and blocks that a step borrows.
 
 A flat buffer (`FlatBuffer`) holds this rank's region of the weights or gradients of a parameter group. It is on the
 device, or elsewhere (`allocate`): main weights and gradients that are away are what the optimizer sees, which steps
 where they rest. What is on the device is reached by copies, on two lanes of their own: one for all that comes to the
 device, one for all that goes, at the same time:
 
-    sharded compute weights (home)  -> copied ->  their place in the full weights (device)  -> all-gathered, in place
-    reduced gradient (device)       -> copied ->  main gradient (home); added to what is there on the device
-    main weights (home)             -> copied, cast ->  compute weights
+    sharded compute weights (host)  -> copied ->  their place in the full weights (device)  -> all-gathered, in place
+    reduced gradient (device)       -> copied ->  main gradient (host); added to what is there on the device
+    main weights (host)             -> copied, cast ->  compute weights
 
 The host reads and writes what is away at any time, so it waits for copies: for gradients when a backward ends, for
 weights when a forward or backward ends and when they are installed.
@@ -28,7 +28,6 @@ from typing import TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.config.homes import Home
 from megatron_fsdp.engine.memory_plan import PoolPlan, Use, WeightPlan, WeightStorage
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
@@ -102,9 +101,9 @@ def padding_ranges(layout: Layout) -> tuple[tuple[int, int], ...]:
     return tuple((start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if start < stop)
 
 
-def allocate(home: Home, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros (numel,) in a home: on the model's device, or in host memory, which is pinned beside CUDA."""
-    if home.is_away:
+def allocate(offloads: bool, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate zeros (numel,) on the model's device, or offloaded: in host memory, which is pinned beside CUDA."""
+    if offloads:
         return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
     return torch.zeros(numel, dtype=dtype, device=device)
 
@@ -115,9 +114,9 @@ class StateMemory:
     A step works on copies on the device, unit by unit.
     """
 
-    def __init__(self, home: Home, layout: Layout, region: Region, device: torch.device) -> None:
+    def __init__(self, layout: Layout, region: Region, device: torch.device) -> None:
         """Allocate nothing: which states there are, and their dtypes, is known after the first step."""
-        self._home, self._layout, self._region, self._device = home, layout, region, device
+        self._layout, self._region, self._device = layout, region, device
         self._buffers: dict[tuple[str, torch.dtype], FlatBuffer] = {}
         self._pieces: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -127,7 +126,7 @@ class StateMemory:
         if found is None or found.dtype != dtype:
             buffer = self._buffers.get((key, dtype))
             if buffer is None:
-                memory = allocate(self._home, self._region.numel, dtype, self._device)
+                memory = allocate(True, self._region.numel, dtype, self._device)
                 buffer = self._buffers[key, dtype] = FlatBuffer(self._layout, self._region, memory)
             found = self._pieces[key, index] = buffer.piece(index)
         return found

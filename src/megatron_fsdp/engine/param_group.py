@@ -60,10 +60,10 @@ class WeightBuffers:
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
         self.codec = codec
         self.is_encoded = plan.is_encoded
-        self.is_away = plan.compute_home.is_away
+        self.is_offloaded = plan.offloads_compute
         if memory is None:
             numel = plan.held_bytes // plan.sent_dtype.itemsize
-            memory = allocate(plan.compute_home, numel, plan.sent_dtype, plan.device)
+            memory = allocate(plan.offloads_compute, numel, plan.sent_dtype, plan.device)
         self.compute = FlatBuffer(layout, held, memory)
         if codec is not None and plan.is_encoded:
             self.compute = EncodedBuffer(codec, layout, held, memory)
@@ -79,7 +79,7 @@ class WeightBuffers:
         self._seen_version = -1
 
     def make_main(self, plan: GroupPlan) -> bool:
-        """Allocate main weights with the current values, where their dtype or home needs memory of their own."""
+        """Allocate main weights with the current values, where their dtype or offload needs memory of their own."""
         if not plan.has_main_copy:
             return False
         shared = self.main
@@ -127,7 +127,7 @@ class WeightBuffers:
         if self.codec is not None:
             write = self.codec.encode if self.is_encoded else self.codec.round_into
             out = self.compute.view_of(self.main.region)
-            made = torch.empty_like(out, device=self._device) if self.is_away else out
+            made = torch.empty_like(out, device=self._device) if self.is_offloaded else out
             write(on_device(self.main.local.detach(), self._device), self.main.region, made)
             if made is not out:
                 out.copy_(made)
@@ -154,7 +154,7 @@ class WeightBuffers:
 
     def _own_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return what this rank sends: the shard, or its copy in `full`."""
-        if not self.is_away:
+        if not self.is_offloaded:
             return self._sent
         return self._arrives(full).narrow(0, self._axes[-1].rank * self._sent.numel(), self._sent.numel())
 
@@ -181,7 +181,7 @@ class WeightBuffers:
 
 def _main_buffer(plan: GroupPlan) -> FlatBuffer:
     region = plan.main_region
-    memory = allocate(plan.main_home, region.numel, plan.precision.main_params, plan.device)
+    memory = allocate(plan.offloads_main, region.numel, plan.precision.main_params, plan.device)
     return FlatBuffer(plan.layout, region, memory)
 
 
@@ -353,10 +353,10 @@ class ParameterGroup:
 
     def _make_state_memory(self) -> StateMemory | None:
         """Return where optimizer state rests, if not where torch makes it, beside the main weights."""
-        plan, home = self.plan, self.plan.homes.optimizer_state
-        if not home.is_away or not plan.requires_grad or plan.main_home.is_away:
+        plan = self.plan
+        if not plan.offload.optimizer_state or not plan.requires_grad or plan.offloads_main:
             return None
-        return StateMemory(home, plan.layout, self.weights.main.region, plan.device)
+        return StateMemory(plan.layout, self.weights.main.region, plan.device)
 
     @staticmethod
     def _move(param: nn.Parameter, piece: torch.Tensor, frame: ShardFrame) -> None:

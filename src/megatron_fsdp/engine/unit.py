@@ -130,18 +130,18 @@ class Unit:
         """Wait for the gathers of `all_gather_outer`."""
         self._await(self._outer_tickets)
 
-    def unshard(self, lane: Lane, block: Block | None, home_lane: Lane) -> None:
+    def unshard(self, lane: Lane, block: Block | None, copy_lane: Lane) -> None:
         """Start to all-gather the compute weights, into `block` where they are sharded between uses.
 
-        Shards that rest elsewhere are copied there before, on `home_lane`.
+        Shards that rest elsewhere are copied there before, on `copy_lane`.
         """
         if block is not None and block is not self._block:
             self._use(block)
         for group, full in zip(self.groups, self.gathered, strict=True):
             # It sends what the gather over the outer ranks writes, on a lane of its own: so it goes behind that.
             after = self._outer_tickets
-            if group.weights.is_away:
-                fetched = home_lane.submit(partial(group.weights.fetch, full))
+            if group.weights.is_offloaded:
+                fetched = copy_lane.submit(partial(group.weights.fetch, full))
                 self.tickets.append(fetched)
                 after = [*after, fetched]
             if group.plan.needs_all_gather:

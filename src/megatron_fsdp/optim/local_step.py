@@ -328,7 +328,7 @@ def memory_of(param: Tensor) -> tuple[StateMemory | None, int]:
     return group.state_memory, index
 
 
-def rehome(optimizer: Optimizer) -> None:
+def move_to_offload(optimizer: Optimizer) -> None:
     """Move state that was just loaded to where it rests."""
     devices: set[torch.device] = set()
     for param in params_of(optimizer):
@@ -347,7 +347,7 @@ def rehome(optimizer: Optimizer) -> None:
         finish_stream(device)  # the host reads what rests there
 
 
-def check_homes(optimizer: Optimizer) -> None:
+def check_offload(optimizer: Optimizer) -> None:
     """Refuse optimizers that cannot step while their state rests elsewhere than their parameters."""
     if not steps_locally(optimizer) and _pages(optimizer):
         raise _cannot_page(optimizer)
@@ -361,8 +361,8 @@ def _pages(optimizer: Optimizer) -> bool:
 def _cannot_page(optimizer: Optimizer) -> ConfigurationError:
     return ConfigurationError(
         f"the state of {type(optimizer).__name__} cannot rest elsewhere than its parameters, since its step does not "
-        'go element by element through local tensors of one dtype; give main_weights the home "host", too, or leave '
-        "optimizer_state out of homes"
+        "go element by element through local tensors of one dtype; offload main_weights, too, or leave "
+        "optimizer_state out of offload"
     )
 
 

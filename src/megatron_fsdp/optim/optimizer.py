@@ -35,7 +35,14 @@ from megatron_fsdp.optim.full_tensor.step import (
     steps_owned,
     steps_replicated,
 )
-from megatron_fsdp.optim.local_step import LocalStep, LocalView, check_homes, rehome, sharded_state, steps_locally
+from megatron_fsdp.optim.local_step import (
+    LocalStep,
+    LocalView,
+    check_offload,
+    move_to_offload,
+    sharded_state,
+    steps_locally,
+)
 from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, warn_of_thawed, with_blank_state
 from megatron_fsdp.optim.step import Engines, ExchangingStep, Step, engine_of, params_of, without_parameter
 from megatron_fsdp.optim.step_in_backward import StepInBackward
@@ -237,7 +244,7 @@ class _StepHooks:
         """Move state to where it rests, and forget a step in backward that has failed: a checkpoint is loaded."""
         if _moves_state(optimizer):
             for each in members_of(optimizer):
-                rehome(each)
+                move_to_offload(each)
         self.refuse_inside("optimizer.load_state_dict()")
         early, self._early = self._early, None
         if early is not None:
@@ -366,7 +373,7 @@ def _make_step(optimizer: Optimizer) -> Step:
 
 def _moves_state(optimizer: Optimizer) -> bool:
     """Return whether state of some parameters of an optimizer rests elsewhere than on the device."""
-    return any(engine_of(param).sharding.options.homes.optimizer_state.is_away for param in params_of(optimizer))
+    return any(engine_of(param).sharding.options.offload.optimizer_state for param in params_of(optimizer))
 
 
 def _guard(optimizer: Optimizer, made: ExchangingStep, hooks: _StepHooks) -> None:
@@ -401,7 +408,7 @@ def check_connected(optimizer: Optimizer, engines: Engines) -> None:
     check_parameters(optimizer, {key: name for engine in engines for key, name in engine.sharded_names().items()})
     check_kind(optimizer, are_sharded(params_of(optimizer)))
     for each in members_of(optimizer):
-        check_homes(each)
+        check_offload(each)
     check_rounding(optimizer, any(engine.is_deterministic for engine in engines))
     is_decoupled = any(group.grad_attribute != GRAD for engine in engines for group in engine.groups())
     check_reads_decoupled(optimizer, is_decoupled)

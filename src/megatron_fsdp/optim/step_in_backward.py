@@ -1,6 +1,6 @@
 """A step that begins in backward: a thread steps what rests on the host, unit by unit, as gradients become final.
 
-    with optimizer.step_in_backward():   the thread steps a unit when its gradient is reduced and at home
+    with optimizer.step_in_backward():   the thread steps a unit when its gradient is reduced and on the host
         loss.backward()
                                          the block ends with `optimizer.step()`: it waits for the thread, steps what is
                                          left, and installs the weights
@@ -67,7 +67,7 @@ class StepInBackward:
 
     # ---- in backward ------------------------------------------------------------------------------------------------
 
-    def _take(self, group: ParameterGroup, at_home: Callable[[], None]) -> None:
+    def _take(self, group: ParameterGroup, on_host: Callable[[], None]) -> None:
         """Step a group on the thread."""
         optimizer = self._optimizer()
         own: list[Any] = [param for param in group.sharded if id(param) in self._group_of]
@@ -82,13 +82,13 @@ class StepInBackward:
             for number in numbers
         ]
         self._views.append(self._step.part(optimizer, parts))
-        self._pool.submit(self._run, self._views[-1], at_home)
+        self._pool.submit(self._run, self._views[-1], on_host)
 
-    def _run(self, view: LocalView, at_home: Callable[[], None]) -> None:
+    def _run(self, view: LocalView, on_host: Callable[[], None]) -> None:
         if self._error is not None:
             return  # the step has failed
         try:
-            at_home()
+            on_host()
             params = [param for group in view.shown_groups for param in group["params"]]
             self._changed.update(param for param in params if param._local_tensor._version != self._weights[param])
             own_step(view)(view)
@@ -243,7 +243,7 @@ def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
             "optimizer.step() first"
         )
     trained = engine.groups_with_gradients()
-    away = [group for group, _ in trained if group.plan.main_home.is_away]
+    away = [group for group, _ in trained if group.plan.offloads_main]
     casts = any(gradients.shown_dtype != gradients.precision.main_grads for _, gradients in trained)
     is_checked = any(check.stops_steps for check in engine.gradient_checks)
     asks = bool(away) and all(engine.usage_of(group).never_knows for group in away)
@@ -360,7 +360,7 @@ class GroupsOfBackward(OptimizerInBackward):
         """Return whether nothing can change the gradients of a group, but what is refused; the same on every rank."""
         gradients = group.gradients
         assert gradients is not None
-        if not group.plan.main_home.is_away or gradients.is_busy or group.has_user_hooks:
+        if not group.plan.offloads_main or gradients.is_busy or group.has_user_hooks:
             return False
         if gradients.shown_dtype != gradients.precision.main_grads or not all(group.trainable):
             return False  # they are cast, or some parameters have none, when backward ends

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp.config.homes import resolve_homes
+from megatron_fsdp.config.offload import resolve_offload
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.plan.activations import profile_compute
@@ -32,7 +32,7 @@ from megatron_fsdp.plan.sharded import (
     UnitModules,
     away_bytes,
     held_bytes,
-    home_step_s,
+    host_step_s,
     optimizer_bytes,
     plan_model,
     saving_bytes,
@@ -283,15 +283,15 @@ class Plan:
         return self.memory.away_bytes <= self.machine.host_memory_bytes
 
     @property
-    def home_step_s(self) -> float:
+    def host_step_s(self) -> float:
         """The seconds per step that offloaded state takes; 0 without any."""
-        return home_step_s(self.model, self.machine)
+        return host_step_s(self.model, self.machine)
 
     @property
-    def hides_homes_from_tokens(self) -> float | None:
-        """The tokens per rank and step above which `home_step_s` is at most a tenth of the compute."""
+    def hides_offload_from_tokens(self) -> float | None:
+        """The tokens per rank and step above which `host_step_s` is at most a tenth of the compute."""
         tokens = self.workload.tokens * self.setup.microbatches
-        return tokens * self.home_step_s / (_SMALL_SHARE * self.step.compute_s) or None
+        return tokens * self.host_step_s / (_SMALL_SHARE * self.step.compute_s) or None
 
     @property
     def bubble(self) -> float:
@@ -326,8 +326,8 @@ class Plan:
         found, share, muon = list(self.workload.notes), self.workload.share, self.model.muon
         if share is not None:
             found += share.notes(self.setup)
-        if any(group.compute_home.is_away for group in self.model.groups):
-            found.append("Copies of compute weights from their home, before they are gathered, are not timed.")
+        if any(group.offloads_compute for group in self.model.groups):
+            found.append("Copies of offloaded compute weights, before they are gathered, are not timed.")
         if self.setup.keep_fp8_transpose_cache and self.setup.policy.weight_formats != {"*": "fp8_compute"}:
             told = "The trainer keeps transposed codes of all weights or of none, so the flags leave them out; "
             found.append(f"{told}fully_shard(keep_fp8_transpose_cache=True) keeps these.")
@@ -468,7 +468,7 @@ def recommend(
             except ConfigurationError as error:
                 problems.append(str(error))
     if not any(plan.fits for plan in plans):
-        plans += _plans_with_homes(workload, plans, machine)
+        plans += _plans_with_offload(workload, plans, machine)
     if not plans:
         raise ConfigurationError(f"nothing can be recommended, since no arrangement is possible: {problems[0]}")
     fitting = [plan for plan in plans if plan.fits]
@@ -477,17 +477,17 @@ def recommend(
     return Recommendation(tuple(plans), best)
 
 
-def _plans_with_homes(workload: Workload, plans: Sequence[Plan], machine: Machine) -> list[Plan]:
+def _plans_with_offload(workload: Workload, plans: Sequence[Plan], machine: Machine) -> list[Plan]:
     """Plan the smallest arrangement of each recomputation with more and more state on the host."""
     found: list[Plan] = []
     for recompute in dict.fromkeys(plan.setup.recompute for plan in plans):
-        own = [plan for plan in plans if plan.setup.recompute == recompute and not plan.setup.homes.are_away]
+        own = [plan for plan in plans if plan.setup.recompute == recompute and not plan.setup.offload]
         sharded = [plan for plan in own if plan.setup.strategy is ShardingStrategy.optim_grads_params]
-        for given, among in (({"optimizer_state": "host"}, own), ({"main_weights": "host"}, own), ("host", sharded)):
-            possible = [plan for plan in among if plan.setup.may_rest(resolve_homes(given, plan.setup.strategy))]
+        for given, among in ((["optimizer_state"], own), (["main_weights"], own), ("all", sharded)):
+            possible = [plan for plan in among if plan.setup.may_offload(resolve_offload(given, plan.setup.strategy))]
             if possible:
                 least = min(possible, key=lambda plan: plan.memory.peak_bytes)
-                setup = replace(least.setup, homes=resolve_homes(given, least.setup.strategy))
+                setup = replace(least.setup, offload=resolve_offload(given, least.setup.strategy))
                 found.append(plan_workload(workload, setup, machine, least.profile))
     return found
 

@@ -23,7 +23,7 @@ from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, S
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
-from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, cast_bytes, held_bytes, home_step_s, step_bytes
+from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, cast_bytes, held_bytes, host_step_s, step_bytes
 
 INNER, OUTER = "dp_shard", "dp_outer"
 _META = torch.device("meta")
@@ -243,7 +243,7 @@ class _Unit:
     def wait_for_outer(self) -> None:
         self._wires.wait(self._gathered_s[OUTER])
 
-    def unshard(self, _lane: object, _block: object, _home_lane: object) -> None:
+    def unshard(self, _lane: object, _block: object, _copy_lane: object) -> None:
         self.wait_for_outer()
         self._gather(INNER)
 
@@ -291,7 +291,7 @@ class _Unit:
 
         return _Ticket(wait), ()
 
-    def reduce_outer(self, _lane: object, _sharded: object, _home_lane: object, block: object) -> _Started:
+    def reduce_outer(self, _lane: object, _sharded: object, _copy_lane: object, block: object) -> _Started:
         """Reduce over the outer ranks; a block of the pool replaces an allocation."""
         self.has_inner_sum, self.has_main = False, True
         allocated = self._across_bytes if block is None else 0
@@ -356,10 +356,10 @@ class _Replay:
         moved = sum(
             piece.numel * (passes * piece.precision.main_params.itemsize + piece.precision.compute.itemsize)
             for piece in self._model.pieces()
-            if not piece.is_away
+            if not piece.is_offloaded
         )
         muon = self._model.muon
-        elsewhere = home_step_s(self._model, self._machine)
+        elsewhere = host_step_s(self._model, self._machine)
         return self._machine.compute_s(0, moved) + elsewhere + (0.0 if muon is None else muon.seconds(self._machine))
 
     def _note(self, label: str, activation_bytes: int) -> None:

@@ -59,8 +59,8 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
             "tokens_per_s_per_rank": plan.tokens_per_s / setup.ranks.world,
             "model_flops_utilisation": plan.utilisation,
             "communication_hides_from_tokens": plan.hidden_from_tokens,
-            "home_step_s": plan.home_step_s,
-            "homes_hide_from_tokens": plan.hides_homes_from_tokens,
+            "host_step_s": plan.host_step_s,
+            "offload_hides_from_tokens": plan.hides_offload_from_tokens,
         },
         "timeline": [{**vars(moment), "total_bytes": moment.total_bytes} for moment in plan.step.moments],
         "flags": flags(plan),
@@ -133,8 +133,8 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     if setup.policy.weight_formats:
         formats = ", ".join(f"{form} ({pattern})" for pattern, form in setup.policy.weight_formats.items())
         found.append(("weights", f"gathered as {formats}"))
-    if setup.homes.are_away:
-        found.append(("homes", str(setup.homes)))
+    if setup.offload:
+        found.append(("offload", str(setup.offload)))
     if pool is not None:
         sizes_of = Counter[str]()
         for block in pool.blocks:
@@ -198,7 +198,7 @@ def moment_words(label: str) -> str:
 
 def time_rows(plan: Plan) -> list[tuple[str, str]]:
     """List the speeds, under the machine's assumptions."""
-    hidden, enough, speed = plan.hidden_from_tokens, plan.hides_homes_from_tokens, plan.tokens_per_s
+    hidden, enough, speed = plan.hidden_from_tokens, plan.hides_offload_from_tokens, plan.tokens_per_s
     found = [("step", f"{plan.step_s:.3f} s")]
     if plan.bubble:
         found.append(("pipeline bubble", f"{100 * plan.bubble:.1f} % of the work"))
@@ -208,7 +208,7 @@ def time_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
     if enough is not None:
         found += [
-            ("step on the host, and copies", f"{plan.home_step_s:.3f} s of each step"),
+            ("step on the host, and copies", f"{plan.host_step_s:.3f} s of each step"),
             ("the host's step takes under 10 % from", f"{enough:,.0f} tokens per rank and step on"),
         ]
     copy = f"{in_bytes(plan.memory.saving_bytes)} of host memory for its copy; none if at once"
@@ -264,7 +264,7 @@ def verdict(plan: Plan) -> str:
 def flags(plan: Plan) -> list[str]:
     """Return the flags for the trainer and for Megatron-LM's scripts."""
     setup, ranks, policy, recompute = plan.setup, plan.setup.ranks, plan.setup.policy, plan.setup.recompute
-    compute, fraction = _compute_dtype(plan), setup.homes.main_weights.fraction
+    compute, fraction = _compute_dtype(plan), setup.offload.main_weights
     resolved = resolve_precision(policy, compute)
     is_usual = resolved.main_grads == resolved.grad_comm == torch.float32  # so does the trainer unless told otherwise
     is_full, is_hybrid = recompute == "full", ranks.dp_outer > 1
@@ -289,8 +289,8 @@ def flags(plan: Plan) -> list[str]:
         "--recompute-granularity": recompute in ("full", "selective") and [recompute],
         "--recompute-method": is_full and ["uniform"],
         "--recompute-num-layers": is_full and [1],
-        "--optimizer-cpu-offload": setup.homes.main_weights.is_away,
-        "--optimizer-offload-fraction": setup.homes.main_weights.is_away and fraction != 1.0 and [fraction],
+        "--optimizer-cpu-offload": fraction > 0,
+        "--optimizer-offload-fraction": 0 < fraction < 1 and [fraction],
         "--optimizer": setup.optimizer.name in _OF_TRAINER and [_OF_TRAINER[setup.optimizer.name]],
         "--fp8-param-gather": keeps_transposed,
         "--keep-fp8-transpose-cache": keeps_transposed,
@@ -307,15 +307,15 @@ def flags(plan: Plan) -> list[str]:
 
 def without_flags(plan: Plan) -> list[str]:
     """List the parts of a plan for which the trainer has no flag."""
-    setup, homes = plan.setup, plan.setup.homes
+    setup, offload = plan.setup, plan.setup.offload
     is_usual = setup.optimizer.name in ("adamw-fused", *_OF_TRAINER)
-    alone = homes.optimizer_state.is_away and not homes.main_weights.is_away
+    alone = offload.optimizer_state > 0 and not offload.main_weights
     accumulation = "last" if setup.strategy <= ShardingStrategy.optim else "every"
     found = {
         f"--optimizer {setup.optimizer.name} (its AdamW is adamw-fused)": not is_usual,
         f"recompute {setup.recompute}": setup.recompute not in ("none", "full", "selective"),
-        "compute_weights on the host (homes=)": homes.compute_weights.is_away,
-        "optimizer_state alone on the host (homes=)": alone,
+        "compute_weights on the host (offload=)": offload.compute_weights > 0,
+        "optimizer_state alone on the host (offload=)": alone,
         "--fp8": setup.fp8,
         "--virtual-stages": setup.virtual_stages > 1,
         "--overlap-exchanges": setup.overlap_exchanges,

@@ -9,7 +9,7 @@ from heapq import nlargest
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from megatron_fsdp.config.engine_options import MemoryOptions, default_memory_options
-from megatron_fsdp.config.homes import Homes, resolve_homes
+from megatron_fsdp.config.offload import Offload, resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.engine.schedule import SyncMode
@@ -51,8 +51,8 @@ class Piece(NamedTuple):
     stop: int
     precision: ResolvedPrecision
     kind: OptimizerKind
-    is_away: bool = False  # its main weights rest elsewhere than on the device
-    state_is_away: bool = False
+    is_offloaded: bool = False  # its main weights
+    state_is_offloaded: bool = False
 
     @property
     def numel(self) -> int:
@@ -72,7 +72,7 @@ class Piece(NamedTuple):
     @property
     def comes_and_goes(self) -> bool:
         """True if only their optimizer state is offloaded, so that a step moves it to the device and back."""
-        return self.state_is_away and not self.is_away
+        return self.state_is_offloaded and not self.is_offloaded
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class Setup:
     fp8: bool = False  # products with weights run in 8 bits
     # collectives of tensor, context, expert and pipeline parallelism run behind compute
     overlap_exchanges: bool = False
-    homes: Homes = Homes()  # noqa: RUF009 (frozen)
+    offload: Offload = Offload()  # noqa: RUF009 (frozen)
     # weights in "fp8_compute" stay transposed, too, from backward until they are released
     keep_fp8_transpose_cache: bool = False
 
@@ -273,18 +273,18 @@ class Setup:
                 f'outer strategy "{self.outer_strategy.name}" needs an outer axis of 2 ranks or more; leave it out'
             )
         placements_for(self.strategy, self.outer)
-        if not self.may_rest(self.homes):
+        if not self.may_offload(self.offload):
             raise ConfigurationError(
-                f"homes={self.homes} cannot be: state of {self.optimizer.name} rests beside its main weights, and "
+                f"offload={self.offload} cannot be: state of {self.optimizer.name} rests beside its main weights, and "
                 "compute weights stay on the device where outer ranks share out the main ones (HFSDP); leave them out"
             )
 
-    def may_rest(self, homes: Homes) -> bool:
+    def may_offload(self, offload: Offload) -> bool:
         """Return whether the engine can offload this state: alone, and with compute weights."""
-        is_alone = homes.optimizer_state.is_away and not homes.main_weights.is_away
+        is_alone = offload.optimizer_state and not offload.main_weights
         shares_outer = self.outer not in (None, ShardingStrategy.no_shard)
         is_whole = self.optimizer.name in (MUON, EIGHT_BIT)
-        return not (is_alone and is_whole) and not (homes.compute_weights.is_away and shares_outer)
+        return not (is_alone and is_whole) and not (offload.compute_weights and shares_outer)
 
     @property
     def outer(self) -> ShardingStrategy | None:
@@ -303,7 +303,7 @@ class Setup:
 
 
 def make_setup(ranks: Ranks, **options: Any) -> Setup:
-    """Build a setup from fields; strategies and optimizers may be names, and homes as in `fully_shard`.
+    """Build a setup from fields; strategies and optimizers may be names, and offload as in `fully_shard`.
 
     None means the default.
     """
@@ -312,6 +312,6 @@ def make_setup(ranks: Ranks, **options: Any) -> Setup:
         chosen[name] = resolve_strategy(chosen[name], name)
     if isinstance(chosen.get("optimizer"), str):
         chosen["optimizer"] = find_optimizer(chosen["optimizer"])
-    if not isinstance(chosen.get("homes", Homes()), Homes):
-        chosen["homes"] = resolve_homes(chosen["homes"], chosen.get("strategy", Setup.strategy))
+    if not isinstance(chosen.get("offload", Offload()), Offload):
+        chosen["offload"] = resolve_offload(chosen["offload"], chosen.get("strategy", Setup.strategy))
     return Setup(resolve_ranks(ranks), **chosen)

@@ -99,8 +99,8 @@ class PlannedModel:
                 *group.layout.range_in(index, group.main_region),
                 group.precision,
                 OPTIMIZERS["momentum"] if info.name in self.matrices else self.setup.optimizer,
-                group.main_home.is_away,
-                group.homes.optimizer_state.is_away,
+                group.offloads_main,
+                group.offload.optimizer_state > 0,
             )
             for index, info in enumerate(group.spec.parameters)
         ]
@@ -117,7 +117,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     if next(module.parameters(), None) is None:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
     sharding = Sharding(
-        EngineOptions(setup.strategy, setup.outer or ShardingStrategy.no_shard, setup.policy, homes=setup.homes),
+        EngineOptions(setup.strategy, setup.outer or ShardingStrategy.no_shard, setup.policy, offload=setup.offload),
         _domain(setup, ranks.inner),
         _domain(setup, ranks.inner // ranks.ep) if ranks.ep > 1 else None,
         _META,
@@ -155,19 +155,19 @@ def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int,
     compute = main = gradients = 0
     for group in groups:
         precision, numel = group.precision, group.main_region.numel
-        if group.compute_home.is_away is away:
+        if group.offloads_compute is away:
             compute += group.held_bytes
         compute += 0 if away else group.scale_bytes
-        if (group.weight_format is not None or group.has_main_copy) and group.main_home.is_away is away:
+        if (group.weight_format is not None or group.has_main_copy) and group.offloads_main is away:
             main += numel * precision.main_params.itemsize
-        if group.requires_grad and group.homes.main_gradients.is_away is away:
+        if group.requires_grad and (group.offload.main_gradients > 0) is away:
             gradients += numel * precision.main_grads.itemsize
     return compute, main, gradients
 
 
 def optimizer_bytes(model: PlannedModel, *, away: bool = False) -> int:
     """Count this rank's bytes of optimizer state on the device, or `away` from it."""
-    return sum(piece.state_bytes for piece in model.pieces() if piece.state_is_away is away)
+    return sum(piece.state_bytes for piece in model.pieces() if piece.state_is_offloaded is away)
 
 
 def cast_bytes(group: GroupPlan, *, away: bool = False) -> int:
@@ -177,7 +177,7 @@ def cast_bytes(group: GroupPlan, *, away: bool = False) -> int:
     """
     precision = group.precision
     is_cast = group.requires_grad and precision.main_grads != precision.main_params
-    is_here = group.homes.main_gradients.is_away is away
+    is_here = (group.offload.main_gradients > 0) is away
     return group.main_region.numel * precision.main_params.itemsize if is_cast and is_here else 0
 
 
@@ -194,7 +194,7 @@ def step_bytes(model: PlannedModel) -> int:
     and one that goes.
     """
     kind, muon = model.setup.optimizer, 0 if model.muon is None else model.muon.borrowed_bytes
-    here = [piece for piece in model.pieces() if piece.kind is kind and not piece.is_away]
+    here = [piece for piece in model.pieces() if piece.kind is kind and not piece.is_offloaded]
     paged = [
         sum(piece.state_bytes for piece in model.pieces_of(group) if piece.comes_and_goes)
         for group in model.groups
@@ -203,15 +203,15 @@ def step_bytes(model: PlannedModel) -> int:
     return max(kind.borrowed_bytes(here) + sum(heapq.nlargest(3, paged)), muon)
 
 
-def home_step_s(model: PlannedModel, machine: Machine) -> float:
+def host_step_s(model: PlannedModel, machine: Machine) -> float:
     """Estimate the seconds that offload adds to an optimizer's step.
 
     The host steps the weights that are offloaded with their state, and sends new weights back; state that is offloaded
     alone is moved in both directions at the same time. Gradients leave during backward, which hides them.
     """
     pieces = model.pieces()
-    stepped = sum(piece.kind.passes_per_param * piece.num_bytes for piece in pieces if piece.is_away)
-    sent = sum(piece.num_bytes for piece in pieces if piece.is_away)
+    stepped = sum(piece.kind.passes_per_param * piece.num_bytes for piece in pieces if piece.is_offloaded)
+    sent = sum(piece.num_bytes for piece in pieces if piece.is_offloaded)
     sent += sum(piece.state_bytes for piece in pieces if piece.comes_and_goes)
     return stepped / machine.host_bytes_per_s + sent / machine.host_link_bytes_per_s
 

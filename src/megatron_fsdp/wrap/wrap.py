@@ -308,8 +308,8 @@ def _check_guests(guests: Mapping[str, Guest], sharding: Sharding) -> None:
         lack = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"
     elif len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard:
         lack = "with main weights that outer ranks share out; use outer_dp_sharding_strategy 0"
-    elif options.homes.main_weights.is_away or options.homes.compute_weights.is_away:
-        lack = "with weights that rest elsewhere; leave homes out"
+    elif options.offload.main_weights or options.offload.compute_weights:
+        lack = "with offloaded weights; leave offload out"
     if lack is not None:
         name, guest = next(iter(guests.items()))
         raise ConfigurationError(
@@ -350,9 +350,9 @@ def _check_options(sharding: Sharding) -> None:
         lack = "which tokens an expert computes together depends on the ranks; leave expt_device_mesh out"
     if deterministic is not None and lack is not None:
         raise ConfigurationError(f'deterministic="{deterministic}" cannot hold here: {lack}')
-    if shares_outer and options.homes.compute_weights.is_away:
+    if shares_outer and options.offload.compute_weights:
         raise ConfigurationError(
-            "homes has compute_weights elsewhere, and outer ranks share out the main weights (HFSDP), whose gathers "
+            "offload has compute_weights, and outer ranks share out the main weights (HFSDP), whose gathers "
             "write into the shards on the device; leave compute_weights out, or use outer_dp_sharding_strategy 0"
         )
 

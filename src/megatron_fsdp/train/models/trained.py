@@ -342,7 +342,7 @@ def wrap(job: Job, model: nn.Module, mesh: DeviceMesh, dim: str, **more: Any) ->
         dp_dim=dim,
         calculate_per_token_loss=sums_over_ranks(job),
         deterministic=job.options.training.deterministic,
-        homes=job.options.homes,
+        offload=job.options.offload,
         **more,
     )
     if job.ddp.fsdp_manual_registration:

@@ -503,11 +503,11 @@ class Options:
         return not self.origins.get(name, "preset").startswith("preset")
 
     @property
-    def homes(self) -> dict[str, Any]:
-        """The engine's `homes` argument."""
+    def offload(self) -> dict[str, float]:
+        """The engine's `offload` argument."""
         if not self.optimizer.optimizer_cpu_offload:
             return {}
-        return {"main_weights": {"home": "host", "fraction": self.optimizer.optimizer_offload_fraction}}
+        return {"main_weights": self.optimizer.optimizer_offload_fraction}
 
     def value(self, name: str) -> Any:
         """Return the value of an option, by its name."""

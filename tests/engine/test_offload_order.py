@@ -1,4 +1,4 @@
-"""Copies from and to other homes on a device with streams: random programs, ordered, with the resident run's bits."""
+"""Copies of offloaded state on a device with streams: random programs, ordered, with the resident run's bits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Program:
         self.is_flat = draws.random() < 0.8
         strategy = draws.choice([0, 1, 2, 3, 3, 3]) if self.is_flat else 3
         policy = draws.choice(list(POLICIES)[: None if strategy == 3 else 3])
-        where = homes_of(draws, strategy)
+        where = offload_of(draws, strategy)
         options: dict[str, Any] = {**(FLAT if self.is_flat else hybrid(2, 1)).arguments()}
         if strategy == 3:
             options["weight_allocator"] = draws.choice(["slots", "resize"])
@@ -76,7 +76,7 @@ class Program:
             fsdp_unit_modules=[Floor],
             zero_dp_strategy=strategy,
             mixed_precision_policy=POLICIES[policy],
-            homes=where if away else None,
+            offload=where if away else None,
             **options,
         )
         self.actions = [draws.choice(ACTIONS) for _ in range(draws.randint(4, 9))] + [stepped]
@@ -98,16 +98,16 @@ class Program:
         return self.noted
 
 
-def homes_of(draws: random.Random, strategy: int) -> dict[str, Any]:
-    """Draw homes; at least one kind is away."""
-    half = {"home": "host", "fraction": 0.5}
+def offload_of(draws: random.Random, strategy: int) -> dict[str, Any]:
+    """Draw kinds and fractions; at least one kind is offloaded."""
+    half = 0.5
     where: dict[str, Any] = {}
     while not where:
         kind = draws.choice(["main_weights", "main_weights", "optimizer_state", "neither"])
         if kind != "neither":
-            where[kind] = draws.choice(["host", "host", half])
+            where[kind] = draws.choice([1.0, 1.0, half])
         if strategy == 3 and draws.random() < 0.6:
-            where["compute_weights"] = draws.choice(["host", "host", half])
+            where["compute_weights"] = draws.choice([1.0, 1.0, half])
     return where
 
 
@@ -251,11 +251,11 @@ def test_random_programs_are_ordered_and_give_the_bits_of_the_resident_run(run_r
 # ---- each wait is needed ---------------------------------------------------------------------------------------------
 
 
-def buckets_are_lent_again_before_the_main_gradient_is_home() -> AbstractContextManager[Any]:
+def buckets_are_lent_again_too_early() -> AbstractContextManager[Any]:
     return patch.object(_Relay, "wait", lambda relay: relay._first.wait())
 
 
-def main_gradients_go_home_before_they_are_reduced() -> AbstractContextManager[Any]:
+def main_gradients_are_offloaded_before_they_are_reduced() -> AbstractContextManager[Any]:
     def unordered(lane: Lane, launch: Launch, then: Lane, finish: Callable[[], None]) -> Ticket:
         lane.submit(launch)
         return then.submit(lambda _async_op: finish())
@@ -272,9 +272,9 @@ FAULTS: Mapping[str, Fault] = {
     "lanes run ahead of compute": partial(patch.object, OrderedStream, "wait_stream", nothing),
     "shards are gathered before they are fetched": without_order_between_lanes,
     "compute reads weights before they are gathered": partial(without_tickets, Unit, "wait_for_unshard"),
-    "main gradients go home before they are reduced": main_gradients_go_home_before_they_are_reduced,
-    "buckets are lent again before the main gradient is home": buckets_are_lent_again_before_the_main_gradient_is_home,
-    "the host does not wait for copies": partial(patch.object, Executor, "settle_homes", nothing),
+    "main gradients are offloaded before they are reduced": main_gradients_are_offloaded_before_they_are_reduced,
+    "buckets are lent again before the main gradient is on the host": buckets_are_lent_again_too_early,
+    "the host does not wait for copies": partial(patch.object, Executor, "settle_offload", nothing),
     "the host does not wait for what goes": partial(the_host_waits_for_one_direction, "comes"),
     "the host does not wait for what comes": partial(the_host_waits_for_one_direction, "goes"),
     "a unit steps before its state has come": partial(without_tickets, local_step._Turn, "receive"),

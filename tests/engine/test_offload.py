@@ -24,7 +24,7 @@ from tests.support.formulas import footprints_of, persistent_bytes
 from tests.support.on_ranks import on_ranks
 from tests.support.zoo import DENSE, FLOOR_NUMEL, TOWER_FEATURES, Floor, Tower, tower_loss
 
-HALF = {"home": "host", "fraction": 0.5}
+HALF = 0.5
 BF16 = MixedPrecisionPolicy(torch.float32, torch.float32)
 
 
@@ -55,10 +55,10 @@ def train_in_every_way(run: Run) -> None:
 
 
 EVERYWHERE: dict[str, Any] = {
-    "host": "host",
-    "state": {"optimizer_state": "host"},
+    "all": "all",
+    "state": ["optimizer_state"],
     "half": {"main_weights": HALF},
-    "shards": {"compute_weights": "host"},
+    "shards": ["compute_weights"],
 }
 
 
@@ -67,9 +67,9 @@ EVERYWHERE: dict[str, Any] = {
 def test_steps_equal_those_of_the_resident_run_bit_for_bit(run_ranks: RunRanks, num_ranks: int) -> None:
     scenario = Scenario(train_in_every_way, DENSE, adamw)
     jobs = [
-        (strategy, name, Setting(strategy, options=(("homes", homes),)))
+        (strategy, name, Setting(strategy, options=(("offload", offload),)))
         for strategy in (0, 1, 3)
-        for name, homes in {"none": None, **EVERYWHERE}.items()
+        for name, offload in {"none": None, **EVERYWHERE}.items()
         if strategy == 3 or name != "shards"
     ]
     by_job = zip(*run_ranks(num_ranks, run_sharded, [(scenario, setting) for *_, setting in jobs]), strict=True)
@@ -86,21 +86,21 @@ def test_steps_equal_those_of_the_resident_run_bit_for_bit(run_ranks: RunRanks, 
 def test_other_kinds_of_runs_do_too(run_ranks: RunRanks, kind: str) -> None:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     setting: dict[str, Any] = {}
-    num_ranks, homes = 2, dict(EVERYWHERE)
+    num_ranks, offload = 2, dict(EVERYWHERE)
     if kind in ("half precision", "formats"):
         setting["policy"] = BF16 if kind == "half precision" else MixedPrecisionPolicy(weight_format="fp8")
     elif kind == "whole tensors":
         optimizer = adafactor
-        homes = {name: EVERYWHERE[name] for name in ("host", "half")}
+        offload = {name: EVERYWHERE[name] for name in ("all", "half")}
     else:
         num_ranks = 4
         setting["arrangement"] = hybrid(2, 2)
         setting["outer_strategy"] = 1
-        del homes["host"], homes["shards"]  # shards on the host are refused there
+        del offload["all"], offload["shards"]  # shards on the host are refused there
     scenario = Scenario(train_in_every_way, DENSE, optimizer)
-    jobs = [(scenario, Setting(3, options=(("homes", where),), **setting)) for where in (None, *homes.values())]
+    jobs = [(scenario, Setting(3, options=(("offload", where),), **setting)) for where in (None, *offload.values())]
     first, *others = zip(*run_ranks(num_ranks, run_sharded, jobs), strict=True)
-    for name, other in zip(homes, others, strict=True):
+    for name, other in zip(offload, others, strict=True):
         assert [each.losses for each in other] == [each.losses for each in first], name
         assert [each.digest for each in other] == [each.digest for each in first], name
 
@@ -121,11 +121,11 @@ def test_state_of_scalars_that_the_optimizer_makes_before_sharding_moves_too() -
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * self.scale
 
-    def train(homes: Any) -> list[float]:
+    def train(offload: Any) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(Scaled(), Scaled())
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1)
-        model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Floor], homes=homes)
+        model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Floor], offload=offload)
         for step in range(3):
             x = torch.randn(2, TOWER_FEATURES, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
             tower_loss(model, x).backward()
@@ -134,31 +134,33 @@ def test_state_of_scalars_that_the_optimizer_makes_before_sharding_moves_too() -
         return [value for _, each in sorted(model.full_parameters().items()) for value in each.flatten().tolist()]
 
     resident = train(None)
-    for homes in ({"optimizer_state": "host"}, "host", {"compute_weights": "host"}):
-        assert train(homes) == resident, homes
+    for offload in (["optimizer_state"], "all", ["compute_weights"]):
+        assert train(offload) == resident, offload
 
 
 @on_ranks(1)
 def test_steps_on_dtensors_are_refused_only_where_state_rests_elsewhere_than_weights() -> None:
-    def step(homes: Any) -> None:
+    def step(offload: Any) -> None:
         model = Tower((32, 32))
-        model, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), 0.1), homes=homes, zero_dp_strategy=3)
+        model, optimizer = fully_shard(
+            model, torch.optim.SGD(model.parameters(), 0.1), offload=offload, zero_dp_strategy=3
+        )
         optimizer.param_groups[0]["params"].append(optimizer.param_groups[0]["params"][0])  # is stepped twice
         tower_loss(model, torch.randn(2, TOWER_FEATURES)).backward()
         optimizer.step()
 
-    step("host")
-    step({"compute_weights": "host"})
-    with pytest.raises(ConfigurationError, match='give main_weights the home "host", too'):
-        step({"optimizer_state": "host"})
+    step("all")
+    step(["compute_weights"])
+    with pytest.raises(ConfigurationError, match="offload main_weights, too"):
+        step(["optimizer_state"])
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_what_is_away_takes_no_bytes_of_the_device() -> None:
-    for homes, strategy in (("host", 3), ({"optimizer_state": "host"}, 1), ({"main_weights": HALF}, 2)):
+def test_offloaded_state_takes_no_bytes_of_the_device() -> None:
+    for offload, strategy in (("all", 3), (["optimizer_state"], 1), ({"main_weights": HALF}, 2)):
         model = Tower((32, 32, 32, 32))
         model, optimizer = fully_shard(
             model.bfloat16(),
@@ -166,7 +168,7 @@ def test_what_is_away_takes_no_bytes_of_the_device() -> None:
             fsdp_unit_modules=[Floor],
             zero_dp_strategy=strategy,
             mixed_precision_policy=BF16,
-            homes=homes,
+            offload=offload,
         )
         tower_loss(model, torch.randn(2, TOWER_FEATURES, dtype=torch.bfloat16)).backward()
         optimizer.step()
@@ -184,15 +186,15 @@ def test_what_is_away_takes_no_bytes_of_the_device() -> None:
             "main_gradients": whole.main_grad - expected.main_grad,
         }
         for kind, count in moved.items():
-            assert held.away.get(kind, 0) == count, (homes, kind)
+            assert held.away.get(kind, 0) == count, (offload, kind)
         assert held.away["optimizer_state"] > 0
         counters = 4 * sum(1 for _ in model.parameters())
         state = described.memory.optimizer_bytes
-        if homes == {"main_weights": HALF}:
+        if offload == {"main_weights": HALF}:
             assert 0 < state < held.away["optimizer_state"] + counters + whole.optimizer
         else:
             assert state == 0
-        assert any(line.startswith("optimizer_state host") for line in described.memory.homes)
+        assert any(line.startswith("optimizer_state ") for line in described.memory.offload)
         del model, optimizer
 
 
@@ -203,7 +205,7 @@ def test_state_of_three_units_at_most_is_on_the_device_while_the_next_comes_and_
         model,
         torch.optim.AdamW(model.parameters(), foreach=True),
         fsdp_unit_modules=[Floor],
-        homes={"optimizer_state": "host"},
+        offload=["optimizer_state"],
     )
     borrowed: list[weakref.ref[torch.Tensor]] = []
     held: list[int] = []
@@ -227,9 +229,11 @@ def test_state_of_three_units_at_most_is_on_the_device_while_the_next_comes_and_
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["host-state"])
-@pytest.mark.parametrize(("before", "after"), [("host", "state"), ("state", None)], ids=["host-state", "state-none"])
-def test_a_run_goes_on_with_other_homes(run_ranks: RunRanks, tmp_path: Path, before: str, after: str | None) -> None:
+@pytest.mark.full(short=["all-state"])
+@pytest.mark.parametrize(("before", "after"), [("all", "state"), ("state", None)], ids=["all-state", "state-none"])
+def test_a_run_goes_on_with_other_kinds_offloaded(
+    run_ranks: RunRanks, tmp_path: Path, before: str, after: str | None
+) -> None:
     (straight, resumed), other = run_ranks(2, save_and_resume, str(tmp_path), before, after)
     assert straight == resumed
     assert other == (straight, resumed)
@@ -239,8 +243,8 @@ def save_and_resume(folder: str, before: str | None, after: str | None) -> tuple
     def build(name: str | None) -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = Tower((32, 32, 32))
-        homes = None if name is None else EVERYWHERE[name]
-        return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], homes=homes)
+        offload = None if name is None else EVERYWHERE[name]
+        return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], offload=offload)
 
     def train(model: Any, optimizer: Any, steps: range) -> list[float]:
         for step in steps:

@@ -1,0 +1,110 @@
+"""Offload: the kinds of state that rest in host memory between uses, and the fraction of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Offload:
+    """The fraction of each kind of state that rests in host memory, 0 to 1 of the elements, in whole units.
+
+    Host memory is pinned where the device is a CUDA device. The rest stays on the device.
+    """
+
+    main_weights: float = 0.0  # the parameters that the optimizer updates
+    optimizer_state: float = 0.0  # tensors of the optimizer in the parameter's shape
+    # the accumulated ones, that `.grad` shows: beside the main weights, as torch wants it
+    main_gradients: float = 0.0
+    compute_weights: float = 0.0  # this rank's shard of the weights that are gathered; strategy 3 only
+
+    def __bool__(self) -> bool:
+        """Return whether anything is offloaded."""
+        return any(getattr(self, kind) for kind in KINDS)
+
+    def __str__(self) -> str:
+        """Return the kinds that are offloaded, with their fractions where these are not 1."""
+        found = ((kind, getattr(self, kind)) for kind in KINDS)
+        return ", ".join(kind if fraction == 1.0 else f"{kind} {fraction:g}" for kind, fraction in found if fraction)
+
+    def for_share(self, offset: float) -> Offload:
+        """Return the offload of a unit: every kind whole, or not at all.
+
+        `offset` is the share of the elements that later units hold: those go first, since their gradients come first.
+        """
+        return Offload(**{kind: float(offset < getattr(self, kind)) for kind in KINDS})
+
+
+def offload_by_unit(offload: Offload, numels: Sequence[int]) -> list[Offload]:
+    """Return the offload of each unit from the units' elements, root first.
+
+    The last units are offloaded first, since their gradients come first.
+    """
+    later = [sum(numels[index + 1 :]) / max(1, sum(numels)) for index in range(len(numels))]
+    return [offload.for_share(share) for share in later]
+
+
+KINDS = tuple(field.name for field in fields(Offload))
+OffloadArgument = Any
+"""Type of `fully_shard(offload=...)`: None, "all", torch's policies, a sequence of kinds, or kinds with fractions."""
+
+
+def resolve_offload(given: OffloadArgument, strategy: ShardingStrategy) -> Offload:
+    """Resolve the argument `offload`.
+
+    Args:
+        given: A sequence of kinds, or a mapping of kind to fraction (0 to 1). "all", or torch's `CPUOffloadPolicy()`:
+            every kind. State of the optimizer and gradients follow the main weights unless they are named.
+        strategy: The strategy on the sharding axis.
+
+    Raises:
+        ConfigurationError: There is no such kind, a fraction is out of range, or kinds exclude each other.
+    """
+    kind_given = type(given).__name__  # torch's policies come from a package that takes long to import
+    if given is None or kind_given == "OffloadPolicy":
+        return Offload()
+    if kind_given == "CPUOffloadPolicy" or given == "all":
+        is_sharded = strategy is ShardingStrategy.optim_grads_params
+        given = ("main_weights", "compute_weights") if is_sharded else ("main_weights",)
+    if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
+        raise ConfigurationError(
+            f'offload={given!r} is none of: "all", CPUOffloadPolicy(), a sequence of kinds such as '
+            '["optimizer_state"], and a mapping of kinds to fractions such as {"main_weights": 0.5}'
+        )
+    asked = given if isinstance(given, Mapping) else dict.fromkeys(given, 1.0)
+    for kind, fraction in asked.items():
+        if kind not in KINDS:
+            raise ConfigurationError(f"offload has {kind!r}; the kinds of state are {', '.join(KINDS)}")
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise ConfigurationError(f"offload[{kind!r}] is {fraction!r}; give a fraction, a number from 0 to 1")
+    main = float(asked.get("main_weights", 0.0))
+    found = {kind: float(fraction) for kind, fraction in asked.items()}
+    offload = Offload(**{"optimizer_state": main, "main_gradients": main, **found})
+    _check(offload, strategy)
+    return offload
+
+
+def _check(offload: Offload, strategy: ShardingStrategy) -> None:
+    """Refuse kinds that exclude each other."""
+    main = offload.main_weights
+    if main != offload.main_gradients:
+        raise ConfigurationError(
+            f"offload has the fraction {offload.main_gradients:g} for main_gradients and {main:g} for main_weights; "
+            "torch wants a gradient beside its parameter, so give both the same or leave main_gradients out"
+        )
+    if main and main != offload.optimizer_state:
+        raise ConfigurationError(
+            f"offload has the fraction {offload.optimizer_state:g} for optimizer_state and {main:g} for main_weights; "
+            "the optimizer steps where the main weights rest and keeps its state there, so give both the same or "
+            "leave optimizer_state out"
+        )
+    if offload.compute_weights and strategy is not ShardingStrategy.optim_grads_params:
+        raise ConfigurationError(
+            f"offload has compute_weights, and strategy {strategy.name} computes with whole weights that are there "
+            "all the time; use zero_dp_strategy 3, or leave compute_weights out"
+        )
