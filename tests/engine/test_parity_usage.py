@@ -28,6 +28,7 @@ from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import (
     Branches,
     HidesResults,
+    InObject,
     InPlace,
     ModelCase,
     Nested,
@@ -121,6 +122,14 @@ def gradient_of_the_input(run: Run) -> None:
         run.step()
 
 
+def build_objects(frozen: bool = False) -> HidesResults:
+    return HidesResults(frozen, InObject)
+
+
+def build_frozen_objects() -> HidesResults:
+    return build_objects(frozen=True)
+
+
 TWICE, NESTED = vector_case(build_twice_used), vector_case(Nested)
 CASES: tuple[tuple[Callable[[Run], None], ModelCase], ...] = (
     (three_steps, TWICE),
@@ -135,6 +144,8 @@ CASES: tuple[tuple[Callable[[Run], None], ModelCase], ...] = (
     (forward_only_then_train, NESTED),
     (backward_twice, TWICE),
     (gradient_of_the_input, ORDERED),
+    (gradient_of_the_input, vector_case(build_frozen_objects)),
+    (three_steps, vector_case(build_objects)),
 )
 
 

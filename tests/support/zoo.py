@@ -453,18 +453,34 @@ class Unpacking(nn.Module):
         return self.last(named["value"]) + extra.mean(dim=-1, keepdim=True)
 
 
-class Opaque(Layer):
-    """A unit that hides its result in an object that nothing looks into."""
+class InObject(Layer):
+    """A unit that returns its result in an attribute of an object."""
 
     def forward(self, x: Tensor) -> SimpleNamespace:  # type: ignore[override]
         return SimpleNamespace(value=super().forward(x))
 
 
-class HidesResults(Ordered):
-    """Opaque units, so many that their weights cannot all stay gathered."""
+class Hidden:
+    """Holds a result where nothing looks for it."""
 
-    def __init__(self, frozen: bool = False) -> None:
-        super().__init__(unit=Opaque)
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Opaque(Layer):
+    """A unit that hides its result in an object that nothing looks into."""
+
+    def forward(self, x: Tensor) -> Hidden:  # type: ignore[override]
+        return Hidden(super().forward(x))
+
+
+class HidesResults(Ordered):
+    """Units that return objects, so many that their weights cannot all stay gathered."""
+
+    def __init__(self, frozen: bool = False, unit: type[Layer] = Opaque) -> None:
+        super().__init__(unit=unit)
         self.layers.requires_grad_(requires_grad=not frozen)
 
     def middle(self, x: Tensor) -> Tensor:

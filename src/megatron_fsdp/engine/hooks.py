@@ -70,6 +70,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(dict(leaf))
 
 
+def _in_objects(value: Any) -> Iterator[torch.Tensor]:
+    """Iterate over tensors in the attributes of the objects in a value, where nothing else is found."""
+    for leaf in tree_leaves(value):
+        if not isinstance(leaf, nn.Module):
+            yield from tensors_in(getattr(leaf, "__dict__", None))
+
+
 class _UnitModule(NamedTuple):
     """A module of a unit: the unit, its number among the unit's modules, and what watches its attributes."""
 
@@ -103,6 +110,8 @@ def _post_forward(
     if computes_gradients:
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
+        if has_graph and not outputs:
+            outputs = [tensor for tensor in _in_objects(output) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
     with outside_of_transforms():
         call = engine.post_forward(unit_index, bool(outputs), failed, entry.module_index, _reads_weights(unit, outputs))

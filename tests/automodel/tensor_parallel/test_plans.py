@@ -236,6 +236,10 @@ def dora() -> nn.Module:
     return with_lora(build("llama", num_hidden_layers=1), ["q_proj"], use_dora=True)
 
 
+def lora_on_a_parameter() -> nn.Module:
+    return with_lora(build("llama", num_hidden_layers=1), [], target_parameters=["q_proj.weight"])
+
+
 def without_plan() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4))
 
@@ -283,6 +287,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "width": ("llama", {"changes": {"intermediate_size": 47}}, ParallelSizeError, r"\(out_features\) is 47, which 2"),
     "experts": ("mixtral", {"changes": {"num_local_experts": 3}}, ParallelSizeError, r"has 3 experts, which 2"),
     "dora": (dora, {}, ConfigurationError, r"use plain LoRA on linear layers"),
+    "lora on a parameter": (lora_on_a_parameter, {}, ConfigurationError, r"q_proj is a ParamWrapper of peft, which"),
     "tokens of an unknown family": (
         "gpt2",
         {"plan": {"lm_head": "colwise_rep"}, "sequence_parallel": True},

@@ -339,7 +339,8 @@ def styles_of_adapted(name: str, module: nn.Module, style: str, splits_tokens: b
     if style not in _PLAIN or not _is_plain_lora(module):
         raise ConfigurationError(
             f"{name} is a {type(module).__name__} of peft, which tensor parallelism cannot divide by the style "
-            f"{style!r}; use plain LoRA on linear layers (no DoRA, no variants), or leave the layer out of the plan"
+            f"{style!r}; use plain LoRA on linear layers (no DoRA, no variants, no target_parameters), or leave the "
+            "layer out of the plan"
         )
     yield f"{name}.base_layer", style
     divided, whole = ("lora_B", "lora_A") if style in COLWISE else ("lora_A", "lora_B")
@@ -355,6 +356,7 @@ def _is_plain_lora(module: nn.Module) -> bool:
     is_plain = not getattr(module, "lora_variant", None) and not any(
         dict(getattr(module, "use_dora", {}) or {}).values()
     )
+    is_plain = is_plain and not hasattr(module, "parameter_name")  # of LoRA on parameters, which adds to the weight
     return is_linear and is_plain and all(isinstance(part, nn.ModuleDict) and len(part) for part in parts)
 
 
