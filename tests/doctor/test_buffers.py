@@ -17,7 +17,7 @@ def check(model_fn: Any, options: dict[str, Any]) -> ParityReport:
 
 def test_buffers_that_every_rank_has_alike_pass(run_ranks: RunRanks) -> None:
     report = run_ranks(2, check, models.Counting, {"strategies": (3,), "microbatches": 2})[0]
-    assert report.passed, report.told()
+    assert report.passed, report.summary()
 
 
 @pytest.mark.parametrize(("buffer", "wrong"), [("running_mean", "rank 1"), ("calls", "rank 1")])

@@ -18,7 +18,7 @@ def check(options: dict[str, Any]) -> ParityReport:
 
 def passed(run_ranks: RunRanks, num_ranks: int, **options: Any) -> ParityReport:
     report: ParityReport = run_ranks(num_ranks, check, options)[0]
-    assert report.passed, report.told()
+    assert report.passed, report.summary()
     return report
 
 

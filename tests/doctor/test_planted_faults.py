@@ -32,7 +32,7 @@ def first(run_ranks: RunRanks, num_ranks: int, shard_fn: Any, **options: Any) ->
     assert all(report.to_dict() == reports[0].to_dict() for report in reports)
     assert not reports[0].passed
     found: Difference = reports[0].differences[0]
-    assert found.told() in reports[0].told()
+    assert found.summary() in reports[0].summary()
     return found
 
 

@@ -34,9 +34,9 @@ def test_a_loss_that_is_no_mean_by_its_gradient_is_told_by_the_gradient(run_rank
 
 def test_values_of_one_process_that_are_not_finite_are_told_as_such(run_ranks: RunRanks) -> None:
     half = run_ranks(2, check, models.build_half, {"loss_fn": models.half_loss})[0]
-    assert "the weight of `0.weight` in step 1 is not finite in one process already (float16 ends" in half.told()
+    assert "the weight of `0.weight` in step 1 is not finite in one process already (float16 ends" in half.summary()
     overflow = run_ranks(2, check, models.OverflowGradient, {})[0]
-    assert "the gradient of `weight` in step 1 is not finite in one process already, and" in overflow.told()
+    assert "the gradient of `weight` in step 1 is not finite in one process already, and" in overflow.summary()
     for report in (half, overflow):
         assert (report.judged, report.runs, len(report.findings)) == (False, (), 1)
 
@@ -44,7 +44,7 @@ def test_values_of_one_process_that_are_not_finite_are_told_as_such(run_ranks: R
 def test_batches_from_torchs_own_generator_are_made_once(run_ranks: RunRanks) -> None:
     options = {"batch": models.drawn_tokens, "steps": 2, "checkpoint": True}
     report = run_ranks(2, check, models.build, options)[0]
-    assert report.passed, report.told()
+    assert report.passed, report.summary()
     assert report.runs[0].cells() == ["ok"] * 6
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp.train.failures import is_out_of_memory, memory_told
+from megatron_fsdp.train.failures import is_out_of_memory, memory_advice
 from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, trainer
 from tests.support.train_program import LIMIT_S, OPTIONS, environment, job_of, metrics, run, this_rank
@@ -74,7 +74,7 @@ def test_errors_of_memory_count_also_as_a_cause_and_others_do_not() -> None:
 
 
 def told_outside_of_a_step() -> str:
-    return memory_told(job_of("--micro-batch-size", "1"), this_rank(), 0, MemoryError("no room"))
+    return memory_advice(job_of("--micro-batch-size", "1"), this_rank(), 0, MemoryError("no room"))
 
 
 def test_memory_that_ran_out_before_the_first_step(run_ranks: RunRanks) -> None:

@@ -21,7 +21,7 @@ from megatron_fsdp.train.recorder import METRICS_FILE, to_json
 from megatron_fsdp.train.run_job import (
     SUMMARY_FILE,
     claim_results,
-    end_told,
+    end_summary,
 )
 from tests.conftest import RunRanks
 from tests.support.train_program import job_of, refusal, train, write_text
@@ -129,13 +129,13 @@ def test_a_run_without_a_folder_has_one_of_its_name_or_of_its_own(
 
 def test_a_run_that_ends_early_says_why() -> None:
     job, limit = job_of("--exit-interval", "5"), "--exit-duration-in-mins 5 says (from the preset tiny)"
-    told = partial(end_told, is_interrupted=False)
+    told = partial(end_summary, is_interrupted=False)
     assert told(job, 5) == "ended after 5 of 8 steps, as --exit-interval 5 says (from the command line)"
     assert told(job, 4) == f"ended after 4 of 8 steps, as {limit}"
     assert told(job, 8) == told(job_of("--skip-train"), 0) == ""
 
 
 def test_a_run_that_is_asked_to_end_says_how_to_go_on() -> None:
-    told = partial(end_told, job_of("--save", "a"), is_interrupted=True)
+    told = partial(end_summary, job_of("--save", "a"), is_interrupted=True)
     assert told(7) == "stopped and saved after 7 steps; --load a goes on from there"
     assert told(8).startswith("stopped and saved after all 8 steps; --load a --skip-train measures")

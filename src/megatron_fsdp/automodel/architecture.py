@@ -10,7 +10,7 @@ from torch import nn
 from megatron_fsdp.errors import ConfigurationError
 
 IGNORED_LABEL = -100
-"""The label that counts for nothing, as in transformers and torch."""
+"""The label of ignored positions, as in transformers and torch."""
 
 _KNOWN_PATHS = (
     "model.layers",

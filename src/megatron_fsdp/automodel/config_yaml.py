@@ -66,7 +66,7 @@ _OBJECTS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
         ),
     ),
 }
-"""Field -> what is built of a mapping there, and the `_target_`s that may stand in it."""
+"""Field -> the class built from its mapping, and the allowed `_target_`s."""
 
 _IGNORED = ("_recursive_", "_convert_")
 """Words to other loaders, without meaning here."""

@@ -42,7 +42,7 @@ _CHANGES_THE_MATH = (
     "head_mask",
     "output_attentions",
 )
-"""What some models hand to their attention function and this one does not compute."""
+"""Arguments that some models pass to their attention function and this one does not support."""
 
 _gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 """Gather forward, reduce-scatter of the sum backward; torch has renamed it."""

@@ -171,18 +171,18 @@ class DividedExperts(nn.Module):
 
     def _compute(self, rows: Tensor, local_index: Tensor) -> Tensor:
         """Compute each row by the expert of its index; (rows, hidden) in the same order and dtype."""
-        stand_in = object.__new__(type(self))  # all of this module but with this rank's weights: not one attribute of
-        stand_in.__dict__.update(self.__dict__)  # it changes, so recomputation may run while something else reads it
+        proxy = object.__new__(type(self))  # all of this module but with this rank's weights: not one attribute of
+        proxy.__dict__.update(self.__dict__)  # it changes, so recomputation may run while something else reads it
         weights = {
             name: param.to_local() if isinstance(param, DTensor) else param
             for name, param in self._parameters.items()
             if param is not None
         }
-        stand_in.__dict__.update(weights, num_experts=self.num_local)
+        proxy.__dict__.update(weights, num_experts=self.num_local)
         if rows.shape[0] == 0:  # FSDP2 reduces what has a gradient, and must find the same on all ranks: zeros here
             return rows + torch.stack([weight.flatten()[:0].sum() for weight in weights.values()]).sum().to(rows.dtype)
         ones = rows.new_ones(rows.shape[0], 1)
-        computed: Tensor = super(DividedExperts, stand_in).forward(rows, local_index.unsqueeze(-1), ones)
+        computed: Tensor = super(DividedExperts, proxy).forward(rows, local_index.unsqueeze(-1), ones)
         return computed.to(rows.dtype)
 
 

@@ -25,10 +25,10 @@ from megatron_fsdp.optim.grad_norm import combine_powers, sum_of_powers
 from megatron_fsdp.state.statistics import ProcessGroups
 
 Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
-"""What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""
+"""An owner of gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""
 
 DEFERS = "_defers_grad_sync"
-"""The attribute of a model that says what `FSDP2Config.defer_fsdp_grad_sync` was."""
+"""The attribute of a model that holds its `FSDP2Config.defer_fsdp_grad_sync`."""
 
 
 def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:

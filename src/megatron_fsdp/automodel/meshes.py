@@ -179,8 +179,8 @@ def set_up_ranks(backend: str) -> torch.device:
     if backend == "gloo" or accelerator is None:
         device = torch.device("cpu")
     else:
-        told = os.environ.get("LOCAL_RANK")  # without torchrun, the program has chosen its device itself
-        local = torch.accelerator.current_device_index() if told is None else int(told)
+        local_rank = os.environ.get("LOCAL_RANK")  # without torchrun, the program has chosen its device itself
+        local = torch.accelerator.current_device_index() if local_rank is None else int(local_rank)
         local %= torch.accelerator.device_count()
         device = torch.device(accelerator.type, local)
         torch.accelerator.set_device_index(local)

@@ -54,7 +54,7 @@ _REFUSED: Mapping[str, str] = {
     "label_smoothing_factor": "transformers would not know whether labels are to be shifted; give compute_loss_func",
     "neftune_noise_alpha": "it is not tested with sharded embeddings; leave it out",
 }
-"""Fields that must be off (None, False, empty), and what to do."""
+"""Fields that must be off (None, False, empty), with the remedy."""
 
 _MUST_BE_NONE = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 

@@ -180,7 +180,7 @@ class BackgroundSaver:
         self._pool = ThreadPoolExecutor(1, "megatron_fsdp background save")
         self._saves: list[Future[None]] = []  # the last one, until its error has been raised
         self._is_closed = False
-        weakref.finalize(self, _warn_of_untold, self._saves)
+        weakref.finalize(self, _warn_of_unraised, self._saves)
 
     def start(self, state: Any, save: Save) -> None:
         """Copy a state and save the copy in the background; waits for the previous save, if any.
@@ -259,7 +259,7 @@ def _gloo_twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return duplicate_group(group, name, "gloo")
 
 
-def _warn_of_untold(saves: Sequence[Future[None]]) -> None:
+def _warn_of_unraised(saves: Sequence[Future[None]]) -> None:
     for save in saves:
         error = save.exception() if save.done() else None
         if error is not None:

@@ -63,7 +63,7 @@ class Difference:
 
     key: str
     kind: str
-    told: str
+    text: str
     values: ValueDifference | None = None
 
 
@@ -81,11 +81,11 @@ class DiffReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; `values` only for differences of values."""
-        told = [
+        differences = [
             {key: as_json(value) for key, value in asdict(item).items() if value is not None}
             for item in self.differences
         ]
-        return {"same": self.is_same, "compared": self.compared, "differences": told}
+        return {"same": self.is_same, "compared": self.compared, "differences": differences}
 
 
 def diff(
@@ -131,11 +131,11 @@ def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, toleranc
     if found is None:
         return None
     place = f"[{', '.join(map(str, found.index))}]" if found.index else "the only element"
-    told = (
+    text = (
         f"{found.count} of {left.numel} elements differ, first at {place}: {found.values[0]!r} in A, "
         f"{found.values[1]!r} in B; by {found.largest:.3g} at most"
     )
-    return Difference(key, "values", told, found)
+    return Difference(key, "values", text, found)
 
 
 def _one_sided(key: str, what: str, side: str) -> Difference:

@@ -48,7 +48,7 @@ _AT_ONCE_BYTES = 1 << 18
 _MOST_OPEN = 64  # files at a time
 
 _Opened = tuple[io.BufferedReader | io.BytesIO, str]
-"""Some bytes as a file, and what names them in messages."""
+"""Some bytes as a file, and their name for messages."""
 
 
 @dataclass(frozen=True)

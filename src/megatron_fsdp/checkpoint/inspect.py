@@ -225,7 +225,7 @@ def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> dict[s
     """Describe one key; the bytes are those of the elements, or of the stored object, which has no shape and dtype."""
     entry = folder.tensors.get(key)
     spans = [folder.objects[key].span] if entry is None else [chunk.span for chunk in entry.chunks]
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "type": "object" if entry is None else "tensor",
         "key": key,
         "nbytes": spans[0].length if entry is None else entry.nbytes,
@@ -235,8 +235,8 @@ def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> dict[s
         "files": sorted({span.file for span in spans}),
     }
     if with_statistics and entry is not None:
-        told["statistics"] = statistics_of(values for _, values in folder.parts(key))
-    return told
+        fields["statistics"] = statistics_of(values for _, values in folder.parts(key))
+    return fields
 
 
 def compiled(pattern: str | None) -> re.Pattern[str]:

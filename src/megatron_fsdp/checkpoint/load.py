@@ -90,8 +90,8 @@ def load_checkpoint(
         objects = {key: match.folder.read_object(key) for key in match.objects}
         if not with_rng:
             return match, report, objects, lambda: None
-        restore_rng, told = rng.prepare(match.folder, model, group)
-        notes.append(f"random states: {told}")
+        restore_rng, described = rng.prepare(match.folder, model, group)
+        notes.append(f"random states: {described}")
         return match, report, objects, restore_rng
 
     def install() -> None:
@@ -106,8 +106,8 @@ def load_checkpoint(
     asked = {"iteration": repr(iteration), "strict": str(bool(strict)), "verify": compares}
     asked |= facts_of(optimizer, extra, with_rng)
     match, report, objects, restore_rng = together(doing, prepare, group, asked)
-    together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(match)), group)
-    together(doing, lambda: _telling("its weights are in memory now: load a whole one", install), group)
+    together(doing, lambda: _noting("a part of it is in memory now: load a whole one", lambda: _read(match)), group)
+    together(doing, lambda: _noting("its weights are in memory now: load a whole one", install), group)
     report = replace(report, notes=(*report.notes, *notes))
     return report if naming.place_of(model).size == 1 else report_of_all(report, group)
 
@@ -147,12 +147,12 @@ def _matched(
         match.notes.append(f"in the checkpoint and not asked for: {', '.join(sorted(left)[:12])}")
     cast = [key for key, target in match.tensors.items() if folder.tensors[key].dtype != target.dtype]
     if cast:
-        told = f"{cast[0]} from {folder.tensors[cast[0]].dtype} to {match.tensors[cast[0]].dtype}"
-        match.notes.append(f"{len(cast)} tensors were cast, as {told}")
+        described = f"{cast[0]} from {folder.tensors[cast[0]].dtype} to {match.tensors[cast[0]].dtype}"
+        match.notes.append(f"{len(cast)} tensors were cast, as {described}")
     return match
 
 
-def _telling(what_is_left: str, act: Callable[[], None]) -> None:
+def _noting(what_is_left: str, act: Callable[[], None]) -> None:
     """Note on errors what could not be rolled back."""
     try:
         act()

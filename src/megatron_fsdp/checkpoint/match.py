@@ -27,7 +27,7 @@ def filled(leaves: Leaves, objects: Mapping[str, Any]) -> dict[KeyPath, Any]:
 
 
 Install = Callable[[Mapping[str, Any]], None]
-"""Loads what was matched once everything is read, given the objects by their keys."""
+"""Loads the matched state after everything is read, given the objects by their keys."""
 
 
 @dataclass(kw_only=True)

@@ -204,8 +204,8 @@ class OptimizerMatch:
                 self._match.unexpected.append(key)
                 continue
             path = path_of(self._folder, key)
-            is_told = len(path) > 3 and ".".join(path[3:]) == slot  # how state nests, and which names have dots
-            found.setdefault(name, {})[path[3:] if is_told else tuple(slot.split("."))] = key
+            has_path = len(path) > 3 and ".".join(path[3:]) == slot  # how state nests, and which names have dots
+            found.setdefault(name, {})[path[3:] if has_path else tuple(slot.split("."))] = key
         return found
 
     def _match_shared(self) -> list[str]:

@@ -47,14 +47,14 @@ def check_group(group: object) -> None:
         raise ConfigurationError(f"group={group!r} is no process group; give one of this rank, or None for all ranks")
 
 
-def _told(met: BaseException) -> str:
+def _described(met: BaseException) -> str:
     return str(met) if type(met) is CheckpointError else text_of(met)
 
 
 def in_short(error: CheckpointException, doing: str) -> CheckpointError:
     """Return torch's report on the ranks' errors without its tracebacks, which differ from machine to machine."""
     failures: Mapping[int, Any] = error.failures
-    failed = [f"rank {rank}: {_told(met)}" for rank, (met, _) in sorted(failures.items())]
+    failed = [f"rank {rank}: {_described(met)}" for rank, (met, _) in sorted(failures.items())]
     made = CheckpointError(f"{doing} failed ({'; '.join(failed) or type(error).__name__})")
     made.__cause__ = error
     return made
@@ -103,8 +103,8 @@ class LoadReport:
         if not self.is_complete:
             fits = any(key != "iteration" and not key.startswith("optimizer.") for key in self.loaded)
             advice = ", or pass strict=False to load what fits" if fits else ""
-            told = f"{source} does not fit, and nothing was loaded: {self}"
-            raise CheckpointError(f"{told}\nload it into the model it was saved from{advice}")
+            problem = f"{source} does not fit, and nothing was loaded: {self}"
+            raise CheckpointError(f"{problem}\nload it into the model it was saved from{advice}")
 
 
 @dataclass(kw_only=True)

@@ -108,7 +108,7 @@ def prepare(
         added = f", but for those of {device.type}, which were not saved and go on as they are" if lacks else ""
         return partial(_set, states, device, on_trial=False), f"restored for every logical rank{added}"
     has_stages = place.stages > 1 or (isinstance(topology, list) and len(topology) > 2)
-    told = (
+    description = (
         f"saved with (tensor, data{', pipeline' if has_stages else ''}) ranks {topology}, now "
         f"{tuple(place.topology)}, so every rank was seeded anew from the saved states and its logical rank"
     )
@@ -124,7 +124,7 @@ def prepare(
         torch.manual_seed(seed)  # accelerators too
         np.random.seed(seed % 2**32)
 
-    return seed_all, told
+    return seed_all, description
 
 
 def _states_of(found: Any, key: str) -> Mapping[str, Any]:

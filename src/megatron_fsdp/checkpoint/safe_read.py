@@ -35,10 +35,10 @@ from torch.distributed.checkpoint import filesystem, metadata
 from megatron_fsdp.errors import CheckpointError
 
 FOREIGN_PACKAGES = frozenset({"megatron", "transformer_engine", "apex", "modelopt", "nvidia_resiliency_ext", "nemo"})
-"""Packages whose classes may stand in a checkpoint: never imported, what was stored of them is kept as `Opaque`."""
+"""Packages whose classes a checkpoint may name: they are never imported, and their objects are kept as `Opaque`."""
 
 _PLANNING = "torch.distributed.checkpoint."
-"""Where the classes of plans lie, which some writers keep and nobody reads: kept so, too, unless the table has them."""
+"""The modules of plans' classes, which some writers store and no reader needs: kept as `Opaque` unless in the table."""
 
 MAX_OBJECT_BYTES = 4 << 30
 _MAX_JSON_BYTES = 1 << 30
@@ -88,9 +88,9 @@ def read_json(path: Path, at_most: int = _MAX_JSON_BYTES) -> Any:
     try:
         return json.loads(read_file(path, at_most).decode("utf-8"))
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        told = error.strerror if isinstance(error, OSError) else str(error) or type(error).__name__
+        reason = error.strerror if isinstance(error, OSError) else str(error) or type(error).__name__
         raise CheckpointError(
-            f"{path} cannot be read as JSON ({shortened(str(told))}); it is damaged, restore it from a copy"
+            f"{path} cannot be read as JSON ({shortened(str(reason))}); it is damaged, restore it from a copy"
         ) from error
 
 
@@ -116,9 +116,9 @@ def reading(where: str) -> Iterator[None]:
             f"there is not enough memory to read {where}; free some, or use another machine"
         ) from error
     except Exception as error:  # damaged bytes raise anything
-        told = printable(str(error)[:2000].partition("\n")[0]) or "no words for it"
+        reason = printable(str(error)[:2000].partition("\n")[0]) or "no words for it"
         raise CheckpointError(
-            f"{where} is damaged and cannot be read ({type(error).__name__}: {told}); restore it from a copy, or use "
+            f"{where} is damaged and cannot be read ({type(error).__name__}: {reason}); restore it from a copy, or use "
             "an older checkpoint"
         ) from error
 
@@ -132,14 +132,14 @@ SPARE_BYTES = 8 << 20
 BYTES_PER_BYTE = 64
 """A file of n bytes may make SPARE_BYTES + n * BYTES_PER_BYTE bytes besides the objects that it names one by one."""
 ELEMENT_BYTES = 32
-"""What an element of a list or dict counts."""
+"""The cost of an element of a list or dict."""
 
 SPARE_SECONDS = 5.0
 SECONDS_PER_BYTE = 10e-6
 """The same for the time of the processor; honest files take up to 0.6 us for a byte."""
 
 MAX_DEPTH = 100
-"""How deep the names in a key of a checkpoint, and the parts of an object, may nest."""
+"""The depth to which names in a checkpoint's key, and parts of an object, may nest."""
 TOO_MANY = 1 << 62
 """More elements than any tensor has."""
 
@@ -230,7 +230,7 @@ _AS_USUAL = (
     *(pickle.SHORT_BINBYTES, pickle.BINBYTES8, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2),
     *(pickle.TUPLE3, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
 )
-"""What picklers write for data since protocol 2 and Python's machine may do as it does; others are below or refused."""
+"""Operations that picklers write for data since protocol 2, left to Python's machine; others are below or refused."""
 
 
 class Opaque:
@@ -488,7 +488,7 @@ def _layout(name: Any) -> torch.layout:
 _SPEC = re.compile(r"[<>=|]?(?:[biuf][1248]|f16|c(?:8|16|32)|[SU]\d{0,9})")
 _MOST_DIMS_OF_NUMPY = 32  # before NumPy 2, which reads beyond them
 _ARRAY = object()
-"""Stands for the class of arrays, which pickles name; called, it would reserve memory and show what was in it."""
+"""A placeholder for the class of arrays, which pickles name; a call would reserve memory and show its old content."""
 
 
 def _dtype(spec: Any, *_align_and_copy: Any) -> Any:
@@ -570,4 +570,4 @@ _NAMES: dict[tuple[str, str], Any] = {
         }.items()
     },
 }
-"""What stands for the names in pickles; functions take what an honest pickle gives, and nothing else."""
+"""The replacements of names in pickles; functions accept the arguments of an honest pickle, and no others."""

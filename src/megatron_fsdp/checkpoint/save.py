@@ -49,7 +49,7 @@ from megatron_fsdp.sharding.shards import Box
 _SEAL = MetadataIndex("\0seal")
 
 KeyPath = tuple[str | int, ...]
-"""Where an entry is in the nested state dict: names in dicts and indices in lists (torch's `planner_data`)."""
+"""The place of an entry in the nested state dict: names in dicts and indices in lists (torch's `planner_data`)."""
 
 
 def save_alone(state: Mapping[str, Any], **options: Any) -> None:

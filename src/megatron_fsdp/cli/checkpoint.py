@@ -174,10 +174,10 @@ def _show(args: argparse.Namespace) -> int:
     dtype, chunks = dtype_name(entry.dtype), len(entry.chunks)
     part = f"[{', '.join(f'{index.start}:{index.stop}' for index in box.indices)}]"
     if args.json:
-        told = {"key": entry.key, "type": "tensor", "shape": list(entry.shape), "dtype": dtype, "bytes": entry.nbytes}
+        sizes = {"shape": list(entry.shape), "dtype": dtype, "bytes": entry.nbytes, "chunks": chunks, "part": part}
         values = torch.view_as_real(value.resolve_conj()) if value.dtype.is_complex else value
         values = values.to(torch.float64) if values.dtype.is_floating_point else values
-        write_json({**told, "chunks": chunks, "part": part, "values": as_json(values.tolist())})
+        write_json({"key": entry.key, "type": "tensor", **sizes, "values": as_json(values.tolist())})
     else:
         facts = [("key", entry.key), ("type", f"{dtype} {entry.shape}, {in_bytes(entry.nbytes)}")]
         write_facts([*facts, ("chunks", str(chunks)), *([] if box.lengths == entry.shape else [("part", part)])])
@@ -220,7 +220,7 @@ def _diff(args: argparse.Namespace) -> int:
     else:
         shown = found.differences if args.all else found.differences[:_SHOWN]
         for item in shown:
-            write_line(f"{item.key}: {item.told}")
+            write_line(f"{item.key}: {item.text}")
         if len(found.differences) > len(shown):
             write_line(f"... and {len(found.differences) - len(shown)} more (--all lists them)")
         write_line(f"{len(found.differences)} keys differ; {found.compared} were compared")
@@ -392,12 +392,12 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
 
 def _progress() -> Callable[[int, int], None]:
     """Return a function that prints a line to stderr for each tenth of the first rank's bytes."""
-    told = 0
+    tenths = 0
 
     def tell(done: int, total: int) -> None:
-        nonlocal told
-        if total and 10 * done // total > told:
-            told = 10 * done // total
+        nonlocal tenths
+        if total and 10 * done // total > tenths:
+            tenths = 10 * done // total
             sys.stderr.write(f"{in_bytes(done)} of {in_bytes(total)} written by the first rank\n")
 
     return tell

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(report.to_dict())
     else:
-        write_line(report.told())
+        write_line(report.summary())
     if not report.judged:
         return EXIT_ERROR
     return EXIT_SAME if report.passed else EXIT_DIFFERENT

@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mfsdp", description="Tools of Megatron-FSDP.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for name, told in _COMMANDS.items():
-        command = commands.add_parser(name, help=told)
+    for name, help_text in _COMMANDS.items():
+        command = commands.add_parser(name, help=help_text)
         if name == asked:
             import_module(f"megatron_fsdp.cli.{name}").add_arguments(command)  # most import torch, which is slow
     return run_guarded(parser, words)

@@ -88,7 +88,7 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "units": (False, "list units with their parameters and padding"),
     },
 }
-"""By group and name: the default, or the type of what has none; and the help."""
+"""By group and name: the default, or the type of an option without one; and the help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,5 +44,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(asdict(found))
     else:
-        write_line(found.told())
+        write_line(found.summary())
     return EXIT_SAME if found.difference is None else EXIT_DIFFERENT

@@ -83,7 +83,7 @@ LEGAL: dict[BorrowedMemory, Table] = {
         (State.BROKEN, Event.LEND): State.REDUCING,
     },
 }
-"""(state, event) -> the next state; what is not here is illegal."""
+"""(state, event) -> the next state; other pairs are illegal."""
 
 AT_REST: dict[BorrowedMemory, State] = {
     BorrowedMemory.WEIGHTS: State.SHARDED,

@@ -165,22 +165,22 @@ class Description:
         return "\n".join(_lines(self))
 
 
-def _lines(told: Description) -> Iterator[str]:
-    yield from _wrapped(told, "", numel=told.numel)
-    for axis in told.axes:
+def _lines(description: Description) -> Iterator[str]:
+    yield from _wrapped(description, "", numel=description.numel)
+    for axis in description.axes:
         yield from _wrapped(axis, "axis ")
-    for _, run in groupby(told.units, key=_pattern):
+    for _, run in groupby(description.units, key=_pattern):
         units = list(run)
         names = units[0].label if len(units) == 1 else f"{units[0].label} ... {units[-1].label} ({len(units)} units)"
         yield f"unit {names}: {units[0].class_name}, {units[0].numel:,} parameters{' each' * (len(units) > 1)}"
         for group in units[0].groups:
             yield from _wrapped(group, "  group ", padding_fraction=f"{group.padding_fraction:.4f}")
-    yield from _wrapped(told.memory, "memory ")
-    for optimizer in told.optimizers:
+    yield from _wrapped(description.memory, "memory ")
+    for optimizer in description.optimizers:
         yield from _wrapped(optimizer, "optimizer ")
-    yield from (f"option {name}={value}" for name, value in told.options.items())
-    yield from (f"{further} is tied to {first}" for further, first in told.tied)
-    yield from (f"note: {notice}" for notice in told.notices)
+    yield from (f"option {name}={value}" for name, value in description.options.items())
+    yield from (f"{further} is tied to {first}" for further, first in description.tied)
+    yield from (f"note: {notice}" for notice in description.notices)
 
 
 _OWN_LINES = ("axes", "units", "memory", "optimizers", "options", "tied", "notices")

@@ -219,7 +219,7 @@ def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescripti
         parts = count_kinds(own, module)
         first = min((order[id(param)] for param in own), default=len(order))
         found.append((first, OptimizerDescription(kind, groups, len(own), step_of(optimizer), parts)))
-    return tuple(told for _, told in sorted(found, key=lambda entry: (entry[0], entry[1].class_name)))
+    return tuple(optimizer for _, optimizer in sorted(found, key=lambda entry: (entry[0], entry[1].class_name)))
 
 
 def without_optimizer(engine: Engine, module: nn.Module) -> tuple[str, ...]:
@@ -283,7 +283,7 @@ def describe_model(subject: Subject) -> Description:
     )
 
 
-_TOLD_ELSEWHERE = ("strategy", "outer_strategy", "policy", "memory", "numel_multiple", "own_groups")
+_SHOWN_ELSEWHERE = ("strategy", "outer_strategy", "policy", "memory", "numel_multiple", "own_groups")
 """Fields of `EngineOptions` that other parts of a description show."""
 
 
@@ -294,7 +294,7 @@ def _options(options: EngineOptions, config: DistributedDataParallelConfig | Non
     values += [
         (field.name.removesuffix("_s"), getattr(options, field.name), field.default)
         for field in fields(options)
-        if field.name not in {*said, *_TOLD_ELSEWHERE}
+        if field.name not in {*said, *_SHOWN_ELSEWHERE}
     ]
     values.append(("sync_model_each_microbatch", auto_sync, True))
     return {name: str(value).removeprefix("torch.") for name, value, default in values if value != default}

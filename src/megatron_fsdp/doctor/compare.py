@@ -68,13 +68,13 @@ def _first_difference(
     wrong = next((rank for rank, own in enumerate(of_ranks) if own.is_wrong or own.is_missing), None)
     if wrong is not None:
         tensor = of_ranks[wrong]
-        kind, words, ratio = tensor.told()
+        kind, words, ratio = tensor.describe()
         words = f"is not the same on all ranks: on rank {wrong} it {words}"
     elif of_ranks:
         kind, words = "ranks disagree", "is not the same on all ranks, though each is within what rounding allows"
         ratio = None
     else:
-        kind, words, ratio = tensor.told()
+        kind, words, ratio = tensor.describe()
     words += _AFTERWARDS.get(where, "")
     return Difference(where, step, name, kind, words, ratio, *tensor.worst(), tuple(also))
 
@@ -161,7 +161,7 @@ class _Tensor:
 
     # ---- how it differs -----------------------------------------------------------------------------------------
 
-    def told(self) -> tuple[str, str, float | None]:
+    def describe(self) -> tuple[str, str, float | None]:
         """Describe the difference: kind, words and ratio of a `Difference`."""
         want, got = self.want, self.got
         if got is None:

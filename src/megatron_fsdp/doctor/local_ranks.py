@@ -145,8 +145,8 @@ def _rank_main(rank: int, job: _Job) -> None:
             job.file(rank, "result").write_bytes(pickle.dumps(result))
     except BaseException as error:  # noqa: BLE001 - SystemExit too has to reach the parent
         text = _short("".join(traceback.format_exception(error)))
-        told = RankError(f"rank {rank} failed, and all ranks were ended:\n{text}")
-        known = error if isinstance(error, MegatronFSDPError) else told
+        reported = RankError(f"rank {rank} failed, and all ranks were ended:\n{text}")
+        known = error if isinstance(error, MegatronFSDPError) else reported
         job.file(rank, "failure").write_bytes(pickle.dumps((time.time_ns(), known)))
         os._exit(1)  # without waiting for peers
     with contextlib.suppress(OSError, ValueError):
@@ -201,10 +201,10 @@ def _first_failure(job: _Job, error: ProcessException, codes: Sequence[int | Non
 
 
 def _late(job: _Job, running: Sequence[int]) -> RankError:
-    told = _log(job, running[0], "(it had not begun: it was still importing)") if running else ""
+    reported = _log(job, running[0], "(it had not begun: it was still importing)") if running else ""
     return RankError(
         f"rank(s) {', '.join(map(str, running))} took more than {job.timeout_s:g} s and were ended; they wait for each "
-        f"other, or need more time (timeout_s):\n{told}"
+        f"other, or need more time (timeout_s):\n{reported}"
     )
 
 

@@ -97,7 +97,7 @@ def check_parity(
         timeout_s: Seconds that ranks started here may take.
 
     Returns:
-        What differs; `.passed`, `.judged`, `.differences`, `.told()`, `.to_dict()`.
+        What differs; `.passed`, `.judged`, `.differences`, `.summary()`, `.to_dict()`.
 
     Raises:
         ConfigurationError: An argument cannot be honoured: a batch that does not divide, a loss that is no scalar, a
@@ -235,9 +235,9 @@ class _ShardedRun:
         is_pair = isinstance(given, tuple | list) and len(given) == 2
         if not is_pair or not isinstance(given[0], nn.Module) or not hasattr(given[1], "step"):
             kinds = ", ".join(type(each).__name__ for each in given) if isinstance(given, tuple | list) else ""
-            told = f"({kinds})" if kinds else type(given).__name__
+            shown = f"({kinds})" if kinds else type(given).__name__
             raise ConfigurationError(
-                f"shard_fn gave {told}; it has to give (model, optimizer): return the optimizer too, as it is or new"
+                f"shard_fn gave {shown}; it has to give (model, optimizer): return the optimizer too, as it is or new"
             )
         return Trainee(given[0], given[1], self.task, own_names)
 

@@ -314,14 +314,14 @@ def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | Non
 
 def _tell_not_mean(task: Task, whole: float, slices: float, num_ranks: int, difference: str) -> str:
     """Explain that per-rank losses do not average to the batch loss, sharded or not."""
-    told = f"from the whole batch in one process to its {num_ranks} slices together, {difference}"
+    change = f"from the whole batch in one process to its {num_ranks} slices together, {difference}"
     if task.reduction == "mean" and abs(slices * num_ranks - whole) <= 1e-3 * abs(whole):
         return (
-            f"the loss is a sum over samples, not a mean: {told}. Gradients are averaged over ranks, so those of this "
-            f"loss come out as 1/{num_ranks} of what they should be. Use a mean, or calculate_per_token_loss=True in "
-            'your shard_fn with reduction="sum" here'
+            f"the loss is a sum over samples, not a mean: {change}. Gradients are averaged over ranks, so those of "
+            f"this loss come out as 1/{num_ranks} of what they should be. Use a mean, or calculate_per_token_loss=True "
+            'in your shard_fn with reduction="sum" here'
         )
     return (
-        f"the loss is not a mean over samples: {told}. Slices may hold unequal numbers of counted tokens, or samples "
+        f"the loss is not a mean over samples: {change}. Slices may hold unequal numbers of counted tokens, or samples "
         "of a batch see each other; ranks train on the mean of their own losses"
     )

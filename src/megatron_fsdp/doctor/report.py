@@ -45,7 +45,7 @@ class Difference:
     allowed: float = math.nan  # for that element
     also: tuple[str, ...] = ()  # other tensors that differ in the same place
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Describe the difference in a sentence."""
         when = f" of step {self.step}" if self.step else ""
         name = f" `{self.name}`" if self.name else ""
@@ -55,8 +55,8 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON: numbers that are not finite become None."""
-        told = {**asdict(self), "also": list(self.also)}
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in told.items()}
+        fields = {**asdict(self), "also": list(self.also)}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ class ParityReport:
 
     def diagnosis(self) -> list[str]:
         """Return one sentence per finding, per first difference of a run (equal ones together), and per note."""
-        lines = [f"before sharding: {finding.told()}" for finding in self.findings]
+        lines = [f"before sharding: {finding.summary()}" for finding in self.findings]
         of_runs = dict[str, list[str]]()
         for run in self.runs:
             if run.differences:
-                of_runs.setdefault(run.differences[0].told(), []).append(run.label)
-        lines += [f"{', '.join(labels)}: {told}" for told, labels in of_runs.items()]
+                of_runs.setdefault(run.differences[0].summary(), []).append(run.label)
+        lines += [f"{', '.join(labels)}: {summary}" for summary, labels in of_runs.items()]
         limits = [LIMITS] if self.passed else []
         return lines + [f"note: {note}" for note in (*self.notes, *limits)]
 
@@ -122,14 +122,14 @@ class ParityReport:
         ranks, steps = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((self.num_ranks, "rank"), (self.steps, "step")))
         return f"{ranks} against one process, {steps}, tolerance {self.part_allowed:g}"
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return the whole report as text: a table of the runs, the diagnosis, and the verdict."""
         rows = [[run.label, *run.cells()] for run in self.runs]
         table = [*table_lines(["", *COLUMNS], rows), ""] if rows else []
         return "\n".join([*table, *self.diagnosis(), f"{self.verdict}: {self.compared()}"])
 
     def __str__(self) -> str:
-        return self.told()
+        return self.summary()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""

@@ -157,9 +157,9 @@ def count_samples(batch: Any) -> int:
     if not lengths:
         raise ConfigurationError("the batch holds no tensor with a dimension; the first dimension of each is samples")
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise ConfigurationError(
-            f"the first dimension of every tensor of the batch is samples, and these differ: {told}; expand what all "
+            f"the first dimension of every tensor of the batch is samples, and these differ: {shown}; expand what all "
             "samples share, or close over it in loss_fn"
         )
     return next(iter(lengths.values()))
@@ -200,7 +200,7 @@ def digest_of_batch(batch: Any) -> bytes:
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 Values = Mapping[str, Tensor]
-"""Whole tensors on the CPU by the names of the user's model, as far as there are any; the loss and the norm by ""."""
+"""Whole tensors on the CPU by the names of the user's model; the loss and the norm by ""."""
 Place = tuple[str, int]
 """The kind of value, and its step (from 1; 0: before the first)."""
 AddUp = Callable[[float], float]

@@ -140,32 +140,33 @@ class State:
     # ---- in words: predicates of a sentence about the rank --------------------------------------------------------
 
     @property
-    def phase_told(self) -> str:
+    def phase_summary(self) -> str:
         """The phase, as a predicate."""
         assert self.phase is not None
         return _WAITING[self.phase].format(unit=self.log.writer.units[self.unit].label)
 
     @property
-    def place_told(self) -> str:
+    def place_summary(self) -> str:
         """The place of its phase, such as `in the forward of step 3`."""
         assert self.phase is not None
         return where(self.last.step, self.phase, self.in_backward)
 
     @property
-    def doing_told(self) -> str:
+    def summary(self) -> str:
         """The activity, as a predicate."""
         if self.phase is None:
             return Doing.NOTHING_YET.value
         if self.doing is Doing.ENDED:
             return "has ended its program"
         if self.doing is Doing.FAILED:
-            return f"raised an error while it {self.phase_told}"
+            return f"raised an error while it {self.phase_summary}"
         if self.doing is Doing.OUTSIDE:
-            return f"runs code outside of the model (the last it did there: {self.phase_told}, step {self.last.step})"
-        return f"{self.phase_told} {self.place_told}"
+            last = f"{self.phase_summary}, step {self.last.step}"
+            return f"runs code outside of the model (the last it did there: {last})"
+        return f"{self.phase_summary} {self.place_summary}"
 
     @property
-    def death_told(self) -> str:
+    def death_summary(self) -> str:
         """The end of the process, as a predicate."""
         process = self.log.writer.process
         which = f"(process {process.pid} on {process.host})"
@@ -174,20 +175,20 @@ class State:
         return f"died without a word {which}, as after kill -9 or when memory runs out"
 
     @property
-    def stack_told(self) -> tuple[str, ...]:
+    def stack_lines(self) -> tuple[str, ...]:
         """The Python stack when SIGTERM ended the process, line by line."""
         stack = self.log.termination.rpartition("(most recent call first)")[2].splitlines()
         frames = [line for line in stack if line.startswith("  File ")][:_FRAMES_SHOWN]
         return ("when SIGTERM came it ran, innermost first:", *frames) if frames else ()
 
     @property
-    def unit_told(self) -> tuple[str, ...]:
+    def unit_summary(self) -> tuple[str, ...]:
         """One line on the parameters of the phase's unit, if it has one."""
         has_unit = self.phase is not None and self.phase not in ON_REQUEST
-        return (unit_told(self.log.writer.units[self.unit]),) if has_unit else ()
+        return (unit_summary(self.log.writer.units[self.unit]),) if has_unit else ()
 
     @property
-    def process_told(self) -> str:
+    def process_summary(self) -> str:
         """The state of the process, in one word."""
         if self.said_goodbye or self.was_terminated:
             return "ended" if self.said_goodbye else "SIGTERM"
@@ -301,7 +302,7 @@ def explain(logs: Logs, after_s: float) -> Explanation:
         finding = _Ranks(peers, members, after_s).find()
         findings.append(finding)
         rows += [
-            Row(s.rank, model, s.rank in finding.ranks, s.doing_told, s.quiet_s, s.count, s.process_told)
+            Row(s.rank, model, s.rank in finding.ranks, s.summary, s.quiet_s, s.count, s.process_summary)
             for s in members
         ]
     return Explanation(tuple(findings), tuple(rows), logs.remarks)
@@ -342,8 +343,8 @@ class _Ranks:
         began_ns = max(state.log.writer.started_ns for state in self.states)
         if not missing or (self.newest_ns - began_ns) / 1e9 < self.after_s:
             return None
-        told = "left no log here: never started, stopped before its model was wrapped, or writes to another folder"
-        return Finding(Kind.MISSING, missing, (f"{listed(missing)} {told}", *self._told(self.states)))
+        text = "left no log here: never started, stopped before its model was wrapped, or writes to another folder"
+        return Finding(Kind.MISSING, missing, (f"{listed(missing)} {text}", *self._summaries(self.states)))
 
     def _over(self) -> Finding | None:
         """Find the first ranks whose process or pass is over while others go on.
@@ -387,26 +388,26 @@ class _Ranks:
         unit: tuple[str, ...] = ()
         if state.failure is not None or state.is_inside:
             # A hook of autograd fails untold, in the backward of a unit that never ends.
-            place, unit = f"while it {state.phase_told} {state.place_told}", state.unit_told
+            place, unit = f"while it {state.phase_summary} {state.place_summary}", state.unit_summary
         words = (f"  {line}" for line in state.log.words.splitlines())
         return self._odd(Kind.RAISED, odd, f"raised an error {place}:", *words, *unit)
 
     def _died(self, odd: Sequence[State]) -> Finding:
         state = odd[0]
-        told = f"{state.death_told}; the last thing known: it {state.doing_told}"
-        return self._odd(Kind.DIED, odd, told, *state.stack_told, *state.unit_told)
+        text = f"{state.death_summary}; the last thing known: it {state.summary}"
+        return self._odd(Kind.DIED, odd, text, *state.stack_lines, *state.unit_summary)
 
     # ---- ranks that do something else ---------------------------------------------------------------------------
 
     def _different(self) -> Finding | None:
-        waiting = self._told([state for state in self.states if state.waits_or_did])
+        waiting = self._summaries([state for state in self.states if state.waits_or_did])
         epochs: dict[int, list[int]] = {}
         for state in self.states:
             epochs.setdefault(state.last.epoch, []).append(state.rank)
         if len(epochs) > 1:
             alone = min(epochs.values(), key=len)
-            told = "called reset() a different number of times than the other ranks; call it on every rank"
-            finding = Finding(Kind.RESET, tuple(alone), (f"{listed(alone)} {told}", *waiting))
+            text = "called reset() a different number of times than the other ranks; call it on every rank"
+            finding = Finding(Kind.RESET, tuple(alone), (f"{listed(alone)} {text}", *waiting))
             return finding if self._stuck() else None
         camps = _first_mismatch(self.states)
         if not camps:
@@ -416,17 +417,17 @@ class _Ranks:
         is_tie = len(others) == len(odd[0][0])
         ranks = tuple(sorted(rank for camp, _ in (camps if is_tie else odd) for rank in camp))
         if odd[0][1].kind == usual.kind:
-            told = (
+            text = (
                 f"{listed(odd[0][0])} did something else than {listed(others)} before operation {usual.counted}, the "
                 "first that all logs hold"
             )
-            return Finding(Kind.DIFFERENT, ranks, (told, _ADVICE))
+            return Finding(Kind.DIFFERENT, ranks, (text, _ADVICE))
         units = next(state for state in self.states if state.rank == others[0]).log.writer.units
-        does = ", ".join(f"{subject(camp)} {operation_told(operation, units)}" for camp, operation in odd)
+        does = ", ".join(f"{subject(camp)} {operation_summary(operation, units)}" for camp, operation in odd)
         place = f"(operation {usual.counted}, {where(usual.step, usual.phase, usual.in_backward)})"
-        told = f"{does} where {subject(others)} {operation_told(usual, units)} {place}"
-        unit = () if usual.phase in ON_REQUEST else (unit_told(units[usual.unit]),)
-        return Finding(Kind.DIFFERENT, ranks, (told, *unit, *waiting, _ADVICE))
+        text = f"{does} where {subject(others)} {operation_summary(usual, units)} {place}"
+        unit = () if usual.phase in ON_REQUEST else (unit_summary(units[usual.unit]),)
+        return Finding(Kind.DIFFERENT, ranks, (text, *unit, *waiting, _ADVICE))
 
     # ---- ranks that do not come ---------------------------------------------------------------------------------
 
@@ -436,47 +437,47 @@ class _Ranks:
             return None
         elsewhere = [state for state in self.states if not state.waits_or_did]
         if elsewhere:
-            told = [f"rank {each.rank} {each.doing_told} since {each.quiet_s:.1f} s" for each in elsewhere[:4]]
+            lines = [f"rank {each.rank} {each.summary} since {each.quiet_s:.1f} s" for each in elsewhere[:4]]
             more = (f"and {len(elsewhere) - 4} more",) if len(elsewhere) > 4 else ()
             gone = {state.rank for state in self._gone()}
             dead = [each for each in elsewhere if each.rank in gone or each.was_terminated]
-            ends = [f"after that rank {each.rank} {each.death_told}" for each in dead[:4]]
-            ends += dead[0].stack_told if dead else ()
+            ends = [f"after that rank {each.rank} {each.death_summary}" for each in dead[:4]]
+            ends += dead[0].stack_lines if dead else ()
             ranks = tuple(each.rank for each in elsewhere)
-            return Finding(Kind.ELSEWHERE, ranks, (*told, *more, *ends, *self._told_but(ranks)))
+            return Finding(Kind.ELSEWHERE, ranks, (*lines, *more, *ends, *self._summaries_but(ranks)))
         least = min(state.count for state in self.states)
         behind = [state for state in self.states if state.count == least]
         if len(behind) < len(self.states):
-            return self._odd(Kind.BEHIND, behind, f"is behind: it {behind[0].doing_told}")
+            return self._odd(Kind.BEHIND, behind, f"is behind: it {behind[0].summary}")
         if len(stuck) < len(self.states):
             return None
-        told_equal = (
+        text = (
             "all ranks wait for the same, and all have come: the network is slow or broken, or collectives of another "
             "library are in the way (TORCH_FR_BUFFER_SIZE=2000 has PyTorch record those)"
         )
-        return Finding(Kind.EQUAL, (), (told_equal, *self._told(self.states)))
+        return Finding(Kind.EQUAL, (), (text, *self._summaries(self.states)))
 
     # ---- sentences ----------------------------------------------------------------------------------------------
 
     def _odd(self, kind: Kind, odd: Sequence[State], predicate: str, *more: str) -> Finding:
         """Make a finding from a statement about some ranks; the activity of the others is added."""
         ranks = tuple(state.rank for state in odd)
-        return Finding(kind, ranks, (f"{listed(ranks)} {predicate}", *more, *self._told_but(ranks)))
+        return Finding(kind, ranks, (f"{listed(ranks)} {predicate}", *more, *self._summaries_but(ranks)))
 
-    def _told_but(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        return self._told([state for state in self.states if state.rank not in ranks])
+    def _summaries_but(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        return self._summaries([state for state in self.states if state.rank not in ranks])
 
-    def _told(self, states: Sequence[State]) -> tuple[str, ...]:
+    def _summaries(self, states: Sequence[State]) -> tuple[str, ...]:
         """Summarise the activity of ranks, and the unit of the first one that waits."""
         doing: dict[str, list[State]] = {}
         for state in states:
-            doing.setdefault(state.doing_told, []).append(state)
+            doing.setdefault(state.summary, []).append(state)
         lines = []
         for what, alike in doing.items():
             number = f" (operation {alike[0].count})" if alike[0].count and alike[0].waits else ""
             quiet_s = max(state.quiet_s for state in alike)
             lines.append(f"{subject(state.rank for state in alike)} {what}{number} since {quiet_s:.1f} s")
-        return (*lines, *next((state.unit_told for state in states if state.waits_or_did), ()))
+        return (*lines, *next((state.unit_summary for state in states if state.waits_or_did), ()))
 
 
 def _first_mismatch(states: Iterable[State]) -> list[tuple[list[int], Record]]:
@@ -515,8 +516,8 @@ def listed(ranks: Iterable[int]) -> str:
 
 def subject(ranks: Iterable[int]) -> str:
     """Name some ranks in front of a verb in the singular."""
-    told = listed(ranks)
-    return f"each of {told}" if told.startswith("ranks") else told
+    text = listed(ranks)
+    return f"each of {text}" if text.startswith("ranks") else text
 
 
 def where(step: int, phase: Phase, in_backward: bool) -> str:
@@ -526,13 +527,13 @@ def where(step: int, phase: Phase, in_backward: bool) -> str:
     return f"in the {'backward' if in_backward else 'forward'} of step {step}"
 
 
-def operation_told(operation: Record, units: Sequence[UnitFacts]) -> str:
+def operation_summary(operation: Record, units: Sequence[UnitFacts]) -> str:
     """Describe an operation as the predicate of a sentence about one rank."""
     size = f" ({operation.num_bytes} bytes)" if operation.num_bytes else ""
     return _WAITING[operation.phase].format(unit=units[operation.unit].label) + size
 
 
-def unit_told(unit: UnitFacts) -> str:
+def unit_summary(unit: UnitFacts) -> str:
     """Describe the parameters of a unit."""
     names = unit.parameters
     more = f" and {len(names) - _PARAMETERS_SHOWN} more" if len(names) > _PARAMETERS_SHOWN else ""

@@ -42,7 +42,7 @@ RECORD_BYTES = 64
 WORDS_BYTES = 4096
 RECORDS = 4096
 NO_NUMBER = -1
-"""A collective's number where there is none."""
+"""The number of no collective."""
 
 _BEGIN = b'{"mfsdp_hang_log":'
 _VERSION = 3
@@ -247,10 +247,10 @@ def parse_log(content: bytes) -> RankLog:
     )
 
 
-def _writer(told: Mapping[str, Any]) -> Writer:
-    units = (UnitFacts(**{**unit, "parameters": tuple(unit["parameters"])}) for unit in told["units"])
-    known = {"peers": tuple(told["peers"]), "process": Process(**told["process"]), "units": tuple(units)}
-    return Writer(**{**told, **known})
+def _writer(given: Mapping[str, Any]) -> Writer:
+    units = (UnitFacts(**{**unit, "parameters": tuple(unit["parameters"])}) for unit in given["units"])
+    known = {"peers": tuple(given["peers"]), "process": Process(**given["process"]), "units": tuple(units)}
+    return Writer(**{**given, **known})
 
 
 def _size(capacity: int) -> int:
@@ -317,9 +317,9 @@ def read_folder(folder: Path, run: str | None = None) -> Logs:
             except (ValueError, OSError) as error:
                 remarks.append(f"{path.name} was left out: {error}")
     if not found:
-        told = f" ({'; '.join(remarks)})" if remarks else ""
+        more = f" ({'; '.join(remarks)})" if remarks else ""
         raise ConfigurationError(
-            f"{folder} holds no log of a rank{told}; train with MFSDP_HANG_LOG={folder}, or call "
+            f"{folder} holds no log of a rank{more}; train with MFSDP_HANG_LOG={folder}, or call "
             "model.log_for_hangs(folder) on every rank"
         )
     run = run or max(found, key=lambda log: log.writer.started_ns).writer.run

@@ -60,7 +60,7 @@ class MuonWork:
         sent_s = machine.all_to_all_s(self.sent_bytes / 2, self.ranks)
         return machine.compute_s(self.busiest_flops, 0) + 2 * sent_s
 
-    def told(self, machine: Machine, tokens: int, compute_s: float) -> str:
+    def summary(self, machine: Machine, tokens: int, compute_s: float) -> str:
         """Summarise the cost, and the tokens per rank and step above which it is below 5 % of the compute."""
         seconds = self.seconds(machine)
         enough = math.ceil(tokens * seconds / (_SMALL * compute_s)) if compute_s else 0

@@ -329,11 +329,11 @@ class Plan:
         if any(group.offloads_compute for group in self.model.groups):
             found.append("Copies of offloaded compute weights, before they are gathered, are not timed.")
         if self.setup.keep_fp8_transpose_cache and self.setup.policy.weight_formats != {"*": "fp8_compute"}:
-            told = "The trainer keeps transposed codes of all weights or of none, so the flags leave them out; "
-            found.append(f"{told}fully_shard(keep_fp8_transpose_cache=True) keeps these.")
+            limit = "The trainer keeps transposed codes of all weights or of none, so the flags leave them out; "
+            found.append(f"{limit}fully_shard(keep_fp8_transpose_cache=True) keeps these.")
         if muon is not None:
             tokens = self.workload.tokens * self.setup.microbatches
-            found.append(f"Muon: {muon.told(self.machine, tokens, self.step.compute_s)}.")
+            found.append(f"Muon: {muon.summary(self.machine, tokens, self.step.compute_s)}.")
         return tuple(found)
 
     @property

@@ -26,7 +26,7 @@ Table = tuple[Row, list[Row]]
 def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]:
     """Return the plan, and the others that were tried, as JSON values in bytes, seconds and elements."""
     memory, setup, work = plan.memory, plan.setup, plan.workload
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": {
             "name": work.name,
             "class": work.class_name,
@@ -67,7 +67,7 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
         "without_flags": without_flags(plan),
     }
     if tried is not None:
-        told["tried"] = [
+        fields["tried"] = [
             {
                 "setup": setup_dict(each.setup),
                 "peak_bytes": each.memory.peak_bytes,
@@ -77,13 +77,13 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
             }
             for each in tried.plans
         ]
-    return told
+    return fields
 
 
 def setup_dict(setup: Setup) -> dict[str, Any]:
     """Return the setup as JSON values."""
-    told = asdict(setup, dict_factory=lambda items: {name: _plain(value) for name, value in items})
-    return {**told, "ranks": {**told["ranks"], "world": setup.ranks.world}, "optimizer": setup.optimizer.name}
+    fields = asdict(setup, dict_factory=lambda items: {name: _plain(value) for name, value in items})
+    return {**fields, "ranks": {**fields["ranks"], "world": setup.ranks.world}, "optimizer": setup.optimizer.name}
 
 
 def _plain(value: Any) -> Any:
@@ -140,8 +140,8 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         for block in pool.blocks:
             sizes_of[block.use.value] += block.num_bytes
         uses = ", ".join(f"{use} {in_bytes(size)}" for use, size in sizes_of.items())
-        told = f"{in_bytes(pool.num_bytes)} are taken when wrapping, and keep their addresses: {uses}"
-        found.append(("pool", told))
+        taken = f"{in_bytes(pool.num_bytes)} are taken when wrapping, and keep their addresses: {uses}"
+        found.append(("pool", taken))
     found.append(("padding", f"{100 * plan.model.padding_fraction:.4f} % of what is sharded"))
     return [*found, *(("note", note) for note in plan.notes)]
 
@@ -153,8 +153,8 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
         same = groupby(plan.model.units, key=lambda unit: (unit.class_name, unit.numel, unit.padding_numel))
         for (class_name, numel, padding), run in same:
             names = [unit.name or "(root)" for unit in run]
-            told = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-            rows.append((told, class_name, str(len(names)), f"{numel:,}", f"{padding:,}"))
+            shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+            rows.append((shown, class_name, str(len(names)), f"{numel:,}", f"{padding:,}"))
         yield ("units", "class", "count", "parameters each", "padding each"), rows
     memory, peak = plan.memory, plan.memory.peak
     held = {**memory.held, "main_gradients": peak.gradient_bytes}
@@ -266,7 +266,7 @@ def flags(plan: Plan) -> list[str]:
     setup, ranks, policy, recompute = plan.setup, plan.setup.ranks, plan.setup.policy, plan.setup.recompute
     compute, fraction = _compute_dtype(plan), setup.offload.main_weights
     resolved = resolve_precision(policy, compute)
-    is_usual = resolved.main_grads == resolved.grad_comm == torch.float32  # so does the trainer unless told otherwise
+    is_usual = resolved.main_grads == resolved.grad_comm == torch.float32  # so does the trainer by default
     is_full, is_hybrid = recompute == "full", ranks.dp_outer > 1
     keeps_transposed = setup.keep_fp8_transpose_cache and policy.weight_formats == {"*": "fp8_compute"}
     formats = [f"{pattern}={form or 'none'}" for pattern, form in policy.weight_formats.items()]

@@ -20,9 +20,9 @@ from megatron_fsdp.sharding.placement import placements_for
 Known = TypeVar("Known")
 
 Recompute = Literal["none", "full", "selective", "every_second_product", "mlp"]
-"""What backward recomputes: nothing; whole layers (every unit but the root); the core of attention, which is all of it
-but its products with weights (as in Megatron-LM); whole layers but for the results of attention and of every second
-product; or the MLP (or mixture) of layers."""
+"""The part that backward recomputes: nothing; whole layers (every unit but the root); the core of attention, which
+is all of it except its products with weights (as in Megatron-LM); whole layers except the results of attention and
+of every second product; or the MLP (or mixture) of layers."""
 
 
 def one_of(what: str, given: str, known: Mapping[str, Known]) -> Known:

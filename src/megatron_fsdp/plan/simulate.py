@@ -27,10 +27,10 @@ from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
 BACKENDS = ("gloo", "nccl")
-"""The back ends that a simulated rank can stand in for."""
+"""The back ends that can be simulated."""
 
 DEFAULT_DIM = "dp"
-"""The name of the mesh dimension where only a number of ranks is given."""
+"""The name of the mesh dimension if only a number of ranks is given."""
 
 _HYBRID_DIM = "hybrid_of_simulated"
 

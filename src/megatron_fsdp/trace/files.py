@@ -28,7 +28,7 @@ _FLOWS_PER_RANK = 1_000_000_000
 Event = dict[str, Any]
 
 KEY = "megatronFsdpTimeline"
-"""The key of what viewers ignore in the file."""
+"""The key of the part of the file that viewers ignore."""
 
 FORMAT = 4
 _NAME = re.compile(r"trace-rank(\d+)\.json")
@@ -59,9 +59,9 @@ def write_timeline(folder: str | os.PathLike[str], timeline: Timeline) -> Path:
     The folder, the same for all ranks, is created if needed; an older file is replaced.
     """
     path = Path(folder) / f"trace-rank{timeline.rank}.json"
-    told = {name: getattr(timeline, name) for name in _OF_TIMELINE}
+    given = {name: getattr(timeline, name) for name in _OF_TIMELINE}
     steps = [asdict(step) for step in summarise(timeline)]
-    _write(path, {"traceEvents": chrome_events(timeline), KEY: {"format": FORMAT, **told, "steps": steps}})
+    _write(path, {"traceEvents": chrome_events(timeline), KEY: {"format": FORMAT, **given, "steps": steps}})
     return path
 
 
@@ -124,10 +124,10 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 def _read(path: Path, rank: int) -> RankTrace:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        given = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path} is not JSON, or was cut off: {error}; record it again") from None
-    data = told.get(KEY) if isinstance(told, dict) else None
+    data = given.get(KEY) if isinstance(given, dict) else None
     if not isinstance(data, dict):
         raise TraceError(f"{path} is JSON of something else ({KEY!r} is missing); write_timeline writes timelines")
     if data.get("format") != FORMAT:
@@ -135,7 +135,7 @@ def _read(path: Path, rank: int) -> RankTrace:
     try:
         known = {name: data[name] for name in _OF_TIMELINE}
         steps = tuple(StepTimes(**step) for step in data["steps"])
-        trace = RankTrace(**known | {"peers": tuple(data["peers"])}, steps=steps, events=tuple(told["traceEvents"]))
+        trace = RankTrace(**known | {"peers": tuple(data["peers"])}, steps=steps, events=tuple(given["traceEvents"]))
     except (KeyError, TypeError) as error:
         raise TraceError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     if trace.rank != rank:

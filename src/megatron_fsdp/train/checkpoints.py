@@ -40,7 +40,7 @@ _STRICT = (
     "pass strict=False to load what fits",
     "give --no-strict-fsdp-dtensor-load to load what fits, or --no-load-optim where only the optimizer does not",
 )
-"""What the library advises, and what that is in options."""
+"""Maps advice in library errors to trainer flags."""
 
 # ---- where a run begins ----------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.train.ranks import Rank
 
 MEETING_VARIABLE = "MEGATRON_FSDP_MEETING"
-"""Names the file, as a URL, by which ranks of one machine meet that this package has started."""
+"""The variable with the URL of the file through which locally started ranks meet."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -50,12 +50,12 @@ ENDS: Mapping[int, str] = {
     EXIT_INTERRUPTED: "Ctrl-C",
     EXIT_TERMINATED: "SIGTERM or SIGUSR1 to the launcher, or the terminal was closed",
 }
-"""The meaning of every exit code of the program, where this package started the ranks."""
+"""The meaning of every exit code of the program, if this package started the ranks."""
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torch's agent
 
 _TOLD_IN_ONE_LINE = (ConfigurationError, CheckpointError)
-_TOLD_BY_CODE = (EXIT_USAGE, EXIT_OUT_OF_MEMORY, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
+_SURE_CODES = (EXIT_USAGE, EXIT_OUT_OF_MEMORY, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
 """Exit codes that, almost certainly, only this package uses: they are trusted without an error file."""
 _NOTICED_WITHIN_NS = 5 * 10**9
 _ECHOES = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
@@ -128,17 +128,17 @@ def report_failure(error: BaseException, rank: int) -> int:
     """
     code, path = exit_code_of(error), os.environ.get(_ERROR_FILE)
     restarts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    is_told = path is not None and restarts >= limit and (code == EXIT_FAILED or MEETING_VARIABLE in os.environ)
+    is_reported = path is not None and restarts >= limit and (code == EXIT_FAILED or MEETING_VARIABLE in os.environ)
     try:
         if path is not None:
             write_failure(error, Path(path))
     except OSError:  # as on a full disk
-        is_told = False
+        is_reported = False
         with suppress(OSError):
             Path(path or "").unlink()  # half a file would hide the exit code
-    if not is_told and code == EXIT_USAGE:
+    if not is_reported and code == EXIT_USAGE:
         tell(f"error: {error}" if rank == 0 else "")
-    elif not is_told:
+    elif not is_reported:
         tell(f"rank {rank}: {error}" if code != EXIT_FAILED else "".join(traceback.format_exception(error)))
     return code
 
@@ -165,7 +165,7 @@ def read_failure(rank: int, failure: ProcessFailure) -> Failure:
     noticed_ns = failure.timestamp * 10**9 + 10**9  # ended from outside, or before it could write an error file
     if failure.exitcode >= 0:
         text = f"it ended with exit code {failure.exitcode} and without a word"
-        code = failure.exitcode if failure.exitcode in _TOLD_BY_CODE else EXIT_FAILED
+        code = failure.exitcode if failure.exitcode in _SURE_CODES else EXIT_FAILED
         return Failure(rank, text, code, noticed_ns, is_echo=code == EXIT_FAILED)
     name = signal.Signals(-failure.exitcode).name
     hint = ", as after kill -9 or when the machine's memory runs out" if name == "SIGKILL" else ""
@@ -187,7 +187,7 @@ _OUT_OF_MEMORY = re.compile(
     "can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
     "CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|(?i:nccl(?s:.*)out of memory)"
 )
-"""What untyped errors of drivers and libraries say."""
+"""Phrases of untyped out-of-memory errors of drivers and libraries."""
 _OF_PEERS = re.compile(r"\b(OutOf)?MemoryError\b")  # ranks exchange the type and the message of an error
 _MET_TOGETHER = (CheckpointError, RankError, ConfigurationError)  # whose messages name the ranks that met something
 
@@ -207,7 +207,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def telling_of_memory(describe: Callable[[Exception], str]) -> Iterator[None]:
+def describing_memory_errors(describe: Callable[[Exception], str]) -> Iterator[None]:
     """Raise an `OutOfMemoryError` with a description if the block runs out of memory."""
     try:
         yield
@@ -219,7 +219,7 @@ def telling_of_memory(describe: Callable[[Exception], str]) -> Iterator[None]:
         raise OutOfMemoryError(describe(error)) from error
 
 
-def memory_told(job: Job, rank: Rank, step: int, error: BaseException) -> str:
+def memory_advice(job: Job, rank: Rank, step: int, error: BaseException) -> str:
     """Describe which rank ran out of memory in which step (0: before any), with advice, the cheapest first."""
     options, device, ways = job.options, rank.device, []
     where = "" if isinstance(error, _MET_TOGETHER) else f" on rank {rank.index}"

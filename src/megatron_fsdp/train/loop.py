@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.tokens import Batch, Feed, TokenData, held_out_batches
-from megatron_fsdp.train.failures import NonFiniteStepError, memory_told, telling_of_memory
+from megatron_fsdp.train.failures import NonFiniteStepError, describing_memory_errors, memory_advice
 from megatron_fsdp.train.measure import Evaluation, Progress, Speed, StepRecord, peak_bytes, recording_waits
 from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.options.job import Job
@@ -58,7 +58,7 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progres
         is_shown = _is_due(step, asked.log_interval) or step == job.train_iters
         flags = keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s
         waits = recording_waits(run.trained, is_wanted=is_shown and asked.log_exposed_communication)
-        with waits as exposed_share, telling_of_memory(partial(memory_told, job, run.rank, step)):
+        with waits as exposed_share, describing_memory_errors(partial(memory_advice, job, run.rank, step)):
             record, is_interrupted, is_late = train_step(run, done, guard, flags)
         elapsed_s = time.perf_counter() - began_s
         record = run.speed.timed(record, elapsed_s - done.elapsed_s, elapsed_s)
@@ -185,7 +185,7 @@ class NanGuard:
             self._say(f"step {step}: gradients overflow float16 at loss scale {scale}: skipped, halved")
             return
         self._in_a_row += 1
-        what = f"step {step} has loss {loss} and gradient norm {grad_norm}{where_told(trained.model)}"
+        what = f"step {step} has loss {loss} and gradient norm {grad_norm}{nonfinite_gradients(trained.model)}"
         if self._in_a_row > self._limit:
             raise NonFiniteStepError(
                 f"{what}: {self._in_a_row} steps in a row could not be taken, and --max-nan-steps is {self._limit}; "
@@ -194,7 +194,7 @@ class NanGuard:
         self._say(f"{what}: skipped, {self._in_a_row} of at most {self._limit} in a row")
 
 
-def where_told(model: nn.Module) -> str:
+def nonfinite_gradients(model: nn.Module) -> str:
     """Return the parameters with gradients that are not finite, and their ranks; the same on every rank, collective."""
     bad = []
     for name, parameter in model.named_parameters():

@@ -64,13 +64,13 @@ def join_ranks(
     chosen = dist.get_default_backend_for_device(device) if backend == "auto" else backend
     launcher = os.getppid()
     index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    told: dict[str, Any] = {}  # nothing: as the environment says
+    meeting: dict[str, Any] = {}  # nothing: as the environment says
     if MEETING_VARIABLE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         # One store for all restarts, with the addresses of ranks that are gone.
         store, *_ = next(rendezvous(os.environ.get(MEETING_VARIABLE, "env://"), index, count, timeout=_MEETING))
         fresh = dist.PrefixStore(f"start {os.environ.get(_RESTARTS, '0')}", store)  # type: ignore[attr-defined]
-        told = {"store": fresh, "rank": index, "world_size": count}
-    dist.init_process_group(chosen, timeout=timeout, device_id=bound_device(chosen, device), **told)
+        meeting = {"store": fresh, "rank": index, "world_size": count}
+    dist.init_process_group(chosen, timeout=timeout, device_id=bound_device(chosen, device), **meeting)
     yield Rank(dist.get_rank(), dist.get_world_size(), device, launcher)
     dist.barrier()  # no rank leaves while a peer still needs the connection
     dist.destroy_process_group()

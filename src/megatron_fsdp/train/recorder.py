@@ -315,5 +315,5 @@ class Recorder(Writer):
                     del self._writers[name]
                 if name not in self._failed:
                     self._failed.add(name)
-                    told = _WHO.sub("", str(error))  # without the passwords of addresses
-                    self.say(f"{name} cannot be written ({told}): training goes on, with gaps in it or without it")
+                    reason = _WHO.sub("", str(error))  # without the passwords of addresses
+                    self.say(f"{name} cannot be written ({reason}): training goes on, with gaps in it or without it")

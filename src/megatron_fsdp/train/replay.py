@@ -40,7 +40,7 @@ _OF_THE_RUN = {
     *("eval_interval", "exit_interval", "exit_duration_in_mins", "skip_train"),
     *("num_distributed_optimizer_instances", "outer_dp_sharding_strategy"),
 }.difference(_MEASURED)
-"""Options of the ranks, files and times of a run, which decide no number of a step."""
+"""Options of the ranks, files and times of a run, which do not change a step's numbers."""
 
 # Not the norm of the weights, for display, which is merged rank by rank.
 _COMPARED = ("loss", "gradients", "grad_norm", "learning_rate", "loss_scale", "skipped", "num_zeros_in_grad", "weights")
@@ -55,7 +55,7 @@ class Replayed:
     digests: int  # of how many of them the run recorded digests
     difference: str | None = None  # the first one, as a sentence; None: all is the same, bit for bit
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Describe the result in two lines."""
         steps = f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
         recorded = f"digests were recorded of {self.digests}"

@@ -27,7 +27,7 @@ from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, facts_of, fi
 from megatron_fsdp.train.console import Say, console, header, library_messages, stamped
 from megatron_fsdp.train.data.preparation import prepare_data
 from megatron_fsdp.train.data.tokens import TokenData, make_feed
-from megatron_fsdp.train.failures import memory_told, telling_of_memory
+from megatron_fsdp.train.failures import describing_memory_errors, memory_advice
 from megatron_fsdp.train.loop import Run, evaluate, train
 from megatron_fsdp.train.measure import Evaluation, Speed, StepRecord, describe_peak, peak_bytes, peak_tflops
 from megatron_fsdp.train.models.build import model_flops
@@ -60,7 +60,7 @@ def run_job(job: Job, rank: Rank) -> None:
     say = console(is_first=rank.is_first)
     require_there(job.options)
     seed_everything(job.options.training.seed)
-    with telling_of_memory(partial(memory_told, job, rank, 0)), ExitStack() as held:
+    with describing_memory_errors(partial(memory_advice, job, rank, 0)), ExitStack() as held:
         if (saves := job.options.checkpoint.save) is not None:
             decided_by_first(lambda: claim_folder(saves, _SAVES_CLAIM, "--save", job, held), f"looking into {saves}")
         origin = find_origin(job, say)
@@ -101,8 +101,8 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
             finally:
                 recorder.close()
         feed.close()
-        if told := end_told(job, done.steps, is_interrupted=is_interrupted):
-            say(told)
+        if reason := end_summary(job, done.steps, is_interrupted=is_interrupted):
+            say(reason)
         if is_interrupted:
             return
         final = Evaluation(done.steps, evaluate(job, trained, data, FINAL_TIMES))
@@ -151,7 +151,7 @@ def write_json(path: Path, values: object, say: Say) -> None:
         say(f"{path.name} could not be written: {error}")
 
 
-def end_told(job: Job, steps: int, *, is_interrupted: bool) -> str:
+def end_summary(job: Job, steps: int, *, is_interrupted: bool) -> str:
     """Describe the reason why a run ends here; empty if it has done all steps."""
     training, origins, saved = job.options.training, job.options.origins, job.options.checkpoint.save
     if is_interrupted and steps < job.train_iters:

@@ -102,7 +102,7 @@ def test_every_kind_of_difference_is_told(tmp_path: Path) -> None:
         {"b": 3, "dtype": torch.zeros(2).half(), "shape": torch.zeros(1, 2), "type": 0, "o": {"x": 2.0}}, tmp_path / "b"
     )
     size = len(a.read_bytes("o.x"))
-    found = {item.key: (item.kind, item.told) for item in diff(a, b).differences}
+    found = {item.key: (item.kind, item.text) for item in diff(a, b).differences}
     assert found == {
         "a": ("only in A", "tensor (2,) float32 that only A has"),
         "b": ("only in B", "object that only B has"),

@@ -55,7 +55,7 @@ class StageForward:
         base = model.base_model
         layers: StageLayers = getattr(base, self._stage_layers)
         named = {"input_ids" if self._stage_is_first else "inputs_embeds": inputs, "use_cache": False, **per_token}
-        with layers.standing_in(None if self._stage_is_first else inputs) as run:
+        with layers.as_whole_list(None if self._stage_is_first else inputs) as run:
             if self._stage_is_last:
                 return super().forward(**named).logits  # type: ignore[misc]  # the class of the model comes after
             base(**named)
@@ -140,10 +140,10 @@ def cut_stage(model: nn.Module, start: int, stop: int, is_first: bool, is_last: 
     return model
 
 
-def _replace(owner: nn.Module, key: str, stand_in: nn.Module) -> None:
+def _replace(owner: nn.Module, key: str, proxy: nn.Module) -> None:
     """Replace a part without registering a module: plans and sharding must not see it."""
     delattr(owner, key)
-    vars(owner)[key] = stand_in
+    vars(owner)[key] = proxy
 
 
 def tied_embeddings(model: nn.Module) -> tuple[str, str] | None:
@@ -180,7 +180,7 @@ def _refuse_shared(
         )
 
 
-class StandIn(Tensor):
+class HiddenStatesProxy(Tensor):
     """Placeholder hidden states; indexable, since some models unpack tuples."""
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -197,7 +197,7 @@ class AbsentLayer:
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return a tensor of the hidden states' shape, without memory of its own."""
         zero = torch.zeros((), dtype=hidden_states.dtype, device=hidden_states.device)
-        return zero.expand(hidden_states.shape).as_subclass(StandIn)
+        return zero.expand(hidden_states.shape).as_subclass(HiddenStatesProxy)
 
 
 @dataclass
@@ -211,9 +211,9 @@ class StageRun:
 class StageLayers(nn.ModuleDict):
     """The layers `start` to `stop` of a whole model, under their indices there.
 
-    Inside `standing_in`, and only there, it iterates as the whole list does: forwards of transformers count layers and
-    look up their kinds (full or sliding attention) by the index. The first local layer then gets the hidden states of
-    the previous stage, whatever the model has made of its inputs (scaled embeddings, dropout), and the output of the
+    Inside `as_whole_list`, and only there, it iterates as the whole list does: forwards of transformers count layers
+    and look up their kinds (full or sliding attention) by the index. The first local layer then gets the hidden states
+    of the previous stage, whatever the model has made of its inputs (scaled embeddings, dropout), and the output of the
     last one is kept.
     """
 
@@ -224,7 +224,7 @@ class StageLayers(nn.ModuleDict):
         self._shown: list[Any] | None = None
 
     @contextmanager
-    def standing_in(self, received: Tensor | None) -> Iterator[StageRun]:
+    def as_whole_list(self, received: Tensor | None) -> Iterator[StageRun]:
         """Act as the whole list inside the block, on the hidden states of the previous stage."""
         run, here = StageRun(received), list[Any](self.values())
         last = len(here) - 1

@@ -192,15 +192,15 @@ def _find_partial(
         trial, whole = tried(ranks), tried(1)
     except Exception:  # noqa: BLE001 - a model that cannot be copied, a style that cannot be followed
         return set()
-    lack, is_whole_tried = trial.run(), whole.run() is None
-    if lack is None and is_whole_tried:
-        lack = trial.differing_reduction(whole)
-    if lack is None:
+    reason, is_whole_tried = trial.run(), whole.run() is None
+    if reason is None and is_whole_tried:
+        reason = trial.differing_reduction(whole)
+    if reason is None:
         return {id(model.get_parameter(name)) for name in trial.partial}
     if not is_whole_tried:
         return set()
     raise ConfigurationError(
-        f"{ranks} tensor-parallel ranks cannot compute {type(model).__name__} by this plan: {lack}; give a tp_plan "
+        f"{ranks} tensor-parallel ranks cannot compute {type(model).__name__} by this plan: {reason}; give a tp_plan "
         f"that {_advice(model, trial.failed_in, steps)}, or use tp_size=1"
     )
 

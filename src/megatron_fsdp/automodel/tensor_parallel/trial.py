@@ -224,13 +224,13 @@ class Trial:
                 self._flow.use(self._forward())
         except Exception as error:  # noqa: BLE001 - whatever a model cannot do with parts of its weights
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return text if isinstance(error, DivisionError) else f"{self._told(self.failed_in)} fails ({text})"
+            return text if isinstance(error, DivisionError) else f"{self._described(self.failed_in)} fails ({text})"
         for source, where in self._flow.partial.items():
             if source not in self._params or source & self._flow.whole:
                 self.failed_in = where
                 return (
                     f"{self._names[source.bit_length() - 1]} is whole on every rank, and meets activations in "
-                    f"{self._told(where)} of which each rank has a part, so no rank gets its whole gradient"
+                    f"{self._described(where)} of which each rank has a part, so no rank gets its whole gradient"
                 )
         return None
 
@@ -247,7 +247,7 @@ class Trial:
             if any(part.shape[dim] != all_.shape[dim] for dim in part.dims):
                 self.failed_in = part.where
                 return (
-                    f"{part.name} in {self._told(part.where)} runs over {list(part.shape)} on a rank, a part of "
+                    f"{part.name} in {self._described(part.where)} runs over {list(part.shape)} on a rank, a part of "
                     f"{list(all_.shape)}"
                 )
         return None
@@ -260,7 +260,7 @@ class Trial:
         hidden_shape = (1, _TOKENS, text_config(self._model).hidden_size)
         return self._model(inputs if is_first else torch.full(hidden_shape, _VALUE, device="cpu"))
 
-    def _told(self, name: str) -> str:
+    def _described(self, name: str) -> str:
         module = self._model.get_submodule(name)
         own = [f"{key} {list(param.shape)}" for key, param in module._parameters.items() if param is not None]
         return f"{name} ({', '.join([type(module).__name__, *own])})" if name else "the model"

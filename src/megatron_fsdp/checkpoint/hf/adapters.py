@@ -35,11 +35,11 @@ init_vector_bank_bound lora_ga_config megatron_config megatron_core orth_reg_wei
 runtime_config target_r tfinal tinit total_step
 """  # schedules, first values, and where things run
 _HARMLESS = frozenset(f"{_ABOUT_THE_FILE} {_SEEN_BY_NAMES} {_FOR_TRAINING}".split())
-"""Fields of peft's configs with which the same weights compute the same; dropouts are told by their name."""
+"""Fields of peft's configs that do not change the result of the weights; dropouts are recognised by name."""
 
 _INIT_FIELDS = {"init_ia3_weights", "init_lora_weights", "init_weights"}
 _PLAIN_INITS = {"eva", "gaussian", "orthogonal"}
-"""Other named ones change the weights of the base, or what is computed (pissa, olora, loftq, bat)."""
+"""Other named ones change the weights of the base, or the computation (pissa, olora, loftq, bat)."""
 
 
 @agreed("saving the adapter", group_of, CheckpointError)

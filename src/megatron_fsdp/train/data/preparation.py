@@ -40,7 +40,7 @@ from megatron_fsdp.train.data.tokens import (
     open_indexed,
     write_index,
 )
-from megatron_fsdp.train.failures import telling_of_memory
+from megatron_fsdp.train.failures import describing_memory_errors
 from megatron_fsdp.train.options import Options
 from megatron_fsdp.train.options.checks import parse_split
 from megatron_fsdp.train.options.job import Job
@@ -86,7 +86,7 @@ def prepare_data(job: Job, folder: Path, rank: Rank, say: Say = lambda _: None) 
     def write() -> None:
         where = f"out of memory on rank {rank.index} while it made the tokens of --data-path"
         try_words = "give text in shorter lines, or token files (.bin and .idx, or .npy), which are mapped"
-        with telling_of_memory(lambda error: f"{where}: {error!r}\n  try: {try_words}"):
+        with describing_memory_errors(lambda error: f"{where}: {error!r}\n  try: {try_words}"):
             made.append(write_data(job.options, folder, say).name)
 
     work_on_machines(rank, write)

@@ -266,7 +266,7 @@ def shard_decoder_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Trained:
         allocate(decoder, rank.device)
         torch.manual_seed(job.options.training.seed)
         draw_missing(twin, decoder, [decoder], set(), rank.device)
-    _reshard_as_told(decoder, job)
+    _set_resharding(decoder, job)
     return trained_by_microbatches(job, Place(rank.device, rank.index, rank.count), decoder)
 
 
@@ -291,14 +291,14 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Traine
     model = make(folder or config, **arguments)
     for part in model.parts if sizes.pipeline > 1 else [model]:
         recompute_layers(part, job.options.training)
-        _reshard_as_told(part, job)
+        _set_resharding(part, job)
     place = place_in(model.mesh_context)
     if sizes.pipeline > 1:
         return PipelineModel(job, place, model, loss)
     return trained_by_microbatches(job, place, model)
 
 
-def _reshard_as_told(model: nn.Module, job: Job) -> None:
+def _set_resharding(model: nn.Module, job: Job) -> None:
     if job.options.parallel.torch_fsdp2_no_reshard_after_forward:
         assert isinstance(model, FSDPModule)
         model.set_reshard_after_forward(False)  # of every unit in it

@@ -82,7 +82,7 @@ _NO_PART_OF_A_MODEL = (
     *("init_std", "initializer_range", "_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"),
     *("id2label", "label2id", "return_dict", "output_attentions", "output_hidden_states", "problem_type"),
 )
-"""Fields of configurations that do not change what a trained model computes."""
+"""Fields of configurations that do not change a trained model's result."""
 
 
 def config_values(options: ModelOptions, vocab_size: int) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from megatron_fsdp.sharding.shards import Box
 _FACTS = "trainer.facts"
 _OF_MODEL = " of the model"
 _FLAGS = {"--norm-epsilon": "rms_norm_eps", "--num-attention-heads": "num_attention_heads"}
-"""Options of runs that say nothing of the model's fields, and the fields that they become."""
+"""Options of runs that are not named after the model's fields, and the fields that they become."""
 _NOT_COMPUTED = ("max_position_embeddings", "token_id", "dropout", "pdrop")
-"""How fields end that change nothing of what trained weights compute."""
+"""Endings of fields that do not change the result of trained weights."""
 _KEY = re.compile(rf"{MODEL}\.(?:module\.)*(.+)")
 _NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -44,7 +44,7 @@ _BLOCK = {
     "feed_forward.gate_and_value": ("mlp.gate_proj", "mlp.up_proj"),
     "feed_forward.output": ("mlp.down_proj",),
 }
-"""Names in a block of ours and those in a layer of a Llama; of several each has some of the rows, in this order."""
+"""Our names in a block, and Llama's in a layer; several of them divide the rows, in this order."""
 
 
 def export_run(source: CheckpointFolder, folder: Path, config: Path | None, **options: Any) -> tuple[str, ...]:
@@ -72,12 +72,12 @@ def export_run(source: CheckpointFolder, folder: Path, config: Path | None, **op
         return export_hf(view, folder, config, **options)
     with tempfile.TemporaryDirectory() as written:
         transformers: Any = require("transformers", "a Hugging Face folder")
-        told = transformers.LlamaConfig(**fields, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-        told.architectures, told.dtype = (
+        llama = transformers.LlamaConfig(**fields, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        llama.architectures, llama.dtype = (
             ["LlamaForCausalLM"],
             view.tensors[f"{MODEL}.{_NAMES['embedding.weight']}"].dtype,
         )
-        told.save_pretrained(written)
+        llama.save_pretrained(written)
         return export_hf(view, folder, written, **options)
 
 

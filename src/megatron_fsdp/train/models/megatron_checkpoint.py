@@ -35,10 +35,8 @@ NAMES: Mapping[str, str] = {
     "decoder.final_layernorm.": "norm.",
     "output_layer.": "head.",
 }
-"""What stands before `weight` or `bias` in Megatron's names, and in ours; # stands for the number of the layer.
-
-A gated `linear_fc1` is `gate_and_value` here.
-"""
+"""The part before `weight` or `bias` in Megatron's names, and in ours; # is the number of the layer. A gated
+`linear_fc1` is `gate_and_value` here."""
 
 _PARAMETER = re.compile(r"(model\.)(?:module\.)*(.+)")
 _STATE = re.compile(r"(optimizer\.state\.)(?:module\.)*(.+)(\.[^.]+)")

@@ -64,7 +64,7 @@ ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
 )
 """(option, option, why): contradictory pairs; where a preset has one and the user the other, the user's holds."""
 
-_TOLD: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
+_IDLE_CASES: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
     (
         "max_position_embeddings",
         lambda o: o.model.position_embedding_type == "rope" and o.model.transformer_impl == "local",
@@ -106,7 +106,7 @@ def check_options(options: Options) -> None:
 
 def idle_notices(options: Options, train_iters: int) -> Iterator[str]:
     """Yield warnings for given options without effect, as far as that is usual."""
-    for names, is_idle, why in _TOLD:
+    for names, is_idle, why in _IDLE_CASES:
         if is_idle(options):
             yield from (f"{flag_for(name)} has no effect: {why}" for name in _chosen(options, names))
     for name in _chosen(options, "save_interval eval_interval exit_interval"):

@@ -45,10 +45,10 @@ IDLE = tuple(flag.removesuffix("=") for flag in _IDLE)
 """Flags that are accepted, and named in a notice, since they have no effect."""
 
 ELSEWHERE: Mapping[str, str] = _TABLES["elsewhere"]
-"""Flag of other trainers -> the one of this trainer that says so."""
+"""Flag of other trainers -> the equivalent one of this trainer."""
 
 VALUED = frozenset(flag.removesuffix("=") for flag in _IDLE if flag.endswith("="))
-"""Those of them that a value, or several, must follow."""
+"""Those that need one or more values."""
 
 REFUSED: Mapping[str, str] = {flag: reason for reason, flags in _TABLES["refused"].items() for flag in flags.split()}
 """Flag -> reason and remedy."""
