@@ -118,7 +118,7 @@ def fill_adapters(model: nn.Module, twin: nn.Module, peft_config: Any, device: t
     """
     groups = [dist.group.WORLD] if dist.group.WORLD is not None else []
     with same_random_numbers(groups, device), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # told already, when the adapters were added
+        warnings.simplefilter("ignore")  # given already, when the adapters were added
         drawn = _with_adapters(twin, peft_config)
     module = unwrap(model)
     values = {name: param.detach() for name, param in drawn.named_parameters() if not param.is_meta}

@@ -409,7 +409,7 @@ def _check(report: LoadReport, folder: Path, twin: nn.Module, strict: bool, new_
         raise CheckpointError(f"{folder} does not fit {type(twin).__name__}: {report}\ngive the folder of such a model")
 
 
-# ---- what all ranks have to be told alike ----------------------------------------------------------------------------
+# ---- arguments that all ranks must share -----------------------------------------------------------------------------
 
 # Ranks compare the text of values, which is the same in every process that was given the same. `repr` is not: strings
 # are hashed by a seed of each process, so sets show their elements in another order, and objects without a `repr` of
@@ -565,7 +565,7 @@ def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> 
         target = whole if isinstance(self, Pipeline) else self  # a deep copy saves itself
         given = {"save_directory": repr(save_directory), "max_shard_size": repr(max_shard_size), "dtype": repr(dtype)}
         target_bytes = together("saving the model", lambda: _checked(save_directory, max_shard_size), facts=given)
-        reshard_units(target)  # after a forward without its backward, weights are views of what FSDP2 frees
+        reshard_units(target)  # after a forward without its backward, weights are views of memory that FSDP2 frees
         if getattr(unwrap(target), "peft_config", None):
             save_adapter(target, save_directory)
             return

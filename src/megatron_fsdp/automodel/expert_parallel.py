@@ -179,7 +179,7 @@ class DividedExperts(nn.Module):
             if param is not None
         }
         proxy.__dict__.update(weights, num_experts=self.num_local)
-        if rows.shape[0] == 0:  # FSDP2 reduces what has a gradient, and must find the same on all ranks: zeros here
+        if rows.shape[0] == 0:  # FSDP2 reduces existing gradients, which must be the same ones on all ranks: zeros here
             return rows + torch.stack([weight.flatten()[:0].sum() for weight in weights.values()]).sum().to(rows.dtype)
         ones = rows.new_ones(rows.shape[0], 1)
         computed: Tensor = super(DividedExperts, proxy).forward(rows, local_index.unsqueeze(-1), ones)

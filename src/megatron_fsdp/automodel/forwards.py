@@ -62,11 +62,6 @@ def recompute_in_backward(module: nn.Module, *, is_selective: bool = False) -> N
     _run_inside(module, around)
 
 
-def compile_forward(module: nn.Module) -> None:
-    """Compile a module's forward by `torch.compile`; hooks around it stay eager, and no `_orig_mod` enters names."""
-    module.forward = torch.compile(module.forward)
-
-
 def run_under_autocast(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
     """Run a module's forward under `torch.autocast`."""
 

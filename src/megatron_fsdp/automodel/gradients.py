@@ -35,7 +35,7 @@ def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
     """Connect an optimizer that was built on `model.parameters()` if the strategy needs it, and check its parameters.
 
     Args:
-        model: What a manager, `from_pretrained` or `from_config` returned: a module or a `Pipeline`.
+        model: Of a manager, `from_pretrained` or `from_config`: a module or a `Pipeline`.
         optimizer: Built on its parameters, after that.
 
     Returns:
@@ -83,7 +83,7 @@ def accumulation_context(
     """Run forward and backward of one microbatch; gradients are reduced over ranks after the last one.
 
     Args:
-        model: What a manager, `from_pretrained` or `from_config` returned (not a pipeline, which has all microbatches
+        model: Of a manager, `from_pretrained` or `from_config` (not a pipeline, which has all microbatches
             of a step inside).
         is_last_microbatch: Whether the optimizer steps after this one.
         defer_grad_sync: False: reduce after every microbatch (less memory, more communication). None: what

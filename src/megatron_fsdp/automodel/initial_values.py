@@ -83,7 +83,8 @@ def draw_missing(
         draw_values(
             twin, draw_blueprint(twin, everywhere), find_layers(twin).modules(), store, device, may_leave_buffers=True
         )
-    if not everywhere:  # the walk for buffers may have drawn; what is drawn next is as after transformers' loading
+    if not everywhere:
+        # The walk for buffers may have drawn, and the next draws must equal those after transformers' loading.
         set_random_state(device, before)
     for stage in stages:
         _fill_buffers(base_tensors(unwrap(stage))[0], twin, filled)

@@ -156,14 +156,12 @@ class FSDP2Manager:
         config: The configuration.
         device_mesh: (pp, dp_replicate, dp_shard, cp, tp) of `create_device_mesh`.
         moe_mesh: (ep_shard, ep), or None without expert parallelism.
+
+    Raises:
+        ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
     """
 
     def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
-        """Store and check the arguments.
-
-        Raises:
-            ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
-        """
         _check_arguments("FSDP2Manager", config, FSDP2Config, device_mesh, FSDP2_AXES)
         self.config = config
         self.device_mesh = device_mesh
@@ -215,13 +213,14 @@ class FSDP2Manager:
         asynchronous = self.config.enable_async_tensor_parallel and self.device_mesh["tp"].size() > 1
         if self.config.enable_compile or asynchronous:
             for layer in find_layers(model).modules():
-                forwards.compile_forward(layer)
+                # The forward, not the module: its hooks stay eager, and no `_orig_mod` enters names.
+                layer.forward = torch.compile(layer.forward)
 
     def _shard(self, model: nn.Module, experts: list[str]) -> None:
         config = self.config
         assert config.mp_policy is not None  # __post_init__ sets it
         # Under FSDP2 each unit casts its own outputs. With float32 outputs of the last layer and a head that computes
-        # in bfloat16, the head would fail, so layers hand on what they compute in; the next one would cast it anyway.
+        # in bfloat16, the head would fail, so layers return their compute dtype; the next one would cast anyway.
         # Under autocast, which makes products fit, they hand on output_dtype: the residual stream is kept in float32.
         layer_policy = config.mp_policy
         if config.autocast_dtype is None and layer_policy.output_dtype is not None:
@@ -258,14 +257,12 @@ class MegatronFSDPManager:
     Attributes:
         config: The configuration.
         device_mesh: (dp, cp, tp) of `create_device_mesh`.
+
+    Raises:
+        ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
     """
 
     def __init__(self, config: MegatronFSDPConfig, device_mesh: DeviceMesh) -> None:
-        """Store and check the arguments.
-
-        Raises:
-            ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
-        """
         _check_arguments("MegatronFSDPManager", config, MegatronFSDPConfig, device_mesh, MEGATRON_AXES)
         self.config = config
         self.device_mesh = device_mesh

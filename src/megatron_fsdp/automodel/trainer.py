@@ -75,7 +75,7 @@ class ShardedTrainer(transformers.Trainer):
         """Set up; collective.
 
         Args:
-            model: What `from_pretrained` or `from_config` returned, with data parallelism only.
+            model: Of `from_pretrained` or `from_config`, with data parallelism only.
             args: As of transformers; `check_arguments` says what is refused.
             options: The other arguments of `transformers.Trainer`.
 

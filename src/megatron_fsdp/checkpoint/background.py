@@ -162,7 +162,7 @@ class BackgroundSaver:
 
         saver = BackgroundSaver()
         saver.start(state, lambda state, group: store.write(10, writer_of(state, group), group=group))
-        ...                                     # training goes on; it may change what was saved
+        ...                                     # training goes on; it may change the saved tensors
         saver.close()                           # or wait(); before torch.distributed is taken down
 
     The thread uses a gloo group of its own, so that its collectives never meet those of training. What it raises

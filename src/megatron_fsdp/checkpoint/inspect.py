@@ -190,7 +190,7 @@ def side_file_problems(folder: CheckpointFolder) -> Iterator[SideFileProblem]:
         yield SideFileProblem("missing", COMMON_FILE, reason)
 
 
-# ---- what it holds ---------------------------------------------------------------------------------------------------
+# ---- contents --------------------------------------------------------------------------------------------------------
 
 
 def inspect_folder(

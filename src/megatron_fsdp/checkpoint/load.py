@@ -65,7 +65,7 @@ def load_checkpoint(
         group: The ranks; None: all.
 
     Returns:
-        What was loaded and what was not.
+        The report on loaded and other keys.
 
     Raises:
         CheckpointError: The checkpoint is no checkpoint, incomplete, damaged or (with `strict`) another model's; the

@@ -360,7 +360,7 @@ def _slots_of_a_step(
     switches = {name: False for name in ("fused", "capturable") if name in group}
     try:
         probe._init_group({**group, **switches, "params": [tiny]}, *([] for _ in range(num_lists)))
-    except Exception:  # noqa: BLE001  # a stored option may be anything; loading it says what is wrong
+    except Exception:  # noqa: BLE001  # a stored option may be anything; loading it reports the fault
         return ()
     return tuple(probe.state[tiny])
 

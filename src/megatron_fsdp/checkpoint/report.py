@@ -60,7 +60,7 @@ def in_short(error: CheckpointException, doing: str) -> CheckpointError:
     return made
 
 
-# ---- what was loaded -------------------------------------------------------------------------------------------------
+# ---- loaded keys -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class LoadReport:
         missing: Keys that the live objects have and the checkpoint lacks.
         unexpected: Keys that the checkpoint has and the live objects do not.
         reshaped: Keys whose shapes differ, with the shape in the checkpoint and the one wanted; they are not loaded.
-        notes: What was done besides, in words, one line each.
+        notes: Remarks, one line each.
         iteration: Number of the training step that the checkpoint was saved after; None where it does not say.
     """
 

@@ -123,10 +123,10 @@ def reading(where: str) -> Iterator[None]:
         ) from error
 
 
-# ---- what reading may cost -------------------------------------------------------------------------------------------
+# ---- the cost of reading ---------------------------------------------------------------------------------------------
 
 # Files of others can be small and stand for much: a pickle that copies one list a thousand times, lists that hold each
-# other, keys whose hashes are equal. Readers count what they make beyond the bytes themselves.
+# other, keys whose hashes are equal. Readers count their results beyond the bytes themselves.
 
 SPARE_BYTES = 8 << 20
 BYTES_PER_BYTE = 64
@@ -143,8 +143,8 @@ MAX_DEPTH = 100
 TOO_MANY = 1 << 62
 """More elements than any tensor has."""
 
-_MAX_DIMS = 64  # what torch allows a tensor
-_BETWEEN_LOOKS = 1 << 16  # what is spent between two looks at the clock
+_MAX_DIMS = 64  # torch's limit
+_BETWEEN_LOOKS = 1 << 16  # cost between two looks at the clock
 _SHORT = 64  # characters that count as no more than an element
 _MAX_KEY_ITEMS, _MAX_KEY_DEPTH, _MAX_KEY_NUMBER = 64, 2, 1 << 64
 _PLAIN_KEYS = {float, bool, type(None), torch.dtype, torch.device}
@@ -194,7 +194,7 @@ class ReadingBudget:
     def spend_on_keys(self, keys: Iterable[Any]) -> Iterator[Any]:
         """Yield keys one by one, each counted before it is hashed and compared with others of its hash."""
         for key in keys:
-            if type(key) is not str or len(key) > _SHORT:  # nobody can choose texts of one hash
+            if type(key) is not str or len(key) > _SHORT:  # hashes of text are salted, so no file can choose equal ones
                 self.spend(_key_cost(key))
             yield key
 

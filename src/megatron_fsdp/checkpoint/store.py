@@ -440,7 +440,7 @@ class CheckpointStore:
             ConfigurationError: The iteration is no whole number from 0, or ranks give different ones.
         """
         group = self.group if group is None else group
-        with ExitStack() as claims:  # what is written is locked until the end
+        with ExitStack() as claims:  # written files are locked until the end
             name, may_replace, doing = decided_by_first(
                 lambda: self._begin(iteration, overwrite, claims), f"saving iteration {iteration} in {self.root}", group
             )
@@ -456,7 +456,7 @@ class CheckpointStore:
                 raise
         return self.path_of(iteration)
 
-    # ---- what rank 0 does ----
+    # ---- the work of rank 0 --
 
     def _begin(self, iteration: int, overwrite: bool, claims: ExitStack) -> tuple[str, bool, str]:
         """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into.
@@ -470,7 +470,7 @@ class CheckpointStore:
                 f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}); save in another folder, which holds "
                 "nothing but the run's checkpoints"
             )
-        with contextlib.suppress(FileExistsError):  # a file is in the way: what is made in it says so
+        with contextlib.suppress(FileExistsError):  # a file is in the way: the next step raises
             self.root.mkdir(parents=True, exist_ok=True)
         if not self._claim.take():
             raise CheckpointError(

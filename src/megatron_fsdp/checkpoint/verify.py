@@ -163,7 +163,7 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
         deep: Read every tensor and object, and compare with the manifest; False: names, shapes and files only.
 
     Returns:
-        What was found; damage of any kind is in it and not raised.
+        The findings; damage of any kind is in them and not raised.
 
     Raises:
         CheckpointError: It is not a folder.

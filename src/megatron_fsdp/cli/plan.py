@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_SAME if plan.fits else EXIT_DIFFERENT
 
 
-# ---- from flags to what is planned ----------------------------------------------------------------------------------
+# ---- from flags to a workload ---------------------------------------------------------------------------------------
 
 
 def _setup(args: argparse.Namespace) -> Setup:
@@ -227,7 +227,7 @@ def _machine(args: argparse.Namespace) -> Machine:
     return find_machine(args.machine).but(figures)
 
 
-# ---- what is shown --------------------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------------------------
 
 
 def _list() -> int:
@@ -258,7 +258,7 @@ def _show(plan: Plan, tried: Recommendation | None, *, with_units: bool) -> None
     write_line("flags: " + " ".join(report.flags(plan)))
 
 
-# ---- what the trainer would run: its presets, and `mfsdp train --config FILE` ---------------------------------------
+# ---- runs of the trainer: its presets, and `mfsdp train --config FILE` ----------------------------------------------
 
 
 def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str, ...]]:

@@ -141,7 +141,7 @@ class LifetimeChecker(Observer):
         self._buckets: dict[int, _Borrowed] = {}  # the last one lent to each unit
         self._made = dict.fromkeys(BorrowedMemory, 0)
         self._phases: list[tuple[Phase, int]] = []
-        self._in_flight: dict[int, _Borrowed] = {}  # what a collective, by its number, works on until it is waited for
+        self._in_flight: dict[int, _Borrowed] = {}  # by the number of a collective, until it is waited for
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Check an action before it begins."""

@@ -87,7 +87,7 @@ class UnitDescription:
 
     index: int  # 0 is the root
     label: str  # its name, "(root)" for the root
-    class_name: str  # class of its module, or what else it is
+    class_name: str  # class of its module, or another description
     numel: int  # elements of its parameters
     groups: tuple[GroupDescription, ...]  # its parameter groups
 
@@ -105,9 +105,9 @@ class MemoryDescription:
     backward_prefetch: int  # units gathered ahead in backward
     persistent_bytes: int  # weights and gradients between steps
     optimizer_bytes: int  # state of connected optimizers
-    gathered_bytes: int  # what gathered weights take now
+    gathered_bytes: int  # of gathered weights now
     transient_peak_bytes: int  # the most that gathered weights, buckets and scratch have taken so far
-    offload: tuple[str, ...] = ()  # what rests elsewhere than on the device, and its bytes, which are not counted above
+    offload: tuple[str, ...] = ()  # offloaded state, and its bytes, which are not counted above
     pool_bytes: int | None = None  # communication memory that was taken at wrap time; None: it is taken as needed
     pool: tuple[str, ...] = ()  # its blocks, each with its offset in bytes
 
@@ -119,10 +119,10 @@ class OptimizerDescription:
     class_name: str  # its class
     param_groups: int  # number of its groups
     parameters: int  # number of its parameters that are the model's
-    # what its step works on: "on local tensors", "on shards and whole matrices (Muon)", "on whole tensors, one owner
+    # the operands of its step: "on local tensors", "on shards and whole matrices (Muon)", "on whole tensors, one owner
     # each", "on whole tensors, the same on every rank" or "on DTensors"
     step: str
-    parts: tuple[str, ...]  # what its parameters are, the most first: "norms 65", "embeddings 1", "head 1"
+    parts: tuple[str, ...]  # the kinds of its parameters, the most first: "norms 65", "embeddings 1", "head 1"
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class Description:
     unused: tuple[str, ...] | None
     memory: MemoryDescription  # bytes, slots and buckets
     optimizers: tuple[OptimizerDescription, ...]  # those that are connected
-    options: dict[str, str]  # what was chosen and is not the default, by name of the argument or configuration field
-    notices: tuple[str, ...]  # what was adjusted or derived, in words
+    options: dict[str, str]  # settings that are not the default, by name of the argument or configuration field
+    notices: tuple[str, ...]  # adjustments and derived settings
 
     @property
     def numel(self) -> int:

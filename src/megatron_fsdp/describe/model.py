@@ -39,8 +39,8 @@ class MemoryUse:
     main_weight_bytes: int  # of those that have memory of their own
     main_grad_bytes: int  # while there are any: from a backward until they are cleared
     transient_peak_bytes: int  # most that gathered weights have taken, and buckets and scratch as far as allocated
-    gathered_bytes: int  # what gathered weights take now; slots count whether or not they are in use
-    # of what rests elsewhere, by kind of state; the former leave it out
+    gathered_bytes: int  # of gathered weights now; slots count whether or not they are in use
+    # of offloaded state, by kind; not counted above
     away: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -254,7 +254,7 @@ class Subject:
     auto_sync: bool  # whether every backward ends with a sync
     # the configuration whose fields are shown, of wrappers that take one; None: arguments say all
     config: DistributedDataParallelConfig | None = None
-    notices: tuple[str, ...] = ()  # what was adjusted or derived
+    notices: tuple[str, ...] = ()  # adjustments and derived settings
 
 
 def describe_model(subject: Subject) -> Description:

@@ -97,7 +97,7 @@ def check_parity(
         timeout_s: Seconds that ranks started here may take.
 
     Returns:
-        What differs; `.passed`, `.judged`, `.differences`, `.summary()`, `.to_dict()`.
+        The report: `.passed`, `.judged`, `.differences`, `.summary()`, `.to_dict()`.
 
     Raises:
         ConfigurationError: An argument cannot be honoured: a batch that does not divide, a loss that is no scalar, a

@@ -81,13 +81,13 @@ class Reference:
 
     tolerance: Tolerance  # how far a correct run may be from it
     values: Mapping[Place, Values]  # the right ones, in the order of causes; empty where nothing can be compared
-    finding: Difference | None = None  # what is wrong with the model or its loss, if anything is
+    finding: Difference | None = None  # a fault of the model or its loss, if any
     notes: tuple[str, ...] = ()  # remarks that are no fault
     backward_order: tuple[str, ...] = ()  # parameters in the order in which their gradients came
     of_ranks: tuple[Values, ...] = ()  # gradients of each rank's samples alone, in step 1
     # losses and gradients at the weights before the last update, of each step after the first
     stale: Mapping[Place, Values] = field(default_factory=dict)
-    # how far a weight, or optimizer state, moves in each step when gradients change by what rounding may change them
+    # the change of a weight, or of optimizer state, in each step when gradients change by rounding
     spread: tuple[Values, ...] = ()
     # buffers that differ between ranks in right runs: statistics of batch normalisation
     excused: frozenset[str] = frozenset()
@@ -241,7 +241,7 @@ class _OneProcess:
         self.probe.put_back(buffers)
         return found
 
-    # ---- what is right ------------------------------------------------------------------------------------------
+    # ---- the right values ---------------------------------------------------------------------------------------
 
     def _train(self, initial: Values, *, by_slices: bool) -> tuple[dict[Place, Values], dict[Place, Values]]:
         """Run all steps, and record what each after the first would give with the weights before the last update."""

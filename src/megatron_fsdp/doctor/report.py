@@ -32,10 +32,10 @@ LIMITS = "sharding changes nothing; a fault of the model itself, which one proce
 class Difference:
     """The first differing tensor in one place of a run."""
 
-    where: str  # what kind of value: loss, gradient, gradient norm, step counter, weight, optimizer state, ...
+    where: str  # the kind of value: loss, gradient, gradient norm, step counter, weight, optimizer state, ...
     step: int  # of the optimizer, from 1; 0 before the first
     name: str  # in the user's model; empty for the loss and the norm
-    # How, for programs: missing, unexpected, shape, non-finite, stale (what the weights before the last update give),
+    # How, for programs: missing, unexpected, shape, non-finite, stale (of the weights before the last update),
     # not reduced (some ranks' samples only), ranks disagree or differs; of the model itself: not a mean or not
     # repeatable.
     kind: str
@@ -82,7 +82,7 @@ class ParityReport:
     num_ranks: int  # of the sharded runs
     steps: int  # of the optimizer
     part_allowed: float  # allowed difference, as a part of an element and of the largest one; times 4 with every update
-    findings: tuple[Difference, ...] = ()  # what is wrong with the model or its loss, before any sharding
+    findings: tuple[Difference, ...] = ()  # faults of the model or its loss, before any sharding
     runs: tuple[RunReport, ...] = ()  # one per strategy
     notes: tuple[str, ...] = ()  # remarks that are no fault
 

@@ -97,7 +97,7 @@ class Task:
                 f"a batch of {samples} samples does not divide into {self.microbatches} microbatch(es) of {num_ranks} "
                 f"equal slices; give a multiple of {parts} samples, or another number of ranks or microbatches"
             )
-        # A copy: a model may write to what it is given.
+        # A copy: a model may write to its inputs.
         batch = tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, batch)
         return parts_of(batch, self.microbatches)
 
@@ -212,7 +212,7 @@ class Observation:
     """The values of one run."""
 
     values: Mapping[Place, Values]  # all that is compared, in the order of causes
-    # what was saved and what was loaded, and the step after it with and without loading
+    # the saved and the loaded values, and the step after it with and without loading
     round_trip: Mapping[Place, tuple[Values, Values]] = field(default_factory=dict)
     # where ranks hold different values that should be the same: those of each rank, by name
     disagreements: Mapping[Place, Mapping[str, tuple[Tensor | None, ...]]] = field(default_factory=dict)

@@ -41,7 +41,7 @@ _WAITING = {
     Phase.INSTALL: "installs weights",
 }
 
-# ---- what a rank was doing -------------------------------------------------------------------------------------------
+# ---- the activity of a rank ------------------------------------------------------------------------------------------
 
 _BETWEEN = ON_REQUEST | {Phase.INSTALL, Phase.REDUCE, Phase.RETIRE}
 _COMPUTES = {Phase.FORWARD, Phase.BACKWARD, Phase.RELEASE, Phase.COPY, Phase.INSTALL}
@@ -226,7 +226,7 @@ def state_of(log: RankLog) -> State:
     return State(log, doing, phase, unit, innermost.in_backward, operations, failure, is_inside=bool(open_phases))
 
 
-# ---- what is odd ----------------------------------------------------------------------------------------------------
+# ---- findings -------------------------------------------------------------------------------------------------------
 
 
 class Kind(Enum):
@@ -251,7 +251,7 @@ class Row:
     rank: int
     model: int
     is_odd: bool  # whether it is the one, or one of those
-    doing: str  # what it did when it was last seen, as the predicate of a sentence
+    doing: str  # its activity when it was last seen, as the predicate of a sentence
     quiet_s: float  # for how long nothing had happened then
     operations: int  # how many operations it had started
     process: str  # "alive", "dead", "ended", "SIGTERM" for one that it ended, or "elsewhere" for one on another machine
@@ -317,7 +317,7 @@ class _Ranks:
 
     def find(self) -> Finding:
         """Find the ranks that stand out; causes are tried before their consequences."""
-        # Differences come before ends: back ends end a process that receives what it does not expect.
+        # Differences come before ends: back ends end a process that receives an unexpected message.
         looks = (self._missing, self._different, self._over, self._elsewhere)
         found = next((finding for look in looks if (finding := look()) is not None), Finding(Kind.NOTHING))
         return replace(found, sentences=tuple(dict.fromkeys(found.sentences)))
@@ -359,7 +359,9 @@ class _Ranks:
         if raised and first_raised <= first_gone:
             return self._raised([state for at, state in raised if at == first_raised])
         if gone:
-            return self._died([state for state in gone if state.seen_ns <= first_gone])
+            dead = [state for state in gone if state.seen_ns <= first_gone]
+            text = f"{dead[0].death_summary}; the last thing known: it {dead[0].summary}"
+            return self._odd(Kind.DIED, dead, text, *dead[0].stack_lines, *dead[0].unit_summary)
         ended = [state for state in self.states if state.doing is Doing.ENDED and not state.waited_in_vain]
         return self._odd(Kind.ENDED, ended, "ended its program, while others go on") if ended and stuck else None
 
@@ -392,11 +394,6 @@ class _Ranks:
         words = (f"  {line}" for line in state.log.words.splitlines())
         return self._odd(Kind.RAISED, odd, f"raised an error {place}:", *words, *unit)
 
-    def _died(self, odd: Sequence[State]) -> Finding:
-        state = odd[0]
-        text = f"{state.death_summary}; the last thing known: it {state.summary}"
-        return self._odd(Kind.DIED, odd, text, *state.stack_lines, *state.unit_summary)
-
     # ---- ranks that do something else ---------------------------------------------------------------------------
 
     def _different(self) -> Finding | None:
@@ -413,7 +410,7 @@ class _Ranks:
         if not camps:
             return None
         (others, usual), *odd = sorted(camps, key=lambda camp: -len(camp[0]))
-        # Of as many against as many, nobody can say who is right.
+        # With equal numbers, neither side is known to be right.
         is_tie = len(others) == len(odd[0][0])
         ranks = tuple(sorted(rank for camp, _ in (camps if is_tie else odd) for rank in camp))
         if odd[0][1].kind == usual.kind:
@@ -490,7 +487,7 @@ def _first_mismatch(states: Iterable[State]) -> list[tuple[list[int], Record]]:
         return []
     first = max(min(operations) for operations in logs.values())
     for number in range(first, max(max(operations) for operations in logs.values()) + 1):
-        # Hashes differ also where what differs has been overwritten.
+        # Hashes differ even if the records that differ were overwritten.
         camps: dict[object, tuple[list[int], Record]] = {}
         for rank, operations in logs.items():
             if number in operations:

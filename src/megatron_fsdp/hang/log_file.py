@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ class Record(NamedTuple):
     # collective that an accelerator has not completed, by `phase` of `unit`; `NO_NUMBER`: none, or the host waits for
     # collectives itself, so that events show it
     collective: int = NO_NUMBER
-    num_bytes: int = 0  # what the phase communicates, in bytes; 0 for phases that send a few numbers
+    num_bytes: int = 0  # bytes that the phase communicates; 0 for phases that send a few numbers
     counted: int = 0  # how many phases have communicated, this one included
     hash: int = 0  # over (phase, unit, bytes) of all of these
 
@@ -204,14 +205,9 @@ class RankLog:
     records: tuple[Record, ...]  # the last ones, oldest first
     beat: Record | None = None  # the last heartbeat; None: there was none
     words: str = ""  # the last error that was logged; empty: none
-    termination: str = ""  # what Python ran when SIGTERM came last; empty: none came
+    termination: str = ""  # the Python stack at the last SIGTERM; empty: none came
     alive: bool | None = None  # whether the process runs; None: it is on another machine
     read_ns: int = 0  # when it was read, in nanoseconds since 1970
-
-
-def _head(writer: Writer, capacity: int) -> bytes:
-    about = {"mfsdp_hang_log": _VERSION, "phases": _PHASE_NAMES, "records": capacity, "writer": asdict(writer)}
-    return json.dumps(about, ensure_ascii=False).encode() + b"\n"
 
 
 def parse_log(content: bytes) -> RankLog:
@@ -351,7 +347,8 @@ class Ring:
         self._count = self._hash = self._epoch = 0
         self._has_words = False
         self._pid = os.getpid()
-        head = _head(writer, capacity)
+        about = {"mfsdp_hang_log": _VERSION, "phases": _PHASE_NAMES, "records": capacity, "writer": asdict(writer)}
+        head = json.dumps(about, ensure_ascii=False).encode() + b"\n"
         self._capacity, self._begin = capacity, len(head)
         # Renamed into place: a reader of an old file keeps its pages, and none ever sees half a header.
         beside = path.with_name(f"{path.name}.{self._pid}")
@@ -370,7 +367,7 @@ class Ring:
         if hasattr(faulthandler, "register"):  # not on Windows
             file = self.path.open("ab", buffering=0)  # `faulthandler` keeps it open
             faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
-            os.register_at_fork(after_in_child=_forget_terminations)
+            os.register_at_fork(after_in_child=partial(faulthandler.unregister, signal.SIGTERM))
 
     def add(self, mark: Mark, phase: Phase, unit: int = 0, num_bytes: int = 0) -> None:
         """Write an event."""
@@ -432,7 +429,3 @@ class Ring:
             at = self._begin + place
             packed = _RECORD.pack(*record[:4], _NUMBER_OF[record.phase], *record[5:])
             self._memory[at : at + RECORD_BYTES] = packed + zlib.crc32(packed).to_bytes(4, "little")
-
-
-def _forget_terminations() -> None:
-    faulthandler.unregister(signal.SIGTERM)

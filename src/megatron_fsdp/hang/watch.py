@@ -85,7 +85,7 @@ class HangLog(Observer):
         self.close()
         self.ring.path.unlink(missing_ok=True)
 
-    # ---- what the model tells ------------------------------------------------------------------------------------
+    # ---- notifications of the model ------------------------------------------------------------------------------
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Write the beginning of a phase."""

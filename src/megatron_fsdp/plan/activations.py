@@ -163,7 +163,7 @@ class _Recorder(TorchDispatchMode):
         param.grad = None
 
 
-# ---- what is alive --------------------------------------------------------------------------------------------------
+# ---- live storages --------------------------------------------------------------------------------------------------
 
 
 def tensors_of(values: object) -> list[Tensor]:
@@ -198,7 +198,7 @@ def _dies(reference: weakref.ref[LiveStorages], key: int) -> None:
         live.now_bytes -= live._sizes.pop(key)
 
 
-# ---- what a model is told when it asks for the value of a tensor that has none ---------------------------------------
+# ---- answers for the values of tensors without values ----------------------------------------------------------------
 
 
 class Answers:
@@ -252,7 +252,7 @@ def _grouped_product(
     return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
-# ---- what one operator costs: products by torch's formulas (a multiply-add is two), all else as bandwidth ------------
+# ---- the cost of one operator: products by torch's formulas (a multiply-add is two), all else as bandwidth -----------
 
 
 def operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
@@ -360,11 +360,12 @@ def _attend(
     given, scale = (query, key, value), options.get("scale")
     is_plain = all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in given)
     has_one_head_size = len({tensor.shape[-1] for tensor in given}) == 1
+    fits_flash = query.dtype in _HALF and query.shape[-1] <= _FLASH_HEAD_DIM
     results: tuple[Tensor, ...]
     if kernels == "cpu" and is_plain and has_one_head_size and not dropout_p and not _takes_gradient(mask):
         flash = _ATEN._scaled_dot_product_flash_attention_for_cpu
         results = flash(*given, dropout_p, is_causal, attn_mask=mask, scale=scale)
-    elif kernels == "cuda" and is_plain and has_one_head_size and mask is None and _fits_flash(query):
+    elif kernels == "cuda" and is_plain and has_one_head_size and mask is None and fits_flash:
         results = _ATEN._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, False, scale=scale)
     elif kernels == "cuda" and is_plain and query.shape[1] == key.shape[1] and query.dtype != torch.float64:
         mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
@@ -378,10 +379,6 @@ def _attend(
 
 def _takes_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
-
-
-def _fits_flash(query: Tensor) -> bool:
-    return query.dtype in _HALF and query.shape[-1] <= _FLASH_HEAD_DIM
 
 
 def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:

@@ -24,11 +24,11 @@ class Machine:
     name: str
     devices_per_node: int  # accelerators that share the fast link
     memory_bytes: int  # of one device
-    reserved_bytes: int  # what the context, communication libraries and fragmentation take of it
+    reserved_bytes: int  # of it, for the context, communication libraries and fragmentation
     flops: float  # dense 16-bit floating point operations per second of one device, at best
     memory_bytes_per_s: float  # bandwidth of one device's memory
-    link_bytes_per_s: float  # what one device sends over the fast link, per direction
-    network_bytes_per_s: float  # what one device sends over the network: that of its own adapter
+    link_bytes_per_s: float  # of one device over the fast link, per direction
+    network_bytes_per_s: float  # of one device over the network: its own adapter
     flops_efficiency: float = 0.65  # part of `flops` that matrix products reach
     memory_efficiency: float = 0.8  # part of the bandwidth that elementwise operators reach
     network_efficiency: float = 0.8  # part of link and network that collectives reach
@@ -38,8 +38,8 @@ class Machine:
     fp8_flops: float = 0.0  # dense 8-bit floating point operations per second, at best; 0: there are none
     fp8_efficiency: float = 0.45  # part of it that matrix products reach, casts and scales included
     host_memory_bytes: int = 128 * GIB  # memory of the host for the state of one device
-    host_link_bytes_per_s: float = 50e9  # what one device exchanges with it, per direction
-    host_bytes_per_s: float = 60e9  # what the host reads and writes of it, for one device
+    host_link_bytes_per_s: float = 50e9  # between one device and the host, per direction
+    host_bytes_per_s: float = 60e9  # of the host's memory, for one device
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

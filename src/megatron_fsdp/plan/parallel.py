@@ -241,7 +241,7 @@ class DecoderShare:
             rows //= self.ranks.ep if len(rest) == 2 else 1  # a stack of experts
             memo[id(param)] = nn.Parameter(param.new_empty((rows, *rest)))
         memo |= {id(layer): layer for place, layer in enumerate(self._all_layers) if place not in kept}
-        stage = copy.deepcopy(self.model, memo)  # what the memo knows already is not copied
+        stage = copy.deepcopy(self.model, memo)  # except the parts in the memo
         base = stage.get_submodule(self.layer_path.rpartition(".")[0])
         for name, part in list(base.named_children()):
             if isinstance(part, nn.ModuleList):
@@ -421,7 +421,7 @@ def share_profile(share: DecoderShare, setup: Setup, module: nn.Module, unit_nam
     return ComputeProfile(tuple(unit_names), tuple(segments), token_bytes + buffers)
 
 
-# ---- what is sent --------------------------------------------------------------------------------------------------
+# ---- communication -------------------------------------------------------------------------------------------------
 
 
 def share_exchanges(share: DecoderShare, setup: Setup) -> tuple[Exchange, ...]:

@@ -72,7 +72,7 @@ def plan(
     return plan_workload(workload, setup, machine if isinstance(machine, Machine) else find_machine(machine))
 
 
-# ---- what a rank computes -------------------------------------------------------------------------------------------
+# ---- the compute of a rank ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Workload:
     unit_modules: UnitModules = None  # as `fully_shard` takes them
     total_numel: int = 0  # parameters of the whole model
     share: DecoderShare | None = None  # where formulas stand for the module's forward; None: it is run without memory
-    notes: tuple[str, ...] = ()  # what was assumed, in words
+    notes: tuple[str, ...] = ()  # assumptions
 
     @property
     def class_name(self) -> str:
@@ -121,7 +121,7 @@ def make_workload(
         inputs: Of one rank and microbatch, on the meta device, for models that do not take tokens.
         loss_fn: Scalar loss of the model's output, for models that return none.
         stage: The pipeline stage to look at; the first keeps most activations.
-        name: What to call the model; None: as it is given.
+        name: The name of the model in the report; None: as it is given.
         tokens: How many tokens `inputs` hold; None: as many as the first tensor has samples.
 
     Raises:
@@ -218,7 +218,7 @@ class RankMemory:
     optimizer: int  # optimizer state, counters of steps included
     module_buffers: int  # buffers of modules, which every rank holds
     input_bytes: int  # inputs of a microbatch
-    away_bytes: int  # of the first four what rests elsewhere than on the device, and is not counted in them
+    away_bytes: int  # of the first four kinds, offloaded and not counted there
     saving_bytes: int  # host memory that a checkpoint in the background takes for its copy; saving at once takes none
     peak: Moment  # the moment of the step that holds most on top of all but main gradients
 

@@ -78,12 +78,12 @@ class Moment:
     """The memory of one rank at one time of a step, beside its constant memory."""
 
     time_s: float  # since the step began
-    label: str  # what happens, such as `F3>`, or `step` for the optimizer
+    label: str  # the event, such as `F3>`, or `step` for the optimizer
     activation_bytes: int
-    gathered_bytes: int  # weights, and what is kept transposed of them
+    gathered_bytes: int  # weights, and their kept transposed copies
     bucket_bytes: int  # communication buckets and scratch
     gradient_bytes: int  # main gradients of the units that were reduced since gradients were cleared
-    passing_bytes: int  # tensors of reductions on their way, gradients cast for the optimizer, what its step borrows
+    passing_bytes: int  # tensors of reductions on their way, gradients cast for the optimizer, memory of its step
 
     @property
     def total_bytes(self) -> int:
@@ -125,7 +125,7 @@ def replay_step(
     return replay.step()
 
 
-# ---- a unit, as the executor sees it: what its collectives send and allocate, by the engine's plans of its groups ----
+# ---- a unit, as the executor sees it: bytes of its collectives, by the engine's plans of its groups ------------------
 
 
 def _sent_bytes(group: GroupPlan, axis: str, *, is_gather: bool) -> int:
@@ -376,7 +376,7 @@ class _Replay:
             )
         )
 
-    # ---- what happens -------------------------------------------------------------------------------------------
+    # ---- the events ---------------------------------------------------------------------------------------------
 
     def step(self) -> ReplayedStep:
         """Replay a step and describe it; nothing is in flight between two steps."""

@@ -236,7 +236,7 @@ class Setup:
     accumulation: Accumulation = "every"  # when gradients of several microbatches are reduced
     optimizer: OptimizerKind = OPTIMIZERS["adamw"]
     recompute: Recompute = "none"  # which forwards are repeated
-    backend: Backend = "nccl"  # what carries collectives
+    backend: Backend = "nccl"  # the back end of collectives
     device_rank: int = 0  # the data-parallel rank that is looked at, outer axis first; they differ in padding only
     sequence_parallel: bool = True  # tensor-parallel ranks share activations between layers along the sequence
     virtual_stages: int = 1  # pieces of the model on each pipeline rank (interleaved 1F1B); 1: plain 1F1B

@@ -39,7 +39,7 @@ class PlannedUnit:
     name: str
     class_name: str
     modules: tuple[str, ...]  # paths; several where small neighbours were merged
-    groups: tuple[GroupPlan, ...]  # what was decided for each of its parameter groups
+    groups: tuple[GroupPlan, ...]  # the plan of each of its parameter groups
 
     @property
     def numel(self) -> int:
@@ -58,8 +58,8 @@ class PlannedModel:
 
     setup: Setup
     units: tuple[PlannedUnit, ...]  # in the order of the engine
-    source: str  # how the units were found, in words
-    memory: MemoryPlan  # what scheduler and executor are told
+    source: str  # how the units were found
+    memory: MemoryPlan  # the settings of scheduler and executor
     matrices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the parameters that Muon steps
     used: Collection[str] | None = None  # those that get gradients; an optimizer leaves others alone; None: all
 
@@ -144,7 +144,7 @@ def _domain(setup: Setup, inner: int) -> Domain:
     return Domain(axes, tuple(places), None, None, nowhere)
 
 
-# ---- what a rank holds between steps --------------------------------------------------------------------------------
+# ---- memory of a rank between steps ---------------------------------------------------------------------------------
 
 
 def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int, int, int]:

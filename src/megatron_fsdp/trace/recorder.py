@@ -161,7 +161,7 @@ class Recorder(Observer):
         now_ns = end if self._clock.is_host else time.perf_counter_ns()
         return Times(self._clock, end, now_ns - self._started_host_ns)
 
-    # ---- what the model tells -----------------------------------------------------------------------------------
+    # ---- notifications of the model -----------------------------------------------------------------------------
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Record the beginning of a phase."""
@@ -256,7 +256,7 @@ def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: b
         write_timeline("traces", recording.result())
 
     Args:
-        model: What `fully_shard` or `DistributedDataParallel` returned.
+        model: Of `fully_shard` or `DistributedDataParallel`.
         steps: How many steps to keep; of more, the last ones.
         align: Let all ranks of the model start together, so that their times may be compared; then all of them have to
             enter the block. False where only some do.

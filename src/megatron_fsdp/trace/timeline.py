@@ -37,9 +37,9 @@ class Span:
     unit: int  # index; 0 for phases of the whole model
     phase: str  # one of `PHASES`
     start_ns: int
-    duration_ns: int  # with what is nested in it
+    duration_ns: int  # with nested phases
     depth: int  # how many phases it is nested in
-    num_bytes: int  # what this rank sends in the collectives that were launched in it and in nothing nested in it
+    num_bytes: int  # bytes that this rank sends in collectives launched in it, not in nested phases
 
     @property
     def end_ns(self) -> int:
@@ -57,11 +57,11 @@ class Collective:
     purpose: str  # "gather" or "reduce"
     axis: str  # name of the mesh dimension
     lane: str  # one of `LANES`
-    num_bytes: int  # what this rank sends, as `megatron_fsdp.comm.axis` counts
+    num_bytes: int  # bytes that this rank sends, as `megatron_fsdp.comm.axis` counts
     launch_ns: int  # it was about to be started
     launched_ns: int  # the back end had it
     done_ns: int | None = None  # the data had arrived, as the back end reports it to the host, else the wait
-    arrived_ns: int | None = None  # the wait for what was sent was over
+    arrived_ns: int | None = None  # the wait for the data was over
     wait_step: int | None = None  # in which the compute side waited for it
     wait_ns: int | None = None  # the compute side began to wait
     waited_ns: int | None = None  # it went on, after the local work on the result
@@ -120,9 +120,9 @@ class Timeline:
     is_cut: bool  # whether some step had more to record than there was room for
     recording: str  # its name, which all its ranks share; empty where ranks were not aligned
     peers: tuple[int, ...]  # the ranks that recorded together; empty where ranks were not aligned
-    memory_kind: str  # what the samples count: "allocated" on the device, or "held" by the engine
+    memory_kind: str  # the kind of the samples: "allocated" on the device, or "held" by the engine
     steps: tuple[StepWindow, ...] = ()
-    spans: tuple[Span, ...] = ()  # by start; what contains stands before what it contains
+    spans: tuple[Span, ...] = ()  # by start; an outer span precedes its inner ones
     collectives: tuple[Collective, ...] = ()  # by launch
     memory: tuple[MemorySample, ...] = ()  # by time
 
@@ -211,7 +211,7 @@ class _Builder:
     def __init__(self, axes: Sequence[str]) -> None:
         self._axes = axes
         self._open: list[_Open] = []
-        self._launches: dict[int, tuple[int, int, int, tuple[Counts, ...]]] = {}  # step, unit, time, what was sent
+        self._launches: dict[int, tuple[int, int, int, tuple[Counts, ...]]] = {}  # step, unit, time, bytes
         self.collectives: dict[int, Collective] = {}  # those that sent something, by number
         self.spans: list[Span] = []
         self.memory: list[MemorySample] = []

@@ -141,7 +141,7 @@ def with_saved_batch(job: Job, origin: Origin, rank: Rank, say: Say) -> Job:
     return resolve(options, World(rank.count, rank.device.type, job.restarts))
 
 
-# ---- what decides its numbers ----------------------------------------------------------------------------------------
+# ---- the facts that decide its numbers -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -299,7 +299,7 @@ class RunCheckpoints:
                 None if options.no_save_optim else trained.optimizer,
                 extra=self._extra(),
                 with_rng=not options.no_save_rng,
-                overwrite=True,  # what a run left that was given up; the folder is this one's alone
+                overwrite=True,  # leftovers of an abandoned run; the folder is this run's alone
             )
         except CheckpointError as error:
             self._note_failed(error)

@@ -175,7 +175,7 @@ def read_failure(rank: int, failure: ProcessFailure) -> Failure:
 def tell(text: str) -> None:
     """Write lines to standard error, if there is one; nothing without text."""
     if text and sys.stderr is not None:
-        with suppress(OSError, ValueError):  # full, closed, or nobody reads it
+        with suppress(OSError, ValueError):  # full, closed, or without a reader
             sys.stderr.write(f"{text.rstrip()}\n")
             sys.stderr.flush()
 

@@ -48,7 +48,7 @@ class StepRecord:
     peak_bytes: int = 0  # largest peak of any rank so far
     elapsed_s: float = math.nan  # earlier runs included
     tflops: float = math.nan  # per rank, in this step
-    mfu: float = math.nan  # model FLOPs utilization: the share of what the hardware could do
+    mfu: float = math.nan  # model FLOPs utilization: the share of the hardware's peak
     exposed_share: float = math.nan  # of the time of this step, in which ranks waited for communication
     loss_scale: float = 1.0  # factor of the loss for backward
     params_norm: float = math.nan  # of all weights after this step

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         return start_ranks(argv)
     code = run_rank(argv)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, full, or nobody reads it
+        with suppress(OSError, ValueError, AttributeError):  # closed, full, or without a reader
             stream.flush()
     # Not by way of the interpreter: gloo's threads may hold tensors, and abort the process when they let go of these
     # after it has ended (pytorch/pytorch pull request 179291); after an error destructors would wait for lost peers.

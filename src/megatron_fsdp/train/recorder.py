@@ -34,7 +34,7 @@ _WHO = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
 Measured = TypeVar("Measured", StepRecord, Evaluation)
 
 
-# ---- what was applied -----------------------------------------------------------------------------------------------
+# ---- the settings of a run ------------------------------------------------------------------------------------------
 
 
 def applied(job: Job) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class _TensorBoard(_Tracker):
         from torch.utils.tensorboard.writer import SummaryWriter
 
         make: Any = SummaryWriter
-        # TensorBoard itself hides what an earlier run wrote of later steps.
+        # TensorBoard itself hides the later steps of an earlier run.
         self._writer = make(log_dir=str(self._folder), purge_step=progress.steps + 1)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -137,7 +137,7 @@ def logging_for_hangs(trained: Trained, folder: Path, rank: Rank) -> Iterator[No
     yield
     if model is not None:
         model.stop_logging_for_hangs()
-        with suppress(OSError):  # nobody needs the log of a rank that ended well
+        with suppress(OSError):  # the log of a rank that ended well is not needed
             for path in folder.glob(f"rank-{rank.index:05d}*"):
                 path.unlink()
             folder.rmdir()  # where it is empty

@@ -112,7 +112,7 @@ class Pipeline:
                 `attention_mask`, `position_ids` and whatever else the layers take; tensors are cut by rows.
 
         Returns:
-            What was differentiated, a float32 scalar, the same on all ranks of the pipeline: the mean over labels
+            The differentiated loss, a float32 scalar, the same on all ranks of the pipeline: the mean over labels
             of this batch; with `num_label_tokens` the batch's share times `dp_size`, so that the mean over
             data-parallel ranks is the mean over all labels.
 
@@ -223,7 +223,7 @@ class Pipeline:
         self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[Any, ...]
     ) -> StepInputs:
         vocabulary = getattr(text_config(self.parts[0]), "vocab_size", None)
-        # A rank with other shapes would wait for tensors that nobody sends.
+        # A rank with other shapes would wait for tensors that no rank sends.
         with all_agree("a pipeline step", [self._group]) as facts:
             inputs = _take_inputs(input_ids, labels, per_token, vocabulary)
             facts |= inputs.facts(call)
@@ -400,7 +400,7 @@ class StepInputs:
 
     input_ids: Tensor  # (rows, sequence)
     labels: Tensor | None  # of the same positions (shifted), (rows, sequence); None: none were given
-    per_token: dict[str, Any]  # what the model takes besides; tensors have all rows
+    per_token: dict[str, Any]  # the model's other inputs; tensors have all rows
 
     def facts(self, call: tuple[Any, ...]) -> dict[str, str]:
         """Return the facts that must be equal on all ranks of a pipeline, `call` included."""

@@ -204,8 +204,8 @@ class AbsentLayer:
 class StageRun:
     """One forward of a stage."""
 
-    received: Tensor | None  # what the stage before has sent, (microbatch, sequence, hidden); None in the first stage
-    result: Tensor | None = None  # what the last layer of this stage gave
+    received: Tensor | None  # from the previous stage, (microbatch, sequence, hidden); None in the first one
+    result: Tensor | None = None  # the output of the last layer of this stage
 
 
 class StageLayers(nn.ModuleDict):
@@ -273,9 +273,9 @@ class DecoderStage(PipelineStage):
 
     def __init__(
         self,
-        part: nn.Module,  # what `cut_stage` gave
+        part: nn.Module,  # of `cut_stage`
         place: tuple[int, int],  # index of the stage, number of stages
-        hidden: Tensor,  # what stages send, (microbatch, sequence, hidden), on the meta device
+        hidden: Tensor,  # the hidden states between stages, (microbatch, sequence, hidden), on the meta device
         vocabulary: int,
         device: torch.device,
         group: dist.ProcessGroup,  # of the pipeline

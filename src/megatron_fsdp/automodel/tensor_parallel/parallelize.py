@@ -117,7 +117,7 @@ def parallelize_tensors(
     _count_own_heads(base, head_owners, tp_mesh.size())
     if region is not None:
         split_tokens(base, region, tp_mesh)
-    for name in steps:  # what follows may write into outputs; and FSDP2 warns of a view that leaves a unit
+    for name in steps:  # later code may write into outputs; and FSDP2 warns of a view that leaves a unit
         base.get_submodule(name).register_forward_hook(_leave_no_view)
 
 

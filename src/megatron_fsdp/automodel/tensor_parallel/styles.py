@@ -289,7 +289,7 @@ def divided_rows(module: nn.Module, mesh: DeviceMesh) -> None:
     torch's own `RowwiseParallel` computes the same, but makes a gradient of all rows on every rank.
     """
     place(module, "weight", mesh, Shard(0))
-    for part in module.children():  # such as a norm of what was looked up, of this rank's rows
+    for part in module.children():  # such as a norm of the looked-up rows
         with_summed_gradients(part, mesh)
     lookup = _Lookup(module, mesh)
     module.register_forward_pre_hook(lookup.before)

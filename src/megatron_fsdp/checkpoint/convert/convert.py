@@ -103,9 +103,9 @@ def convert(
     Args:
         source: The `iter_*` folder of a `torch_dist` checkpoint, or the folder of a run: then its latest.
         target: The folder to make; must not exist, or be empty. It appears when everything is written.
-        options: What to write, and how.
+        options: The options of the output.
         steps: Which steps to take.
-        progress: Told the bytes that this rank has written.
+        progress: Called with the bytes that this rank has written and will write.
         group: The ranks that share the work; None: all, or this process alone.
 
     Raises:

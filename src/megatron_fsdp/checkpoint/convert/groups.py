@@ -186,7 +186,7 @@ def export_group_map_json(
     Args:
         folder: Written by `dump_param_to_param_group_map`, or by Megatron's flag of that name.
         out: The file; None: `param_to_param_group_map.json` in the folder.
-        model_prefix: What stands before names instead of the `module.` of each wrapper.
+        model_prefix: The prefix of names instead of the `module.` of each wrapper.
 
     Returns:
         The file.

@@ -171,7 +171,7 @@ def _optimizer_parts(tree: Any) -> Iterator[Mapping[str, Any]]:
                 yield from _optimizer_parts(inner)
 
 
-# ---- what is asked for ----------------------------------------------------------------------------------------------
+# ---- options --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

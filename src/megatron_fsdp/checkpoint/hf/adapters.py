@@ -96,7 +96,7 @@ def load_adapter(
         group: The ranks that hold the model; None: all.
 
     Returns:
-        What was loaded and what was not; the same on every rank.
+        The report on loaded and other keys; the same on every rank.
 
     Raises:
         CheckpointError: As of `load_hf`, or the stored adapter has another config.

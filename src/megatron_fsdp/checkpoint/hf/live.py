@@ -171,7 +171,7 @@ def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
     if hasattr(module, "get_base_model"):  # not where transformers' own add_adapter put them in
         base = peft_model.get_base_model()
         tuner_prefix = str(getattr(peft_model.base_model, "prefix", tuner_prefix))
-    added: set[str] = set()  # what adapters have added to layers, as peft's layers list them
+    added: set[str] = set()  # modules that adapters have added, as peft's layers list them
     for name, part in base.named_modules():
         listed: Any = (getattr(part, "adapter_layer_names", ()), getattr(part, "other_param_names", ()))
         added.update(f"{name}.{own}" for names in listed if isinstance(names, tuple) for own in names)
@@ -194,7 +194,7 @@ def _without_base_layer(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
-# ---- what they are in files ------------------------------------------------------------------------------------------
+# ---- their counterparts in files -------------------------------------------------------------------------------------
 #
 # transformers keeps some weights in memory in another form than in files: the experts of a layer are one tensor, of
 # which every file tensor is a slice. Its own conversions run here on tensors of the meta device, so nothing is copied:

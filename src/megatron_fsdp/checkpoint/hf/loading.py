@@ -60,7 +60,7 @@ def load_hf(
         group: The ranks that hold the model; None: all.
 
     Returns:
-        What was loaded and what was not; the same on every rank.
+        The report on loaded and other keys; the same on every rank.
 
     Raises:
         CheckpointError: The folder cannot be trusted or read or, with `strict`, does not fit; nothing was changed,

@@ -190,7 +190,7 @@ def _write_index(files: Files, folder: Path) -> None:
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-# ---- which file holds what -------------------------------------------------------------------------------------------
+# ---- the division into files -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

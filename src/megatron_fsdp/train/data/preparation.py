@@ -144,7 +144,7 @@ class Source:
     """The files or data set of `--data-path`."""
 
     kind: Literal["texts", "dataset", "indexed"]  # a folder that `datasets` wrote; a pair of Megatron's token files
-    root: Path  # what was named; of a pair, its prefix
+    root: Path  # the path given; for a pair, its prefix
     files: tuple[Path, ...]  # in an order that depends on names only
 
     @property
@@ -290,7 +290,7 @@ def _text_of(line: bytes, key: str, place: str) -> str:
     texts = {name: text for name, text in found.items() if isinstance(text, str)} if isinstance(found, dict) else {}
     if key not in texts:
         raise ConfigurationError(f"{place} has no text in the field {key!r}: give --json-key {_one_of(texts)}")
-    # JSON can say what text cannot have: half of a pair of surrogates, and NUL, which would end it.
+    # JSON can hold characters that text cannot: half of a pair of surrogates, and NUL, which would end it.
     return texts[key].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 

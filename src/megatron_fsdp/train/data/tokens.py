@@ -202,7 +202,7 @@ class TokenData:
     vocab_size: int
     end_id: int | None  # of the token that ends a text; None: not known
     checksum: str  # of all ids, whatever their dtype
-    notes: tuple[str, ...] = ()  # what a person should know of the preparation
+    notes: tuple[str, ...] = ()  # remarks on the preparation, for the header
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

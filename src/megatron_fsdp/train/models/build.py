@@ -127,7 +127,7 @@ def model_flops(job: Job, vocab_size: int) -> float:
     model: nn.Module
     if uses_transformers(job.options.model):
         config = transformers_config(job.options.model, vocab_size)
-        model = build_from_config(config, torch.bfloat16).to(torch.bfloat16)  # what grouped products take on meta
+        model = build_from_config(config, torch.bfloat16).to(torch.bfloat16)  # the dtype of grouped products on meta
     else:
         with torch.device("meta"):
             model = Decoder(model_shape(job.options.model, vocab_size))

@@ -353,7 +353,7 @@ def wrap(job: Job, model: nn.Module, mesh: DeviceMesh, dim: str, **more: Any) ->
 def shard_decoder(job: Job, rank: Rank, vocab_size: int) -> Trained:
     """Shard the decoder of this package, data-parallel over all ranks."""
     decoder = build_decoder(job, vocab_size, rank.device)
-    torch.manual_seed(job.options.training.seed)  # from here, what is on the meta device is drawn
+    torch.manual_seed(job.options.training.seed)  # parameters on the meta device are drawn from here on
     mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(_MESH_DIM,))
     units = {"fsdp_unit_modules": [Block]} if job.engine == "megatron_fsdp" else {}
     init_meta = job.options.parallel.init_model_with_meta_device
