@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,22 +21,12 @@ from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.test_load import step, wrap
-from tests.conftest import RunRanks
 from tests.support.dcp_contents import state_of
-from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal, same_on_ranks
 from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 from tests.support.worker_pool import WorkerPool
 from tests.support.zoo import ModelName
-
-
-def message_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
-
 
 # ---- one process ----------------------------------------------------------------------------------------------------
 
@@ -147,13 +136,14 @@ def locals_of(state: Any) -> dict[str, Tensor]:
     return found
 
 
-def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], bool, bool]:
-    """Save twice while training goes on; what was there at the second start, and what was saved then."""
+@pytest.mark.full(short=["odd_shapes"])
+@pytest.mark.parametrize("name", ["odd_shapes", "transformer"])
+@on_ranks(2)
+def test_training_does_not_leak_into_what_is_saved(tmp_path: Path, name: ModelName) -> None:
+    """Save twice while training goes on: saved is what was there at the second start, by way of the same memory."""
     model, optimizer = wrap(name, 3, 0)
     step(name, model, optimizer, 1)
-    store = CheckpointStore(root, keep_last=1)
-    places = []
-    exact = True
+    store, places = CheckpointStore(tmp_path / "run", keep_last=1), []
     with closing(BackgroundSaver()) as saver:
         for iteration in (1, 2):
             go = threading.Event()
@@ -161,14 +151,13 @@ def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], 
             def save(state: dict[str, Any], group: Any, iteration: int = iteration, go: threading.Event = go) -> None:
                 assert go.wait(LIMIT_S)
                 places.append([tensor.to_local().data_ptr() for tensor in state["model"].values()])
-                store.write(
-                    iteration, lambda folder: dcp.save(state, checkpoint_id=folder, process_group=group), group=group
-                )
+                write = lambda folder: dcp.save(state, checkpoint_id=folder, process_group=group)  # noqa: E731
+                store.write(iteration, write, group=group)
 
             state = state_of(model, optimizer)
             before = locals_of(state)
             saver.start(state, save)
-            exact &= saver.buffers.staged_bytes == sum(tensor.nbytes for tensor in before.values())
+            assert saver.buffers.staged_bytes == sum(tensor.nbytes for tensor in before.values())
             del state
             for seed in (2, 3):  # gathers and reductions while the thread holds the copy, or writes it
                 step(name, model, optimizer, 10 * iteration + seed)
@@ -177,24 +166,16 @@ def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], 
     step(name, other, its_optimizer, 1)
     loaded = state_of(other, its_optimizer)
     dcp.load(loaded, checkpoint_id=store.resolve(2))
-    return before, locals_of(loaded), exact, places[0] == places[1]
-
-
-@pytest.mark.full(short=["odd_shapes"])
-@pytest.mark.parametrize("name", ["odd_shapes", "transformer"])
-def test_training_does_not_leak_into_what_is_saved(run_ranks: RunRanks, tmp_path: Path, name: ModelName) -> None:
-    for before, loaded, exact, reused in run_ranks(2, train_while_saving, name, tmp_path / "run"):
-        assert len(before) > 10
-        assert_equal_tensors(loaded, before)
-        assert exact
-        assert reused
-    assert CheckpointStore(tmp_path / "run").iterations() == [2]
+    assert len(before) > 10
+    assert_equal_tensors(locals_of(loaded), before)
+    assert places[0] == places[1]
+    assert store.iterations() == [2]
 
 
 @on_ranks(2)
 def test_errors_of_one_rank_are_told_by_all(tmp_path: Path) -> None:
     store, rank = CheckpointStore(tmp_path / "run"), dist.get_rank()
-    said: dict[str, str] = {}
+    full = "rank 1: OSError: [Errno 28] No space left on device"
     with closing(BackgroundSaver()) as saver:
         assert saver.group is not dist.group.WORLD
         state = {"a": torch.ones(2)}
@@ -208,27 +189,20 @@ def test_errors_of_one_rank_are_told_by_all(tmp_path: Path) -> None:
             alone(folder, None)
 
         saver.start(state, alone)
-        said["alone"] = message_of(saver.wait)
+        assert refusal(saver.wait) == f"saving in the background failed ({full})"
         saver.start(state, lambda _, group: store.write(10, writer, group=group))
-        said["store"] = message_of(lambda: saver.start(state, alone))
+        assert refusal(saver.start, state, alone) == f"saving {store.path_of(10)} failed ({full})"
         saver.start({"a": torch.ones(2, device="meta" if rank == 1 else "cpu")}, alone)
-        said["copy"] = message_of(saver.wait)
+        assert "background save failed (rank 1: CheckpointError: a Tensor (torch.strided, on meta) ca" in refusal(
+            saver.wait
+        )
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(saver.buffers, "wait_until_copied", lambda: failing(None, None))
             saver.start(state, lambda _, group: dist.barrier(group))  # waits for the other rank
-            said["device"] = message_of(saver.wait)
+            assert refusal(saver.wait) == f"copying the state for a background save failed ({full})"
         saver.start(state, lambda _, group: store.write(20, lambda folder: mark_from_first(folder, rank), group=group))
-    said["latest"] = str(store.iterations())
-    assert same_on_ranks(said) == {
-        "alone": "saving in the background failed (rank 1: OSError: [Errno 28] No space left on device)",
-        "store": f"saving {store.path_of(10)} failed (rank 1: OSError: [Errno 28] No space left on device)",
-        "copy": "copying the state for a background save failed (rank 1: CheckpointError: a Tensor (torch.strided, on "
-        "meta) cannot be copied for a background save; save it in the foreground, or give a plain tensor)",
-        "device": "copying the state for a background save failed (rank 1: OSError: [Errno 28] No space left on "
-        "device)",
-        "latest": "[20]",
-    }
+    assert same_on_ranks(store.iterations()) == [20]
 
 
 def mark_from_first(folder: Path, rank: int) -> None:

@@ -87,17 +87,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_undamaged_ones_are_whole(ours: Path, plain: Path) -> None:
-    state = small_state()
-    for folder in (ours, plain):
-        found = read_all(folder)
-        assert verify(folder).is_whole
-        assert same(found["model.weight"], state["model"]["weight"])
-        assert same(found["model.bias"], state["model"]["bias"])
-        assert found["optimizer.lr"] == 0.1
-    assert verify(ours).unverified == []
-
-
 @pytest.mark.parametrize("name", [METADATA, DATA, MANIFEST])
 def test_with_a_manifest_what_is_called_whole_has_the_right_values(ours: Path, name: str) -> None:
     truth = read_all(ours)

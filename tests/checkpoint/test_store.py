@@ -3,7 +3,6 @@
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_fsdp.checkpoint.store import CLAIM, POINTER, CheckpointStore, FileOps, folder_name, iteration_of, to_prune
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks, refusal
 
 
 def fill(folder: Path) -> None:
@@ -72,11 +71,6 @@ def test_release_and_hand_written_pointers(tmp_path: Path) -> None:
     (tmp_path / "release").mkdir()
     fill(tmp_path / "release")
     assert store.latest() == store.resolve() == tmp_path / "release"
-
-
-def test_without_a_pointer_the_newest_is_the_latest(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    write_each(store, 10, 20)
     (tmp_path / POINTER).unlink()
     assert store.latest() == store.path_of(20)
 
@@ -248,12 +242,9 @@ def test_a_root_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
-def message_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except (CheckpointError, ConfigurationError) as error:
-        return str(error)
-    return "no error"
+def told(act: Callable[[], object]) -> str:
+    """The message of an error, the same on both ranks."""
+    return refusal(act, error=(CheckpointError, ConfigurationError))
 
 
 def rank_file(folder: Path) -> None:
@@ -281,55 +272,35 @@ class Unwritable(dcp.FileSystemWriter):
         return super().write_data(*args)  # type: ignore[arg-type]
 
 
-def save_on_ranks(root: Path) -> dict[str, Any]:
+@on_ranks(2)
+def test_errors_of_any_rank_are_errors_of_all_and_nothing_is_published(tmp_path: Path) -> None:
+    root, rank = tmp_path / "run", dist.get_rank()
     store = CheckpointStore(root)
-    done: dict[str, Any] = {}
     store.write(10, rank_file)
-    done["files"] = sorted(path.name for path in store.resolve().iterdir())
-    done["full"] = message_of(lambda: store.write(20, full_on_rank_1))
-    state = {"weight": torch.arange(8.0), f"of rank {dist.get_rank()}": torch.full((3,), float(dist.get_rank()))}
-    failing = lambda folder: dcp.save(state, storage_writer=Unwritable(folder))  # noqa: E731
-    done["torch"] = message_of(lambda: store.write(20, failing))
+    assert listed(store.resolve()) == [".metadata", "part0", "part1", "part2", "part3"]
+    full = f"saving {root}/iter_0000020 failed (rank 1: OSError: [Errno 28] No space left on device)"
+    assert told(lambda: store.write(20, full_on_rank_1)) == full
+    state = {"weight": torch.arange(8.0), f"of rank {rank}": torch.full((3,), float(rank))}
+    assert told(lambda: store.write(20, lambda folder: dcp.save(state, storage_writer=Unwritable(folder)))) == full
     store.write(15, lambda folder: dcp.save(state, checkpoint_id=folder))
     loaded = {"of rank 1": torch.zeros(3)}
     dcp.load(loaded, checkpoint_id=store.resolve(15))
-    done["loaded"] = loaded["of rank 1"].tolist()
-    done["sync"] = message_of(lambda: CheckpointStore(root, ops=CannotSync()).write(20, rank_file))
-    done["exists"] = message_of(lambda: store.write(10, rank_file))
-    done["iterations"] = message_of(lambda: store.write(30 + dist.get_rank(), rank_file))
-    in_the_way = root / POINTER if dist.get_rank() == 0 else root
-    done["root"] = message_of(lambda: CheckpointStore(in_the_way).write(20, rank_file))
-    mine = root / f"rank{dist.get_rank()}"
-    done["shared"] = message_of(lambda: CheckpointStore(mine, patience_s=0.2).write(20, rank_file))
-    done["missing"] = message_of(lambda: store.resolve(20))
+    assert loaded["of rank 1"].tolist() == [1.0, 1.0, 1.0]
+    without_sync = CheckpointStore(root, ops=CannotSync())
+    assert "failed (OSError: [Errno 5] cannot sync" in told(lambda: without_sync.write(20, rank_file))
+    assert "exists; pass overwrite=True" in told(lambda: store.write(10, rank_file))
+    differ = "ranks differ: iteration is 30 on rank 0, 31 on rank 1; give the same on every rank"
+    assert told(lambda: store.write(30 + rank, rank_file)) == differ
+    in_the_way, mine = root / POINTER if rank == 0 else root, root / f"rank{rank}"
+    assert "NotADirectoryError" in told(lambda: CheckpointStore(in_the_way).write(20, rank_file))
+    apart = told(lambda: CheckpointStore(mine, patience_s=0.2).write(20, rank_file))
+    saving = f"saving {root}/rank0/iter_0000020 failed (rank 1: CheckpointError: this rank does not see "
+    assert apart.startswith(saving)
+    assert apart.endswith("; save to a folder that all ranks share)")
+    assert "iter_0000020 does not exist; whole ones" in told(lambda: store.resolve(20))
     # Rank 1 looks elsewhere, and still hears what rank 0 has found.
-    elsewhere = CheckpointStore(root if dist.get_rank() == 0 else mine)
-    latest = elsewhere.latest()
-    done["latest"] = latest is not None and latest == elsewhere.path_of(15)
-    done["numbers"] = elsewhere.iterations()
+    elsewhere = CheckpointStore(root if rank == 0 else mine)
+    assert elsewhere.latest() == elsewhere.path_of(15)
+    assert elsewhere.iterations() == [10, 15]
     dist.barrier()
-    done["left"] = listed(root)
-    return done
-
-
-def test_errors_of_any_rank_are_errors_of_all_and_nothing_is_published(run_ranks: RunRanks, tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    found = run_ranks(2, save_on_ranks, root)
-    done = found[0]
-    assert done["files"] == [".metadata", "part0", "part1", "part2", "part3"]
-    assert found[0] == found[1]
-    full = f"saving {root}/iter_0000020 failed (rank 1: OSError: [Errno 28] No space left on device)"
-    assert done["full"] == done["torch"] == full
-    assert done["loaded"] == [1.0, 1.0, 1.0]
-    assert "failed (OSError: [Errno 5] cannot sync" in str(done["sync"])
-    assert "exists; pass overwrite=True" in str(done["exists"])
-    assert done["iterations"] == ("ranks differ: iteration is 30 on rank 0, 31 on rank 1; give the same on every rank")
-    assert "NotADirectoryError" in str(done["root"])
-    assert str(done["shared"]).startswith(
-        f"saving {root}/rank0/iter_0000020 failed (rank 1: CheckpointError: this rank does not see "
-    )
-    assert str(done["shared"]).endswith("; save to a folder that all ranks share)")
-    assert "iter_0000020 does not exist; whole ones" in str(done["missing"])
-    assert done["latest"] is True
-    assert done["numbers"] == [10, 15]
-    assert done["left"] == ["iter_0000010", "iter_0000015", POINTER, "rank0"]
+    assert listed(root) == ["iter_0000010", "iter_0000015", POINTER, "rank0"]

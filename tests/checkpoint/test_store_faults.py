@@ -1,10 +1,7 @@
 """Every single step of a save fails or is the last one of its process; what is found afterwards is whole."""
 
-import itertools
 import os
-import random
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_fsdp.checkpoint.store import CLAIM, POINTER, CheckpointStore, FileOps, RunFolder, folder_name
+from megatron_fsdp.checkpoint.store import CLAIM, POINTER, CheckpointStore, FileOps, RunFolder
 from megatron_fsdp.errors import CheckpointError
 
 Fault = Literal["killed before", "killed halfway", "killed after", "error once", "errors from there on"]
@@ -308,45 +305,6 @@ def test_what_a_living_process_is_saving_is_not_taken_for_left_over(tmp_path: Pa
 # ---- processes that are killed ---------------------------------------------------------------------------------------
 
 
-KILLS, REPEATS = 24, 4000
-SAVES_WITHIN = 6  # the longest life of a saver, in undisturbed saves of this machine as busy as it is
-
-
-def save_for_ever(root: Path) -> None:
-    """Go on from the latest iteration; replace every third one at once."""
-    latest = RunFolder(root).latest()
-    for iteration in itertools.count(1 if latest is None else said_by(latest) + 1):
-        save(root, iteration, f"{iteration} first " * REPEATS, FileOps())
-        if iteration % 3 == 0:
-            save(root, iteration, f"{iteration} second " * REPEATS, FileOps(), overwrite=True)
-
-
-def said_by(folder: Path) -> int:
-    return int(content_of(folder).split()[0])
-
-
-def kill_savers(root: Path) -> tuple[int, int]:
-    """Kill children again and again; how many left something behind, and the last iteration."""
-    draw = random.Random(0)
-    begin = time.monotonic()
-    save(root, 1, "1 first " * REPEATS, FileOps())
-    save_s = time.monotonic() - begin
-    interrupted, newest = 0, 1
-    for kill in range(10 * KILLS):  # a busy machine finishes few saves in so short a time
-        if kill >= KILLS and newest > KILLS // 4:
-            break
-        with forked(lambda: save_for_ever(root)):
-            time.sleep(draw.uniform(0.0, SAVES_WITHIN * save_s))
-        interrupted += bool(RunFolder(root).hidden())
-        whole, latest = RunFolder(root).iterations(), RunFolder(root).resolve()
-        assert [said_by(RunFolder(root).resolve(iteration)) for iteration in whole] == whole
-        found = said_by(latest)
-        assert newest <= found in whole
-        save_s *= 1.2 if found == newest else 1.0  # the machine may have become busier
-        newest = found
-    return interrupted, newest
-
-
 @contextmanager
 def forked(act: Callable[[], object]) -> Iterator[None]:
     """Let a child do something, and kill it at the end of the block."""
@@ -413,15 +371,3 @@ def test_one_process_saves_in_a_folder(tmp_path: Path) -> None:
     with saving_child(root, 5) as told:
         assert told == "saved"
     assert content_of(RunFolder(root).resolve()) == "of a child"
-
-
-@pytest.mark.full
-def test_a_whole_checkpoint_is_found_whenever_the_saver_is_killed(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    interrupted, newest = kill_savers(root)
-    assert interrupted >= KILLS // 4
-    assert newest > KILLS // 4
-    for iteration in (newest + 1, newest + 2):  # whoever comes next saves, and leaves nothing of the killed ones
-        save(root, iteration, "last", FileOps())
-    left = [folder_name(iteration) for iteration in (newest + 1, newest + 2)]
-    assert sorted(path.name for path in root.iterdir()) == [*left, POINTER]
