@@ -18,6 +18,7 @@ from megatron_fsdp.automodel.auto_model import canonical_text, facts_of
 from tests.automodel.training import (
     STRATEGIES,
     assert_trained_alike,
+    load,
     parameters_of,
     plain_name,
     reference,
@@ -26,90 +27,72 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.language_models import FAMILIES, batch_of, build, config_of
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, once
 
 
-def save(kind: str, folder: Path, **options: Any) -> str:
-    """A folder of transformers with the weights of `build(kind)`."""
-    path = folder / kind
-    build(kind).save_pretrained(path, **options)
-    return str(path)
-
-
-def load_train_save(folders: Sequence[tuple[str, str]], names: Sequence[str], out: str) -> None:
-    """Each folder by each strategy: logits, two steps, and what plain transformers reads afterwards."""
-    for kind, folder in folders:
+def train_and_go_back(kinds: Sequence[str], names: Sequence[str], folder: Path, **options: Any) -> None:
+    """Each kind by each strategy: logits, two steps, and what plain transformers reads afterwards."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for kind in kinds:
+        once(lambda: build(kind).save_pretrained(folder / kind, **options))  # noqa: B023
         expected = reference(kind, steps=2)
         for name in names:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, distributed_config=strategy(name), dtype=torch.float32
-            )
-            ranks, rank = dist.get_world_size(), dist.get_rank()
+            model = load(folder / kind, name, dtype=torch.float32)
             with torch.no_grad():
                 logits = model(input_ids=batch_of(4)["input_ids"].chunk(ranks)[rank], use_cache=False).logits
             torch.testing.assert_close(logits, expected.logits[0].chunk(ranks)[rank], rtol=1e-5, atol=1e-5)
             assert_trained_alike(train(model, steps=2), expected)
-            target = f"{out}/{kind}-{name}-{ranks}"
+            target = f"{folder}/{kind}-{name}"
             model.save_pretrained(target, max_shard_size=20_000)
-            trained = parameters_of(model)
             again = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-            assert_equal_tensors(dict(again.named_parameters()), trained)
-            assert again.config.architectures == [FAMILIES[kind][0] + _suffix(kind)]
+            assert_equal_tensors(dict(again.named_parameters()), parameters_of(model))
+            assert again.config.architectures == [
+                FAMILIES[kind][0] + ("LMHeadModel" if kind == "gpt2" else "ForCausalLM")
+            ]
             dist.barrier()
 
 
-def _suffix(kind: str) -> str:
-    return "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
-
-
-def test_each_strategy_trains_as_one_process_and_goes_back_to_transformers(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, load_train_save, [("phi3", save("phi3", tmp_path))], STRATEGIES, str(tmp_path))
+@on_ranks(2)
+def test_each_strategy_trains_as_one_process_and_goes_back_to_transformers(tmp_path: Path) -> None:
+    train_and_go_back(["phi3"], STRATEGIES, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_family_trains_as_one_process_and_goes_back_to_transformers(
-    run_ranks: RunRanks, tmp_path: Path, name: str
-) -> None:
+@on_ranks(2)
+def test_every_family_trains_as_one_process_and_goes_back_to_transformers(tmp_path: Path, name: str) -> None:
     kinds = list(FAMILIES) if name == "megatron_fsdp" else ["llama", "gemma3", "phi3", "qwen2_moe"]
-    folders = [(kind, save(kind, tmp_path)) for kind in kinds]
-    run_ranks(2, load_train_save, folders, [name], str(tmp_path), timeout_s=300.0)
+    train_and_go_back(kinds, [name], tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_other_numbers_of_ranks_give_the_same(run_ranks: RunRanks, tmp_path: Path, ranks: int) -> None:
-    folders = [(kind, save(kind, tmp_path, max_shard_size="20KB")) for kind in ("llama_tied", "qwen3_moe")]
-    run_ranks(ranks, load_train_save, folders, STRATEGIES, str(tmp_path), timeout_s=300.0)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@on_ranks()
+def test_other_numbers_of_ranks_give_the_same(tmp_path: Path) -> None:
+    train_and_go_back(["llama_tied", "qwen3_moe"], STRATEGIES, tmp_path, max_shard_size="20KB")
 
 
-def drawn(kind: str, names: Sequence[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Parameters and buffers that `from_config` gives under one seed, by each strategy."""
-    found = []
-    for name in names:
-        torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(
-            config_of(kind), distributed_config=strategy(name), dtype=torch.float32
-        )
-        parameters = parameters_of(model)
-        buffers = {plain_name(key): buffer.clone() for key, buffer in model.named_buffers()}
-        found.append((parameters, buffers))
-    return found
+def drawn(kind: str, name: str) -> Any:
+    """What `from_config` draws under one seed."""
+    torch.manual_seed(7)
+    return AutoModelForCausalLM.from_config(config_of(kind), distributed_config=strategy(name), dtype=torch.float32)
 
 
 @pytest.mark.full(short=["deepseek_v3"])
 @pytest.mark.parametrize("kind", ["llama_tied", "gemma3", "deepseek_v3"])
-def test_drawn_weights_are_those_of_transformers_bit_for_bit(run_ranks: RunRanks, kind: str) -> None:
+@on_ranks(2)
+def test_drawn_weights_are_those_of_transformers_bit_for_bit(kind: str) -> None:
     with fixed_seed(7):
-        model = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
-    for by_strategy in run_ranks(2, drawn, kind, STRATEGIES):
-        for parameters, buffers in by_strategy:
-            assert_equal_tensors(parameters, dict(model.named_parameters()))
-            assert_equal_tensors(buffers, dict(model.named_buffers()))
+        plain = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
+    for name in STRATEGIES:
+        model = drawn(kind, name)
+        assert_equal_tensors(parameters_of(model), dict(plain.named_parameters()))
+        buffers = {plain_name(key): buffer for key, buffer in model.named_buffers()}
+        assert_equal_tensors(buffers, dict(plain.named_buffers()))
 
 
 def drawn_by_all(kind: str) -> list[dict[str, Tensor]]:
-    return [parameters for parameters, _ in drawn(kind, STRATEGIES)]
+    return [parameters_of(drawn(kind, name)) for name in STRATEGIES]
 
 
 @pytest.mark.full

@@ -308,11 +308,6 @@ def test_size_that_is_no_positive_whole_number_is_refused(name: str, size: Any) 
         resolve_sizes(FSDP2, 4, **{name: size})
 
 
-def test_sizes_need_one_of_the_three_configs() -> None:
-    with pytest.raises(ConfigurationError, match=r"distributed_config is dict"):
-        resolve_sizes({}, 4)  # type: ignore[arg-type]
-
-
 SIZES = st.sampled_from([None, 1, 2, 3, 4])
 
 

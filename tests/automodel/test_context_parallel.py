@@ -4,7 +4,6 @@ import copy
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,10 +20,9 @@ from megatron_fsdp.automodel.context_parallel import (
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.test_expert_parallel import Sent
-from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import batch_of, build, label_count
-from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal
 
 SIZES = [(ranks, length) for ranks in (1, 2, 3, 4) for length in (24, 48)]
 
@@ -61,38 +59,28 @@ def tokens() -> Tensor:
     return torch.arange(2 * LENGTH).view(2, LENGTH)
 
 
-def cut() -> dict[str, list[Any]]:
+@on_ranks(2)
+def test_labels_are_shifted_before_they_are_cut() -> None:
     mesh = mesh_of((2,), ("cp",))
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
     mask[1, 6:] = 0
     labels = tokens().masked_fill(mask == 0, -100)
     batch = {"input_ids": tokens(), "labels": labels, "attention_mask": mask, "weights": tokens() * 0.5}
     mine = shard_batch(batch, mesh)
+    assert sorted(mine) == ["input_ids", "position_ids", "shift_labels", "weights"]
     assert all(values.is_contiguous() for values in mine.values())
-    for name, whole in batch.items():
-        if name in mine:
-            assert torch.equal(unshard_sequence(mine[name], mesh), whole)
+    for name in ("input_ids", "weights"):
+        assert torch.equal(unshard_sequence(mine[name], mesh), batch[name])
     hidden = mine["input_ids"][..., None] + torch.zeros(3)
     whole_hidden = unshard_sequence(hidden.transpose(0, 1), mesh, 0)
     assert torch.equal(whole_hidden, tokens().T[..., None] + torch.zeros(3))
-    return {name: values.tolist() for name, values in mine.items()}
-
-
-def test_labels_are_shifted_before_they_are_cut(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, cut)
-    assert first["position_ids"] == [[0, 1, 6, 7]] * 2
-    assert second["position_ids"] == [[2, 3, 4, 5]] * 2
-    assert first["input_ids"] == [[0, 1, 6, 7], [8, 9, 14, 15]]
-    assert first["shift_labels"] == [[1, 2, 7, -100], [9, 10, -100, -100]]
-    assert second["shift_labels"] == [[3, 4, 5, 6], [11, 12, 13, -100]]
-    assert sorted(first) == ["input_ids", "position_ids", "shift_labels", "weights"]
-
-
-def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What a call that must be refused is told."""
-    with pytest.raises(ConfigurationError) as raised:
-        call(*args, **kwargs)
-    return str(raised.value)
+    positions, shifted = (
+        ([0, 1, 6, 7], [[1, 2, 7, -100], [9, 10, -100, -100]]),
+        ([2, 3, 4, 5], [[3, 4, 5, 6], [11, 12, 13, -100]]),
+    )[dist.get_rank()]
+    assert mine["position_ids"].tolist() == [positions] * 2
+    assert torch.equal(mine["input_ids"], tokens()[:, positions])
+    assert mine["shift_labels"].tolist() == shifted
 
 
 @on_ranks(2)
@@ -101,36 +89,25 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
     ids, ones = {"input_ids": tokens()}, torch.ones(2, LENGTH)
     hole, left, padded = ones.clone(), ones.clone(), ones.clone()
     hole[0, 3], left[0, 0], padded[0, 7] = 0, 0, 0
-    batches: dict[str, dict[str, Tensor]] = {
-        "length": {"input_ids": tokens()[:, :6]},
-        "nothing": {"labels": tokens()},
-        "square": {**ids, "attention_mask": ones[:, None, None]},
-        "one dimension": {**ids, "cu_seq_lens_q": torch.tensor([0, 4, 8])},
-        "image": {**ids, "pixel_values": torch.ones(2, 3, 4, 4)},
-        "hole": {**ids, "attention_mask": hole},
-        "left": {**ids, "attention_mask": left},
-        "counted": {**ids, "attention_mask": padded, "labels": tokens()},
-        "packed": {**ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2)},
-        "twice": {**ids, "labels": tokens(), "shift_labels": tokens()},
-        "other rows": {"input_ids": tokens() + here},
-        "hole on one rank": {**ids, "attention_mask": hole if here == 1 else ones},
-    }
-    first = same_on_ranks({name: refusal(shard_batch, batch, mesh) for name, batch in batches.items()})
-    parts = {
-        "length": "sequences of 6 tokens cannot be cut into 2 * 2 = 4 equal pieces",
-        "nothing": "needs input_ids or inputs_embeds",
-        "square": "attention_mask of shape (2, 1, 1, 8)",
-        "one dimension": "cu_seq_lens_q of shape (3,)",
-        "image": "pixel_values of shape (2, 3, 4, 4)",
-        "hole": "has holes or pads on the left",
-        "left": "has holes or pads on the left",
-        "counted": "labels has labels where attention_mask is 0",
-        "packed": "sequences are packed",
-        "twice": "labels and shift_labels",
-        "other rows": "ranks differ: input_ids is (2, 8) torch.int64 with the checksum ",
-        "hole on one rank": "cutting a batch failed (rank 1: ConfigurationError: attention_mask has holes",
-    }
-    assert {name: part for name, part in parts.items() if part not in first[name]} == {}
+    batches: list[tuple[str, dict[str, Tensor]]] = [
+        ("sequences of 6 tokens cannot be cut into 2 * 2 = 4 equal pieces", {"input_ids": tokens()[:, :6]}),
+        ("needs input_ids or inputs_embeds", {"labels": tokens()}),
+        ("attention_mask of shape (2, 1, 1, 8)", {**ids, "attention_mask": ones[:, None, None]}),
+        ("cu_seq_lens_q of shape (3,)", {**ids, "cu_seq_lens_q": torch.tensor([0, 4, 8])}),
+        ("pixel_values of shape (2, 3, 4, 4)", {**ids, "pixel_values": torch.ones(2, 3, 4, 4)}),
+        ("has holes or pads on the left", {**ids, "attention_mask": hole}),
+        ("has holes or pads on the left", {**ids, "attention_mask": left}),
+        ("labels has labels where attention_mask is 0", {**ids, "attention_mask": padded, "labels": tokens()}),
+        ("sequences are packed", {**ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2)}),
+        ("labels and shift_labels", {**ids, "labels": tokens(), "shift_labels": tokens()}),
+        ("ranks differ: input_ids is (2, 8) torch.int64 with the checksum ", {"input_ids": tokens() + here}),
+        (
+            "cutting a batch failed (rank 1: ConfigurationError: attention_mask has holes",
+            {**ids, "attention_mask": hole if here == 1 else ones},
+        ),
+    ]
+    for words, batch in batches:
+        assert words in refusal(shard_batch, batch, mesh, error=ConfigurationError)
 
 
 transformers = pytest.importorskip("transformers")
@@ -214,7 +191,6 @@ def test_rotary_frequencies_that_depend_on_the_length_see_the_whole_of_it(rope: 
 
 @on_ranks(2)
 def test_models_with_adapters_are_switched_too() -> None:
-    pytest.importorskip("peft")
     peft = pytest.importorskip("peft")
     mesh = mesh_of((2,), ("cp",))
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
@@ -261,64 +237,46 @@ def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks() -> None:
     enable_context_parallel(model, mesh)
     batch = shard_batch(batch_of(), mesh)
     ids, positions = batch["input_ids"], batch["position_ids"]
-    other = positions.flip(1)
-    here = dist.get_rank() == 1
+    mine = {"input_ids": ids, "position_ids": positions}
     calls: dict[str, dict[str, Any]] = {
-        "whole": {"input_ids": batch_of()["input_ids"]},
-        "mask": {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)},
-        "labels": {"input_ids": ids, "position_ids": positions, "labels": ids},
-        "cache": {"input_ids": ids, "position_ids": positions, "use_cache": True},
-        "order": {"input_ids": ids, "position_ids": other},
-        "order on one rank": {"input_ids": ids, "position_ids": positions + 1 if here else positions},
+        "position_ids is missing": {"input_ids": batch_of()["input_ids"]},
+        "attention_mask is for whole sequences": {**mine, "attention_mask": torch.ones_like(ids)},
+        "labels alone would be shifted within": {**mine, "labels": ids},
+        "use_cache=True is for generation": {**mine, "use_cache": True},
+        "position_ids are not those of shard_batch": {"input_ids": ids, "position_ids": positions.flip(1)},
+        "cut every batch by shard_batch": {"input_ids": ids, "position_ids": positions + dist.get_rank()},
     }
-    first = same_on_ranks({name: refusal(model, **arguments) for name, arguments in calls.items()})
-    parts = {
-        "whole": "position_ids is missing",
-        "mask": "attention_mask is for whole sequences",
-        "labels": "labels alone would be shifted within",
-        "cache": "use_cache=True is for generation",
-        "order": "position_ids are not those of shard_batch",
-        "order on one rank": "cut every batch by shard_batch",
-    }
-    assert {name: part for name, part in parts.items() if part not in first[name]} == {}
+    for words, arguments in calls.items():
+        assert words in refusal(model, error=ConfigurationError, **arguments)
 
 
-def refused_models() -> dict[str, str]:
+@on_ranks(1)
+def test_models_whose_tokens_meet_elsewhere_are_refused() -> None:
     mesh = mesh_of((1,), ("cp",))
     small = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    chunked = build("llama")
+    encoder_decoder = {"vocab_size": 32, "d_model": 16, "d_ff": 16, "num_layers": 2, "num_heads": 2, "d_kv": 8}
+    chunked, bidirectional, linear, windows = (build(kind) for kind in ("llama", "gemma3", "qwen3", "qwen2_moe"))
     chunked.config.attention_chunk_size = 4
-    bidirectional = build("gemma3")
     bidirectional.config.use_bidirectional_attention = True
-    linear = build("qwen3")
     linear.config.layer_types = ["linear_attention", "full_attention"] * 2
     with torch.device("meta"):
         bloom = transformers.BloomForCausalLM(
             transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2)
         )
         mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small, state_size=4))
-        t5 = transformers.T5ForConditionalGeneration(
-            transformers.T5Config(vocab_size=32, d_model=16, d_ff=16, num_layers=2, num_heads=2, d_kv=8)
-        )
-    models = {"bloom": bloom, "mamba": mamba, "t5": t5, "chunked": chunked, "both ways": bidirectional}
-    models |= {"linear": linear, "plain": nn.Linear(2, 2)}
-    told = {name: refusal(enable_context_parallel, model, mesh) for name, model in models.items()}
-    windows = build("qwen2_moe")
+        t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**encoder_decoder))
+    models = {
+        "its attention is not looked up in transformers' AttentionInterface": bloom,
+        "MambaForCausalLM cannot be trained with context parallelism": mamba,
+        "T5ForConditionalGeneration cannot be trained with context parallelism": t5,
+        "attends inside chunks": chunked,
+        "its attention is not causal": bidirectional,
+        "it has layers of the kinds ['linear_attention']": linear,
+        "a Linear has no transformers model inside": nn.Linear(2, 2),
+    }
+    for words, model in models.items():
+        assert words in refusal(enable_context_parallel, model, mesh, error=ConfigurationError)
     windows.config.sliding_window, windows.config.layer_types = 6, ["sliding_attention", "full_attention"] * 2
     enable_context_parallel(windows, mesh)
-    return {**told, "windows": refusal(logits_of, windows, mesh)}
-
-
-def test_models_whose_tokens_meet_elsewhere_are_refused(run_ranks: RunRanks) -> None:
-    (told,) = run_ranks(1, refused_models)
-    parts = {
-        "bloom": "its attention is not looked up in transformers' AttentionInterface",
-        "mamba": "MambaForCausalLM cannot be trained with context parallelism",
-        "t5": "T5ForConditionalGeneration cannot be trained with context parallelism",
-        "chunked": "attends inside chunks",
-        "both ways": "its attention is not causal",
-        "linear": "it has layers of the kinds ['linear_attention']",
-        "plain": "a Linear has no transformers model inside",
-        "windows": "has sliding windows, but its attention is not given them",
-    }
-    assert {name: part for name, part in parts.items() if part not in told[name]} == {}
+    words = "has sliding windows, but its attention is not given them"
+    assert words in refusal(logits_of, windows, mesh, error=ConfigurationError)

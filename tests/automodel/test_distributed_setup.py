@@ -21,10 +21,8 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.test_auto_model import save
 from tests.automodel.test_gradients import accumulate_like_the_whole_batch
-from tests.automodel.training import assert_trained_alike, managed, reference, strategy, train
-from tests.conftest import RunRanks
+from tests.automodel.training import assert_trained_alike, managed, reference, saved, strategy, train
 from tests.support.language_models import build
 from tests.support.on_ranks import on_ranks
 
@@ -51,8 +49,9 @@ def test_what_is_said_twice_is_refused() -> None:
         DistributedSetup.build("fsdp")
 
 
-def load_in_three_ways(folder: str) -> None:
-    config = strategy("megatron_fsdp")
+@on_ranks(2)
+def test_setups_and_meshes_stand_in_place_of_sizes(tmp_path: Path) -> None:
+    folder, config = saved("llama", tmp_path), strategy("megatron_fsdp")
     with groups_destroyed():
         mesh, _ = create_device_mesh(config, tp_size=2)
         bare = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
@@ -62,25 +61,21 @@ def load_in_three_ways(folder: str) -> None:
             {"distributed_config": config, "device_mesh": bare},
         ]
         for way in ways:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **way)
+            model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **way)
             assert model.mesh_context.sizes == ParallelSizes(tp=2)
             assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
         assert model.mesh_context.device_mesh is bare
         setup = ways[0]["distributed_setup"]
         for other in ({"tp_size": 1}, {"distributed_config": config}, {"pipeline_config": PipelineConfig()}):
             with pytest.raises(ConfigurationError, match="distributed_setup replaces"):
-                AutoModelForCausalLM.from_pretrained(folder, distributed_setup=setup, **other)
+                AutoModelForCausalLM.from_pretrained(str(folder), distributed_setup=setup, **other)
         with pytest.raises(ConfigurationError, match="replace sizes, and tp_size is given"):
-            AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, device_mesh=mesh, tp_size=2)
+            AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=config, device_mesh=mesh, tp_size=2)
         with pytest.raises(ConfigurationError, match="moe_mesh alone is given"):
-            AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, moe_mesh=mesh)
+            AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=config, moe_mesh=mesh)
         for other, problem in ((strategy("fsdp2"), "FSDP2Config takes"), (strategy("ddp"), "DDPConfig takes none")):
             with pytest.raises(ConfigurationError, match=problem):
-                AutoModelForCausalLM.from_pretrained(folder, distributed_config=other, device_mesh=mesh)
-
-
-def test_setups_and_meshes_stand_in_place_of_sizes(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, load_in_three_ways, save("llama", tmp_path))
+                AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=other, device_mesh=mesh)
 
 
 @on_ranks(4)

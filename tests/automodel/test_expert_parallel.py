@@ -21,7 +21,7 @@ from tests.automodel.training import reference, whole
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, refusal
 
 TOKENS, CHOSEN, NUM_EXPERTS, HIDDEN = 12, 2, 4, 32
 NAME = "model.layers.0.mlp.experts"
@@ -202,7 +202,7 @@ class OtherOrder(Experts):
         return hidden_states
 
 
-def changed(change: Callable[[Experts], None], kind: type[Experts] = Experts) -> nn.Module:
+def changed(change: Callable[[Experts], object], kind: type[Experts] = Experts) -> nn.Module:
     model = nn.ModuleDict({"experts": kind()})
     change(model["experts"])  # type: ignore[arg-type]
     return model
@@ -210,29 +210,19 @@ def changed(change: Callable[[Experts], None], kind: type[Experts] = Experts) ->
 
 def cases() -> dict[str, nn.Module]:
     """Models that are refused, by a part of the message."""
-
-    def norm_inside(part: Experts) -> None:
-        part.norm = nn.LayerNorm(3)
-
-    def no_number(part: Experts) -> None:
-        del part.num_experts
-
-    def buffer(part: Experts) -> None:
-        part.register_buffer("scale", torch.ones(4))
-
-    def other_rows(part: Experts) -> None:
-        part.bias = nn.Parameter(torch.zeros(3))
-
-    def flat(part: Experts) -> None:
-        part.weight = nn.Parameter(torch.zeros(4, 9))
-
     return {
         "LlamaForCausalLM has no module called experts": build("llama", num_hidden_layers=1),
-        "has weights in modules of its own (norm.weight)": changed(norm_inside),
-        "does not say num_experts": changed(no_number),
-        "has a buffer (scale)": changed(buffer),
-        "has bias of shape (3,), which is not a row for each of its 4 experts": changed(other_rows),
-        "has no weight of three dimensions": changed(flat),
+        "has weights in modules of its own (norm.weight)": changed(
+            lambda part: part.add_module("norm", nn.LayerNorm(3))
+        ),
+        "does not say num_experts": changed(lambda part: delattr(part, "num_experts")),
+        "has a buffer (scale)": changed(lambda part: part.register_buffer("scale", torch.ones(4))),
+        "has bias of shape (3,), which is not a row for each of its 4 experts": changed(
+            lambda part: part.register_parameter("bias", nn.Parameter(torch.zeros(3)))
+        ),
+        "has no weight of three dimensions": changed(
+            lambda part: part.register_parameter("weight", nn.Parameter(torch.zeros(4, 9)))
+        ),
         "is called as forward(hidden_states": changed(lambda _: None, OtherCall),
         "top_k_weights: torch.Tensor, top_k_index": changed(lambda _: None, OtherOrder),
         "has no weights": nn.ModuleDict({"experts": nn.Identity()}),
@@ -242,37 +232,24 @@ def cases() -> dict[str, nn.Module]:
 @on_ranks(2)
 def test_other_interfaces_are_refused_and_left_alone() -> None:
     mesh = expert_mesh(2)["ep"]
-    found = {}
     for wanted, model in cases().items():
         before = [(name, type(part)) for name, part in model.named_modules()]
-        with pytest.raises(ConfigurationError) as caught:
-            parallelize_experts(model, mesh)
+        message = refusal(parallelize_experts, model, mesh, error=ConfigurationError)
         assert [(name, type(part)) for name, part in model.named_modules()] == before
-        found[wanted] = str(caught.value)
-    one = same_on_ranks(found)
-    for wanted, message in one.items():
         assert wanted in message
         assert "\n" not in message
 
 
 @on_ranks(2)
 def test_sizes_and_repetitions_are_refused() -> None:
-    """Of sizes and repetitions."""
-    mesh, found = expert_mesh(2), []
-    for kind, changes in (("mixtral", {"num_local_experts": 3}), ("qwen3_moe", {"num_experts": 5})):
-        with pytest.raises(ParallelSizeError) as odd:
-            parallelize_experts(build(kind, num_hidden_layers=1, **changes), mesh["ep"])
-        found.append(str(odd.value))
+    mesh = expert_mesh(2)["ep"]
+    for kind, name, number in (("mixtral", "num_local_experts", 3), ("qwen3_moe", "num_experts", 5)):
+        odd = build(kind, num_hidden_layers=1, **{name: number})
+        told = refusal(parallelize_experts, odd, mesh, error=ParallelSizeError)
+        assert told.startswith(
+            f"{NAME} has {number} experts (config.num_local_experts={number}), which ep_size=2 does not divide"
+        )
     model = build("mixtral", num_hidden_layers=1)
-    parallelize_experts(model, mesh["ep"])
-    with pytest.raises(ConfigurationError) as twice:
-        parallelize_experts(model, mesh["ep"])
-    one = same_on_ranks([*found, str(twice.value)])
-    starts = [
-        "model.layers.0.mlp.experts has 3 experts (config.num_local_experts=3), which ep_size=2 does not divide",
-        "model.layers.0.mlp.experts has 5 experts (config.num_local_experts=5), which ep_size=2 does not divide",
-        "model.layers.0.mlp.experts (DividedMixtralExperts) has gate_up_proj divided over ranks already",
-    ]
-    assert len(one) == len(starts)
-    for message, start in zip(one, starts, strict=True):
-        assert message.startswith(start)
+    parallelize_experts(model, mesh)
+    told = refusal(parallelize_experts, model, mesh)
+    assert told.startswith(f"{NAME} (DividedMixtralExperts) has gate_up_proj divided over ranks already")

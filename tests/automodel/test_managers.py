@@ -18,32 +18,23 @@ from megatron_fsdp.automodel import (
     MegatronFSDPManager,
     create_device_mesh,
 )
-from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from tests.automodel.process_groups import groups_destroyed
 from tests.support.language_models import batch_of, build
-from tests.support.on_ranks import first_rank_warns, on_ranks, same_on_ranks
+from tests.support.on_ranks import first_rank_warns, on_ranks, refusal
 
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
 MANAGERS: dict[Any, Any] = {FSDP2Config: FSDP2Manager, MegatronFSDPConfig: MegatronFSDPManager, DDPConfig: DDPManager}
 
 
-def refusal(call: Any) -> str:
-    with pytest.raises(MegatronFSDPError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+def mesh_for(config: Any, **sizes: int) -> Any:
+    return create_device_mesh(config, **sizes)[0]
 
 
 @on_ranks(2)
 def test_config_or_mesh_of_another_strategy_is_refused_alike_on_all_ranks() -> None:
-    found = []
     with groups_destroyed():
-        fsdp2_mesh, _ = create_device_mesh(FSDP2)
-        megatron_mesh, _ = create_device_mesh(MEGATRON)
-        assert fsdp2_mesh is not None
-        assert megatron_mesh is not None
+        fsdp2_mesh, megatron_mesh = mesh_for(FSDP2), mesh_for(MEGATRON)
         right = {FSDP2Config: fsdp2_mesh, MegatronFSDPConfig: megatron_mesh, DDPConfig: None}
         wrong = {
             FSDP2Config: [megatron_mesh, fsdp2_mesh["dp_shard"], None],
@@ -53,19 +44,13 @@ def test_config_or_mesh_of_another_strategy_is_refused_alike_on_all_ranks() -> N
         for kind, manager in MANAGERS.items():
             own = next(config for config in (FSDP2, MEGATRON, DDP) if type(config) is kind)
             for config in (FSDP2, MEGATRON, DDP, None, kind):
-                if config is own:
-                    continue
-                message = refusal(lambda: manager(config, right[kind]))  # noqa: B023 (called at once)
-                name = "type" if isinstance(config, type) else type(config).__name__
-                assert re.search(f"config is a {name}; give {manager.__name__} an? {kind.__name__}", message)
-                found.append(message)
+                if config is not own:
+                    name = "type" if isinstance(config, type) else type(config).__name__
+                    told = f"config is a {name}; give {manager.__name__} an? {kind.__name__}"
+                    assert re.search(told, refusal(manager, config, right[kind]))
             for mesh in wrong[kind]:
-                message = refusal(lambda: manager(own, mesh))  # noqa: B023
-                assert "mesh" in message
-                found.append(message)
+                assert "mesh" in refusal(manager, own, mesh)
             assert manager(own, right[kind]).config is own
-    first = same_on_ranks(found)
-    assert len(first) == 21
 
 
 class NoLayers(nn.Module):
@@ -85,34 +70,29 @@ class OddLayers(nn.Module):
 @on_ranks(1)
 def test_model_without_layers_is_refused() -> None:
     with groups_destroyed():
-        mesh, _ = create_device_mesh(FSDP2)
-        megatron_mesh, _ = create_device_mesh(MEGATRON)
-        assert mesh is not None
-        assert megatron_mesh is not None
+        megatron_mesh = mesh_for(MEGATRON)
         recomputing = DDPConfig(backend="gloo", activation_checkpointing=True)
-        for call in (
-            lambda: FSDP2Manager(FSDP2, mesh).parallelize(NoLayers()),
-            lambda: MegatronFSDPManager(MEGATRON, megatron_mesh).parallelize(NoLayers()),
-            lambda: DDPManager(recomputing).parallelize(NoLayers()),
+        for manager in (
+            FSDP2Manager(FSDP2, mesh_for(FSDP2)),
+            MegatronFSDPManager(MEGATRON, megatron_mesh),
+            DDPManager(recomputing),
         ):
-            assert refusal(call).startswith("NoLayers has no list of layers (an nn.ModuleList such as model.layers)")
+            told = refusal(manager.parallelize, NoLayers())
+            assert told.startswith("NoLayers has no list of layers (an nn.ModuleList such as model.layers)")
         config = MegatronFSDPConfig(backend="gloo", activation_checkpointing=True)
-        message = refusal(lambda: MegatronFSDPManager(config, megatron_mesh).parallelize(OddLayers()))
-        assert message.startswith("activation_checkpointing=True, but layers.0 (Sequential) has no module called mlp")
+        told = refusal(MegatronFSDPManager(config, megatron_mesh).parallelize, OddLayers())
+        assert told.startswith("activation_checkpointing=True, but layers.0 (Sequential) has no module called mlp")
 
 
 @on_ranks(1)
 def test_model_that_is_parallel_already_is_refused() -> None:
     with groups_destroyed():
-        mesh, _ = create_device_mesh(FSDP2)
-        megatron_mesh, _ = create_device_mesh(MEGATRON)
-        assert mesh is not None
-        assert megatron_mesh is not None
-        fsdp2, megatron, ddp = FSDP2Manager(FSDP2, mesh), MegatronFSDPManager(MEGATRON, megatron_mesh), DDPManager(DDP)
+        fsdp2, ddp = FSDP2Manager(FSDP2, mesh_for(FSDP2)), DDPManager(DDP)
+        megatron = MegatronFSDPManager(MEGATRON, mesh_for(MEGATRON))
         for first, second in ((fsdp2, fsdp2), (megatron, megatron), (megatron, fsdp2), (ddp, ddp), (fsdp2, megatron)):
             made = first.parallelize(build("llama"))
             model = made[0] if isinstance(made, tuple) else made
-            assert "parallel already" in refusal(lambda: second.parallelize(model))  # noqa: B023
+            assert "parallel already" in refusal(second.parallelize, model)
 
 
 @on_ranks(2)
@@ -120,15 +100,13 @@ def test_deterministic_sums_are_passed_on_or_refused() -> None:
     config = MegatronFSDPConfig(backend="gloo", deterministic="world", calculate_per_token_loss=True)
 
     def parallel(**sizes: int) -> MegatronFSDP:
-        mesh, _ = create_device_mesh(config, **sizes)
-        assert mesh is not None
-        return MegatronFSDPManager(config, mesh).parallelize(build("llama"))[0]
+        return MegatronFSDPManager(config, mesh_for(config, **sizes)).parallelize(build("llama"))[0]
 
     with groups_destroyed():
-        assert "context parallelism cuts the sums over a sequence" in refusal(lambda: parallel(cp_size=2))
-        assert "tensor parallelism cuts the sums inside of matrix products" in refusal(lambda: parallel(tp_size=2))
+        assert "context parallelism cuts the sums over a sequence" in refusal(parallel, cp_size=2)
+        assert "tensor parallelism cuts the sums inside of matrix products" in refusal(parallel, tp_size=2)
         model = parallel()
-        assert "no_sync cannot be used with deterministic" in refusal(lambda: model.no_sync().__enter__())
+        assert "no_sync cannot be used with deterministic" in refusal(model.no_sync().__enter__)
 
 
 @on_ranks(1)
@@ -143,9 +121,9 @@ def test_options_of_tensor_parallelism_without_it_warn_at_the_caller() -> None:
             ),
             (MegatronFSDPConfig(backend="gloo", sequence_parallel=True), "sequence_parallel of MegatronFSDPConfig: no"),
         ):
-            mesh, _ = create_device_mesh(config)
+            manager = MANAGERS[type(config)](config, mesh_for(config))
             with first_rank_warns(message) as caught:
-                MANAGERS[type(config)](config, mesh).parallelize(build("llama"))
+                manager.parallelize(build("llama"))
             assert {each.filename for each in caught} <= {__file__}
 
 

@@ -25,7 +25,6 @@ from tests.automodel.training import (
     strategy,
     train,
 )
-from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, config_of, label_count, token_loss_sum
 from tests.support.on_ranks import assert_equal_tensors, engine_of, first_rank_warns, on_ranks, same_on_ranks
 
@@ -231,7 +230,10 @@ def test_optimizer_that_is_passed_along_is_sharded_with_the_model() -> None:
             manager_of().parallelize(build("llama"), other)
 
 
-def one_rank() -> tuple[torch.dtype, ...]:
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks()
+def test_one_rank_has_the_dtypes_of_many() -> None:
     with groups_destroyed():
         model = parallel(build("llama").to(BF16))
         assert isinstance(model, MegatronFSDP)
@@ -240,10 +242,4 @@ def one_rank() -> tuple[torch.dtype, ...]:
         param = next(model.parameters())
         assert param.grad is not None
         assert_trained_alike(train(parallel(), steps=1), reference("llama", steps=1))
-        return param.dtype, param.grad.dtype, logits.dtype
-
-
-@pytest.mark.full
-def test_one_rank_has_the_dtypes_of_many(run_ranks: RunRanks) -> None:
-    assert run_ranks(1, one_rank) == [(BF16, BF16, BF16)]
-    assert run_ranks(2, one_rank) == [(BF16, BF16, BF16)] * 2
+        assert (param.dtype, param.grad.dtype, logits.dtype) == (BF16, BF16, BF16)

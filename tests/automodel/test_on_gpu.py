@@ -9,10 +9,9 @@ import torch
 pytest.importorskip("transformers", minversion="5.23")
 
 from megatron_fsdp.automodel import AutoModelForCausalLM
-from tests.automodel.test_auto_model import save
 from tests.automodel.training import STRATEGIES, optimizer_of, reference, strategy
 from tests.conftest import RunRanks
-from tests.support.language_models import batch_of, label_count, token_loss_sum
+from tests.support.language_models import batch_of, build, label_count, token_loss_sum
 
 
 def losses_on_gpu(folder: str, name: str) -> tuple[list[float], set[str]]:
@@ -35,6 +34,7 @@ def losses_on_gpu(folder: str, name: str) -> tuple[list[float], set[str]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_trains_on_a_gpu_as_one_process_on_the_cpu(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
-    ((losses, devices),) = run_ranks(1, losses_on_gpu, save("llama", tmp_path), name, device_type="cuda")
+    build("llama").save_pretrained(tmp_path)
+    ((losses, devices),) = run_ranks(1, losses_on_gpu, str(tmp_path), name, device_type="cuda")
     assert devices == {"cuda"}
     assert losses == pytest.approx(reference("llama").losses, rel=1e-3)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
 from megatron_fsdp.automodel import (
+    AutoModelForCausalLM,
     DDPConfig,
     DDPManager,
     DistributedConfig,
@@ -34,6 +36,7 @@ from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
 from megatron_fsdp.comm.agreement import gather_objects
 from tests.support.case import Tolerance, assert_values
 from tests.support.language_models import batch_of, build, label_count
+from tests.support.on_ranks import once
 
 
 def strategy(name: str, **fields: Any) -> DistributedConfig:
@@ -45,6 +48,17 @@ def strategy(name: str, **fields: Any) -> DistributedConfig:
 
 
 STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
+
+
+def saved(kind: str, folder: Path) -> Path:
+    """A folder of transformers with the weights of `build(kind)`, for all ranks."""
+    once(lambda: build(kind).save_pretrained(folder))
+    return folder
+
+
+def load(folder: Path | str, name: str = "fsdp2", auto_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    """The model of a folder, sharded by a strategy."""
+    return auto_class.from_pretrained(str(folder), distributed_config=strategy(name), **options)
 
 
 def managed(config: Any, model: nn.Module, pipeline: PipelineConfig | None = None, **sizes: int) -> Any:

@@ -61,6 +61,15 @@ def same_on_ranks(value: Any) -> Any:
     return value
 
 
+def once(make: Callable[[], object]) -> None:
+    """Make something on the first rank (or without ranks), such as files, while the others wait."""
+    is_ranked = dist.is_initialized()
+    if not is_ranked or dist.get_rank() == 0:
+        make()
+    if is_ranked:
+        dist.barrier()
+
+
 def refusal(call: Callable[..., object], *given: Any, error: Any = MegatronFSDPError, **named: Any) -> str:
     """The sentence with which a call fails, on all ranks alike."""
     with pytest.raises(error) as raised:

@@ -19,7 +19,7 @@ from tests.automodel.training import managed, reference
 from tests.conftest import RunRanks
 from tests.support.counting import OpCounts
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
-from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.on_ranks import on_ranks, refusal
 
 CPU = torch.device("cpu")
 
@@ -213,100 +213,52 @@ def test_sharded_stages_gather_and_reduce_each_unit_once_in_a_step(run_ranks: Ru
         assert found == [(3, 3, True, sent, {torch.float32})] * 2  # two layers and the rest
 
 
-def message_of(call: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        call(*args, **kwargs)
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
-def _same(part: nn.Module) -> nn.Module:
-    return part
-
-
-def _half(part: nn.Module) -> nn.Module:
-    return part.half()
-
-
-def _mean(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.mean() + labels.sum()
-
-
-def _mask(tokens: Tensor, rank: int) -> dict[str, Tensor]:
-    return {"attention_mask": torch.ones_like(tokens)} if rank else {}
-
-
-EXPECTED = {
-    "other rows": "the shape of input_ids is (4, 16) on rank 0, (3, 16) on rank 1",
-    "labels on one rank": "the checksum of labels is none on rank 0, ",
-    "labels on none": "needs labels",
-    "labels in eval": "needs labels",
-    "labels in forward": "use eval_step",
-    "bad labels on one rank": "rank 1: ConfigurationError: labels has shape (4, 15)",
-    "mask on one rank": "the call is ",
-    "bad mask": "attention_mask has shape (3, 16)",
-    "two kinds of labels": "give one of them",
-    "flat tokens": "(rows, sequence)",
-    "too few rows": "make 1 microbatches, but 1F1B needs at least one for each of the 2 stages",
-    "tokens of another batch": "ranks differ: the checksum of input_ids is ",
-    "unknown tokens": "and the model knows 0 to 95",
-    "no tensor": "use_cache=True has no effect in a pipeline",
-    "dp_size alone": "give both",
-    "no tokens": "num_label_tokens=0",
-    "rows of a microbatch": "4 rows does not divide into microbatches of pp_microbatch_size=3",
-    "rows of a batch": "pp_batch_size=2",
-    "rounds": "in 2 equal rounds; give a multiple of 2",
-    "tokens of a mean": "leave them out",
-    "batch too small": "make 1 microbatches",
-    "ends of a tie": "cut or cast them differently",
-    "uneven stages": "make 2 stages, 1 on each of 2 ranks, but Interleaved1F1B runs at least two stages",
-}
-
-
 @on_ranks(2)
 def test_refusals_are_sentences_that_are_the_same_on_every_rank() -> None:
-    """Case -> message of this rank; then a step still works."""
-    rank = dist.get_rank()
-    mesh = stages()
-    batch = batch_of()
+    """Calls by words of what is said; a step still works afterwards."""
+    rank, mesh, batch = dist.get_rank(), stages(), batch_of()
     tokens, labels = batch["input_ids"], batch["labels"]
 
-    def made(kind: str = "llama", prepare: Any = _same, **options: Any) -> Any:
+    def made(kind: str = "llama", cast: bool = False, **options: Any) -> Any:
+        prepare = lambda part: part.half() if cast else part  # noqa: E731
         return build_pipeline(build(kind), mesh, PipelineConfig(**options), parallelize_stage=prepare, device=CPU)
 
-    pipeline = made()
-    rows = tokens[: 4 - rank], labels[: 4 - rank]
-    found = {
-        "other rows": message_of(pipeline.step, *rows),
-        "labels on one rank": message_of(pipeline.step, tokens, labels if rank else None),
-        "labels on none": message_of(pipeline.step, tokens),
-        "labels in eval": message_of(pipeline.eval_step, tokens),
-        "labels in forward": message_of(pipeline.forward, tokens, shift_labels=labels),
-        "bad labels on one rank": message_of(pipeline.step, tokens, labels[:, rank:]),
-        "mask on one rank": message_of(pipeline.step, tokens, labels, **_mask(tokens, rank)),
-        "bad mask": message_of(pipeline.step, tokens, labels, attention_mask=torch.ones(3, 16)),
-        "two kinds of labels": message_of(pipeline.step, tokens, labels, shift_labels=labels),
-        "flat tokens": message_of(pipeline.step, tokens[0], labels[0]),
-        "too few rows": message_of(pipeline.step, tokens[:1], labels[:1]),
-        "tokens of another batch": message_of(pipeline.step, **batch_of(4, seed=1 + rank)),
-        "unknown tokens": message_of(pipeline.step, tokens + 90, labels),
-        "no tensor": message_of(pipeline.step, tokens, labels, use_cache=True),
-        "dp_size alone": message_of(pipeline.step, tokens, labels, dp_size=2),
-        "no tokens": message_of(pipeline.step, tokens, labels, num_label_tokens=0),
-        "rows of a microbatch": message_of(made(pp_microbatch_size=3).step, tokens, labels),
-        "rows of a batch": message_of(made(pp_batch_size=2).step, tokens, labels),
-        "rounds": message_of(made(pp_schedule="interleaved1f1b").step, **batch_of(5)),
-        "tokens of a mean": message_of(
-            made(loss_fn=_mean, scale_grads_in_schedule=True).step, tokens, labels, num_label_tokens=5
+    step, evaluate, forward = (getattr(made(), name) for name in ("step", "eval_step", "forward"))
+    mask = {"attention_mask": torch.ones_like(tokens)} if rank else {}
+    mean = {"loss_fn": lambda logits, labels: logits.mean() + labels.sum(), "scale_grads_in_schedule": True}
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("the shape of input_ids is (4, 16) on rank 0, (3, 16)", lambda: step(tokens[: 4 - rank], labels[: 4 - rank])),
+        ("the checksum of labels is none on rank 0, ", lambda: step(tokens, labels if rank else None)),
+        ("needs labels", lambda: step(tokens)),
+        ("needs labels", lambda: evaluate(tokens)),
+        ("use eval_step", lambda: forward(tokens, shift_labels=labels)),
+        ("rank 1: ConfigurationError: labels has shape (4, 15)", lambda: step(tokens, labels[:, rank:])),
+        ("the call is ", lambda: step(tokens, labels, **mask)),
+        ("attention_mask has shape (3, 16)", lambda: step(tokens, labels, attention_mask=torch.ones(3, 16))),
+        ("give one of them", lambda: step(tokens, labels, shift_labels=labels)),
+        ("(rows, sequence)", lambda: step(tokens[0], labels[0])),
+        ("make 1 microbatches, but 1F1B needs at least one for each of the 2", lambda: step(tokens[:1], labels[:1])),
+        ("ranks differ: the checksum of input_ids is ", lambda: step(**batch_of(4, seed=1 + rank))),
+        ("and the model knows 0 to 95", lambda: step(tokens + 90, labels)),
+        ("use_cache=True has no effect in a pipeline", lambda: step(tokens, labels, use_cache=True)),
+        ("give both", lambda: step(tokens, labels, dp_size=2)),
+        ("num_label_tokens=0", lambda: step(tokens, labels, num_label_tokens=0)),
+        (
+            "4 rows does not divide into microbatches of pp_microbatch_size=3",
+            lambda: made(pp_microbatch_size=3).step(tokens, labels),
         ),
-        "batch too small": message_of(made, pp_microbatch_size=3, pp_batch_size=3),
-        "ends of a tie": message_of(made, "llama_tied", prepare=_half if rank else _same),
-        "uneven stages": message_of(made, pp_schedule="interleaved1f1b", layers_per_stage=2),
-    }
-    assert pipeline.step(tokens, labels).item() > 0
-    first = same_on_ranks(found)
-    assert first.keys() == EXPECTED.keys()
-    for case, words in EXPECTED.items():
-        assert words in first[case], case
-        assert "\n" not in first[case]
+        ("pp_batch_size=2", lambda: made(pp_batch_size=2).step(tokens, labels)),
+        ("in 2 equal rounds; give a multiple of 2", lambda: made(pp_schedule="interleaved1f1b").step(**batch_of(5))),
+        ("leave them out", lambda: made(**mean).step(tokens, labels, num_label_tokens=5)),
+        ("make 1 microbatches", lambda: made(pp_microbatch_size=3, pp_batch_size=3)),
+        ("cut or cast them differently", lambda: made("llama_tied", cast=rank == 1)),
+        (
+            "make 2 stages, 1 on each of 2 ranks, but Interleaved1F1B runs at least two stages",
+            lambda: made(pp_schedule="interleaved1f1b", layers_per_stage=2),
+        ),
+    ]
+    for words, call in calls:
+        told = refusal(call, error=ConfigurationError)
+        assert words in told
+        assert "\n" not in told
+    assert step(tokens, labels).item() > 0
