@@ -15,10 +15,9 @@ from megatron_fsdp.cli.main import main
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.models.trained import Trained
 from tests.support.forked_programs import Program, children_of, remains, trainer
-from tests.support.train_program import LIMIT_S, OPTIONS, environment, metrics, steps_done, wait_for, write_text
+from tests.support.train_program import LIMIT_S, OPTIONS, environment, metrics, wait_for, write_text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
-KILLED = "rank 1: it was ended by SIGKILL, as after kill -9 or when the machine's memory runs out\n"
 AGAIN = "] failed (exitcode: "  # of torch's agent, of the rank that it sees fail first, which starts all ranks again
 
 
@@ -85,24 +84,6 @@ def test_asked_to_end_while_it_saves(numbers: tuple[int, ...], saving: tuple[str
     assert f"stopped and saved after {done} steps" in " ".join(shown.split())
     assert (run.saved / "latest_checkpointed_iteration.txt").read_text().strip() == str(done)
     assert [path.name for path in run.saved.iterdir() if path.name.startswith((".iter_", ".latest_"))] == []
-
-
-@pytest.mark.full
-def test_killed_once_too_often_while_it_saves_in_the_background(tmp_path: Path) -> None:
-    options = ("--save-interval", "3", "--async-save", "--max-restarts", "1", "--keep-last", "2")
-    run = Started(saving_slowly, tmp_path, *options)
-    first = run.wait_for_ranks(lambda: run.is_saving)
-    os.kill(first[1], signal.SIGKILL)
-    run.wait_for_ranks(lambda: AGAIN in run.program.shown("err"))
-    kept = {path.name for path in run.saved.glob("iter_*")}
-    before = steps_done(run.out)
-    ranks = run.wait_for_ranks(lambda: steps_done(run.out) > before and run.is_saving)
-    os.kill(ranks[1], signal.SIGKILL)
-    code, _, errors = run.end()
-    assert (code, errors.endswith(KILLED)) == (7, True)
-    whole = sorted(path.name for path in run.saved.glob("iter_*"))
-    assert kept
-    assert int((run.saved / "latest_checkpointed_iteration.txt").read_text()) in [int(name[-7:]) for name in whole]
 
 
 def hanging(argv: Sequence[str]) -> int:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fsdp.train.failures import is_out_of_memory, memory_advice
-from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, trainer
+from tests.support.on_ranks import on_ranks
 from tests.support.train_program import LIMIT_S, OPTIONS, environment, job_of, metrics, run, this_rank
 
 
@@ -73,12 +74,9 @@ def test_errors_of_memory_count_also_as_a_cause_and_others_do_not() -> None:
     assert not is_out_of_memory(RuntimeError("NCCL error: remote process exited or there was a network error"))
 
 
-def told_outside_of_a_step() -> str:
-    return memory_advice(job_of("--micro-batch-size", "1"), this_rank(), 0, MemoryError("no room"))
-
-
-def test_memory_that_ran_out_before_the_first_step(run_ranks: RunRanks) -> None:
-    told = run_ranks(2, told_outside_of_a_step)
-    assert told[1].startswith("out of memory on rank 1 outside of a step on cpu: no room\n")
-    assert "--init-model-with-meta-device; more ranks" in told[0]
-    assert "--micro-batch-size 0" not in told[0]
+@on_ranks(2)
+def test_memory_that_ran_out_before_the_first_step() -> None:
+    told = memory_advice(job_of("--micro-batch-size", "1"), this_rank(), 0, MemoryError("no room"))
+    assert told.startswith(f"out of memory on rank {dist.get_rank()} outside of a step on cpu: no room\n")
+    assert "--init-model-with-meta-device; more ranks" in told
+    assert "--micro-batch-size 0" not in told

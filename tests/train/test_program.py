@@ -94,13 +94,3 @@ def test_a_rank_that_crashes_leaves_its_stacks(text_file: Path, tmp_path: Path) 
     assert errors.startswith("Fatal Python error: Segmentation fault\n")
     assert " in run_rank\n" in errors
     assert errors.endswith("rank 1: it was ended by SIGSEGV\n")
-
-
-@pytest.mark.full
-def test_wrong_data_is_said_once(tmp_path: Path) -> None:
-    short = tmp_path / "short.txt"
-    short.write_text("too short")
-    shown, errors = run("--data-path", str(short), "--out", str(tmp_path / "out"), code=2)
-    assert errors.count("error: the ") == 1
-    assert "one sample needs 17" in errors
-    assert "Traceback" not in shown + errors

@@ -1,16 +1,11 @@
 """Work that the first rank of each machine does: all wait for it, and all hear of what went wrong."""
 
-import ctypes
-import itertools
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,52 +88,7 @@ def test_ranks_agree_on_restarts_where_an_agent_came_back_and_counts_anew(run_ra
     assert run_ranks(2, agreed, ["0", "0"]) == [0, 0]
 
 
-# ---- two hosts on one machine: network namespaces with addresses of their own, or two loopback addresses -------------
-
-_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Host:
-    """One host.
-
-    Attributes:
-        name: Of its network namespace; empty where there is none.
-        address: Its own.
-        interface: With this address.
-        port: Free there, to meet at.
-    """
-
-    name: str
-    address: str
-    interface: str
-    port: int
-
-
-@contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that can reach each other, and nobody else where the kernel allows namespaces."""
-    mark = f"{os.getpid()}n{next(_numbers)}"
-    port = _free_port()
-    hosts = tuple(
-        Host(f"mfsdp{side}{mark}", f"10.231.7.{i + 1}", f"v{side}{mark}", port) for i, side in enumerate("ab")
-    )
-    if sys.platform == "linux" and _call("ip", "netns", "add", hosts[0].name):
-        try:
-            _call("ip", "netns", "add", hosts[1].name)
-            _call("ip", "link", "add", hosts[0].interface, "type", "veth", "peer", "name", hosts[1].interface)
-            for host in hosts:
-                _call("ip", "link", "set", host.interface, "netns", host.name)
-                _call("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
-                for interface in (host.interface, "lo"):
-                    _call("ip", "-n", host.name, "link", "set", interface, "up")
-            yield hosts[0], hosts[1]
-        finally:
-            for host in hosts:
-                _call("ip", "netns", "del", host.name)
-    else:
-        yield Host("", "127.0.0.1", "lo", port), Host("", "127.0.0.2", "lo", port)
+# ---- two hosts on one machine: two loopback addresses ---------------------------------------------------------------
 
 
 def _free_port() -> int:
@@ -146,27 +96,10 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _call(*command: str) -> bool:
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
-def start_agent(host: Host, store: Host, *options: str) -> Program:
-    """Start torchrun's agent, with two ranks of the trainer, on a host; ranks meet at the address of another."""
-    described = (host.name, host.address, f"{store.address}:{store.port}")
-    # Without it an agent that comes back waits for an address that the agent which stayed has told only once.
-    env = environment(GLOO_SOCKET_IFNAME=host.interface, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    return Program(_agent, [*described, *OPTIONS, *options], env)
-
-
 def _agent(argv: Sequence[str]) -> int:
-    namespace, address, store, *options = argv
-    if namespace:
-        with Path(f"/var/run/netns/{namespace}").open() as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
-                raise OSError(ctypes.get_errno(), "setns")
+    """Torchrun's agent, with two ranks of the trainer, at an address; the first host has the store."""
+    address, store, *options = argv
+    is_host = address == store.partition(":")[0]
     config = LaunchConfig(
         min_nodes=2,
         max_nodes=2,
@@ -174,18 +107,18 @@ def _agent(argv: Sequence[str]) -> int:
         run_id="two-hosts",
         rdzv_backend="c10d",
         rdzv_endpoint=store,
-        rdzv_configs={"is_host": address == store.partition(":")[0], "keep_alive_interval": 1, "last_call_timeout": 1},
+        rdzv_configs={"is_host": is_host, "keep_alive_interval": 1, "last_call_timeout": 1},
         local_addr=address,
         max_restarts=3,
         monitor_interval=0.1,
         start_method="fork",
     )
-    elastic_launch(config, _rank)(namespace, *options)
+    elastic_launch(config, _rank)(*options)
     return 0
 
 
-def _rank(namespace: str, *options: str) -> None:
-    """One rank; leaves word of its host and of the ranks that it shards with beside the results."""
+def _rank(*options: str) -> None:
+    """One rank; leaves word of the ranks that it shards with beside the results."""
     from megatron_fsdp.train import run_job
     from megatron_fsdp.train.program import run_rank
 
@@ -195,13 +128,11 @@ def _rank(namespace: str, *options: str) -> None:
     def noting(*args: Any) -> Any:
         trained = build(*args)
         mesh = next(trained.model.parameters()).device_mesh.mesh.tolist()
-        out = Path(options[options.index("--out") + 1])
-        (out / f"mesh{os.environ['RANK']}.txt").write_text(f"{namespace} {mesh}")
+        Path(options[options.index("--out") + 1], f"mesh{os.environ['RANK']}.txt").write_text(str(mesh))
         return trained
 
     module.build = noting
-    code = run_rank(options)
-    if code:
+    if code := run_rank(options):
         sys.exit(code)
 
 
@@ -212,28 +143,30 @@ LAST = f"iter_{STEPS:07}"
 
 
 @pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="uses network namespaces")
+@pytest.mark.skipif(sys.platform != "linux", reason="has a second loopback address on Linux alone")
 def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
     text = str(write_text(tmp_path / "text.txt"))
     same: tuple[str, ...] = ("--data-path", text, "--train-iters", str(STEPS), "--save-interval", "5")
     same = (*same, "--num-distributed-optimizer-instances", "2", "--micro-batch-size", "1")
     alone, out, saved = tmp_path / "alone", tmp_path / "out", tmp_path / "saved"
     run(*same, "--nproc", "4", "--save", str(alone / "saved"), "--out", str(alone))
-    with two_hosts() as (first, second):
-        options = (*same, "--save", str(saved), "--out", str(out))
-        agent = start_agent(first, first, *options)
-        lost = start_agent(second, first, *options)
-        wait_for(lambda: (saved / "iter_0000010").exists(), agent)
-        meshes = [(out / f"mesh{rank}.txt").read_text().split(maxsplit=1) for rank in range(4)]
-        ranks = children_of(lost.pid)
-        for pid in (lost.pid, *ranks):  # a host that loses its power
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(GONE_S)
-        back = start_agent(second, first, *options)
-        ended = [program.communicate(timeout=LIMIT_S) for program in (agent, back)]
+    store = f"127.0.0.1:{_free_port()}"
+    options = (*OPTIONS, *same, "--save", str(saved), "--out", str(out))
+
+    def start(address: str) -> Program:
+        # Without it an agent that comes back waits for an address that the agent which stayed has told only once.
+        return Program(_agent, [address, store, *options], environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+
+    agent, lost = start("127.0.0.1"), start("127.0.0.2")
+    wait_for(lambda: (saved / "iter_0000010").exists(), agent)
+    meshes = {(out / f"mesh{rank}.txt").read_text() for rank in range(4)}
+    for pid in (lost.pid, *children_of(lost.pid)):  # a host that loses its power
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(GONE_S)
+    back = start("127.0.0.2")
+    ended = [program.communicate(timeout=LIMIT_S) for program in (agent, back)]
     assert (agent.returncode, back.returncode) == (0, 0), [errors[-3000:] for _, errors in ended]
-    assert {mesh for _, mesh in meshes} == {"[[0, 1], [2, 3]]"}  # inner groups are rows
-    assert meshes[0][0] == meshes[1][0] != meshes[2][0] == meshes[3][0] or not first.name
+    assert meshes == {"[[0, 1], [2, 3]]"}  # inner groups are rows: those of one host
     assert list(by_step(out, "loss")) == list(range(1, STEPS + 1))
     assert by_step(out, *NUMBERS) == by_step(alone, *NUMBERS)
     assert differences(saved / LAST, alone / "saved" / LAST) == []

@@ -279,30 +279,28 @@ def test_ranks_of_a_machine_share_what_its_first_one_made_and_others_make_their_
     assert [len(list(out.iterdir())) for out in outs] == [1, 1]
 
 
-def test_machines_with_other_texts_are_refused_by_their_ranks(
+def test_ranks_that_have_other_texts_or_see_no_tokens_are_all_told_so(
     run_ranks: RunRanks, folder: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for i, text in enumerate(TEXTS):
         (other / f"{i:03}.txt").write_text(text.upper())
-    found = run_ranks(2, prepare_on_ranks, [folder, other], [tmp_path / "one", tmp_path / "two"], "00")
-    assert found[0] == found[1]
-    assert found[0].startswith("ranks differ: the text of --data-path (its checksum) is ")
-    assert found[0].endswith(" on rank 1; give the same on every rank")
-
-
-def test_a_text_that_one_machine_lacks_is_refused_everywhere(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
-    found = run_ranks(2, prepare_on_ranks, [folder, tmp_path / "gone"], [tmp_path / "one", tmp_path / "two"], "00")
-    assert found[0] == found[1]
-    assert "gone does not exist: give a text file" in found[0]
-
-
-def test_a_rank_that_cannot_see_the_tokens_is_named(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
-    found = run_ranks(2, prepare_on_ranks, [folder] * 2, [tmp_path / "one", tmp_path / "two"], "01")
-    assert found[0] == found[1]
-    assert found[0].startswith("opening the tokens of --data-path failed (rank 1: ConfigurationError: ")
-    assert "tokens are made by the first rank of each machine" in found[0]
+    for second, local, begin, words in (
+        (other, "00", "ranks differ: the text of --data-path (its checksum) is ", " on rank 1; give the same on every"),
+        (tmp_path / "gone", "00", "", "gone does not exist: give a text file"),
+        (
+            folder,
+            "01",
+            "opening the tokens of --data-path failed (rank 1: ConfigurationError: ",
+            "tokens are made by the first rank of each machine",
+        ),
+    ):
+        outs = [tmp_path / f"{second.name}{index}" for index in range(2)]
+        found = run_ranks(2, prepare_on_ranks, [folder, second], outs, local)
+        assert found[0] == found[1]
+        assert found[0].startswith(begin)
+        assert words in found[0]
 
 
 def text_with_its_end(index: int) -> bytes:

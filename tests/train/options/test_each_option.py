@@ -22,7 +22,6 @@ RUN = "--seq-length 64 --micro-batch-size 1 --train-iters 20 --lr 0.01"
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
 UNITS = f"{RUN} {SHAPE} --bf16 --use-megatron-fsdp"
 BUCKETS = f"{RUN} {SHAPE} --bf16"
-FLOAT32 = f"{RUN} {SHAPE} --use-megatron-fsdp"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 TRANSFORMERS = f"{UNITS} {LLAMA} --transformer-impl transformers"
 FSDP2 = f"{RUN} {SHAPE} {LLAMA} --bf16 --use-torch-fsdp2 --transformer-impl transformers"
@@ -67,7 +66,6 @@ OPTION_CASES: dict[str, Case] = {
         (2, 8),
         f"{FSDP2} --num-experts 8",
     ),
-    "use_torch_fsdp2": Case("--use-torch-fsdp2", lambda job: job.engine, "torch_fsdp2", f"{RUN} {SHAPE}"),
     "nproc": Case("--nproc 4", notices, ("--nproc 4 has no effect: 8 ranks were started",)),
     "micro_batch_size": Case("--micro-batch-size 2", lambda job: (job.batch.micro, job.batch.total), (2, 16)),
     "global_batch_size": Case("--global-batch-size 24", lambda job: (job.batch.total, job.batch.microbatches), (24, 3)),
@@ -78,8 +76,6 @@ OPTION_CASES: dict[str, Case] = {
         (12, 12.5),
         IN_SAMPLES,
     ),
-    "bf16": Case("--bf16", lambda job: job.dtype, torch.bfloat16, FLOAT32),
-    "fp16": Case("--fp16", lambda job: job.dtype, torch.float16, FLOAT32),
     "grad_reduce_in_bf16": Case(
         "--grad-reduce-in-bf16",
         lambda job: (resolved(job).policy.grad_comm_dtype, resolved(job).policy.main_grads_dtype),
@@ -113,7 +109,6 @@ FIELD_CASES: dict[str, Case] = {
         lambda job: [notice.partition(":")[0] for notice in job.notices],
         ["--accumulate-allreduce-grads-in-fp32 has no effect of its own"],
     ),
-    "use_megatron_fsdp": Case("--use-megatron-fsdp", lambda job: job.engine, "megatron_fsdp", BUCKETS),
     "use_custom_fsdp": Case(
         "--use-custom-fsdp",
         lambda job: (job.engine, resolved(job).strategy.name, *job.notices),

@@ -111,9 +111,6 @@ def refusal(words: list[str]) -> list[str]:
 def test_no_flag_of_megatron_is_unknown(flags: list[str]) -> None:
     assert len(flags) > 80
     assert [flag for flag in flags if flag not in TAKEN and flag not in REFUSED] == []
-
-
-def test_all_flags_of_the_user_guide_are_taken() -> None:
     assert [flag for flag in GUIDE.split() if flag not in TAKEN] == []
 
 
@@ -123,15 +120,9 @@ def test_a_flag_is_in_one_table_only() -> None:
     for table in tables:
         assert seen & table == set()
         seen |= table
-
-
-def test_flags_of_other_trainers_suggest_one_that_is_taken() -> None:
+    assert {alias.name for alias in ALIASES.values()} <= set(OPTIONS)
     assert set(ELSEWHERE.values()) <= TAKEN
     assert not set(ELSEWHERE) & (TAKEN | set(REFUSED))
-
-
-def test_other_spellings_name_options_that_exist() -> None:
-    assert {alias.name for alias in ALIASES.values()} <= set(OPTIONS)
 
 
 def test_a_usual_command_line_is_taken_as_it_is() -> None:

@@ -198,6 +198,7 @@ def test_what_is_usual_and_does_nothing_is_told(words: str, notice: str) -> None
         ("--no-use-megatron-fsdp", lambda job: job.engine == "ddp"),
         ("--no-use-megatron-fsdp --use-distributed-optimizer", lambda job: job.ddp.use_distributed_optimizer),
         ("--fp16", lambda job: job.dtype is torch.float16),
+        ("--bf16", lambda job: job.dtype is torch.bfloat16),
         ("--no-bf16", lambda job: job.dtype is torch.float32),
         ("--hf-config c.json", lambda job: job.options.model.num_layers is None),
         ("--hf-model folder", lambda job: not job.options.model.swiglu),
