@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fsdp.automodel import FSDP2Config
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import assert_trained_alike, managed, reference, strategy, train
-from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build
 from tests.support.on_ranks import on_ranks
 
@@ -198,49 +197,38 @@ DEFAULT_DTYPES = {
 }
 
 
-def test_default_policy_computes_in_bfloat16_and_reduces_in_float32(run_ranks: RunRanks) -> None:
-    config = FSDP2Config(backend="gloo")
-    assert run_ranks(2, dtypes, config) == [DEFAULT_DTYPES] * 2
+POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
 
 
-def test_one_rank_has_the_dtypes_of_many(run_ranks: RunRanks) -> None:
-    alone = {name: value for name, value in DEFAULT_DTYPES.items() if name not in ("gathered", "reduced")}
-    (found,) = run_ranks(1, dtypes, FSDP2Config(backend="gloo"))
-    assert {name: found[name] for name in alone} == alone
-
-
-def test_policy_that_is_given_is_the_one_that_runs(run_ranks: RunRanks) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16, output_dtype=FP32)
-    found = run_ranks(2, dtypes, FSDP2Config(backend="gloo", mp_policy=policy))
-    assert found == [{**DEFAULT_DTYPES, "reduced": {BF16}, "logits": FP32}] * 2
-    found = run_ranks(2, dtypes, strategy("fsdp2"))
+@on_ranks(2)
+def test_a_step_has_the_dtypes_of_the_policy() -> None:
+    """That of the config by default, one that is given, plain float32, and that of autocast between float32 tensors."""
+    assert dtypes(FSDP2Config(backend="gloo")) == DEFAULT_DTYPES
+    reduced = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16, output_dtype=FP32)
+    found = dtypes(FSDP2Config(backend="gloo", mp_policy=reduced))
+    assert found == {**DEFAULT_DTYPES, "reduced": {BF16}, "logits": FP32}
     plain = {"input": FP32, "output": FP32, "logits": FP32, "gathered": {FP32}}
-    assert found == [{**DEFAULT_DTYPES, **plain}] * 2
+    assert dtypes(strategy("fsdp2")) == {**DEFAULT_DTYPES, **plain}
+    found = dtypes(strategy("fsdp2", autocast_dtype=BF16))
+    assert {**found, "logits": BF16} == {**DEFAULT_DTYPES, "input": FP32, "gathered": {FP32}}
 
 
-def test_autocast_runs_matrix_products_in_its_dtype_between_float32_tensors(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, dtypes, strategy("fsdp2", autocast_dtype=BF16)):
-        assert (found["input"], found["output"], found["gathered"], found["reduced"]) == (FP32, BF16, {FP32}, {FP32})
-        assert found["stored"] == (FP32, FP32)
+@on_ranks(1)
+def test_one_rank_has_the_dtypes_of_many() -> None:
+    found = dtypes(FSDP2Config(backend="gloo"))
+    assert {**found, "gathered": {BF16}, "reduced": {FP32}} == DEFAULT_DTYPES
 
 
-def residual_stream(config: Any) -> tuple[set[torch.dtype], torch.dtype]:
-    """The dtypes that layers hand on, and that of the logits."""
-    with groups_destroyed():
-        model, seen = parallel(config), set()
-        for layer in model.model.layers:
-            layer.register_forward_hook(lambda module, args, output: seen.add(output.dtype))  # noqa: ARG005
-        logits = model(input_ids=own_tokens(), use_cache=False).logits
-        logits.float().sum().backward()
-        return seen, logits.dtype
-
-
-def test_layers_hand_on_float32_only_where_autocast_lets_the_head_read_it(run_ranks: RunRanks) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
-    plain = FSDP2Config(backend="gloo", mp_policy=policy)
-    cast = FSDP2Config(backend="gloo", mp_policy=policy, autocast_dtype=BF16)
-    assert run_ranks(2, residual_stream, plain) == [({BF16}, FP32)] * 2
-    assert run_ranks(2, residual_stream, cast) == [({FP32}, FP32)] * 2
+@on_ranks(2)
+def test_layers_hand_on_float32_only_where_autocast_lets_the_head_read_it() -> None:
+    for autocast, handed_on in ((None, BF16), (BF16, FP32)):
+        with groups_destroyed():
+            model, seen = parallel(FSDP2Config(backend="gloo", mp_policy=POLICY, autocast_dtype=autocast)), set()
+            for layer in model.model.layers:
+                layer.register_forward_hook(lambda module, args, output: seen.add(output.dtype))  # noqa: ARG005, B023
+            logits = model(input_ids=own_tokens(), use_cache=False).logits
+            logits.float().sum().backward()
+        assert (seen, logits.dtype) == ({handed_on}, FP32)
 
 
 @on_ranks(2)

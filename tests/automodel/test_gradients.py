@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from megatron_fsdp import fully_shard_model
 from megatron_fsdp.automodel import accumulation_context
 from megatron_fsdp.automodel.gradients import (
     clip_grad_norm_,
@@ -20,16 +21,6 @@ from megatron_fsdp.automodel.gradients import (
     scale_per_token_loss,
 )
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
-from tests.automodel.layer_models import (
-    SAMPLES,
-    all_ranks,
-    engine,
-    fsdp2,
-    make_inputs,
-    make_model,
-    shard_by_engine,
-    two_by_two,
-)
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import (
     STRATEGIES,
@@ -41,12 +32,61 @@ from tests.automodel.training import (
     strategy,
     whole,
 )
-from tests.support.arrangements import flattened
+from tests.support.arrangements import flattened, mesh_of
 from tests.support.counting import ALL_REDUCE, OpCounts
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, refusal
 
-MAX_NORM = 0.05
+MAX_NORM, SAMPLES = 0.05, 8
+
+
+class Layer(nn.Module):
+    """A norm that tensor-parallel plans leave whole, and a pair of weights that they cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.down(torch.tanh(self.up(self.norm(inputs))))
+
+
+def make_model() -> nn.Sequential:
+    with fixed_seed(0):
+        return nn.Sequential(*(Layer() for _ in range(4)))
+
+
+def make_inputs() -> Tensor:
+    with fixed_seed(1):
+        return torch.randn(SAMPLES, 8)
+
+
+def all_ranks() -> DeviceMesh:
+    return mesh_of((dist.get_world_size(),), ("dp",))
+
+
+def two_by_two(first: str, second: str) -> DeviceMesh:
+    return mesh_of((2, 2), (first, second))
+
+
+def fsdp2() -> nn.Module:
+    model, mesh = make_model(), all_ranks()
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def shard_by_engine(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Module:
+    sharded = fully_shard_model(model, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[Layer], **arguments)
+    assert isinstance(sharded, nn.Module)
+    return sharded
+
+
+def engine() -> nn.Module:
+    return shard_by_engine(make_model(), all_ranks())
 
 
 def labels_of(rows: int) -> Tensor:

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.rng import place_in
+from tests.checkpoint.test_load import contents
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement, hybrid_arguments, place_tensors, tensor_arguments
 from tests.support.dcp_contents import same
@@ -203,18 +204,10 @@ class Job:
 
     def outcome(self) -> Outcome:
         """Everything there is, whole or of this rank."""
-        names = {id(param): name for name, param in self.model.named_parameters()}
-        state = {
-            f"{names[id(param)]}/{slot}": _whole(value)
-            for param, slots in self.optimizer.state.items()
-            for slot, value in slots.items()
-        }
-        options = [
-            {key: each for key, each in group.items() if key != "params"} for group in self.optimizer.param_groups
-        ]
+        weights, state, options = contents(self.model, self.optimizer)
         return {
             "losses": list(self.losses),
-            "weights": {name: _whole(value) for name, value in self.model.full_parameters().items()},
+            "weights": {name: _whole(value) for name, value in weights.items()},
             "buffers": {name: value.clone() for name, value in self.model.named_buffers()},
             "optimizer": state,
             "options": options,

@@ -1,12 +1,11 @@
 """Experts saved by one number of expert-parallel ranks load into another: weights and optimizer, bit for bit."""
 
-import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from tests.support.arrangements import Arrangement
 from tests.support.case import Run, Scenario, Setting
 from tests.support.dcp_contents import assert_same_contents, contents, state_of
 from tests.support.experts import Experts, ListedExperts, Sizes, build_with_experts, experts_of
-from tests.support.on_ranks import assert_equal_tensors, on_ranks
+from tests.support.on_ranks import assert_equal_tensors, of_ranks, on_ranks
 from tests.support.zoo import ModelCase, token_case
 
 KINDS = {"stacked": Experts, "listed": ListedExperts}
@@ -144,43 +143,33 @@ def whole_dict(kind: str, seed: int) -> dict[str, Tensor]:
     return {f"module.{name}": value for name, value in case_of(kind).build().state_dict().items()}
 
 
-def look_at_state_dicts(kind: str) -> dict[str, Any]:
-    run = trained(kind, experts_of(sizes(2, 1)), 3, (0,))
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_state_dict_is_that_of_all_experts_and_a_whole_one_loads(tmp_path: Path, kind: str) -> None:
+    run, whole, first = trained(kind, experts_of(sizes(2, 1)), 3, (0,)), whole_dict(kind, 3), 2 * dist.get_rank()
     assert run.sharded is not None
     before = named(run)
     run.model.load_state_dict(run.model.state_dict())
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     assert_equal_tensors(named(run), before)
-    found: dict[str, Any] = {"shapes": {key: tuple(value.shape) for key, value in run.model.state_dict().items()}}
-    found["params"] = [group["params"] for group in run.optimizer.state_dict()["param_groups"]]
-    run.model.load_state_dict(whole_dict(kind, 3))
-    found["loaded"] = named(run)
-    wrong = {key: value for key, value in whole_dict(kind, 4).items() if "experts" not in key}
+    mine = (f".experts.{first}.", f".experts.{first + 1}.")
+    shapes = {key: value.shape for key, value in whole.items()}
+    assert {key: value.shape for key, value in run.model.state_dict().items()} == {
+        key: shape
+        for key, shape in shapes.items()
+        if kind == "stacked" or ".experts." not in key or any(part in key for part in mine)
+    }
+    groups = run.optimizer.state_dict()["param_groups"]
+    assert sorted(number for group in groups for number in group["params"]) == list(range(len(whole)))
+    run.model.load_state_dict(whole)
+    loaded = named(run)
+    expected = {key.removeprefix("module."): value for key, value in whole.items()}
+    assert_equal_tensors(merged(of_ranks(loaded), 2), expected)
     with pytest.raises(CheckpointError, match="Missing key"):
-        run.model.load_state_dict(wrong)
-    assert_equal_tensors(named(run), found["loaded"])
-    with tempfile.TemporaryDirectory() as folder, pytest.raises(dcp.CheckpointException) as raised:
-        dcp.save(dict(run.sharded.module.named_parameters()), checkpoint_id=folder)
-    found["told"] = str(raised.value)
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_dict_is_that_of_all_experts_and_a_whole_one_loads(run_ranks: RunRanks, kind: str) -> None:
-    whole = whole_dict(kind, 3)
-    by_rank = run_ranks(2, look_at_state_dicts, kind)
-    for rank, found in enumerate(by_rank):
-        expected = {key: tuple(value.shape) for key, value in whole.items()}
-        own = {key: shape for key, shape in expected.items() if ".experts." not in key or kind == "stacked"}
-        first = 2 * rank
-        own |= {
-            key: expected[key] for key in expected if f".experts.{first}." in key or f".experts.{first + 1}." in key
-        }
-        assert found["shapes"] == own
-        assert sorted(number for group in found["params"] for number in group) == list(range(len(whole)))
-        assert "save model.state_dict()" in found["told"]
-    loaded = merged([found["loaded"] for found in by_rank], 2)
-    assert_equal_tensors(loaded, {key.removeprefix("module."): value for key, value in whole.items()})
+        run.model.load_state_dict({key: value for key, value in whole_dict(kind, 4).items() if "experts" not in key})
+    assert_equal_tensors(named(run), loaded)
+    with pytest.raises(dcp.CheckpointException, match=r"save model\.state_dict\(\)"):
+        dcp.save(dict(run.sharded.module.named_parameters()), checkpoint_id=tmp_path)
 
 
 class Odd(nn.Module):

@@ -1,5 +1,6 @@
 """Models whose weights are float8 and have no main weights: codes and scales are saved, and any ranks load them."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.cli.main import main
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
-from tests.support.dcp_contents import contents
+from tests.support.dcp_contents import contents, same
 from tests.support.tensor_extension import Coded
 
 E4M3 = torch.float8_e4m3fn
@@ -82,10 +83,10 @@ def saved(kind: str, ranks: tuple[int, ...], folder: Path) -> Any:
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    memory = model.memory()
     trained = [param for param in model.module.parameters() if param.requires_grad]
+    assert model.memory().main_weight_bytes <= sum(param.to_local().nbytes for param in trained)  # of those alone
     save_checkpoint(model, optimizer, folder, iteration=1)
-    return *seen(model), memory.main_weight_bytes, sum(param.to_local().nbytes for param in trained)
+    return seen(model)
 
 
 def loaded(kind: str, ranks: tuple[int, ...], folder: Path, strategy: int) -> Any:
@@ -96,19 +97,15 @@ def loaded(kind: str, ranks: tuple[int, ...], folder: Path, strategy: int) -> An
 
 @pytest.mark.parametrize("kind", ["parameters", "a class"])
 def test_codes_and_scales_are_saved_and_loaded_on_other_ranks(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
-    (output, params, main_bytes, trained_bytes), *_ = run_ranks(2, saved, kind, (2,), tmp_path)
-    original = {name: param.detach() for name, param in build(kind, 0).named_parameters()}
-    frozen = [name for name, param in build(kind, 0).named_parameters() if not param.requires_grad]
+    wanted, _ = run_ranks(2, saved, kind, (2,), tmp_path)
+    frozen = {name: param.detach() for name, param in build(kind, 0).named_parameters() if not param.requires_grad}
     assert len(frozen) == 4
-    assert all(torch.equal(params[name], original[name].view(torch.uint8)) for name in frozen)
-    assert main_bytes <= trained_bytes  # of what is trained alone
+    assert all(torch.equal(wanted[1][name], value.view(torch.uint8)) for name, value in frozen.items())
     for ranks, strategy in (((3,), 3), ((2, 2), 3), ((1,), 3), ((2,), 0), ((2,), 2)):
-        num_ranks = torch.tensor(ranks).prod().item()
-        for other_output, others in run_ranks(num_ranks, loaded, kind, ranks, tmp_path, strategy):
-            assert torch.equal(other_output, output)
-            assert all(torch.equal(others[name], param) for name, param in params.items())
-    found = contents(str(tmp_path / "iter_0000001"))
-    for name in frozen:
-        stored = found[f"model.module.{name}"]
-        assert (stored.dtype, stored.shape) == (original[name].dtype, original[name].shape)
+        for found in run_ranks(math.prod(ranks), loaded, kind, ranks, tmp_path, strategy):
+            assert same(found, wanted)
+    stored = contents(str(tmp_path / "iter_0000001"))
+    for name, value in frozen.items():
+        found = stored[f"model.module.{name}"]
+        assert (found.dtype, found.shape) == (value.dtype, value.shape)
     assert main(["checkpoint", "verify", str(tmp_path)]) == 0

@@ -1,5 +1,9 @@
 """Saving and loading a whole job: bit-equal on any ranks, refused in words where it does not fit."""
 
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +11,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.checkpointer import collect
-from megatron_fsdp.checkpoint.load import load_checkpoint
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed
+from tests.support import hostile
+from tests.support.dcp_contents import same
+from tests.support.hostile import saved_bytes
+from tests.support.on_ranks import fixed_seed, on_ranks, once, refusal
 from tests.support.zoo import MODEL_CASES, ModelName
 
 Whole = dict[str, Tensor]
@@ -88,24 +104,24 @@ def test_complex_weights_do_not_become_real_ones(tmp_path: Path) -> None:
     assert all(map(torch.equal, before, target.parameters()))
 
 
-def save(name: ModelName, strategy: int, folder: str) -> tuple[Whole, Whole, list[dict[str, Any]]]:
+def save(name: ModelName, strategy: int, folder: Path) -> tuple[Whole, Whole, list[dict[str, Any]]]:
     model, optimizer = wrap(name, strategy, 0)
     for seed in (1, 2):
         step(name, model, optimizer, seed)
     optimizer.param_groups[0]["lr"] = 0.5  # as a schedule would leave it
-    write_state(collect(model, optimizer, 2), Path(folder))
+    write_state(collect(model, optimizer, 2), folder)
     return contents(model, optimizer)
 
 
-def load(name: ModelName, strategy: int, folder: str) -> list[tuple[Any, str, int | None]]:
+def load(name: ModelName, strategy: int, folder: Path, wanted: tuple[Whole, Whole, list[dict[str, Any]]]) -> None:
     """Into a fresh model and optimizer, and once more after a step."""
     model, optimizer = wrap(name, strategy, 7)
-    found = []
     for _ in range(2):
         report = load_checkpoint(model, optimizer, folder)
-        found.append((contents(model, optimizer), str(report), report.iteration))
+        assert report.iteration == 2
+        assert " 0 missing, 0 unexpected, 0 of another shape" in str(report)
+        assert same(contents(model, optimizer), wanted)
         step(name, model, optimizer, 9)
-    return found
 
 
 @pytest.mark.full(short=["saved3-loaded3-odd_shapes", "saved0-loaded0-scalars"])
@@ -114,11 +130,116 @@ def load(name: ModelName, strategy: int, folder: str) -> list[tuple[Any, str, in
 def test_weights_and_optimizer_come_back_bit_for_bit(
     run_ranks: RunRanks, tmp_path: Path, name: ModelName, saved: tuple[int, int], loaded: tuple[int, int]
 ) -> None:
-    before, *_ = run_ranks(saved[0], save, name, saved[1], str(tmp_path))
-    for loads in run_ranks(loaded[0], load, name, loaded[1], str(tmp_path)):
-        for found, report, iteration in loads:
-            assert_equal_tensors(found[0], before[0])
-            assert_equal_tensors(found[1], before[1])
-            assert found[2] == before[2]
-            assert iteration == 2
-            assert " 0 missing, 0 unexpected, 0 of another shape" in report
+    wanted, *_ = run_ranks(saved[0], save, name, saved[1], tmp_path)
+    run_ranks(loaded[0], load, name, loaded[1], tmp_path, wanted)
+
+
+# ---- what does not belong together -----------------------------------------------------------------------------------
+
+
+def put_pointer(root: Path, content: bytes) -> None:
+    (root / "latest_checkpointed_iteration.txt").write_bytes(content)
+
+
+def plant_hostile(root: Path) -> None:
+    raw, _ = hostile.payloads(root / "marker")["builtins.eval"]
+    hostile.plant(root / ONE, "iteration", hostile.archive_of(raw))
+
+
+def edit_manifest(old: str, new: str) -> Callable[[Path], object]:
+    def edit(root: Path) -> None:
+        manifest = root / ONE / "manifest.json"
+        manifest.write_text(manifest.read_text().replace(old, new))
+
+    return edit
+
+
+def nonsense_for_paths(root: Path) -> None:
+    change = {"iteration": (), WEIGHT: ("iteration",)}
+    hostile.edit_metadata(root / ONE, lambda found: found.planner_data.update(change))
+
+
+def flip(root: Path) -> None:
+    last = CheckpointFolder(root / ONE).read_tensor(WEIGHT).flatten()[-2:].numpy().tobytes()
+    damaged = next(path for path in (root / ONE).glob("*.distcp") if last in path.read_bytes())
+    damaged.write_bytes(damaged.read_bytes().replace(last, bytes([last[0] ^ 1]) + last[1:], 1))
+
+
+ONE, DATA, WEIGHT = "iter_0000001", "__1_0.distcp", "model.module.0.wide.weight"
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pointer to nothing": (partial(put_pointer, content=b"5"), "says 5, but there is no whole checkpoint of that"),
+    "a pointer of nonsense": (partial(put_pointer, content=b"\xff\x1b[2J"), "should say an iteration"),
+    "other shapes": (lambda root: reshape(root / ONE, WEIGHT), "of another shape"),
+    "other names": (edit_manifest(WEIGHT, "model.module.other"), "describe different checkpoints"),
+    "a hostile object": (plant_hostile, "asks to import builtins.eval"),
+    "nonsense for paths": (nonsense_for_paths, "that it nests in something that is no path"),
+    "a missing file": (lambda root: (root / ONE / DATA).unlink(), f"{DATA} is missing"),
+    "a cut file": (lambda root: os.truncate(root / ONE / DATA, 100), f"{DATA} is cut off"),
+    "no metadata": (lambda root: (root / ONE / ".metadata").unlink(), "there is no whole checkpoint"),
+    "a flipped bit": (flip, "is damaged"),
+    "a newer version": (edit_manifest('"version": 1', '"version": 99'), "of version 99"),
+}
+"""What is wrong with a folder, and what is said of it; tests of one process show further ways."""
+
+
+@pytest.fixture(scope="module")
+def saved(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    run_ranks(3, save_once, str(root))  # ranks that load are two: how many have saved does not matter
+    return root
+
+
+def save_once(root: str) -> None:
+    model, optimizer = wrap("odd_shapes", 3, 0)
+    step("odd_shapes", model, optimizer, 1)
+    save_checkpoint(model, optimizer, root, iteration=1)
+
+
+def refusal_to_load(name: ModelName, root: Path) -> str:
+    """What a load says on all ranks alike, which leaves everything alone."""
+    model, optimizer = wrap(name, 3, 5)
+    step(name, model, optimizer, 1)
+    before = contents(model, optimizer)
+    told = refusal(load_checkpoint, model, optimizer, root)
+    assert same(contents(model, optimizer), before)
+    return told
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+@on_ranks(2)
+def test_is_refused_on_all_ranks_alike(saved: Path, tmp_path: Path, kind: str) -> None:
+    root, (spoil, words) = tmp_path / "run", SPOILED[kind]
+    once(lambda: spoil(Path(shutil.copytree(saved, root))))
+    files = sorted(tmp_path.rglob("*"))
+    assert words in refusal_to_load("odd_shapes", root)
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+@on_ranks(2)
+def test_another_model_is_refused_with_what_is_missing_and_unexpected(saved: Path) -> None:
+    told = refusal_to_load("tied", saved)
+    assert all(words in told for words in ("does not fit", "missing:", "unexpected:"))
+
+
+@on_ranks(2)
+def test_what_is_not_verified_is_loaded(saved: Path, tmp_path: Path) -> None:
+    once(lambda: flip(Path(shutil.copytree(saved, tmp_path / "run"))))
+    model, optimizer = wrap("odd_shapes", 3, 5)
+    before = model.full_parameters()
+    load_checkpoint(model, optimizer, tmp_path / "run", verify=False)
+    assert not same(model.full_parameters(), before)
+
+
+def reshape(folder: Path, key: str) -> None:
+    """Let one tensor be another one, of another shape."""
+    (folder / "manifest.json").unlink()
+    size = torch.Size([2, 3, 5])
+    raw = saved_bytes(torch.zeros(size))
+    (folder / "other.distcp").write_bytes(raw)
+
+    def change(found: Metadata) -> None:
+        chunk = ChunkStorageMetadata(torch.Size([0, 0, 0]), size)
+        found.state_dict_metadata[key] = TensorStorageMetadata(TensorProperties(torch.float32), size, [chunk])
+        found.storage_data[MetadataIndex(key, chunk.offsets)] = _StorageInfo("other.distcp", 0, len(raw))
+
+    hostile.edit_metadata(folder, change)

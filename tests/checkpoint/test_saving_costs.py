@@ -14,7 +14,6 @@ from benchmarks.counting import counting
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.manifest import BLOCK
-from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes
 from tests.support.on_ranks import on_ranks
 
@@ -57,21 +56,18 @@ def counts_of(count: int, root: str) -> dict[str, Any]:
     return {"save": saving, "load": loading, "behind": behind, "on disk": sizes, "payload": int(total)}
 
 
-def test_collectives_and_files_do_not_depend_on_the_number_of_tensors(run_ranks: RunRanks, tmp_path: Path) -> None:
-    few = run_ranks(2, counts_of, 4, str(tmp_path / "few"))
-    many = run_ranks(2, counts_of, 40, str(tmp_path / "many"))
-    for rank, (one, other) in enumerate(zip(few, many, strict=True)):
-        for found in (one, other):
-            assert found["save"].collectives == SAVE_COLLECTIVES
-            assert found["load"].collectives == LOAD_COLLECTIVES
-            assert found["save"].opened == (SAVE_FILES_OF_FIRST if rank == 0 else SAVE_FILES_OF_RANK)
-        assert one["behind"].collectives == other["behind"].collectives
-        assert one["load"].object_bytes == other["load"].object_bytes < 100
-        assert other["load"].opened - one["load"].opened < 4  # one data file may hold nothing that this rank wants
-        assert one["save"].synced == other["save"].synced
-    for found, tensors in ((few[0], 4 * 4), (many[0], 40 * 4)):
+@on_ranks(2)
+def test_collectives_and_files_do_not_depend_on_the_number_of_tensors(tmp_path: Path) -> None:
+    few, many = (counts_of(count, f"{tmp_path}/{count}") for count in (4, 40))
+    for found, tensors in ((few, 4 * 4), (many, 40 * 4)):
+        assert (found["save"].collectives, found["load"].collectives) == (SAVE_COLLECTIVES, LOAD_COLLECTIVES)
+        assert found["save"].opened == (SAVE_FILES_OF_FIRST if dist.get_rank() == 0 else SAVE_FILES_OF_RANK)
         overhead = found["on disk"] - found["payload"]
         assert 0 < overhead < 2 * tensors * 4096 + 65536  # an archive and its description for each rank's part
+    assert few["behind"].collectives == many["behind"].collectives
+    assert few["load"].object_bytes == many["load"].object_bytes < 100
+    assert many["load"].opened - few["load"].opened < 4  # one data file may hold nothing that this rank wants
+    assert few["save"].synced == many["save"].synced
 
 
 @on_ranks(2)
@@ -137,10 +133,10 @@ def costs(layers: int, folder: str) -> dict[str, int]:
     return found
 
 
-def test_state_dicts_need_no_collectives_and_torch_needs_a_few(run_ranks: RunRanks, tmp_path: Path) -> None:
-    few = run_ranks(2, costs, 10, str(tmp_path / "few"))
-    assert few == run_ranks(2, costs, 100, str(tmp_path / "many"))
-    for found in few:
-        assert 0 < found.pop("save") < 20
-        assert 0 < found.pop("load") < 20
-        assert found == dict.fromkeys(("model", "optimizer", "plan", "into model", "into optimizer"), 0)
+@on_ranks(2)
+def test_state_dicts_need_no_collectives_and_torch_needs_a_few(tmp_path: Path) -> None:
+    found, of_many = (costs(layers, f"{tmp_path}/{layers}") for layers in (10, 100))
+    assert found == of_many
+    assert 0 < found.pop("save") < 20
+    assert 0 < found.pop("load") < 20
+    assert found == dict.fromkeys(("model", "optimizer", "plan", "into model", "into optimizer"), 0)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,13 +12,10 @@ from hypothesis import strategies as st
 
 from megatron_fsdp.checkpoint.convert import convert as module
 from megatron_fsdp.checkpoint.convert.convert import ConversionMismatchError, Steps, TorchDistSource, convert
-from megatron_fsdp.checkpoint.convert.plan import Move
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest, checksum_box
 from megatron_fsdp.checkpoint.verify import share_out
-from megatron_fsdp.errors import CheckpointError
-from tests.conftest import RunRanks
-from tests.support.on_ranks import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, of_ranks, on_ranks, once, refusal, same_on_ranks
 from tests.support.torch_dist import GptSpec, WriteOptions, expected_tensors, make_truth, write_torch_dist
 
 SPEC = GptSpec(experts=2)
@@ -31,21 +29,13 @@ def test_shares_hold_each_item_once_and_balance(sizes: list[int], ranks: int) ->
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
-def convert_here(source: str, target: str) -> tuple[int, list[int], list[str], list[str]]:
-    """How many ranks shared it, the bytes that this one told of, and which keys it wrote and left behind."""
-    told: list[int] = []
-    report = convert(source, target, steps=Steps(verify=True), progress=lambda done, _: told.append(done))
-    assert not torch.cuda.is_initialized()
-    keys = [part.target for part in (*report.plan.values, *report.plan.moves)]
-    return report.ranks, told, sorted(keys), [item.key for item in report.plan.dropped]
-
-
 @pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_any_number_of_ranks_writes_the_same(run_ranks: RunRanks, tmp_path: Path, ranks: int) -> None:
-    truth = make_truth(SPEC)
-    source = write_torch_dist(tmp_path / "iter_0000007", truth, WriteOptions(generation=ranks, tp=2))
-    results = run_ranks(ranks, convert_here, str(source), str(tmp_path / "out"))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks()
+def test_any_number_of_ranks_writes_the_same(tmp_path: Path, num_ranks: int) -> None:
+    truth, source, told = make_truth(SPEC), tmp_path / "iter_0000007", list[int]()
+    once(lambda: write_torch_dist(source, truth, WriteOptions(generation=num_ranks, tp=2)))
+    report = convert(source, tmp_path / "out", steps=Steps(verify=True), progress=lambda done, _: told.append(done))
     folder = CheckpointFolder(tmp_path / "out")
     found = {key: folder.read_tensor(key) for key in folder.tensors if not key.startswith("rng_state")}
     assert_equal_tensors(found, expected_tensors(truth))
@@ -54,40 +44,27 @@ def test_any_number_of_ranks_writes_the_same(run_ranks: RunRanks, tmp_path: Path
     assert (manifest.tensors.keys(), manifest.objects.keys()) == (folder.tensors.keys(), folder.objects.keys())
     for key, tensor in expected_tensors(truth).items():
         assert manifest.tensors[key].checksum == f"{checksum_box(tensor, (0,) * tensor.ndim, tensor.shape):016x}"
-    assert all(count == ranks for count, *_ in results)
-    assert all(told == sorted(told) for _, told, *_ in results)
-    assert all(keys == sorted([*folder.tensors, *folder.objects]) for _, _, keys, _ in results)
-    assert all(dropped == results[0][3] for *_, dropped in results)  # also which states of ranks are left behind
-    assert len([key for key in results[0][3] if key.startswith("rerun_state_machine_state")]) == 2
+    assert report.ranks == num_ranks
+    assert told == sorted(told)
+    keys = sorted(part.target for part in (*report.plan.values, *report.plan.moves))
+    assert keys == sorted([*folder.tensors, *folder.objects])
+    dropped = same_on_ranks([item.key for item in report.plan.dropped])  # also which states of ranks are left behind
+    assert len([key for key in dropped if key.startswith("rerun_state_machine_state")]) == 2
     assert folder.read_object("rerun_state_machine.mode") == "disabled"
-    written = [told[-1] for _, told, *_ in results]
+    written = of_ranks(told[-1])
     assert max(written) - min(written) <= 24 * 8 * 4  # the largest tensor
-    assert len([name for name in folder.files if name.endswith(".distcp")]) == ranks
+    assert len([name for name in folder.files if name.endswith(".distcp")]) == num_ranks
+    assert not torch.cuda.is_initialized()
 
 
-def convert_with_a_rank_that_fails(source: str, target: str) -> str:
-    read = TorchDistSource.read
-
-    def fail_on_the_last(self: TorchDistSource, move: Move) -> torch.Tensor:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            raise OSError("the disk is gone")
-        return read(self, move)
-
-    TorchDistSource.read = fail_on_the_last  # type: ignore[method-assign]
-    try:
-        convert(source, target)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        TorchDistSource.read = read  # type: ignore[method-assign]
-    return "nothing was raised"
-
-
-def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_left(run_ranks: RunRanks, tmp_path: Path) -> None:
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
-    messages = run_ranks(3, convert_with_a_rank_that_fails, str(source), str(tmp_path / "out"))
-    assert len(set(messages)) == 1
-    assert "rank 2: OSError: the disk is gone" in messages[0]
+@on_ranks(3)
+def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_left(tmp_path: Path) -> None:
+    source = tmp_path / "iter_0000007"
+    once(lambda: write_torch_dist(source, make_truth(SPEC)))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            patch.setattr(TorchDistSource, "read", Mock(side_effect=OSError("the disk is gone")))
+        assert "rank 2: OSError: the disk is gone" in refusal(convert, source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"]
 
 

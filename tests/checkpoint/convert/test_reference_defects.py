@@ -25,8 +25,8 @@ from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 from tests.checkpoint.convert.test_load_converted import MegatronGpt, MegatronLayer
 from tests.checkpoint.convert.test_matrix import converted
-from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes
+from tests.support.on_ranks import on_ranks
 from tests.support.torch_dist import (
     GptSpec,
     WriteOptions,
@@ -172,25 +172,18 @@ def test_defect_15_maps_of_models_with_any_wrappers_are_translated(tmp_path: Pat
     assert read_group_map_json(path) == as_map(group_map(DENSE))
 
 
-def dump_of_sharded(folder: str, optimizer_name: str) -> dict[str, int]:
+@pytest.mark.parametrize(("num_ranks", "optimizer"), [(2, "AdamW"), (1, "Adagrad"), (3, "RMSprop")])
+@on_ranks()
+def test_defect_18_the_map_is_dumped_for_sharded_models_and_any_optimizer(tmp_path: Path, optimizer: str) -> None:
     model = MegatronGpt(DENSE)
-    named = dict(model.named_parameters())
     groups = [
-        {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, optimizer_name)(groups, lr=1e-3)
-    sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[MegatronLayer])
-    dump_param_to_param_group_map(sharded, optimizer, folder)
-    return {name: int(p.ndim == 1) for name, p in sharded.named_parameters()}
-
-
-@pytest.mark.parametrize(("ranks", "optimizer"), [(2, "AdamW"), (1, "Adagrad"), (3, "RMSprop")])
-def test_defect_18_the_map_is_dumped_for_sharded_models_and_any_optimizer(
-    run_ranks: RunRanks, tmp_path: Path, ranks: int, optimizer: str
-) -> None:
-    expected = run_ranks(ranks, dump_of_sharded, str(tmp_path / "map"), optimizer)
+    made = getattr(torch.optim, optimizer)(groups, lr=1e-3)
+    sharded, made = fully_shard(model, made, fsdp_unit_modules=[MegatronLayer])
+    dump_param_to_param_group_map(sharded, made, tmp_path / "map")
     found = read_group_map(tmp_path / "map")
-    assert all(found == each for each in expected)
-    assert len(found) == len(list(MegatronGpt(DENSE).parameters())) > len(parameter_shapes(DENSE))
+    assert found == {name: int(p.ndim == 1) for name, p in sharded.named_parameters()}
+    assert len(found) > len(parameter_shapes(DENSE))
     assert set(found.values()) == {0, 1}

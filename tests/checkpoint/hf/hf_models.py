@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.language_models import config_of
-from tests.support.on_ranks import fixed_seed
+from tests.support.on_ranks import fixed_seed, once
 
 VOCABULARY = 41
 """Prime: no number of ranks divides it."""
@@ -72,7 +72,7 @@ def same_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> b
 
 
 def save_reference(folder: Path, kind: str, max_bytes: str = "5GB", **changes: Any) -> Tensor:
-    """A folder as transformers writes it; returns the logits of the model."""
+    """A folder as transformers writes it, for all ranks; returns the logits of the model."""
     model = build(kind, seed=7, **changes).eval()
-    model.save_pretrained(folder, max_shard_size=max_bytes)
+    once(lambda: model.save_pretrained(folder, max_shard_size=max_bytes))
     return logits(model)

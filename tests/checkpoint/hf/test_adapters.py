@@ -10,15 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint.hf import load_adapter, load_hf, save_adapter, save_hf
 from megatron_fsdp.checkpoint.hf.adapters import check_config
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
-from tests.conftest import RunRanks
-from tests.support.on_ranks import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks, once, refusal
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -49,7 +47,10 @@ def config_of(folder: Path) -> dict[str, Any]:
     return {**found, "target_modules": sorted(found["target_modules"])}  # a set, in any order
 
 
-def train_and_save(folder: str, strategy: int) -> tuple[Tensor, Tensor]:
+@pytest.mark.full(short=["3-3"])
+@pytest.mark.parametrize(("num_ranks", "strategy"), [(2, 3), (3, 3), (2, 0)])
+@on_ranks()
+def test_peft_loads_what_is_saved(tmp_path: Path, strategy: int) -> None:
     plain = with_adapter()
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = fully_shard(plain, optimizer, zero_dp_strategy=strategy)
@@ -57,19 +58,11 @@ def train_and_save(folder: str, strategy: int) -> tuple[Tensor, Tensor]:
     model(input_ids=tokens(), labels=tokens()).loss.backward()
     optimizer.step()
     model.eval()
-    save_adapter(model, folder)
-    return before, logits(model)
-
-
-@pytest.mark.full(short=["3-3"])
-@pytest.mark.parametrize(("num_ranks", "strategy"), [(2, 3), (3, 3), (2, 0)])
-def test_peft_loads_what_is_saved(run_ranks: RunRanks, tmp_path: Path, num_ranks: int, strategy: int) -> None:
-    found = run_ranks(num_ranks, train_and_save, str(tmp_path / "out"), strategy)
+    save_adapter(model, tmp_path / "out")
     loaded = loaded_by_peft(tmp_path / "out")
-    for before, after in found:
-        assert not torch.equal(before, after)
-        assert torch.equal(logits(loaded), after)
-    loaded.save_pretrained(tmp_path / "reference")
+    assert not torch.equal(before, logits(model))
+    assert torch.equal(logits(loaded), logits(model))
+    once(lambda: loaded.save_pretrained(tmp_path / "reference"))
     assert same_tensors(stored(tmp_path / "out"), stored(tmp_path / "reference"))
     config, wanted = (config_of(tmp_path / name) for name in ("out", "reference"))
     assert config == wanted
@@ -77,48 +70,37 @@ def test_peft_loads_what_is_saved(run_ranks: RunRanks, tmp_path: Path, num_ranks
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def load_both(base: str, adapter: str) -> tuple[Tensor, Any, Any]:
-    model: MegatronFSDP = shard(with_adapter(seed=1, base_seed=1))
-    base_report = load_hf(model, base)
-    return logits(model), base_report, (load_adapter(model, adapter), logits(model))
-
-
-def test_base_and_adapter_load_into_a_sharded_model(run_ranks: RunRanks, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_base_and_adapter_load_into_a_sharded_model(tmp_path: Path) -> None:
     plain = with_adapter().eval()
-    plain.save_pretrained(tmp_path / "adapter")
-    build("llama", seed=7).save_pretrained(tmp_path / "base")
-    for with_other_adapter, base_report, (report, found) in run_ranks(
-        2, load_both, str(tmp_path / "base"), str(tmp_path / "adapter")
-    ):
-        assert base_report.is_complete
-        assert len(base_report.loaded) == 21
-        assert not torch.equal(with_other_adapter, logits(plain))
-        assert report.is_complete
-        assert len(report.loaded) == 8
-        assert torch.equal(found, logits(plain))
+    once(lambda: plain.save_pretrained(tmp_path / "adapter"))
+    once(lambda: build("llama", seed=7).save_pretrained(tmp_path / "base"))
+    model: MegatronFSDP = shard(with_adapter(seed=1, base_seed=1))
+    report = load_hf(model, tmp_path / "base")
+    assert (report.is_complete, len(report.loaded)) == (True, 21)
+    assert not torch.equal(logits(model), logits(plain))
+    report = load_adapter(model, tmp_path / "adapter")
+    assert (report.is_complete, len(report.loaded)) == (True, 8)
+    assert torch.equal(logits(model), logits(plain))
 
 
-def refuse_adapter(folder: str) -> tuple[str, bool]:
+OTHER: dict[str, dict[str, Any]] = {
+    "lora_alpha=8, and the model's adapter lora_alpha=4": {"lora_alpha": 8},
+    "r=2, and the model's adapter r=3": {"r": 2},
+    "4 missing, 0 unexpected": {"target_modules": ["q_proj"]},
+    "0 missing, 4 unexpected": {"target_modules": ["q_proj", "down_proj", "up_proj"]},
+}
+
+
+@on_ranks(2)
+def test_other_adapters_are_refused(tmp_path: Path) -> None:
     model = shard(with_adapter(seed=1))
     before = model.full_parameters()
-    with pytest.raises(CheckpointError) as raised:
-        load_adapter(model, folder)
-    return str(raised.value), same_tensors(model.full_parameters(), before)
-
-
-def test_other_adapters_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
-    cases = {
-        "alpha": ({"lora_alpha": 8}, "lora_alpha=8, and the model's adapter lora_alpha=4"),
-        "rank": ({"r": 2}, "r=2, and the model's adapter r=3"),
-        "modules": ({"target_modules": ["q_proj"]}, "4 missing, 0 unexpected"),
-        "more": ({"target_modules": ["q_proj", "down_proj", "up_proj"]}, "0 missing, 4 unexpected"),
-    }
-    for name, (changes, said) in cases.items():
-        with_adapter(**changes).save_pretrained(tmp_path / name)
-        results = run_ranks(2, refuse_adapter, str(tmp_path / name))
-        assert results[0] == results[1]
-        assert said in results[0][0]
-        assert results[0][1]
+    for number, (said, changes) in enumerate(OTHER.items()):
+        folder = tmp_path / str(number)
+        once(lambda: with_adapter(**changes).save_pretrained(folder))  # noqa: B023
+        assert said in refusal(load_adapter, model, folder, error=CheckpointError)
+        assert same_tensors(model.full_parameters(), before)
 
 
 def test_a_damaged_adapter_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 from tests.checkpoint.hf.hf_models import same_tensors, stored
-from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.uneven import CASES
@@ -69,24 +68,20 @@ def local_parts(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().to_local().clone() for name, p in module.named_parameters() if isinstance(p, DTensor)}
 
 
-def save_and_load(num_ranks: int, folder: str) -> tuple[bool, bool]:
-    module = module_of(num_ranks)
+@pytest.mark.full(short=["3"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@on_ranks()
+def test_all_cuts_are_saved_and_loaded(tmp_path: Path, num_ranks: int) -> None:
+    module, out = module_of(num_ranks), tmp_path / "out"
     before = local_parts(module)
-    save_hf(module, folder, max_shard_bytes=200)
+    save_hf(module, out, max_shard_bytes=200)
     with torch.no_grad():
         for param in module.parameters():
             param.detach().to_local().zero_()  # type: ignore[attr-defined]
-    zeroed = any(value.any() for value in local_parts(module).values())
-    assert load_hf(module, folder).is_complete
-    return zeroed, same_tensors(local_parts(module), before)
-
-
-@pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_all_cuts_are_saved_and_loaded(run_ranks: RunRanks, tmp_path: Path, num_ranks: int) -> None:
-    found = run_ranks(num_ranks, save_and_load, num_ranks, str(tmp_path / "out"))
-    assert found == [(False, True)] * num_ranks
-    assert same_tensors(stored(tmp_path / "out"), wholes(num_ranks))
+    assert not any(value.any() for value in local_parts(module).values())
+    assert load_hf(module, out).is_complete
+    assert same_tensors(local_parts(module), before)
+    assert same_tensors(stored(out), wholes(num_ranks))
 
 
 @on_ranks(2)

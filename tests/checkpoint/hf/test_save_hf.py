@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.hf import load_hf, save_hf
@@ -20,26 +20,10 @@ from megatron_fsdp.checkpoint.hf.live import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.saving import Cut, lay_out_files
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
-from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
-from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 
 transformers = pytest.importorskip("transformers")
-
-
-def train_and_save(
-    kind: str, folder: str, strategy: int, is_hybrid: bool, options: dict[str, Any]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the weights and logits of one rank when it saved."""
-    plain = build(kind)
-    arguments = hybrid_arguments(2, dist.get_world_size() // 2) if is_hybrid else {}
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
-    model, optimizer = fully_shard(plain, optimizer, zero_dp_strategy=strategy, **arguments)
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    optimizer.step()
-    model.eval()
-    save_hf(model, folder, **options)
-    return model.full_parameters(), logits(model)
 
 
 @pytest.mark.full(short=["gpt2-2-0-False-5000", "qwen_moe-2-1-False-1073741824", "mixtral-3-3-False-5000"])
@@ -53,27 +37,31 @@ def train_and_save(
         ("qwen_moe", 4, 3, True, 3000),
     ],
 )
+@on_ranks()
 def test_what_is_saved_is_what_transformers_loads(
-    run_ranks: RunRanks, tmp_path: Path, kind: str, num_ranks: int, strategy: int, is_hybrid: bool, max_bytes: int
+    tmp_path: Path, kind: str, strategy: int, is_hybrid: bool, max_bytes: int
 ) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
-    folder, options = tmp_path / "out", {"max_shard_bytes": max_bytes}
-    found = run_ranks(num_ranks, train_and_save, kind, str(folder), strategy, is_hybrid, options)
-    weights, _ = found[0]
+    plain, folder = build(kind), tmp_path / "out"
+    arguments = hybrid_arguments(2, dist.get_world_size() // 2) if is_hybrid else {}
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    model, optimizer = fully_shard(plain, optimizer, zero_dp_strategy=strategy, **arguments)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    model.eval()
+    save_hf(model, folder, max_shard_bytes=max_bytes)
+    weights = model.full_parameters()
     assert not same_tensors(weights, dict(build(kind).named_parameters()))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert same_tensors(dict(loaded.named_parameters()), weights)
-    assert all(torch.equal(logits(loaded), saved) for _, saved in found)
+    assert torch.equal(logits(loaded), logits(model))
     on_disk = stored(folder)
     assert same_tensors(on_disk, revert_weight_conversion(build(kind), weights))
     assert (folder / MODEL_FILE).exists() == (max_bytes == 2**30)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    if max_bytes < 2**30:
-        check_index(folder, on_disk, max_bytes)
-
-
-def check_index(folder: Path, on_disk: dict[str, Tensor], max_bytes: int) -> None:
+    if max_bytes == 2**30:
+        return
     index = json.loads((folder / INDEX_FILE).read_text())
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in on_disk.items()}
     assert index["weight_map"].keys() == on_disk.keys()
@@ -89,27 +77,24 @@ def check_index(folder: Path, on_disk: dict[str, Tensor], max_bytes: int) -> Non
 # ---- dtypes and the files beside the weights -------------------------------------------------------------------------
 
 
-def save_main_weights(folder: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_main_weights_are_saved_and_may_be_cast(tmp_path: Path, dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
     model = shard(build("llama").to(torch.bfloat16), 3, mixed_precision_policy=policy)
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(1.001)
     model.install_optimized_model_weights()
-    save_hf(model, folder, **options)
-    return model.full_parameters(), logits(model)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_main_weights_are_saved_and_may_be_cast(run_ranks: RunRanks, tmp_path: Path, dtype: torch.dtype | None) -> None:
-    weights, found = run_ranks(2, save_main_weights, str(tmp_path), {"dtype": dtype})[0]
-    on_disk = stored(tmp_path)
+    save_hf(model, tmp_path / "out", dtype=dtype)
+    weights = model.full_parameters()
     assert any(not torch.equal(value, value.to(torch.bfloat16).float()) for value in weights.values())
-    assert same_tensors(on_disk, {name: value.to(dtype or torch.float32) for name, value in weights.items()})
-    said = json.loads((tmp_path / "config.json").read_text())["dtype"]
+    wanted = {name: value.to(dtype or torch.float32) for name, value in weights.items()}
+    assert same_tensors(stored(tmp_path / "out"), wanted)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
     assert said == ("bfloat16" if dtype else "float32")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-    assert torch.equal(logits(loaded), found)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def make_source(folder: Path) -> None:
@@ -166,33 +151,19 @@ def test_a_config_and_a_tokenizer_that_are_given_go_first(tmp_path: Path) -> Non
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "given"
 
 
-def save_plain_module(folder: str) -> dict[str, Tensor]:
+@on_ranks(2)
+def test_modules_without_a_config_and_their_buffers_are_saved(tmp_path: Path) -> None:
     with fixed_seed(0):
         model = shard(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)))
+    first = model.module[1].running_mean.clone()
     model.module[1].running_mean += dist.get_rank()  # ranks differ in buffers: the first one's are saved
-    save_hf(model, folder)
-    return {**model.full_parameters(), **dict(model.module.named_buffers())}
-
-
-def test_modules_without_a_config_and_their_buffers_are_saved(run_ranks: RunRanks, tmp_path: Path) -> None:
-    first, _ = run_ranks(2, save_plain_module, str(tmp_path))
+    save_hf(model, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [MODEL_FILE]
-    assert same_tensors(stored(tmp_path), first)
+    buffers = {**dict(model.module.named_buffers()), "1.running_mean": first}
+    assert same_tensors(stored(tmp_path), {**model.full_parameters(), **buffers})
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
-
-
-def refuse(folder: str, options: dict[str, Any], spoil: Callable[[nn.Module], None]) -> str:
-    model = shard(build("llama"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    spoil(model)
-    try:
-        with pytest.raises(CheckpointError) as raised:
-            save_hf(model, folder, **options)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return str(raised.value)
 
 
 def fill_disk(_model: nn.Module) -> None:
@@ -222,11 +193,18 @@ def nothing(_model: nn.Module) -> None:
         (on_the_meta_device, {}, "extra is on the meta device"),
     ],
 )
+@on_ranks(2)
 def test_what_cannot_be_saved_is_refused_by_all_and_leaves_nothing(
-    run_ranks: RunRanks, tmp_path: Path, spoil: Callable[[nn.Module], None], options: dict[str, Any], said: str
+    tmp_path: Path, spoil: Callable[[nn.Module], None], options: dict[str, Any], said: str
 ) -> None:
-    (message,) = set(run_ranks(2, refuse, str(tmp_path / "out"), options, spoil))
-    assert re.search(said, message, re.DOTALL)
+    model = shard(build("llama"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    spoil(model)
+    try:
+        told = refusal(save_hf, model, tmp_path / "out", error=CheckpointError, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert re.search(said, told, re.DOTALL)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -366,17 +344,13 @@ def test_dtypes_are_cast_only_where_they_are_floating_point() -> None:
         lay_out_files(tensors, dtypes | {"w": torch.complex128}, Cut(100, "m.safetensors"))
 
 
-def save_in_a_part_of_the_group(folder: str) -> str:
-    model = shard(nn.Linear(4, 6))
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    with pytest.raises(CheckpointError) as raised:
-        save_hf(model, f"{folder}/{dist.get_rank()}", group=groups[dist.get_rank()])
-    return str(raised.value)
-
-
-def test_ranks_that_hold_the_rest_have_to_take_part(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for message in run_ranks(2, save_in_a_part_of_the_group, str(tmp_path)):
-        assert "all ranks that share it have to take part (see the argument group)" in message
+@on_ranks(2)
+def test_ranks_that_hold_the_rest_have_to_take_part(tmp_path: Path) -> None:
+    model, rank = shard(nn.Linear(4, 6)), dist.get_rank()
+    groups = [dist.new_group([each]) for each in range(2)]
+    with pytest.raises(CheckpointError, match=r"all ranks that share it have to take part \(see the argument group\)"):
+        save_hf(model, tmp_path / str(rank), group=groups[rank])
+    dist.barrier()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""What `inspect` says about each kind of checkpoint."""
+"""What `inspect` says about each kind of checkpoint, those of this library's training among them."""
 
 import json
 import math
@@ -8,7 +8,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint.diff import diff
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.inspect import (
     BLOCK,
@@ -22,8 +25,11 @@ from megatron_fsdp.checkpoint.inspect import (
 from megatron_fsdp.checkpoint.store import locate
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
+from tests.checkpoint.test_load import contents, step, wrap
 from tests.checkpoint.tools import builders
+from tests.conftest import RunRanks
 from tests.support import json_schema
+from tests.support.on_ranks import assert_equal_tensors
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "schemas" / "inspect.schema.json").read_text())
 
@@ -211,3 +217,58 @@ def test_objects_and_unknown_keys(tmp_path: Path) -> None:
         show(folder, "model.layers.0.wieght")
     with pytest.raises(ConfigurationError, match="is an object"):
         show(folder, "options.lr", "0")
+
+
+# ---- checkpoints of this library's training --------------------------------------------------------------------------
+
+MODEL, STRATEGY = "odd_shapes", 3
+
+
+def save(root: str) -> None:
+    model, optimizer = wrap(MODEL, STRATEGY, 0)
+    step(MODEL, model, optimizer, 1)
+    save_checkpoint(model, optimizer, root, iteration=5)
+
+
+def resave(source: str, root: str) -> None:
+    """What one checkpoint holds, saved by other ranks."""
+    model, optimizer = wrap(MODEL, STRATEGY, 3)
+    load_checkpoint(model, optimizer, source)
+    save_checkpoint(model, optimizer, root, iteration=5)
+
+
+def load(roots: list[str]) -> list[dict[str, torch.Tensor]]:
+    model, optimizer = wrap(MODEL, STRATEGY, 3)
+    found = []
+    for root in roots:
+        load_checkpoint(model, optimizer, root)
+        found.append(contents(model, optimizer)[0])
+    return found
+
+
+def test_our_own_checkpoints(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(3, save, str(tmp_path / "three"))
+    run_ranks(1, resave, str(tmp_path / "three"), str(tmp_path / "one"))
+    three, one = CheckpointFolder(locate(tmp_path / "three")), CheckpointFolder(locate(tmp_path / "one"))
+
+    found = inspect_folder(three)
+    assert (found["format"], found["optimizer"], found["has_manifest"]) == ("fsdp_dtensor", "per_parameter", True)
+    assert found["common"]["iteration"] == 5
+    assert found["problems"] == []
+    assert any(entry["chunks"] > 1 for entry in found["entries"])
+    compared = diff(three, one, pattern=r"^(model|optimizer\.state)\.")
+    assert compared.is_same
+    assert compared.compared == sum(
+        entry["key"].startswith(("model.", "optimizer.state.")) for entry in found["entries"]
+    )
+
+    back = tmp_path / "back" / "iter_0000005"
+    dcp_to_torch_save(three.path, tmp_path / "all.pt")  # torch's own converters read and write what we do
+    torch_save_to_dcp(tmp_path / "all.pt", back)
+    assert diff(three, CheckpointFolder(back), pattern=r"^(model|optimizer\.state)\.").is_same
+    assert "optimizer.param_groups.0.lr" in CheckpointFolder(back).objects
+
+    roots = [str(root) for root in (tmp_path / "three", back.parent)]
+    for wanted, *others in run_ranks(2, load, roots):
+        for loaded in others:
+            assert_equal_tensors(loaded, wanted)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.train.options import TrainingOptions
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.train.models.runs import (
     DECODER,
     IDS,
@@ -108,22 +109,16 @@ def test_the_first_layers_are_recomputed() -> None:
         assert all(torch.equal(mine, plain) for mine, plain in zip(recomputed, gradients, strict=True))
 
 
-def kept_gathered(values: dict[str, Any]) -> bool:
-    """Whether the first block has whole weights after a forward that a backward follows."""
-    run = prepare({**values, **FSDP2})
-    (first, *_) = run.feed.batches(0)
-    model = run.trained.model
-    _ = run.trained.accumulate([first], [first.weights])  # a backward first: FSDP2 sets itself up lazily
-    output = model(first.inputs)
-    block = next(module for name, module in model.named_modules() if name.endswith(("blocks.0", "layers.0")))
-    is_kept = not any(isinstance(parameter, DTensor) for parameter in block.parameters())
-    del output
-    return is_kept
-
-
 @pytest.mark.full(short=["model0"])
 @pytest.mark.parametrize("model", [DECODER, LLAMA])
-def test_weights_stay_gathered_only_where_told(run_ranks: RunRanks, model: dict[str, Any]) -> None:
-    assert run_ranks(2, kept_gathered, model) == [False, False]
-    told = {**model, "torch_fsdp2_no_reshard_after_forward": True}
-    assert run_ranks(2, kept_gathered, told) == [True, True]
+@on_ranks(2)
+def test_weights_stay_gathered_only_where_told(model: dict[str, Any]) -> None:
+    """After a forward that a backward follows."""
+    for told in ({}, {"torch_fsdp2_no_reshard_after_forward": True}):
+        run = prepare({**model, **FSDP2, **told})
+        (first, *_) = run.feed.batches(0)
+        sharded = run.trained.model
+        _ = run.trained.accumulate([first], [first.weights])  # a backward first: FSDP2 sets itself up lazily
+        _output = sharded(first.inputs)
+        block = next(part for name, part in sharded.named_modules() if name.endswith(("blocks.0", "layers.0")))
+        assert any(isinstance(parameter, DTensor) for parameter in block.parameters()) == (not told)

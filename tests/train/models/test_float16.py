@@ -4,19 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_fsdp.train.failures import NonFiniteStepError
 from megatron_fsdp.train.loop import train
 from megatron_fsdp.train.models.trained import GROWTH_INTERVAL, LossScale
-from tests.conftest import RunRanks
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
 from tests.train.models.runs import (
     DECODER,
     LLAMA,
     NoCheckpoints,
     Silent,
     expected,
-    initial_weights,
     prepare,
     whole_weights,
 )
@@ -24,19 +22,6 @@ from tests.train.models.runs import (
 HALF = {"fp16": True, "initial_loss_scale": 2.0**10}
 UNITS = {"use_megatron_fsdp": True}
 FSDP2 = {"use_torch_fsdp2": True}
-
-
-def train_in_half(values: dict[str, Any]) -> tuple[list[float], float, list[str], int, dict[str, Tensor]]:
-    run, watcher = prepare(values), Silent()
-    progress, *_ = train(run, watcher, NoCheckpoints())
-    assert run.trained.scale is not None
-    return (
-        [record.loss for record in watcher.records],
-        run.trained.scale.value,
-        watcher.said,
-        progress.skipped,
-        whole_weights(run.trained.model),
-    )
 
 
 @pytest.mark.full(short=["values0", "values2"])
@@ -50,39 +35,38 @@ def train_in_half(values: dict[str, Any]) -> tuple[list[float], float, list[str]
         {**DECODER, "overlap_grad_reduce": True},
     ],
 )
-def test_losses_are_those_of_float32_but_for_rounding(run_ranks: RunRanks, values: dict[str, Any]) -> None:
-    plain = expected(values)
-    for losses, scale, said, skipped, _ in run_ranks(2, train_in_half, {**values, **HALF}):
-        assert losses == pytest.approx(plain.losses, rel=2e-3)
-        assert losses != plain.losses
-        assert (scale, said, skipped) == (2.0**10, [], 0)
+@on_ranks(2)
+def test_losses_are_those_of_float32_but_for_rounding(values: dict[str, Any]) -> None:
+    plain, run, watcher = expected(values), prepare({**values, **HALF}), Silent()
+    progress, *_ = train(run, watcher, NoCheckpoints())
+    losses = [record.loss for record in watcher.records]
+    assert losses == pytest.approx(plain.losses, rel=2e-3)
+    assert losses != plain.losses
+    assert run.trained.scale is not None
+    assert (run.trained.scale.value, watcher.said, progress.skipped) == (2.0**10, [], 0)
 
 
-def test_overflow_halves_the_scale_and_is_no_failure(run_ranks: RunRanks) -> None:
+@on_ranks(2)
+def test_overflow_halves_the_scale_and_is_no_failure() -> None:
     """With a scale of 2**60 every step overflows; none may count towards --max-nan-steps 0, and no weight moves."""
-    values = {**DECODER, **UNITS, **HALF, "initial_loss_scale": 2.0**60, "max_nan_steps": 0}
-    before = run_ranks(2, initial_weights, values)
-    for start, (losses, scale, said, skipped, weights) in zip(before, run_ranks(2, train_in_half, values), strict=True):
-        assert scale == 2.0**57
-        assert skipped == 3
-        assert said[0] == f"step 1: gradients overflow float16 at loss scale {2**60:,}: skipped, halved"
-        assert len(losses) == len(said) == 3
-        assert all(torch.equal(start[name], value) for name, value in weights.items())
+    run, watcher = prepare({**DECODER, **UNITS, **HALF, "initial_loss_scale": 2.0**60, "max_nan_steps": 0}), Silent()
+    before = whole_weights(run.trained.model)
+    progress, *_ = train(run, watcher, NoCheckpoints())
+    assert run.trained.scale is not None
+    assert (run.trained.scale.value, progress.skipped, len(watcher.records)) == (2.0**57, 3, 3)
+    assert len(watcher.said) == 3
+    assert watcher.said[0] == f"step 1: gradients overflow float16 at loss scale {2**60:,}: skipped, halved"
+    assert_equal_tensors(whole_weights(run.trained.model), before)
 
 
-def train_with_a_broken_weight(values: dict[str, Any]) -> str:
-    run = prepare(values)
+@on_ranks(2)
+def test_loss_that_is_not_finite_is_a_failure_at_any_scale() -> None:
+    run = prepare({**DECODER, **UNITS, **HALF, "max_nan_steps": 0})
     with torch.no_grad():
         for parameter in run.trained.model.parameters():
             parameter.fill_(float("inf"))
-    with pytest.raises(NonFiniteStepError) as caught:
+    with pytest.raises(NonFiniteStepError, match=r"^step 1 has loss nan"):
         train(run, Silent(), NoCheckpoints())
-    return str(caught.value)
-
-
-def test_loss_that_is_not_finite_is_a_failure_at_any_scale(run_ranks: RunRanks) -> None:
-    for message in run_ranks(2, train_with_a_broken_weight, {**DECODER, **UNITS, **HALF, "max_nan_steps": 0}):
-        assert message.startswith("step 1 has loss nan")
 
 
 def test_scale_doubles_after_many_good_steps_is_restored_and_does_not_fall_below_one() -> None:

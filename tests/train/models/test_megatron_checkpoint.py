@@ -1,7 +1,6 @@
 """A converted checkpoint of Megatron's is one of the trainer's decoder: its logits, and the steps that follow."""
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from megatron_fsdp.train.loop import train
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.megatron_checkpoint import rearranged
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks, refusal
 from tests.support.torch_dist import (
     SLOTS,
     STEP,
@@ -170,12 +170,6 @@ def load_and_train(values: dict[str, Any]) -> tuple[Tensor | None, Results, str]
     return logits, results_of(run, watcher), "\n".join(watcher.said)
 
 
-def refusal_of(values: dict[str, Any]) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        load_and_train(values)
-    return str(caught.value)
-
-
 @pytest.mark.full(short=["2-llama-sharded", "1-gpt-sharded"])
 @pytest.mark.parametrize("engine", [pytest.param(SHARDED, id="sharded"), pytest.param(FSDP2, id="fsdp2")])
 @pytest.mark.parametrize(
@@ -197,23 +191,21 @@ def test_the_trainer_goes_on_from_a_run_of_megatron(
         assert "0 missing, 0 unexpected, 0 of another shape" in said
 
 
-def test_weights_alone_begin_a_new_run(run_ranks: RunRanks, tmp_path: Path) -> None:
+@on_ranks(1)
+def test_weights_alone_begin_a_new_run(tmp_path: Path) -> None:
     truth = truth_of(GATED)
     load = converted(tmp_path, truth, swiglu="none")  # fc1 in one piece
-    values = {**LLAMA_STYLE, **SHARDED, "load": load, "finetune": True}
-    ((logits, found, _),) = run_ranks(1, load_and_train, values)
+    logits, found, _ = load_and_train({**LLAMA_STYLE, **SHARDED, "load": load, "finetune": True})
     expected = megatron_logits(truth.masters, GATED, torch.arange(8)[None])
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert len(found.losses) == STEP + 2
 
 
-def test_what_is_saved_after_it_is_a_checkpoint_of_the_trainer(run_ranks: RunRanks, tmp_path: Path) -> None:
-    truth = truth_of(GATED)
-    values = {**LLAMA_STYLE, **SHARDED, "load": converted(tmp_path, truth)}
-    saving = {**values, "save": str(tmp_path / "saved"), "save_interval": STEP + 1}
-    (whole,) = run_ranks(1, train_with_checkpoints, saving)
-    again = {**values, "load": str(tmp_path / "saved" / f"iter_{STEP + 1:07}")}
-    (resumed,) = run_ranks(1, train_with_checkpoints, again)
+@on_ranks(1)
+def test_what_is_saved_after_it_is_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
+    values = {**LLAMA_STYLE, **SHARDED, "load": converted(tmp_path, truth_of(GATED))}
+    whole = train_with_checkpoints({**values, "save": str(tmp_path / "saved"), "save_interval": STEP + 1})
+    resumed = train_with_checkpoints({**values, "load": str(tmp_path / "saved" / f"iter_{STEP + 1:07}")})
     assert resumed.losses == whole.losses[1:]
 
 
@@ -229,18 +221,17 @@ def test_what_is_saved_after_it_is_a_checkpoint_of_the_trainer(run_ranks: RunRan
         ),
     ],
 )
-def test_a_model_of_another_shape_is_refused(
-    run_ranks: RunRanks, tmp_path: Path, change: dict[str, Any], told: str
-) -> None:
+@on_ranks(1)
+def test_a_model_of_another_shape_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
     values = {**LLAMA_STYLE, **SHARDED, "load": converted(tmp_path, truth_of(GATED)), **change}
-    (refusal,) = run_ranks(1, refusal_of, values)
-    assert re.search(told, refusal)
+    with pytest.raises(CheckpointError, match=told):
+        load_and_train(values)
 
 
-def test_what_is_not_converted_yet_is_refused_with_the_command(run_ranks: RunRanks, tmp_path: Path) -> None:
+@on_ranks(1)
+def test_what_is_not_converted_yet_is_refused_with_the_command(tmp_path: Path) -> None:
     source = write_torch_dist(tmp_path / f"iter_{STEP:07}", truth_of(GATED), WriteOptions())
-    (refusal,) = run_ranks(1, refusal_of, {**LLAMA_STYLE, **SHARDED, "load": str(source)})
-    assert refusal == (
+    assert refusal(load_and_train, {**LLAMA_STYLE, **SHARDED, "load": str(source)}) == (
         f"{source} is a torch_dist checkpoint of Megatron's: convert it (mfsdp checkpoint convert {source} FOLDER) and "
         "load that folder"
     )

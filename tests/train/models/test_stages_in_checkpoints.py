@@ -9,6 +9,7 @@ import torch
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from tests.conftest import RunRanks
+from tests.support.on_ranks import of_ranks, on_ranks, refusal, same_on_ranks
 from tests.train.models.runs import LLAMA, MIXTRAL, TIED, prepare, train_plainly, train_with_checkpoints
 
 FSDP2 = {"use_torch_fsdp2": True}
@@ -69,17 +70,6 @@ def test_stages_and_whole_models_go_on_from_each_other(
         assert sorted(names) == sorted(f"module.{name}" for name in plain.weights)
 
 
-def refusals(values: dict[str, Any], folder: str) -> list[str]:
-    """What each of some runs ends with."""
-    told = []
-    for layers in (1, 3):
-        try:
-            train_with_checkpoints({**values, "num_layers": layers + 1, "load": folder})
-        except Exception as error:  # noqa: BLE001  the test looks at it
-            told.append(f"{type(error).__name__}: {error}")
-    return told
-
-
 @pytest.fixture(scope="module")
 def three_layers(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder to which two stages of three layers have saved."""
@@ -89,59 +79,43 @@ def three_layers(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.full
-def test_what_does_not_fit_one_stage_is_refused_by_all(run_ranks: RunRanks, three_layers: str) -> None:
-    (fewer, more), of_second = run_ranks(2, refusals, {**LLAMA, **STAGES}, three_layers)
-    assert of_second == [fewer, more]
+@on_ranks(2)
+def test_what_does_not_fit_one_stage_is_refused_by_all(three_layers: str) -> None:
+    values = {**LLAMA, **STAGES, "load": three_layers}
+    fewer, more = (refusal(train_with_checkpoints, {**values, "num_layers": layers}) for layers in (2, 4))
     assert "unexpected:\n  model.module.model.layers.2." in fewer
     assert "missing:\n  model.module.model.layers.3." in more
     assert fewer.count("layers.1.") == more.count("layers.1.") == more.count("layers.2.") == 0
 
 
-def load_what_fits(values: dict[str, Any], folder: str) -> list[str]:
-    """What is told of a load of a smaller model into this one."""
-    run = prepare(values)
-    report = load_checkpoint(run.trained.model, run.trained.optimizer, folder, strict=False)
-    return [*report.loaded, *(f"lacks {key}" for key in report.missing)]
-
-
-def test_all_ranks_are_told_what_any_stage_has_loaded(run_ranks: RunRanks, three_layers: str) -> None:
-    first, last = run_ranks(2, load_what_fits, {**LLAMA, **STAGES, "num_layers": 4}, three_layers)
-    assert first == last
-    assert {"model.module.model.embed_tokens.weight", "model.module.lm_head.weight"} <= set(first)
-    lacking = {told for told in first if told.startswith("lacks ")}
-    assert lacking
-    assert all("layers.3." in told for told in lacking)
-
-
-def streams_after_loading(values: dict[str, Any], folder: str) -> tuple[list[float], list[float], str]:
-    """What this rank's stream gives after it was saved, what it gives after that was loaded, and what is told of it."""
-    run = prepare(values)
-    trained = run.trained
-    torch.manual_seed(100 + run.rank.index)
-    save_checkpoint(trained.model, trained.optimizer, folder, iteration=1, overwrite=True)
-    after_save = torch.rand(2).tolist()
-    torch.manual_seed(0)
-    report = load_checkpoint(trained.model, trained.optimizer, folder)
-    return after_save, torch.rand(2).tolist(), report.notes[-1]
-
-
-def streams_elsewhere(values: dict[str, Any], folder: str) -> tuple[list[float], str]:
-    """What this rank's stream gives after loading what other ranks have saved."""
-    run = prepare(values)
-    report = load_checkpoint(run.trained.model, run.trained.optimizer, folder)
-    return torch.rand(2).tolist(), report.notes[-1]
+@on_ranks(2)
+def test_all_ranks_are_told_what_any_stage_has_loaded(three_layers: str) -> None:
+    run = prepare({**LLAMA, **STAGES, "num_layers": 4})
+    report = load_checkpoint(run.trained.model, run.trained.optimizer, three_layers, strict=False)
+    loaded, missing = same_on_ranks((report.loaded, report.missing))
+    assert {"model.module.model.embed_tokens.weight", "model.module.lm_head.weight"} <= set(loaded)
+    assert missing
+    assert all("layers.3." in key for key in missing)
 
 
 @pytest.mark.full
-def test_every_stage_gets_its_own_random_stream_back(run_ranks: RunRanks, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    found = run_ranks(4, streams_after_loading, {**LLAMA, **STAGES}, folder)
-    assert all(saved == loaded for saved, loaded, _ in found)
-    assert len({tuple(saved) for saved, _, _ in found}) == 4
-    assert {told for _, _, told in found} == {"random states: restored for every logical rank"}
-    keys = {key for key in CheckpointFolder(Path(folder) / "iter_0000001").objects if key.endswith(".states")}
+@on_ranks(4)
+def test_every_stage_gets_its_own_random_stream_back(tmp_path: Path) -> None:
+    run = prepare({**LLAMA, **STAGES})
+    torch.manual_seed(100 + run.rank.index)
+    save_checkpoint(run.trained.model, run.trained.optimizer, tmp_path, iteration=1)
+    after_save = torch.rand(2).tolist()
+    torch.manual_seed(0)
+    report = load_checkpoint(run.trained.model, run.trained.optimizer, tmp_path)
+    assert torch.rand(2).tolist() == after_save
+    assert report.notes[-1] == "random states: restored for every logical rank"
+    saved = {tuple(drawn) for drawn in of_ranks(after_save)}
+    assert len(saved) == 4
+    keys = {key for key in CheckpointFolder(tmp_path / "iter_0000001").objects if key.endswith(".states")}
     assert keys == {f"rng_state.({stage}, 0).{data}.states" for stage in (0, 1) for data in (0, 1)}
-    moved = run_ranks(4, streams_elsewhere, {**LLAMA, **FSDP2}, folder)
-    assert len({tuple(drawn) for drawn, _ in moved}) == 4
-    assert {tuple(drawn) for drawn, _ in moved}.isdisjoint(tuple(saved) for saved, _, _ in found)
-    assert all("saved with (tensor, data, pipeline) ranks [1, 2, 2], now (1, 4)" in told for _, told in moved)
+    run = prepare({**LLAMA, **FSDP2})
+    report = load_checkpoint(run.trained.model, run.trained.optimizer, tmp_path)
+    moved = {tuple(drawn) for drawn in of_ranks(torch.rand(2).tolist())}
+    assert len(moved) == 4
+    assert moved.isdisjoint(saved)
+    assert "saved with (tensor, data, pipeline) ranks [1, 2, 2], now (1, 4)" in report.notes[-1]

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_fsdp.train.models.trained import build_optimizer, token_losses
 from megatron_fsdp.train.options import OptimizerOptions
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.train.models.runs import (
     DECODER,
     LLAMA,
@@ -38,16 +39,6 @@ class _Copies(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def copies_of_a_step(values: dict[str, Any]) -> list[bool]:
-    run = prepare(values)
-    batches = run.feed.batches(0)
-    factors = [batch.weights.clone() for batch in batches]
-    taken = [*factors, *(batch.inputs for batch in batches), *(batch.targets for batch in batches)]
-    with _Copies({tensor.data_ptr() for tensor in taken}) as copies:
-        run.trained.accumulate(batches, factors)
-    return copies.found
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -55,10 +46,16 @@ def copies_of_a_step(values: dict[str, Any]) -> list[bool]:
         {**LLAMA, "use_torch_fsdp2": True, "pipeline_model_parallel_size": 2},
     ],
 )
-def test_inputs_targets_and_factors_are_copied_beside_the_host(run_ranks: RunRanks, values: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_inputs_targets_and_factors_are_copied_beside_the_host(values: dict[str, Any]) -> None:
+    run = prepare(values)
+    batches = run.feed.batches(0)
+    factors = [batch.weights.clone() for batch in batches]
+    taken = [*factors, *(batch.inputs for batch in batches), *(batch.targets for batch in batches)]
+    with _Copies({tensor.data_ptr() for tensor in taken}) as copies:
+        run.trained.accumulate(batches, factors)
     microbatches = 2 if "use_megatron_fsdp" in values else 3
-    for found in run_ranks(2, copies_of_a_step, values):
-        assert found == [True] * (3 * microbatches)
+    assert copies.found == [True] * (3 * microbatches)
 
 
 OTHER = {

@@ -1,5 +1,7 @@
 """Values and combinations of options: what is possible, and the words about what is not."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import OPTIONS
 from megatron_fsdp.train.options.checks import parse_split, require_there
 from megatron_fsdp.train.options.command_line import PRESETS, parse_options
-from megatron_fsdp.train.options.job import Job, World, resolve
+from megatron_fsdp.train.options.job import Job, World, check_environment, resolve
 
 RUN = "--preset tiny"
 IDS = "--tokenizer-type NullTokenizer --data-path ids"
@@ -261,3 +263,41 @@ NO_SPLITS = "|95|95,|95,five|100,0|0,1|1,2,3,4|-1,2|nan,1|inf,1|1,1,-1|1e308,1e3
 def test_other_splits_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=f"invalid --split {text}: give two numbers above 0"):
         parse_split(text)
+
+
+# ---- variables of the environment that the user guide warns of -------------------------------------------------------
+
+CUDA, CPU = World(4, "cuda"), World(4, "cpu")
+UNITS, BUCKETS = "--preset tiny", "--preset tiny --no-use-megatron-fsdp"
+FSDP2, REGISTERED = "--preset tiny --use-torch-fsdp2", "--preset tiny --use-nccl-ub"
+ROTARY = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+TENSOR = f"--preset tiny {ROTARY} --transformer-impl transformers --tensor-model-parallel-size 2"
+ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, UNITS),
+        ({}, TENSOR),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, UNITS),
+        (ONE, BUCKETS),
+        (GROWING, REGISTERED),  # nothing is registered
+    ],
+)
+def test_what_is_right_is_not_mentioned(environment: Mapping[str, str], words: str) -> None:
+    assert check_environment(environment, job_of(words), CUDA) == ()
+    assert check_environment(ONE, job_of(UNITS, device_type="cpu"), CPU) == (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 has no effect on cpu",
+    )
+
+
+@pytest.mark.parametrize(("words", "flag"), [(UNITS, "--use-megatron-fsdp"), (FSDP2, "--use-torch-fsdp2")])
+def test_one_connection_is_refused_with_full_sharding(words: str, flag: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_environment(ONE, job_of(words), CUDA)
+    assert str(caught.value) == (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all kernels into one queue, where gathers and reductions of "
+        f"{flag} wait behind compute: `unset CUDA_DEVICE_MAX_CONNECTIONS`, or give 8 or more"
+    )
