@@ -3,9 +3,7 @@
 import copy
 import io
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,26 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, ScheduleError, ShardOperationError
-from tests.support.arrangements import hybrid_arguments
-from tests.support.on_ranks import assert_equal_tensors, first_rank_warns, fixed_seed, on_ranks, same_on_ranks
+from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
+from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid
+from tests.support.case import Run, Scenario, Setting, check_strategies, shard
+from tests.support.on_ranks import assert_equal_tensors, first_rank_warns, fixed_seed, on_ranks, refusal
+from tests.support.zoo import FEATURES, Batch, ModelCase, Recurrent, make_batch, vector_loss
 
-WIDTH = 6
-
-
-class Recurrent(nn.Module):
-    """Recurrent layers keep a list of their weights beside the registered ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.LSTM(WIDTH, WIDTH, batch_first=True)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unsqueeze(1).expand(-1, 3, -1)
-        for block in self.blocks:
-            x, _ = block(x)
-        return x[:, -1]
+WIDTH = FEATURES
 
 
 class Layers(nn.Module):
@@ -156,20 +143,17 @@ def three_casts() -> nn.Module:
     return nn.Sequential(CastsForGood(), CastsForGood(), CastsForGood())
 
 
-def plain_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(model(x), y)
+def globally_penalised_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """By reductions over the ranks: every rank adds the whole penalty, as one process does."""
+    return vector_loss(model, batch) + 0.1 * sum((param**2).sum() for param in model.parameters())
 
 
-def globally_penalised_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The same by reductions over the ranks: every rank adds the whole penalty, as one process does."""
-    return F.mse_loss(model(x), y) + 0.1 * sum((param**2).sum() for param in model.parameters())
-
-
-def loss_times_numbers(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss_times_numbers(model: nn.Module, batch: Batch) -> Tensor:
     """Numbers made of parameters, and a whole one, meet data outside of the forward, so gradients differ by rank."""
     first, second, third, fourth = (layer.weight for layer in _layers(model))
     whole = fourth.full_tensor() if isinstance(fourth, DTensor) else fourth
-    error = F.mse_loss(model(x) @ whole / torch.linalg.vector_norm(third, keepdim=True).reshape(()), y)
+    scaled = model(batch.inputs) @ whole / torch.linalg.vector_norm(third, keepdim=True).reshape(())
+    error = F.mse_loss(scaled, batch.targets)
     norms = torch.stack([param.norm() for param in model.parameters()])
     return error * (first**2).sum() / norms.norm() + error * second.max() * 0.1 * (second**2).sum()
 
@@ -178,40 +162,40 @@ def _layers(model: nn.Module) -> nn.ModuleList:
     return (model.module if isinstance(model, MegatronFSDP) else model).layers  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
-class Case:
-    build: Callable[[], nn.Module]
-    units: tuple[type[nn.Module], ...]
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = plain_loss
-
-
 CASES = {
-    "recurrent": Case(Recurrent, (nn.LSTM,)),
-    "global penalty": Case(Layers, (nn.Linear,), globally_penalised_loss),
-    "numbers times data": Case(Layers, (nn.Linear,), loss_times_numbers),
-    "returned view": Case(UsesReturned, (ReturnsWeight,)),
-    "returned parameter": Case(Prompted, (Prompt, nn.Linear)),
-    "gradient hook": Case(Masked, (nn.Linear,)),
-    "strided": Case(Strided, (nn.Linear,)),
-    "cast for good": Case(three_casts, (CastsForGood,)),
+    "recurrent": ModelCase(Recurrent, make_batch, vector_loss, (nn.LSTM,)),
+    "global penalty": ModelCase(Layers, make_batch, globally_penalised_loss, (nn.Linear,)),
+    "numbers times data": ModelCase(Layers, make_batch, loss_times_numbers, (nn.Linear,)),
+    "returned view": ModelCase(UsesReturned, make_batch, vector_loss, (ReturnsWeight,)),
+    "returned parameter": ModelCase(Prompted, make_batch, vector_loss, (Prompt, nn.Linear)),
+    "gradient hook": ModelCase(Masked, make_batch, vector_loss, (nn.Linear,)),
+    "strided": ModelCase(Strided, make_batch, vector_loss, (nn.Linear,)),
+    "cast for good": ModelCase(three_casts, make_batch, vector_loss, (CastsForGood,)),
 }
 
 
-HYBRID = -1
-"""In the place of a strategy: 3 on 2 x 2 ranks."""
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def wrap(
-    model: nn.Module, units: tuple[type[nn.Module], ...], strategy: int
-) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    arguments = hybrid_arguments(2, 2) if strategy == HYBRID else {"zero_dp_strategy": strategy}
-    return fully_shard(model, optimizer, fsdp_unit_modules=list(units), **arguments)
+def two_microbatches(run: Run) -> None:
+    for step in range(3):
+        run.backward(10 * step, 10 * step + 1)
+        run.step()
+    # One process has parameters in what a forward cast them to; sharded ones keep their dtype.
+    for _, values in run.recording.notes:
+        values.update({name: None if value is None else value.float() for name, value in values.items()})
 
 
 # On 3 ranks shards are cut inside rows.
-RUNS = [(name, *setting) for name in CASES for setting in [(2, 0), (2, 1), (3, 3)]]
-RUNS.append(("numbers times data", 4, HYBRID))
+RUNS = [(name, *setting) for name in CASES for setting in [(2, Setting(0)), (2, Setting(1)), (3, Setting(3))]]
+RUNS.append(("numbers times data", 4, Setting(3, arrangement=hybrid(2, 2))))
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize(("name", "num_ranks", "setting"), RUNS)
+def test_trains_as_one_process(run_ranks: RunRanks, name: str, num_ranks: int, setting: Setting) -> None:
+    check_strategies(run_ranks, num_ranks, Scenario(two_microbatches, CASES[name], sgd), [setting])
 
 
 def part(tensor: Tensor) -> Tensor:
@@ -220,37 +204,6 @@ def part(tensor: Tensor) -> Tensor:
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize(("name", "num_ranks", "strategy"), RUNS)
-@on_ranks()
-def test_trains_as_one_process(name: str, strategy: int) -> None:
-    """Three steps of two microbatches."""
-    case = CASES[name]
-    with fixed_seed(0):
-        reference = case.build()
-    with fixed_seed(0):
-        model, optimizer = wrap(case.build(), case.units, strategy)
-    other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        for microbatch in range(2):
-            generator = torch.Generator().manual_seed(10 * step + microbatch)
-            x, y = (torch.randn(12, WIDTH, generator=generator) for _ in range(2))
-            case.loss(reference, x, y).backward()
-            case.loss(model, part(x), part(y)).backward()
-        found = {key: grad for key, grad in model.full_gradients().items() if grad is not None}
-        assert_equal_tensors(found, _as_sharded(gradients_of(reference)), rtol=1e-5, atol=1e-6)
-        for each in (optimizer, other):
-            each.step()
-            each.zero_grad()
-        wanted = _as_sharded(dict(reference.named_parameters()))
-        assert_equal_tensors(model.full_parameters(), wanted, rtol=1e-5, atol=1e-6)
-
-
-def _as_sharded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In the dtype that all parameters had when the model was sharded."""
-    return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("strategy", [0, 3])
@@ -264,13 +217,14 @@ def test_what_summed_gradients_mean_for_a_number_is_not_guessed(strategy: int) -
         zero_dp_strategy=strategy,
         calculate_per_token_loss=True,
     )
-    x, y = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(0))
-    globally_penalised_loss(reference, x, y).backward()
-    mine = plain_loss(model, part(x), part(y)) / dist.get_world_size()
+    batch = make_batch(12, torch.Generator().manual_seed(0))
+    own = batch.part(dist.get_rank(), 2)
+    globally_penalised_loss(reference, batch).backward()
+    mine = vector_loss(model, own) / 2
     (mine + 0.1 * sum((param**2).sum() for param in model.parameters())).backward()
     assert_equal_tensors(model.full_gradients(), gradients_of(reference), atol=1e-6)
     with pytest.raises(ShardOperationError, match="ranks have different gradients for a number or a whole tensor"):
-        (plain_loss(model, part(x), part(y)) * model.module.layers[0].weight.norm()).backward()
+        (vector_loss(model, own) * model.module.layers[0].weight.norm()).backward()
 
 
 @pytest.mark.unmerged
@@ -280,9 +234,8 @@ def test_ranks_that_call_different_units_are_found() -> None:
     layers = model.module.layers
     del layers[2 + dist.get_rank() :]
     del layers[1 : 1 + dist.get_rank()]
-    with pytest.raises(ScheduleError) as raised:
-        plain_loss(model, X, X).backward()
-    assert same_on_ranks(str(raised.value)).startswith("ranks gathered or reduced different units")
+    message = refusal(lambda: model(X).sum().backward())
+    assert message.startswith("ranks gathered or reduced different units")
 
 
 X = torch.ones(2, WIDTH)
@@ -290,7 +243,7 @@ X = torch.ones(2, WIDTH)
 
 def wrap_layers(strategy: int = 3, build: type[Layers] = Layers) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     with fixed_seed(0):
-        return wrap(build(), (nn.Linear,), strategy)
+        return shard(build(), sgd, fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
 
 
 def call_with_other_weights(model: MegatronFSDP) -> None:
@@ -370,9 +323,7 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
 def test_what_cannot_work_is_refused_in_words() -> None:
     for use, words, *how in REFUSALS.values():
         model = wrap_layers(*how)[0]
-        with pytest.raises(MegatronFSDPError) as raised:
-            use(model)
-        assert words in same_on_ranks(str(raised.value))
+        assert words in refusal(use, model)
 
 
 @on_ranks(2)
@@ -413,7 +364,7 @@ def test_a_model_wrapped_in_inference_mode_trains_outside(strategy: int, is_buil
     with torch.inference_mode(is_built_there):
         plain = build(dist.get_rank())
     with torch.inference_mode(), first_rank_warns("differed between ranks"):
-        model, optimizer = wrap(plain, (nn.Linear,), strategy)
+        model, optimizer = shard(plain, sgd, fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
     optimizer.param_groups[0]["momentum"] = 0.0
     train(model, optimizer)
     found = {**model.full_parameters(), **dict(plain.named_buffers())}

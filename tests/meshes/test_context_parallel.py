@@ -12,15 +12,16 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, flattened, mesh_of
 from tests.support.case import (
     SAMPLES,
-    Run,
     Scenario,
     Setting,
     adamw_above_noise,
     check_strategies,
     defer_two_of_three,
+    mean_over_all_tokens,
+    tokens_in,
     two_steps,
 )
-from tests.support.zoo import DENSE, IGNORED, Batch, build_dense, divide_context, gappy_case, make_gappy_token_batch
+from tests.support.zoo import DENSE, Batch, build_dense, divide_context, gappy_case, make_gappy_token_batch
 
 UNEVEN = gappy_case(build_dense)
 """Ranks have different numbers of tokens, so that a mean of means would be wrong."""
@@ -88,23 +89,8 @@ def test_hybrid_sharding_of_context_parallel_ranks_equals_one_process(run_ranks:
 # ---- losses per token ------------------------------------------------------------------------------------------------
 
 
-def mean_over_all_tokens(run: Run) -> None:
-    """Each rank divides the sum over its tokens by the number of tokens that all ranks have in all microbatches."""
-    for step in range(2):
-        counts = [count_of(run.whole_batch(2 * step + microbatch)) for microbatch in range(2)]
-        for microbatch in range(2):
-            loss = run.case.loss(run.model, run.batch(2 * step + microbatch)) / sum(counts)
-            run.note_loss(loss if run.sharded is None else loss * run.num_ranks)
-            loss.backward()
-        run.step()
-
-
-def count_of(batch: Batch) -> int:
-    return int((batch.targets != IGNORED).sum())
-
-
 def counts_by_rank() -> int:
-    return count_of(part(make_gappy_token_batch(SAMPLES, torch.Generator().manual_seed(0))))
+    return tokens_in(part(make_gappy_token_batch(SAMPLES, torch.Generator().manual_seed(0))))
 
 
 def test_per_token_losses_are_summed_over_uneven_ranks(run_ranks: RunRanks) -> None:

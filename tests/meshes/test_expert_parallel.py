@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
 from tests.support.case import (
@@ -20,7 +21,9 @@ from tests.support.case import (
     clip_by_model,
     clip_by_torch,
     defer_two_of_three,
+    mean_over_all_tokens,
     reference,
+    three_steps,
     two_steps,
 )
 from tests.support.experts import (
@@ -28,11 +31,14 @@ from tests.support.experts import (
     ListedExperts,
     MixtureOfExperts,
     Sizes,
+    arguments,
     build_with_experts,
     expert_mesh,
     experts_of,
+    place,
 )
-from tests.support.zoo import IGNORED, gappy_case, token_case
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
+from tests.support.zoo import Block, gappy_case, token_case
 
 EXPERTS = experts_of(FLAT)
 HYBRID_SIZES: tuple[Sizes, ...] = (
@@ -103,16 +109,6 @@ def test_what_the_expert_mesh_leaves_out_is_completed(run_ranks: RunRanks, arran
     check_strategies(run_ranks, 4, Scenario(two_steps, TOP2), [Setting(3, outer_strategy=1, arrangement=arrangement)])
 
 
-def mean_over_all_tokens(run: Run) -> None:
-    """Each rank divides the sum over its tokens by the number of tokens that all ranks have."""
-    for step in range(2):
-        count = int((run.whole_batch(step).targets != IGNORED).sum())
-        loss = run.case.loss(run.model, run.batch(step)) / count
-        run.note_loss(loss if run.sharded is None else loss * run.num_ranks)
-        loss.backward()
-        run.step()
-
-
 def test_per_token_losses_are_summed_without_a_factor(run_ranks: RunRanks) -> None:
     settings = [Setting(1, per_token=True, arrangement=EXPERTS), Setting(3, per_token=True, arrangement=HYBRIDS[3])]
     check_strategies(run_ranks, 4, Scenario(mean_over_all_tokens, UNEVEN), settings)
@@ -166,7 +162,7 @@ def decayed_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
-def three_steps(run: Run) -> None:
+def accumulate(run: Run) -> None:
     run.train(0, 1)
     with run.no_sync():
         run.loss(3).backward()
@@ -175,11 +171,97 @@ def three_steps(run: Run) -> None:
 
 def test_an_expert_without_tokens_anywhere_has_no_gradient_and_is_left_alone(run_ranks: RunRanks) -> None:
     """Its namesake on the other ranks, which is another expert, is trained."""
-    expected = reference(Scenario(three_steps, LISTED, decayed_adamw)).notes[0][1]
+    expected = reference(Scenario(accumulate, LISTED, decayed_adamw)).notes[0][1]
     unused = {name for name, value in expected.items() if value is None}
     assert unused == {f"blocks.{block}.mlp.experts.3.{part}" for block in (0, 1) for part in PARTS}
     settings = [Setting(inner, arrangement=AS_LIST) for inner in (1, 3)]
-    check_strategies(run_ranks, 4, Scenario(three_steps, LISTED, decayed_adamw), settings)
+    check_strategies(run_ranks, 4, Scenario(accumulate, LISTED, decayed_adamw), settings)
 
 
 PARTS = ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
+# ---- which parameters are experts ------------------------------------------------------------------------------------
+
+
+HYBRID = HYBRID_SIZES[0]
+
+
+def build_specialists() -> nn.Module:
+    return build_with_experts(top_k=2, name="specialists")
+
+
+def mark(model: nn.Module) -> None:
+    """As Megatron's layers mark their experts."""
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            for param in module.get_submodule(module.experts_name).parameters():
+                param.allreduce = False
+
+
+def place_marked(model: nn.Module) -> None:
+    place(FLAT, model)
+    mark(model)
+
+
+SPECIALISTS = token_case(build_specialists)
+
+
+def test_marked_parameters_of_another_name_are_experts(run_ranks: RunRanks) -> None:
+    by_name = experts_of(FLAT, experts_name=".specialists.")
+    marked = Arrangement("marked experts", by_name.arguments, place_marked, whole=by_name.whole)
+    check_strategies(run_ranks, 4, Scenario(three_steps, SPECIALISTS), [Setting(s, arrangement=marked) for s in (0, 3)])
+
+
+def build_experts(is_marked: bool = False, **options: Any) -> nn.Module:
+    with fixed_seed(0):
+        model = build_with_experts(**options)
+    if is_marked:
+        mark(model)
+    return model
+
+
+@pytest.mark.parametrize(("name", "is_marked"), [("experts", False), ("specialists", True)])
+@on_ranks(4)
+def test_experts_are_sharded_over_the_ranks_that_share_them(name: str, is_marked: bool) -> None:
+    """Everything else, routers included, is sharded over all ranks."""
+    model = build_experts(name=name)
+    whole = model.get_parameter(f"blocks.0.mlp.{name}.up").detach().clone()
+    place(FLAT, model)
+    if is_marked:
+        mark(model)
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], **arguments(FLAT))
+    ranks = {found: param.device_mesh.size() for found, param in model.named_parameters()}
+    experts = {param for param in ranks if f".{name}." in param}
+    assert len(experts) == 6
+    assert {ranks[param] for param in experts} == {2}
+    assert {ranks[param] for param in ranks.keys() - experts} == {4}
+    # Ranks 0 and 1 hold the first two experts, ranks 2 and 3 the others: they are not made equal.
+    assert torch.equal(sharded.full_parameters()[f"blocks.0.mlp.{name}.up"], whole.chunk(2)[dist.get_rank() // 2])
+
+
+@on_ranks(2)
+def test_without_an_expert_mesh_marked_parameters_are_refused_and_others_are_like_the_rest() -> None:
+    """The whole mixture on every rank is plain data parallelism."""
+    mesh = mesh_of((dist.get_world_size(),), ("dp_shard",))
+    message = refusal(fully_shard_model, build_experts(is_marked=True), mesh, "dp_shard")
+    for part in ("blocks.0.mlp.experts.", "allreduce=False", "expt_device_mesh"):
+        assert part in message
+    sharded = fully_shard_model(build_experts(), mesh, "dp_shard")
+    assert sharded.module.get_parameter("blocks.0.mlp.experts.up").device_mesh.size() == 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "words"),
+    [
+        (HYBRID, {"expt_device_mesh": None}, ["hybrid_fsdp_expt_group", "expt_device_mesh"]),
+        (FLAT, {"dp_shard_dim": "ep"}, ["dp_shard_dim='ep'"]),
+    ],
+    ids=["the group of experts without their mesh", "a dimension that the expert mesh lacks"],
+)
+@on_ranks(4)
+def test_half_of_what_experts_need_is_refused_on_every_rank(
+    mesh: Sizes, changes: dict[str, Any], words: list[str]
+) -> None:
+    message = refusal(fully_shard_model, build_with_experts(), **arguments(mesh) | changes)
+    assert all(each in message for each in words)

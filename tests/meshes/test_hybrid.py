@@ -5,15 +5,18 @@ Each (mesh, inner and outer strategy) trains some models of the zoo; scripts, op
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.conftest import RunRanks
 from tests.engine.test_parity import BF16, adamw, three_microbatches
 from tests.engine.test_parity_accumulation import say_which_is_last
-from tests.support.arrangements import hybrid
+from tests.support.arrangements import hybrid, hybrid_arguments
 from tests.support.case import (
     FP32,
     OptimizerFn,
@@ -30,6 +33,7 @@ from tests.support.case import (
     sgd,
     three_steps,
 )
+from tests.support.on_ranks import on_ranks, refusal
 from tests.support.zoo import MODEL_CASES, Branches, ModelName, vector_case
 
 MESHES = ((2, 2), (4, 1), (2, 1))
@@ -174,3 +178,108 @@ def test_per_token_losses_are_summed_without_a_factor(run_ranks: RunRanks) -> No
         for inner, outer in ((0, 0), (2, 0), (3, 1))
     ]
     check_strategies(run_ranks, 4, Scenario(summed_over_ranks, MODEL_CASES["odd_shapes"]), settings)
+
+
+# ---- precision -------------------------------------------------------------------------------------------------------
+
+
+POLICIES = (
+    MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16),
+    MixedPrecisionPolicy(grad_comm_dtype=torch.float16),
+    MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16),
+    MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float64),
+)
+
+
+def weights_of_three_steps(run: Run) -> None:
+    """Three steps of two microbatches; notes weights in float32."""
+    for step in range(3):
+        for microbatch in range(2):
+            (run.loss(2 * step + microbatch) / 2).backward()
+        run.optimizer.step()
+        values = run.sharded.full_parameters() if run.sharded is not None else dict(run.model.named_parameters())
+        run.note("weights", {name: value.float() for name, value in values.items()})
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.full(short=["policy0"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_hold_over_both_axes(run_ranks: RunRanks, policy: MixedPrecisionPolicy) -> None:
+    """Narrow dtypes of gradients round them; wide ones change nothing."""
+    strategies = ((0, 0), (3, 0), (3, 1))
+    settings = [Setting(inner, policy, outer_strategy=outer, arrangement=hybrid(2, 2)) for inner, outer in strategies]
+    is_narrow = {torch.bfloat16, torch.float16} & {policy.grad_comm_dtype, policy.main_grads_dtype}
+    scenario = Scenario(weights_of_three_steps, MODEL_CASES["odd_shapes"])
+    check_strategies(run_ranks, 4, scenario, settings, BF16 if is_narrow else FP32)
+
+
+LARGE = 40_000.0
+"""Two of these are more than float16 can hold (65504)."""
+
+
+@on_ranks(4)
+def test_a_mean_that_fits_into_float16_is_not_lost_on_the_way() -> None:
+    found = {}
+    for inner, outer in STRATEGIES:
+        model = fully_shard_model(
+            nn.Linear(4, 4, bias=False),
+            zero_dp_strategy=inner,
+            outer_dp_sharding_strategy=outer,
+            fsdp_unit_modules=[],
+            mixed_precision_policy=MixedPrecisionPolicy(grad_comm_dtype=torch.float16),
+            average_in_collective=True,
+            **hybrid_arguments(2, dist.get_world_size() // 2),
+        )
+        (LARGE * model(torch.ones(1, 4)).sum()).backward()
+        (gradient,) = model.full_gradients().values()
+        assert gradient is not None
+        found[inner, outer] = gradient.mean().item()
+    assert found == pytest.approx(dict.fromkeys(STRATEGIES, LARGE), rel=1e-3)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "the optimizer over both axes and nothing inside": (
+        {"zero_dp_strategy": 0, "outer_dp_sharding_strategy": 1},
+        ("outer_dp_sharding_strategy", "optim", "no_shard"),
+    ),
+    "gradients over the outer axis": (
+        {"outer_dp_sharding_strategy": 2},
+        ("outer_dp_sharding_strategy", "optim_grads", '0 or "no_shard"'),
+    ),
+    "weights over the outer axis": (
+        {"outer_dp_sharding_strategy": "optim_grads_params"},
+        ("outer_dp_sharding_strategy", "optim_grads_params", '1 or "optim"'),
+    ),
+    "an unknown outer strategy": ({"outer_dp_sharding_strategy": 4}, ("outer_dp_sharding_strategy=4",)),
+    "a truth value": ({"outer_dp_sharding_strategy": True}, ("outer_dp_sharding_strategy=True",)),
+    "the outer axis without its group": ({"hybrid_fsdp_group": None}, ("dp_outer_dim", "hybrid_fsdp_group")),
+    "the group without the outer axis": ({"dp_outer_dim": None}, ("dp_outer_dim", "hybrid_fsdp_group")),
+    "an outer strategy without the outer axis": (
+        {"dp_outer_dim": None, "hybrid_fsdp_group": None, "outer_dp_sharding_strategy": 1},
+        ("outer_dp_sharding_strategy", "dp_outer_dim"),
+    ),
+    "an axis that is not there": ({"dp_outer_dim": "replica"}, ("dp_outer_dim='replica'", "'dp_outer'")),
+    "the same axis twice": ({"dp_outer_dim": "dp_shard"}, ("dp_shard",)),
+    "no mesh": ({"device_mesh": None}, ("device_mesh",)),
+}
+
+
+@on_ranks(2)
+def test_nonsense_is_refused_with_the_same_sentence_on_every_rank() -> None:
+    for changes, parts in REFUSED.values():
+        message = refusal(fully_shard_model, nn.Linear(3, 3), **hybrid_arguments(2, 1) | changes)
+        for part in parts:
+            assert part in message
+
+
+@on_ranks(2)
+def test_a_group_of_other_ranks_is_refused() -> None:
+    """The group of the sharding axis alone in place of the group of both."""
+    arguments = hybrid_arguments(2, 1)
+    arguments["hybrid_fsdp_group"] = arguments["device_mesh"]["dp_shard"].get_group()
+    message = refusal(fully_shard_model, nn.Linear(3, 3), **arguments)
+    assert "hybrid_fsdp_group is a group of 1 ranks that are not those along the mesh dimensions" in message
+    assert "which are [[0, 1]]" in message

@@ -4,13 +4,14 @@ The tower has 8 units of 1024 parameters and a root of 512, which 4 ranks divide
 inner and M = 2 outer ranks.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard
-from tests.conftest import RunRanks
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.arrangements import hybrid_arguments
 from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.on_ranks import on_ranks
@@ -54,18 +55,6 @@ def plain(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
 LOOPS = (set_auto_sync, leave_it_to_the_optimizer, no_sync, plain)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """(calls, bytes sent) of one steady optimizer step of one rank."""
-
-    inner_gathers: tuple[int, int]
-    inner_reductions: tuple[int, int]
-    outer_gathers: tuple[int, int]
-    outer_exchanges: tuple[int, int]
-    outer_sums: tuple[int, int]
-    everything: int
-
-
 def shard(inner: int, outer: int, dtype: torch.dtype) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     model = Tower().to(dtype)
     return fully_shard(
@@ -78,66 +67,48 @@ def shard(inner: int, outer: int, dtype: torch.dtype) -> tuple[MegatronFSDP, tor
     )
 
 
-def count_all(microbatches: int) -> dict[tuple[int, int, str], Reading]:
+@pytest.mark.parametrize(
+    ("loop", "microbatches"),
+    [*((loop, 3) for loop in LOOPS), (plain, 1)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+@pytest.mark.parametrize("outer", [0, 1], ids=["HSDP", "HFSDP"])
+@on_ranks(4)
+def test_a_steady_step_uses_the_outer_axis_once_and_the_inner_one_as_without_outer_ranks(
+    outer: int, loop: Callable[[MegatronFSDP, torch.Tensor, int], None], microbatches: int
+) -> None:
+    """HSDP: 2P/N times (M - 1)/M elements in one all-reduce per unit. HFSDP: half of it each way, gradients out, new
+    weights back. A plain loop shows gradients after each backward.
+
+    Inside, at most 3P times (N - 1)/N elements: weights once per pass that has to, gradients once, or once less
+    deferred. Nothing else is sent.
+    """
     mesh = hybrid_arguments(2, 2)["device_mesh"]
     inner_group, outer_group = mesh["dp_shard"].get_group(), mesh["dp_outer"].get_group()
-    readings = {}
-    for inner, outer in STRATEGIES:
-        for loop in LOOPS if microbatches > 1 else (plain,):
-            model, optimizer = shard(inner, outer, torch.float32)
-            for _ in range(2):
-                with OpCounts() as counts:
-                    loop(model, torch.ones(2, 16), microbatches)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            readings[inner, outer, loop.__name__] = Reading(
-                counts.on(inner_group, GATHER),
-                counts.on(inner_group, EXCHANGE, ALL_REDUCE),
-                counts.on(outer_group, GATHER),
-                counts.on(outer_group, EXCHANGE),
-                counts.on(outer_group, ALL_REDUCE),
-                len(counts.sent),
-            )
-    return readings
-
-
-Readings = dict[int, list[dict[tuple[int, int, str], Reading]]]
-
-
-@pytest.fixture(scope="module")
-def readings(run_ranks: RunRanks) -> Readings:
-    return {microbatches: run_ranks(4, count_all, microbatches) for microbatches in (1, 3)}
-
-
-@pytest.mark.parametrize(("loop", "microbatches"), [*((loop.__name__, 3) for loop in LOOPS), ("plain", 1)])
-def test_the_outer_axis_is_used_once_per_step(readings: Readings, loop: str, microbatches: int) -> None:
-    """HSDP: 2P/N times (M - 1)/M elements in one all-reduce per unit. HFSDP: half of it each way, gradients out, new
-    weights back. A plain loop shows gradients after each backward. Nothing else is sent."""
-    syncs = microbatches if loop == "plain" else 1
-    for rank in readings[microbatches]:
-        hsdp, hfsdp = rank[3, 0, loop], rank[3, 1, loop]
-        assert hsdp.outer_sums == (syncs * UNITS, syncs * (2 * P // 2) // 2 * FP32)
-        assert hsdp.outer_gathers == hsdp.outer_exchanges == (0, 0)
-        assert hfsdp.outer_exchanges == (syncs * UNITS, syncs * (P // 2) // 2 * FP32)
-        assert hfsdp.outer_gathers == (UNITS, (P // 2) // 2 * FP32)
-        assert hfsdp.outer_sums == (0, 0)
-        for each in (hsdp, hfsdp):
-            known = (each.inner_gathers, each.inner_reductions, each.outer_gathers, each.outer_exchanges)
-            assert each.everything == sum(calls for calls, _ in (*known, each.outer_sums))
-
-
-@pytest.mark.parametrize("outer", [0, 1])
-def test_inside_a_step_sends_what_it_would_without_outer_ranks(readings: Readings, outer: int) -> None:
-    """At most 3P times (N - 1)/N elements: weights once per pass that has to, gradients once, or once less deferred."""
-    gathered = P + REGATHERED
-    assert gathered + P <= 3 * P
-    for rank in readings[1]:
-        reading = rank[3, outer, "plain"]
-        assert reading.inner_gathers == (UNITS + FLOORS - 2, gathered // 2 * FP32)
-        assert reading.inner_reductions == (UNITS, P // 2 * FP32)
-    for rank in readings[3]:
-        for loop, reduced in (("set_auto_sync", 3), ("no_sync", 1), ("plain", 3)):
-            assert rank[3, outer, loop].inner_reductions == (reduced * UNITS, reduced * P // 2 * FP32)
+    model, optimizer = shard(3, outer, torch.float32)
+    for _ in range(2):
+        with OpCounts() as counts:
+            loop(model, torch.ones(2, 16), microbatches)
+            optimizer.step()
+            optimizer.zero_grad()
+    syncs = microbatches if loop is plain else 1
+    sums, exchanges = counts.on(outer_group, ALL_REDUCE), counts.on(outer_group, EXCHANGE)
+    outer_gathers = counts.on(outer_group, GATHER)
+    if outer:
+        assert (sums, exchanges) == ((0, 0), (syncs * UNITS, syncs * (P // 2) // 2 * FP32))
+        assert outer_gathers == (UNITS, (P // 2) // 2 * FP32)
+    else:
+        assert (sums, exchanges) == ((syncs * UNITS, syncs * (2 * P // 2) // 2 * FP32), (0, 0))
+        assert outer_gathers == (0, 0)
+    gathers, reductions = counts.on(inner_group, GATHER), counts.on(inner_group, EXCHANGE, ALL_REDUCE)
+    assert len(counts.sent) == sum(calls for calls, _ in (gathers, reductions, outer_gathers, exchanges, sums))
+    if microbatches == 1:
+        gathered = P + REGATHERED
+        assert gathered + P <= 3 * P
+        assert gathers == (UNITS + FLOORS - 2, gathered // 2 * FP32)
+    if loop is not leave_it_to_the_optimizer:
+        reduced = 1 if loop is no_sync else microbatches
+        assert reductions == (reduced * UNITS, reduced * P // 2 * FP32)
 
 
 @pytest.mark.parametrize(("inner", "outer"), STRATEGIES)
@@ -176,3 +147,97 @@ def test_persistent_bytes_are_those_of_the_formulas(inner: int, outer: int) -> N
     assert memory.compute_weight_bytes == BF16 * P // weight_parts
     assert memory.main_weight_bytes == FP32 * P // parts
     assert memory.main_grad_bytes == BF16 * P // parts  # what waits for the outer reduction is gone by then
+
+
+# ---- weights that are written between a step and the next forward ----------------------------------------------------
+
+
+POLICIES = {"shared": MixedPrecisionPolicy(main_params_dtype=None), "copied": MixedPrecisionPolicy(torch.float64)}
+
+
+class Layer(nn.Module):
+    """Large enough for a gather to take a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(200, 200)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(6)))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 2, 200, generator=torch.Generator().manual_seed(step))[rank]
+
+
+def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Two on one model: the second one steps while what the first one changed is on its way."""
+    params = list(model.parameters())
+    return [torch.optim.SGD(params[::2], lr=0.5), torch.optim.SGD(params[1::2], lr=0.5)]
+
+
+def shard_layers(strategy: int, policy: MixedPrecisionPolicy) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Sharded inside, and main weights over both axes."""
+    model = build()
+    return fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        fsdp_unit_modules=[Layer],
+        zero_dp_strategy=strategy,
+        outer_dp_sharding_strategy=1,
+        mixed_precision_policy=policy,
+        **hybrid_arguments(2, 2),
+    )
+
+
+@pytest.mark.full(short=["1-shared", "3-copied"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(4)
+def test_writes_after_a_step_are_not_lost(strategy: int, policy: str) -> None:
+    plain = build()
+    model, _first = shard_layers(strategy, POLICIES[policy])
+    theirs, ours = optimizers(plain), optimizers(model)
+    found = []
+    for step in range(3):
+        for rank in range(4):
+            (plain(batch(step, rank)).square().mean() / 4).backward()
+        model(batch(step, dist.get_rank())).square().mean().backward()
+        for each in (*theirs, *ours):
+            each.step()
+            each.zero_grad()
+        with torch.no_grad():
+            for param in (*plain.parameters(), *model.parameters()):
+                param.clamp_(-0.03, 0.03)
+            found.append((model(batch(99, 0)) - plain(batch(99, 0))).abs().max().item())
+    assert max(found) < 1e-5
+
+
+@on_ranks(4)
+def test_nothing_writes_into_weights_between_a_step_and_the_next_forward() -> None:
+    """The gather over the outer axis is in place: while it is under way it would undo what others write."""
+    model, optimizer = shard_layers(3, MixedPrecisionPolicy())
+
+    def count() -> int:
+        return model.traffic_by_axis()["dp_outer"].gathers
+
+    model(batch(0, dist.get_rank())).square().mean().backward()
+    seen = [count()]
+    optimizer.step()
+    seen.append(count())
+    loss = model(batch(1, dist.get_rank())).square().mean()
+    seen.append(count())
+    loss.backward()
+    seen.append(count())
+    assert seen == [0, 0, 6, 6]
+
+
+@on_ranks(4)
+def test_a_gather_that_writes_around_main_weights_may_not_run_between_steps() -> None:
+    may = {policy: shard_layers(3, POLICIES[policy])[0].may_gather_between_steps for policy in POLICIES}
+    assert may == {"shared": False, "copied": True}

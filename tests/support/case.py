@@ -29,7 +29,7 @@ from megatron_fsdp import (
 )
 from tests.support.arrangements import FLAT, Arrangement, Values
 from tests.support.on_ranks import Test, assert_equal_tensors, fixed_seed
-from tests.support.zoo import Batch, ModelCase
+from tests.support.zoo import IGNORED, Batch, ModelCase
 
 SAMPLES = 12
 """Samples of a whole batch: 1, 2, 3 and 4 ranks divide it."""
@@ -233,7 +233,7 @@ class Run:
 
 
 def check_strategies(
-    run_ranks: RunRanks, num_ranks: int, scenario: Scenario, settings: Sequence[Setting], tolerance: Tolerance = FP32
+    run_ranks: RunRanks, num_ranks: int, scenario: Scenario, settings: Sequence[Any], tolerance: Tolerance = FP32
 ) -> None:
     """Run a scenario in each setting and assert parity with one process that stands for as many ranks."""
     check_jobs(run_ranks, num_ranks, [(scenario, setting) for setting in settings], tolerance)
@@ -370,6 +370,21 @@ def defer_two_of_three(run: Run) -> None:
         run.step()
 
 
+def mean_over_all_tokens(run: Run) -> None:
+    """Each rank divides the sum over its tokens by the number of tokens that all ranks have in all microbatches."""
+    for step in range(2):
+        count = sum(tokens_in(run.whole_batch(2 * step + microbatch)) for microbatch in range(2))
+        for microbatch in range(2):
+            loss = run.case.loss(run.model, run.batch(2 * step + microbatch)) / count
+            run.note_loss(loss if run.sharded is None else loss * run.num_ranks)
+            loss.backward()
+        run.step()
+
+
+def tokens_in(batch: Batch) -> int:
+    return int((batch.targets != IGNORED).sum())
+
+
 def clip_by_model(run: Run) -> None:
     """Three steps with the method; torch's function on one process."""
     clip_by_torch(run, run.sharded)
@@ -413,3 +428,11 @@ def ddp(
 ) -> DdpSetting:
     """A setting, with fields of the configuration by name."""
     return DdpSetting(tuple(fields.items()), tuple((options or {}).items()), connects, arrangement)
+
+
+REPLICATED = ddp(overlap_grad_reduce=True, bucket_size=40)
+_OVERLAPPED = dict.fromkeys(["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"], True)
+IN_TURN = ddp(**_OVERLAPPED, bucket_size=40)
+TOGETHER = ddp(**_OVERLAPPED, align_param_gather=True, bucket_size=90)
+EVERY_WAY = (*STRATEGIES, REPLICATED, IN_TURN)
+"""Units under each strategy, and buckets of whole and of sharded state."""

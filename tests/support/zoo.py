@@ -590,6 +590,20 @@ class Reading(nn.Module):
         return self.mirror(x) * self.late + self.table[1]
 
 
+class Recurrent(Between):
+    """Recurrent layers, which keep a list of their weights beside the registered ones."""
+
+    def __init__(self) -> None:
+        super().__init__()  # first, as its layers draw in the order in which they are registered
+        self.layers = nn.ModuleList(nn.LSTM(FEATURES, FEATURES, batch_first=True) for _ in range(2))
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1).expand(-1, 3, -1)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x[:, -1]
+
+
 ATTENTION: ModelCase = vector_case(SelfAttention)
 ENCODER: ModelCase = vector_case(Encoder)
 READING: ModelCase = vector_case(Reading)

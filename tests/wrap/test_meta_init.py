@@ -21,7 +21,18 @@ from tests.conftest import RunRanks
 from tests.support.case import Scenario, Setting, check_strategies, three_steps
 from tests.support.counting import LiveBytes
 from tests.support.on_ranks import assert_equal_tensors, first_rank_warns, fixed_seed, on_ranks, same_on_ranks
-from tests.support.zoo import FLOORS, MODEL_CASES, ROOT_NUMEL, Block, Floor, TinyTransformer, Tower, token_case
+from tests.support.zoo import (
+    FEATURES,
+    FLOORS,
+    MODEL_CASES,
+    ROOT_NUMEL,
+    Block,
+    Floor,
+    Recurrent,
+    TinyTransformer,
+    Tower,
+    token_case,
+)
 
 # ---- models that can be built on the meta device, each with something that their initialisation finds hard -----------
 
@@ -95,31 +106,11 @@ class AppliedGPT(SmallGPT):
         return super().forward(tokens) * self.gain
 
 
-class TiedBlocks(nn.Module):
+def tied_blocks() -> nn.Module:
     """Two units that share a matrix, which so belongs to neither."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        pairs = [(nn.Linear(7, 7), nn.Linear(7, 7)) for _ in range(2)]
-        pairs[1][0].weight = pairs[0][1].weight
-        self.blocks = nn.Sequential(*(nn.Sequential(*pair) for pair in pairs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
-class SharedLayer(nn.Module):
-    """Two units that hold the same layer, each with a method that writes only what is its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.Linear(7, 7)
-        self.blocks = nn.ModuleList(Shifted(layer) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    pairs = [(nn.Linear(7, 7), nn.Linear(7, 7)) for _ in range(2)]
+    pairs[1][0].weight = pairs[0][1].weight
+    return nn.Sequential(*(nn.Sequential(*pair) for pair in pairs))
 
 
 class Shifted(nn.Module):
@@ -138,16 +129,10 @@ class Shifted(nn.Module):
         return self.layer(x) + self.shift
 
 
-class Recurrent(nn.Module):
-    """A recurrent network, which keeps a second list of its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(5, 4, num_layers=2, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.recurrent(x)[0])
+def shared_layer() -> nn.Module:
+    """Two units that hold the same layer, each with a method that writes only what is its own."""
+    layer = nn.Linear(7, 7)
+    return nn.Sequential(Shifted(layer), Shifted(layer))
 
 
 @dataclass(frozen=True)
@@ -187,9 +172,9 @@ META_CASES: dict[str, MetaCase] = {
     "partly_frozen": MetaCase(MODEL_CASES["partly_frozen"].build, tokens, (Block,)),
     "root_reset": MetaCase(RootResetGPT, tokens, (Block,)),
     "applied": MetaCase(AppliedGPT, tokens, (Block,)),
-    "tied_across_units": MetaCase(TiedBlocks, lambda: _vectors(4, 7), None),
-    "shared_layer": MetaCase(SharedLayer, lambda: _vectors(4, 7), None),
-    "recurrent": MetaCase(Recurrent, lambda: _vectors(2, 3, 5), None),
+    "tied_across_units": MetaCase(tied_blocks, lambda: _vectors(4, 7), None),
+    "shared_layer": MetaCase(shared_layer, lambda: _vectors(4, 7), None),
+    "recurrent": MetaCase(Recurrent, lambda: _vectors(2, FEATURES), None),
     "attention": MetaCase(build_attention, lambda: _vectors(2, 3, 8), None),
     "batch_norm": MetaCase(build_batch_norm, lambda: _vectors(4, 5, 6), ()),
 }
