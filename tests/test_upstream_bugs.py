@@ -7,8 +7,8 @@ Silent wrong results:
     3  mapping outputs, unused last module  below
     4  optimizer built after a forward      optim/test_optimizer.py  test_an_optimizer_may_be_built_after_a_forward
     5  parameter groups collapsed           optim/test_optimizer.py  test_groups_keep_order_and_options_...
-    6  auto sync and accumulation           engine/test_accumulation_modes.py
-    7  never reduced, if nobody says "last" engine/test_accumulation_modes.py
+    6  auto sync and accumulation           engine/test_parity_accumulation.py
+    7  never reduced, if nobody says "last" engine/test_parity_accumulation.py
     8  ranks with different weights         engine/test_rank_disagreement.py  test_all_ranks_get_the_weights_of_rank_...
     9  step(closure) returns None           optim/test_optimizer_step.py  test_step_runs_a_closure_and_...
     10 contexts do not restore              test_wrapper.py  test_sync_and_no_sync_restore_what_was_there_before

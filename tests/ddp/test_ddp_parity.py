@@ -1,29 +1,57 @@
-"""Buckets equal one process on the whole batch: losses, every gradient, the first three updates."""
+"""Buckets equal one process: every model, Megatron's schedule, other meshes, and whatever else a loop may do."""
 
+import warnings
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
+from tests.engine import test_parity_recovery as recovery
 from tests.engine.test_parity import OPTIMIZERS, SCRIPTS
+from tests.meshes.test_expert_parallel import EXPERTS, TOP2
+from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.case import (
     FP32,
+    IN_TURN,
     ONE_RANK,
+    REPLICATED,
+    TOGETHER,
     DdpSetting,
     Job,
+    Run,
     Scenario,
     Tolerance,
     check_jobs,
+    check_strategies,
     ddp,
     defer_two_of_three,
+    each_half,
     three_steps,
 )
-from tests.support.zoo import ATTENTION, ENCODER, MODEL_CASES, READING, ModelCase, Nested, Recomputed, vector_case
+from tests.support.on_ranks import assert_equal_tensors, engine_of, on_ranks
+from tests.support.zoo import (
+    ATTENTION,
+    DENSE,
+    ENCODER,
+    FEATURES,
+    MODEL_CASES,
+    READING,
+    Between,
+    Layer,
+    ModelCase,
+    Nested,
+    Ordered,
+    Recomputed,
+    vector_case,
+)
 
 RANKS = (1, 2, 3, 4)
 _BF16 = Tolerance(rtol=2**-5, atol=2**-6)
@@ -206,3 +234,358 @@ def test_several_instances_of_the_optimizer(run_ranks: RunRanks, num_ranks: int,
         )
         jobs.append((Scenario(SCRIPTS[1][0], CASES["odd_shapes"], OPTIMIZERS[1]), setting))
     check_jobs(run_ranks, num_ranks, jobs)
+
+
+SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
+OVERLAPPED: dict[str, Any] = {**SHARDS, "overlap_param_gather": True}
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"overlap_grad_reduce": True, "bucket_size": 60},
+    {"use_distributed_optimizer": True},
+    OVERLAPPED,
+    {**OVERLAPPED, "align_param_gather": True},
+    {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
+)
+
+
+# ---- Megatron's schedule ---------------------------------------------------------------------------------------------
+
+
+def megatron_steps(run: Run) -> None:
+    """`no_sync` for all but the last microbatch; gradients are final when `finish_grad_sync` returns."""
+    model = run.sharded
+    for step in range(3):
+        if model is not None:
+            model.zero_grad_buffer()
+        run.optimizer.zero_grad()
+        for microbatch in range(2):
+            with run.no_sync():
+                run.loss(10 * step + microbatch).backward()
+        run.loss(10 * step + 2).backward()
+        if model is not None:
+            if step == 1:
+                model.start_grad_sync()
+            model.finish_grad_sync()
+            if step == 2:
+                model.finish_grad_sync(force_all_reduce=True)  # once more changes nothing
+        run.scale(1 / 3)
+        run.note_gradients()
+        run.optimizer.step()
+        if model is not None and step < 2:
+            model.start_param_sync(force_sync=step == 1)
+        run.note_parameters()
+
+
+@pytest.mark.full(short=["True-2-settings1", "False-2-settings0"])
+@pytest.mark.parametrize("settings", [SETTINGS[::2], SETTINGS[1::2]])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("auto", [False, True])
+def test_megatrons_schedule_equals_one_process(
+    run_ranks: RunRanks, num_ranks: int, auto: bool, settings: tuple[dict[str, Any], ...]
+) -> None:
+    scenario = Scenario(megatron_steps, MODEL_CASES["tied" if auto else "unused"])
+    options = {"sync_model_each_microbatch": auto}
+    check_jobs(run_ranks, num_ranks, [(scenario, ddp(options, **fields)) for fields in settings])
+
+
+def defer_and_finish(run: Run) -> None:
+    """Nothing is said of microbatches: every backward is deferred until `finish_grad_sync`."""
+    for step in range(2):
+        for microbatch in range(3):
+            run.loss(10 * step + microbatch).backward()
+        if run.sharded is not None:
+            assert run.sharded.has_deferred_gradients
+            run.sharded.start_grad_sync()
+            run.sharded.finish_grad_sync()
+            run.sharded.finish_grad_sync()
+            assert not run.sharded.has_deferred_gradients
+        run.step()
+    if run.sharded is not None:
+        run.sharded.broadcast_params()
+        run.sharded.start_param_sync()
+        run.sharded.finish_grad_sync()
+    run.note_parameters("after broadcasting")
+    for microbatch in range(2):
+        run.loss(50 + microbatch).backward()
+        if run.sharded is not None:
+            run.sharded.zero_grad_buffer()
+        else:
+            run.optimizer.zero_grad()
+    run.loss(60).backward()
+    if run.sharded is not None:
+        run.sharded.finish_grad_sync()
+    run.step()
+
+
+def test_gradients_wait_for_finish_grad_sync(run_ranks: RunRanks) -> None:
+    options = {"sync_model_each_microbatch": False}
+    jobs = [(Scenario(defer_and_finish, READING), ddp(options, **fields)) for fields in SETTINGS[:4]]
+    instances = ddp(options, **OVERLAPPED, num_distributed_optimizer_instances=2)
+    check_jobs(run_ranks, 2, [*jobs, (Scenario(defer_and_finish, READING), instances)])
+
+
+def per_token(run: Run) -> None:
+    """The loss of a rank is its part of the sum over all samples; gradients are summed without a factor."""
+    for step in range(3):
+        loss = run.case.loss(run.model, run.batch(step))
+        run.note_loss(loss)
+        (loss if run.sharded is None else loss / run.num_ranks).backward()
+        run.step()
+
+
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_per_token_losses_are_summed(run_ranks: RunRanks, num_ranks: int) -> None:
+    options = {"calculate_per_token_loss": True}
+    jobs = [(Scenario(per_token, MODEL_CASES["odd_shapes"]), ddp(options, **fields)) for fields in SETTINGS]
+    check_jobs(run_ranks, num_ranks, jobs)
+
+
+# ---- other meshes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full(short=["True-0", "False-2"])
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+@pytest.mark.parametrize("averages", [False, True])
+def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages: bool, number: int) -> None:
+    fields = {**SETTINGS[number], "average_in_collective": averages}
+    check_jobs(run_ranks, 4, [(Scenario(defer_two_of_three, TOP2), ddp(arrangement=EXPERTS, **fields))])
+
+
+@pytest.mark.full
+def test_tensor_parallel_parameters(run_ranks: RunRanks) -> None:
+    arrangement = tensor_parallel(divide_tensors)
+    jobs = [(Scenario(defer_two_of_three, DENSE), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
+    check_jobs(run_ranks, 4, jobs)
+
+
+@on_ranks(4)
+def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks() -> None:
+    """Each rank cuts what it holds into so many buckets, not what all tensor-parallel ranks hold together."""
+    setting = ddp(arrangement=tensor_parallel(divide_tensors), num_buckets=4, overlap_grad_reduce=True)
+    run = Run(Scenario(defer_two_of_three, DENSE), setting)
+    assert sum(unit.is_trainable for unit in engine_of(run.sharded).units) in (3, 4)
+
+
+# ---- everything a loop may do ----------------------------------------------------------------------------------------
+
+
+LATE = ddp(use_distributed_optimizer=True)
+ALL = (REPLICATED, LATE, IN_TURN, TOGETHER)
+Settings = tuple[DdpSetting, ...]
+
+ORDERED = vector_case(Ordered)
+
+
+def layers_by_rank(run: Run) -> None:
+    """Ranks call different layers in different orders and numbers, also none; otherwise in every step."""
+    orders = [[(0, 1, 2, 3), (3, 3), ()], [(2,), (0, 1, 1, 0), (1, 3)], [(0,), (), (2, 1, 0, 3)]]
+    for step, of_ranks in enumerate([*orders, orders[1]]):
+        for rank in run.ranks_here:
+            run.module.order = of_ranks[(rank + step) % 3]  # type: ignore[assignment]
+            run.backward_of(rank, step)
+        run.step()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_call_different_layers(run_ranks: RunRanks, num_ranks: int) -> None:
+    asking = [replace(setting, options=(("find_unused_parameters", True),)) for setting in ALL]
+    check_strategies(run_ranks, num_ranks, Scenario(layers_by_rank, ORDERED), asking)
+
+
+class Fused(Between):
+    """In evaluation it reads the weights of its layers, which it calls in training."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=nn.ModuleList([Layer()]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x)
+        inner: Any = self.layers[0]
+        fused = self.last.weight @ inner.down.weight @ inner.up.weight
+        return F.linear(F.linear(x, self.first.weight, self.first.bias), fused)
+
+
+FUSED = vector_case(Fused)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case", [ATTENTION, ENCODER, READING, FUSED], ids=["attention", "encoder", "reading", "fused in evaluation"]
+)
+def test_evaluation_of_models_that_read_weights_of_modules_they_do_not_call(
+    run_ranks: RunRanks, case: ModelCase
+) -> None:
+    """torch's encoder layer calls its parts in training and reads their weights by itself in evaluation."""
+    for script in (train_then_evaluate, recovery.infer_first):
+        check_strategies(run_ranks, 2, Scenario(script, case), (IN_TURN, TOGETHER))
+
+
+def train_then_evaluate(run: Run) -> None:
+    for step in range(2):
+        run.train(step)
+        run.model.eval()
+        with torch.no_grad():
+            run.loss(50 + step)
+        run.model.train()
+
+
+@each_half(ALL)
+def test_generation_between_steps(run_ranks: RunRanks, settings: Settings) -> None:
+    check_strategies(run_ranks, 2, Scenario(generate_between_steps, MODEL_CASES["tied"]), settings)
+
+
+def generate_between_steps(run: Run) -> None:
+    """Many forwards without a backward; in the middle of accumulation too."""
+    for step in range(2):
+        with run.no_sync():
+            run.loss(step).backward()
+        tokens = run.whole_batch(step).inputs[:2]
+        for _ in range(4):
+            with torch.no_grad():
+                following = run.model(tokens)[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens[:, 1:], following], dim=1)
+        run.note("tokens", {"tokens": tokens})
+        run.train(10 + step)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    """Two outputs, of which a loop may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Layer()
+        self.left = nn.Linear(FEATURES, FEATURES)
+        self.right = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return self.left(x), self.right(x)
+
+
+def backward_of_one_output(run: Run) -> None:
+    for step, used in enumerate([(0, 1), (0,), (1,), (0, 1)]):
+        batch = run.batch(step)
+        outputs = run.model(batch.inputs)
+        for position in used:
+            loss = F.mse_loss(outputs[position], batch.targets)
+            run.note_loss(loss)
+            loss.backward(retain_graph=True)
+        run.note_gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=False)
+        run.note_parameters()
+
+
+def call_parts(run: Run) -> None:
+    """Parts of the model are called on their own, with and without gradients, right after a step."""
+    for step in range(3):
+        batch = run.batch(step)
+        with torch.no_grad():
+            run.note("head", {"head": run.module.right(run.whole_batch(step).inputs)})  # type: ignore[operator]
+        hidden = run.module.body(batch.inputs)  # type: ignore[operator]
+        loss = F.mse_loss(run.module.left(hidden), batch.targets)  # type: ignore[operator]
+        run.note_loss(loss)
+        loss.backward()
+        other = F.mse_loss(run.model(batch.inputs)[1], batch.targets)
+        other.backward()
+        run.step()
+
+
+@each_half(ALL)
+def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks, settings: Settings) -> None:
+    check_strategies(run_ranks, 2, Scenario(call_parts, vector_case(TwoHeads)), settings)
+    check_strategies(run_ranks, 2, Scenario(backward_of_one_output, vector_case(TwoHeads)), settings)
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------------
+
+
+class Repeated(Between):
+    """A layer called, and recomputed, as often as the data say."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(layers=nn.ModuleList([Layer()]))
+        self.reentrant = reentrant
+        self.times = 1
+
+    def middle(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = checkpoint(self.layers[0], x, use_reentrant=self.reentrant)
+        return x
+
+
+def repeat(times: tuple[tuple[int, ...], ...], run: Run) -> None:
+    """`times[step][rank]` recomputed calls."""
+    for step, of_ranks in enumerate(times):
+        for rank in run.ranks_here:
+            run.module.times = of_ranks[rank]  # type: ignore[assignment]
+            run.backward_of(rank, step)
+        run.step()
+
+
+FEWER = ((3, 3), (2, 1), (1, 3), (3, 2))
+MORE = ((1, 1), (2, 1), (1, 3), (0, 2), (4, 4))
+
+
+@each_half(ALL)
+def test_recomputed_calls_of_a_number_that_depends_on_data(run_ranks: RunRanks, settings: Settings) -> None:
+    for reentrant, times in ((False, MORE), (True, FEWER)):
+        script = partial(repeat, times)
+        check_strategies(run_ranks, 2, Scenario(script, vector_case(partial(Repeated, reentrant))), settings)
+
+
+# ---- compiled modules ------------------------------------------------------------------------------------------------
+
+
+def _present(run: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in run.sharded.full_gradients().items() if value is not None}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("setting", [REPLICATED, IN_TURN])
+@pytest.mark.parametrize("how", ["layers", "model"])
+@on_ranks(2)
+def test_compiled_modules_compute_the_same(how: str, setting: DdpSetting) -> None:
+    """Three steps of a model of which some part is compiled, beside the same model as it is."""
+    torch._dynamo.reset()
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    scenario = Scenario(lambda _run: None, vector_case(Ordered))
+    plain, run = Run(scenario, setting), Run(scenario, setting)
+    if how == "layers":
+        for layer in run.module.layers:  # type: ignore[union-attr]
+            layer.compile(backend="eager")
+    else:
+        run.module.compile(backend="eager")
+    for step in range(3):
+        for each in (plain, run):
+            each.loss(step).backward()
+        assert_equal_tensors(_present(run), _present(plain))
+        for each in (plain, run):
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert run.recording.losses == plain.recording.losses
+    torch._dynamo.reset()
+
+
+# ---- ranks without data ----------------------------------------------------------------------------------------------
+
+
+def one_rank_without_data(run: Run) -> None:
+    """The last rank has no data in step 1; it takes part, with gradients of zero."""
+    for step in range(3):
+        for rank in run.ranks_here:
+            if step != 1 or rank < run.num_ranks - 1:
+                run.backward_of(rank, step)
+            elif run.sharded is not None:
+                run.sharded.take_part().backward()
+        run.step()
+
+
+def test_a_rank_without_data_takes_part(run_ranks: RunRanks) -> None:
+    scenario = Scenario(one_rank_without_data, MODEL_CASES["odd_shapes"])
+    check_strategies(run_ranks, 2, scenario, (REPLICATED, IN_TURN, TOGETHER))

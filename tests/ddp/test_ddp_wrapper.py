@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import warnings
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, fully_shard_optimizer
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from tests.conftest import RunRanks
-from tests.ddp.test_ddp_usage import IN_TURN, REPLICATED, TOGETHER, Repeated
+from megatron_fsdp.describe.description import Description
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.simulate import simulated_ranks
 from tests.support.arrangements import mesh_of
-from tests.support.case import DdpSetting, Run, Scenario, check_jobs
-from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal
-from tests.support.zoo import FEATURES, MODEL_CASES, Ordered, vector_case
+from tests.support.on_ranks import on_ranks, refusal
+from tests.support.zoo import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, TOWER_FEATURES, Floor, Ordered, Tower, tower_loss
 
 Fields = dict[str, Any]
 
@@ -90,72 +88,52 @@ def test_the_configuration_is_never_written_to_and_what_was_made_of_it_is_said()
     assert any("grad_reduce_in_fp32" in line for line in lines)
 
 
-# ---- recomputed calls that grow --------------------------------------------------------------------------------------
+# ---- what is described -----------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_more_recomputed_calls_than_before_are_refused_and_learnt_after_a_reset() -> None:
-    """One reentrantly recomputed call in a backward, then two, on every rank; then a reset."""
-    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
-    model = DistributedDataParallel(config, Repeated(reentrant=True))
-    x = torch.ones(2, FEATURES)
-    model(x).sum().backward()
-    model.module.times = 2  # type: ignore[assignment]
-    with pytest.raises(ScheduleError, match=r"a gradient arrived after its bucket was reduced.*use_reentrant=False"):
-        model(x).sum().backward()
-    model.reset()
-    model.zero_grad()
-    for _ in range(2):
-        model(x).sum().backward()
+def bucketed(config: DistributedDataParallelConfig, steps: int = 0, **arguments: Any) -> Description:
+    with simulated_ranks(4, rank=2) as mesh:
+        model = DistributedDataParallel(config, Tower(), mesh, **arguments)
+        for _ in range(steps):
+            tower_loss(model, torch.zeros(2, TOWER_FEATURES)).backward()
+        return model.describe()
 
 
-# ---- compiled modules ------------------------------------------------------------------------------------------------
+SHARDED = {"use_distributed_optimizer": True}
+CHANGED: dict[str, Any] = {
+    **dict.fromkeys(["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"], True),
+    **dict.fromkeys(["pad_buckets_for_high_nccl_busbw", "check_for_large_grads", "check_for_nan_in_grad"], True),
+    **dict.fromkeys(["grad_reduce_in_fp32", "delay_wgrad_compute", "use_megatron_fsdp"], True),
+    "bucket_size": 2000,
+    "num_buckets": 3,
+    "gradient_reduce_div_fusion": False,
+    "num_distributed_optimizer_instances": 2,
+    "param_name_patterns_for_fp32_local_accumulation": ("all",),
+    "data_parallel_sharding_strategy": "optim",
+}
+NEEDS: dict[str, dict[str, Any]] = {
+    "overlap_param_gather": {**SHARDED, "overlap_grad_reduce": True},
+    "pad_buckets_for_high_nccl_busbw": SHARDED,
+    "num_distributed_optimizer_instances": SHARDED,
+    "delay_wgrad_compute": {"overlap_grad_reduce": True},
+    "use_megatron_fsdp": {"data_parallel_sharding_strategy": "optim_grads_params"},
+    "data_parallel_sharding_strategy": {"use_megatron_fsdp": True},
+}
 
 
-def _present(run: Any) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in run.sharded.full_gradients().items() if value is not None}
+@pytest.mark.full(short=["bucket_size", "use_distributed_optimizer", "use_megatron_fsdp"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_fields_of_the_configuration_are_told(name: str) -> None:
+    fields = {name: CHANGED[name], **NEEDS.get(name, {})}
+    arguments = {"fsdp_unit_modules": [Floor]} if "use_megatron_fsdp" in fields else {}
+    assert name in bucketed(DistributedDataParallelConfig(**fields), **arguments).options
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("setting", [REPLICATED, IN_TURN])
-@pytest.mark.parametrize("how", ["layers", "model"])
-@on_ranks(2)
-def test_compiled_modules_compute_the_same(how: str, setting: DdpSetting) -> None:
-    """Three steps of a model of which some part is compiled, beside the same model as it is."""
-    torch._dynamo.reset()
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    scenario = Scenario(lambda _run: None, vector_case(Ordered))
-    plain, run = Run(scenario, setting), Run(scenario, setting)
-    if how == "layers":
-        for layer in run.module.layers:  # type: ignore[union-attr]
-            layer.compile(backend="eager")
-    else:
-        run.module.compile(backend="eager")
-    for step in range(3):
-        for each in (plain, run):
-            each.loss(step).backward()
-        assert_equal_tensors(_present(run), _present(plain))
-        for each in (plain, run):
-            each.optimizer.step()
-            each.optimizer.zero_grad()
-    assert run.recording.losses == plain.recording.losses
-    torch._dynamo.reset()
-
-
-# ---- ranks without data ----------------------------------------------------------------------------------------------
-
-
-def one_rank_without_data(run: Run) -> None:
-    """The last rank has no data in step 1; it takes part, with gradients of zero."""
-    for step in range(3):
-        for rank in run.ranks_here:
-            if step != 1 or rank < run.num_ranks - 1:
-                run.backward_of(rank, step)
-            elif run.sharded is not None:
-                run.sharded.take_part().backward()
-        run.step()
-
-
-def test_a_rank_without_data_takes_part(run_ranks: RunRanks) -> None:
-    scenario = Scenario(one_rank_without_data, MODEL_CASES["odd_shapes"])
-    check_jobs(run_ranks, 2, [(scenario, setting) for setting in (REPLICATED, IN_TURN, TOGETHER)])
+def test_a_bucketed_model_is_described_without_fields_at_their_defaults() -> None:
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=2000)
+    described = bucketed(config, steps=1)
+    assert described.wrapper == "DistributedDataParallel"
+    assert described.own_groups
+    assert described.options["bucket_size"] == "2000"
+    assert sum(unit.numel for unit in described.units) == ROOT_NUMEL + 8 * FLOOR_NUMEL
+    assert bucketed(DistributedDataParallelConfig()).options == {}

@@ -50,6 +50,11 @@ MODELS: dict[str, Callable[[], MegatronFSDP]] = {
     "buckets, sharded": lambda: buckets(use_distributed_optimizer=True),
     "buckets, overlapped": lambda: buckets(use_distributed_optimizer=True, overlap_param_gather=True),
 }
+SAVED = {
+    **MODELS,
+    "buckets, bfloat16": lambda: buckets(torch.bfloat16, use_distributed_optimizer=True),
+    "buckets, two instances": lambda: buckets(use_distributed_optimizer=True, num_distributed_optimizer_instances=2),
+}
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -269,21 +274,21 @@ def test_torch_distributed_checkpoint_takes_it() -> None:
         assert largest_difference(whole_state(model, each), expected) == 0.0
 
 
-def make_for_checkpoint(strategy: int) -> tuple[MegatronFSDP, DistributedOptimizer]:
-    model = buckets(torch.bfloat16, use_distributed_optimizer=strategy == 1)
+def made_for_checkpoint(name: str) -> tuple[MegatronFSDP, DistributedOptimizer]:
+    model = SAVED[name]()
     return model, DistributedOptimizer(adamw(model), model, clip_grad=CLIP)
 
 
-def save(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, optimizer = make_for_checkpoint(1)
+def save(folder: str, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, optimizer = made_for_checkpoint(name)
     train(model, optimizer, 3)
     save_checkpoint(model, optimizer, folder, iteration=3)
     return weights(model), whole_state(model, optimizer)
 
 
-def load(folder: str, strategy: int, plain: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+def load(folder: str, name: str, plain: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
     """Weights and state of fresh objects after loading; whether training goes on from there."""
-    model, wrapped = make_for_checkpoint(strategy)
+    model, wrapped = made_for_checkpoint(name)
     optimizer = wrapped.inner_optimizer if plain else wrapped
     load_checkpoint(model, optimizer, folder)
     found = weights(model), whole_state(model, optimizer)
@@ -291,12 +296,16 @@ def load(folder: str, strategy: int, plain: bool) -> tuple[dict[str, Tensor], di
     return *found, largest_difference(weights(model), found[0]) > 0
 
 
-def test_a_checkpoint_loads_on_other_ranks_and_strategies(tmp_path: Path, run_ranks: RunRanks) -> None:
-    folder = str(tmp_path / "run")
-    (saved, state), _ = run_ranks(2, save, folder)
+LOADED = ((3, "buckets, sharded"), (1, "buckets"), (3, "units 3"), (4, "buckets, two instances"))
+
+
+@pytest.mark.full(short=["buckets, bfloat16"])
+@pytest.mark.parametrize("saved", ["buckets, bfloat16", "units 3"])
+def test_a_checkpoint_loads_on_other_ranks_and_strategies(tmp_path: Path, run_ranks: RunRanks, saved: str) -> None:
+    (expected, state), _ = run_ranks(2, save, str(tmp_path), saved)
     assert any(value.any() for value in state.values())
-    for ranks, strategy, plain in ((3, 1, False), (1, 0, False), (2, 1, True)):
-        for weights_found, state_found, moved in run_ranks(ranks, load, folder, strategy, plain):
-            assert largest_difference(weights_found, saved) == 0.0
+    for ranks, name in LOADED if saved == "units 3" else ((3, saved), (2, saved)):
+        for weights_found, state_found, moved in run_ranks(ranks, load, str(tmp_path), name, ranks == 2):
+            assert largest_difference(weights_found, expected) == 0.0
             assert largest_difference(state_found, state) == 0.0
             assert moved

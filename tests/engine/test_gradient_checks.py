@@ -382,9 +382,10 @@ def test_infinity_that_only_travels_is_named_on_every_rank(case: Any, distribute
     assert (two.step(*[4.0] * microbatches), two.gradient) == ("", 4.0 * microbatches)
 
 
+@pytest.mark.parametrize("delays", [False, True])
 @on_ranks(2)
-def test_sums_of_earlier_backwards_are_reported_by_the_backward_that_reduces_them() -> None:
-    two = TwoWeights(torch.float16, bucket_size=1)
+def test_sums_of_earlier_backwards_are_reported_by_the_backward_that_reduces_them(delays: bool) -> None:
+    two = TwoWeights(torch.float16, bucket_size=1, overlap_grad_reduce=True, delay_wgrad_compute=delays)
     large = 6e4 if dist.get_rank() == 1 else 1.0
     assert "1.weight (bucket 2) on rank [1] (global" in two.step(large, large, 0.0)
     assert math.isinf(two.gradient)  # the gradients are what they are, for those who go on

@@ -1,17 +1,29 @@
 """Accumulation over microbatches: every way to defer, to clear and to scale equals one process."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from megatron_fsdp import MegatronFSDP
 from tests.conftest import RunRanks
-from tests.support.case import STRATEGIES as ALL
-from tests.support.case import Run, Scenario, Setting, check_strategies, defer_two_of_three
+from tests.support.case import (
+    EVERY_WAY,
+    IN_TURN,
+    REPLICATED,
+    Run,
+    Scenario,
+    Setting,
+    check_strategies,
+    defer_two_of_three,
+)
 from tests.support.zoo import MODEL_CASES
 
+SOME = (Setting(0), Setting(3), REPLICATED, IN_TURN)
 MANUAL = tuple(Setting(strategy, auto_sync=False) for strategy in range(4))
 UNUSED, ODD = MODEL_CASES["unused"], MODEL_CASES["odd_shapes"]
 
@@ -158,7 +170,10 @@ def scale_all(run: Run) -> None:
 @pytest.mark.parametrize(
     "script",
     [
+        defer_two_of_three,
+        defer_on_top_of_visible_gradients,
         defer_forwards_only_half_way,
+        say_which_is_last,
         clear_one_parameter,
         scale_between_microbatches,
         replace_between_microbatches,
@@ -169,27 +184,23 @@ def scale_all(run: Run) -> None:
 def test_what_is_deferred_cleared_and_scaled_equals_one_process(
     run_ranks: RunRanks, script: Callable[[Run], None]
 ) -> None:
-    check_strategies(run_ranks, 2, Scenario(script, UNUSED), ALL)
-
-
-def test_one_rank_defers_as_one_process(run_ranks: RunRanks) -> None:
-    check_strategies(run_ranks, 1, Scenario(defer_two_of_three, MODEL_CASES["transformer"]), ALL)
+    check_strategies(run_ranks, 2, Scenario(script, UNUSED), EVERY_WAY)
 
 
 @pytest.mark.parametrize(
     "clear", [zero_optimizer, zero_model, zero_optimizer_in_place, zero_model_in_place, none_by_hand]
 )
 def test_every_way_to_clear_gradients_clears_them(run_ranks: RunRanks, clear: Clear) -> None:
-    check_strategies(run_ranks, 2, Scenario(partial(clear_and_go_on, clear=clear), UNUSED), ALL[::3])
+    check_strategies(run_ranks, 2, Scenario(partial(clear_and_go_on, clear=clear), UNUSED), SOME)
 
 
 @pytest.mark.parametrize("clear", [zero_optimizer, zero_model, zero_optimizer_in_place])
 def test_clearing_forgets_what_was_deferred(run_ranks: RunRanks, clear: Clear) -> None:
-    check_strategies(run_ranks, 2, Scenario(partial(clear_deferred, clear=clear), ODD), ALL[::3])
+    check_strategies(run_ranks, 2, Scenario(partial(clear_deferred, clear=clear), ODD), SOME)
 
 
 def test_clearing_forgets_what_was_reduced_but_not_shown(run_ranks: RunRanks) -> None:
-    check_strategies(run_ranks, 2, Scenario(clear_before_any_sync, UNUSED), MANUAL)
+    check_strategies(run_ranks, 2, Scenario(clear_before_any_sync, UNUSED), (*MANUAL, REPLICATED, IN_TURN))
 
 
 # ---- two optimizers ------------------------------------------------------------------------------------------------
@@ -241,3 +252,73 @@ def test_zeroing_one_optimizer_leaves_the_gradients_of_the_other(
 ) -> None:
     settings = tuple(Setting(strategy, one_call=False) for strategy in range(4))
     check_strategies(run_ranks, 2, Scenario(script, ODD, first_block), settings)
+
+
+# ---- every way to synchronise, mixed inside one accumulation ---------------------------------------------------------
+
+
+SHOWS = ("auto", "last", "sync", "hand")
+"""After these the sum of everything so far is visible as `.grad`."""
+WAYS = (*SHOWS, "wait", "no_sync")
+"""`auto` synchronises every backward; `last` is the last microbatch without auto sync, and `wait` is none; `sync` and
+`no_sync` are contexts; `hand` waits, then calls `finish_grad_sync()`."""
+
+
+def _enter(model: MegatronFSDP, way: str) -> AbstractContextManager[None]:
+    if way != "no_sync":
+        model.set_model_auto_sync(way == "auto")
+        model.is_last_microbatch = way == "last"
+    if way == "no_sync":
+        return model.no_sync()
+    return model.sync() if way == "sync" else nullcontext()
+
+
+def _accumulate(run: Run, ways: Sequence[str], first: int) -> None:
+    for position, way in enumerate(ways):
+        with _enter(run.sharded, way) if run.sharded is not None else nullcontext():
+            (run.loss(first + position) / len(ways)).backward()
+        if way == "hand" and run.sharded is not None:
+            run.sharded.finish_grad_sync()
+        if way in SHOWS:
+            run.note_gradients(f"{ways} after {position}")
+    run.optimizer.step()
+    run.note_parameters(str(ways))
+    run.optimizer.zero_grad()
+
+
+def walk() -> list[str]:
+    """All ways in an order in which each follows each, itself included, once; Hierholzer's algorithm on pairs."""
+    left = {way: list(WAYS) for way in WAYS}
+    stack, found = [WAYS[0]], []
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            found.append(stack.pop())
+    return found[::-1]
+
+
+def sequences() -> list[tuple[str, ...]]:
+    """Accumulations of 1 to 4 microbatches: each way alone, then the walk cut into pieces of 2, 3 and 4."""
+    pieces: list[tuple[str, ...]] = [(way,) for way in WAYS]
+    start, ways = 0, walk()
+    for length in itertools.cycle((2, 3, 4)):
+        if start == len(ways) - 1:
+            break
+        pieces.append(tuple(ways[start : start + length]))
+        start += length - 1  # the next piece begins with the last of this one, so no pair is lost
+    return pieces
+
+
+def train_mixed(run: Run) -> None:
+    for number, ways in enumerate(sequences()):
+        _accumulate(run, ways, 10 * number)
+
+
+@pytest.mark.full(short=["2-1", "2-2"])
+@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_any_mixture_of_ways_to_synchronise_gives_the_sum(run_ranks: RunRanks, num_ranks: int, strategy: int) -> None:
+    """Whatever was deferred or not shown by then is in the step, whether or not anybody said which one is the last."""
+    case = MODEL_CASES["unused" if strategy % 2 else "odd_shapes"]
+    check_strategies(run_ranks, num_ranks, Scenario(train_mixed, case), [Setting(strategy)])

@@ -1,15 +1,35 @@
 """Evaluation in between, weights changed by hand, and exceptions: training goes on as on one process."""
 
+import contextlib
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.conftest import RunRanks
-from tests.support.case import STRATEGIES as ALL
-from tests.support.case import Run, Scenario, Setting, check_strategies, each_half
-from tests.support.zoo import FailingModel, ModelCase, Ordered, PlannedError, failing_at, vector_case
+from tests.support.case import EVERY_WAY as ALL
+from tests.support.case import IN_TURN, STRATEGIES, Run, Scenario, Setting, check_strategies, each_half
+from tests.support.counting import held_bytes
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks
+from tests.support.zoo import (
+    Batch,
+    Failing,
+    FailingModel,
+    ModelCase,
+    Ordered,
+    PlannedError,
+    failing_at,
+    make_batch,
+    vector_case,
+    vector_loss,
+)
 
 SHARDED = (Setting(3), Setting(2))
 FAILING = vector_case(FailingModel)
@@ -180,3 +200,212 @@ def test_training_goes_on_after_an_exception(
     run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
 ) -> None:
     _check(run_ranks, script, FAILING, settings)
+
+
+# ---- exceptions at any point -----------------------------------------------------------------------------------------
+
+
+LAYERS = 3
+POINTS = (
+    "earlier forward pre-hook",  # runs before anything of the unit
+    "forward pre-hook",
+    "forward",
+    "forward hook",
+    "backward of the output",  # the first that backward meets of the unit
+    "backward",
+    "backward of a parameter",
+    "backward of the input",  # the last
+)
+
+
+class HalfwaySGD(Optimizer):
+    """Gradient descent that raises after a number of parameters where it is told to."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.fails_after: int | None = None
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:
+        """Update one parameter after another."""
+        for group in self.param_groups:
+            for position, param in enumerate(group["params"]):
+                if position == self.fails_after:
+                    raise PlannedError("step")
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"])
+
+
+SETTINGS = [*STRATEGIES, Setting(3, options=(("weight_allocator", "resize"),)), IN_TURN]
+
+
+def drop_batch(run: Run, index: int, position: int, point: str) -> None:
+    """A batch that fails, and what a careful loop does then."""
+    with failing_at(run.module, position, point), pytest.raises(PlannedError, match=point):
+        run.case.loss(run.model, run.batch(index)).backward()
+    if run.sharded is not None:
+        run.sharded.reset()
+        assert run.sharded.is_param_fsdp_distributed
+    run.optimizer.zero_grad()
+
+
+def fail_everywhere(run: Run, positions: tuple[int, ...]) -> None:
+    run.train(0)
+    for position in positions:
+        for number, point in enumerate(POINTS):
+            drop_batch(run, 100 + number, position, point)
+            run.train(*range(1 + 3 * number, 4 + 3 * number) if number % 4 == 3 else (1 + 3 * number,))
+
+
+def fail_in_the_middle(run: Run) -> None:
+    fail_everywhere(run, (1,))
+
+
+def fail_in_the_first_unit(run: Run) -> None:
+    fail_everywhere(run, (0,))
+
+
+def fail_at_once(run: Run) -> None:
+    """Before anything was recorded or agreed on."""
+    drop_batch(run, 100, 1, "backward")
+    run.train(0, 1, 2)
+
+
+def fail_in_the_second_microbatch(run: Run) -> None:
+    run.train(0)
+    for point in ("forward", "backward", "backward of the input"):
+        run.loss(1).backward()
+        drop_batch(run, 2, 1, point)
+        with run.no_sync():
+            run.loss(3).backward()
+        drop_batch(run, 4, 0, point)
+        with run.no_sync():
+            run.loss(5).backward()
+        run.train(6)
+    run.train(7, 8, 9)
+
+
+@pytest.mark.full(short=["fail_in_the_middle-settings1"])
+@pytest.mark.parametrize("settings", [SETTINGS[:3], SETTINGS[3:]])
+@pytest.mark.parametrize(
+    "script",
+    [fail_in_the_middle, fail_in_the_first_unit, fail_at_once, fail_in_the_second_microbatch],
+)
+def test_training_goes_on_as_if_the_batch_had_never_been(
+    run_ranks: RunRanks, script: Any, settings: list[Setting]
+) -> None:
+    check_strategies(run_ranks, 2, Scenario(script, FAILING), settings)
+
+
+def halfway_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return HalfwaySGD(model.parameters(), lr=0.1)
+
+
+def fail_in_the_optimizer(run: Run) -> None:
+    """Half of the parameters are new and half old, as on one process."""
+    run.train(0)
+    for fails_after in (0, 5, 11):
+        run.loss(1).backward()
+        run.optimizer.fails_after = fails_after  # type: ignore[attr-defined]
+        with pytest.raises(PlannedError, match="step"):
+            run.optimizer.step()
+        run.optimizer.fails_after = None  # type: ignore[attr-defined]
+        if run.sharded is not None:
+            run.sharded.reset()
+        run.optimizer.zero_grad()
+        run.note_parameters()
+        run.train(2, 3, 4)
+
+
+@pytest.mark.full(short=["settings0"])
+@pytest.mark.parametrize("settings", [SETTINGS[1:4:2], SETTINGS[::2]])
+def test_a_step_that_broke_off_leaves_what_it_leaves_on_one_process(
+    run_ranks: RunRanks, settings: list[Setting]
+) -> None:
+    check_strategies(run_ranks, 2, Scenario(fail_in_the_optimizer, FAILING, halfway_sgd), settings)
+
+
+# ---- sums of earlier microbatches ------------------------------------------------------------------------------------
+
+
+def _deferring(model: MegatronFSDP, mode: str, last: bool) -> contextlib.AbstractContextManager[None]:
+    if mode == "no_sync" and not last:
+        return model.no_sync()
+    model.set_model_auto_sync(last)
+    return contextlib.nullcontext()
+
+
+def _backward(model: nn.Module, number: int) -> None:
+    """On a batch of 4 samples: its half of the ranks, or all of it."""
+    whole = make_batch(4, torch.Generator().manual_seed(number))
+    vector_loss(model, whole.part(dist.get_rank(), 2) if isinstance(model, MegatronFSDP) else whole).backward()
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize("mode", ["no_sync", "auto"])
+@on_ranks(2)
+def test_sums_of_earlier_microbatches_survive_a_failed_forward(strategy: int, mode: str) -> None:
+    with fixed_seed(0):
+        plain = FailingModel()
+    model = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[Failing], zero_dp_strategy=strategy)
+    with _deferring(model, mode, last=False):
+        _backward(model, 0)
+        with failing_at(model.module, 1, "forward"), pytest.raises(PlannedError):
+            _backward(model, 1)
+    model.reset()
+    with _deferring(model, mode, last=True):
+        _backward(model, 2)
+    for number in (0, 2):
+        _backward(plain, number)
+    wanted = {name: param.grad for name, param in plain.named_parameters()}
+    assert_equal_tensors(model.full_gradients(), wanted, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_ranks_that_failed_at_different_points_reduce_alike_afterwards(strategy: int) -> None:
+    """The failed microbatch may have left a part of its gradients, as on one process; nobody hangs."""
+    with fixed_seed(0):
+        model = FailingModel()
+    options = {} if strategy == 0 else {"max_gathered_units": LAYERS}  # no gather that one rank alone would begin
+    model = fully_shard_model(model, fsdp_unit_modules=[Failing], zero_dp_strategy=strategy, **options)
+    with model.no_sync():
+        _backward(model, 0)
+        with failing_at(model.module, dist.get_rank(), "backward of the output"), pytest.raises(PlannedError):
+            _backward(model, 1)
+    model.reset()
+    _backward(model, 2)
+    first, second = of_ranks(model.full_gradients())
+    assert all(grad is not None for grad in first.values())
+    assert_equal_tensors(first, second)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    vector_loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.full(short=["3-resize"])
+@pytest.mark.parametrize(("strategy", "allocator"), [*((each, "slots") for each in range(4)), (3, "resize")])
+@on_ranks(2)
+def test_no_failure_leaves_memory_behind(strategy: int, allocator: str) -> None:
+    model = FailingModel()
+    options = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [Failing], "weight_allocator": allocator}
+    wrapped, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters()), **options)
+    batch = make_batch(3, torch.Generator().manual_seed(0))
+    for _ in range(2):
+        _step(wrapped, optimizer, batch)
+    before = held_bytes()
+    for number in range(20):
+        failing = failing_at(wrapped.module, number % LAYERS, POINTS[number % len(POINTS)])
+        with failing, contextlib.suppress(PlannedError):
+            vector_loss(wrapped, batch).backward()
+        wrapped.reset()
+        optimizer.zero_grad()
+        if number in (0, 19):
+            assert held_bytes() == before

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,10 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ScheduleError
 from tests.conftest import RunRanks
 from tests.support.case import (
+    EVERY_WAY,
     FP32,
+    IN_TURN,
+    REPLICATED,
     Run,
     Scenario,
     Setting,
@@ -34,11 +38,14 @@ from tests.support.zoo import (
     Nested,
     Ordered,
     Penalised,
+    Recomputed,
     Unpacking,
+    Where,
     vector_case,
 )
 
 SHARDED = (Setting(3), Setting(2))
+BUCKETS = (REPLICATED, IN_TURN)
 ORDERED = vector_case(Ordered)
 
 
@@ -136,6 +143,7 @@ CASES: tuple[tuple[Callable[[Run], None], ModelCase], ...] = (
     (three_steps, NESTED),
     (three_steps, vector_case(Unpacking)),
     (three_steps, vector_case(InPlace)),
+    (three_steps, vector_case(Penalised)),
     (change_order, ORDERED),
     (skip_from_the_start, ORDERED),
     (sum_two_forwards, TWICE),
@@ -155,7 +163,7 @@ CASES: tuple[tuple[Callable[[Run], None], ModelCase], ...] = (
 def test_units_used_in_any_way_equal_one_process(
     run_ranks: RunRanks, script: Callable[[Run], None], case: ModelCase
 ) -> None:
-    check_strategies(run_ranks, 2, Scenario(script, case), SHARDED)
+    check_strategies(run_ranks, 2, Scenario(script, case), (*SHARDED, *BUCKETS))
 
 
 # ---- outputs that hide something -------------------------------------------------------------------------------------
@@ -256,8 +264,7 @@ def branch_by_rank(run: Run) -> None:
 
 
 def test_parameter_used_on_one_rank_only_has_the_mean(run_ranks: RunRanks) -> None:
-    settings = tuple(Setting(strategy) for strategy in range(4))
-    check_strategies(run_ranks, 3, Scenario(branch_by_rank, vector_case(Branches)), settings)
+    check_strategies(run_ranks, 3, Scenario(branch_by_rank, vector_case(Branches)), EVERY_WAY)
 
 
 def branch_nowhere_at_first(run: Run) -> None:
@@ -271,5 +278,43 @@ def branch_nowhere_at_first(run: Run) -> None:
 
 
 def test_parameter_that_comes_into_use_on_one_rank(run_ranks: RunRanks) -> None:
-    settings = tuple(Setting(strategy) for strategy in range(4))
-    check_strategies(run_ranks, 2, Scenario(branch_nowhere_at_first, vector_case(Branches)), settings)
+    check_strategies(run_ranks, 2, Scenario(branch_nowhere_at_first, vector_case(Branches)), EVERY_WAY)
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------------
+
+
+PLACES: tuple[Where, ...] = ("units", "inside", "pairs", "all")
+
+
+def _case(where: Where, reentrant: bool) -> ModelCase:
+    return vector_case(partial(Recomputed, where, reentrant))
+
+
+def train_and_accumulate(run: Run) -> None:
+    run.train(0, 1)
+    with run.no_sync():
+        run.loss(2).backward()
+    run.train(3)
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", PLACES)
+def test_recomputed_activations_give_the_same_gradients(run_ranks: RunRanks, where: Where, reentrant: bool) -> None:
+    scenario = Scenario(train_and_accumulate, _case(where, reentrant))
+    check_strategies(run_ranks, 2, scenario, [*SHARDED, *BUCKETS])
+
+
+def two_recomputed_forwards(run: Run) -> None:
+    (run.loss(0) + run.loss(1)).backward()
+    run.step()
+    losses = [run.loss(2), run.loss(3)]
+    for loss in losses:
+        loss.backward()
+    run.step()
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_two_recomputed_forwards_before_backward(run_ranks: RunRanks, where: Where) -> None:
+    check_strategies(run_ranks, 2, Scenario(two_recomputed_forwards, _case(where, False)), [Setting(3), IN_TURN])

@@ -29,10 +29,8 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
 from tests.engine import test_parity_accumulation as accumulation
-from tests.engine import test_parity_recomputation as recomputation
 from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
-from tests.engine import test_recovery_everywhere as everywhere
 from tests.support.arrangements import hybrid
 from tests.support.case import (
     DdpSetting,
@@ -151,7 +149,7 @@ def observed(run: Run) -> None:
     """Collectives are asynchronous on the lanes, so that an observer may have their handles."""
     assert run.sharded is not None
     engine_of(run.sharded).observers.add(Observer())
-    recomputation.train_and_accumulate(run)
+    usage.train_and_accumulate(run)
 
 
 def saved(in_background: bool, run: Run) -> None:
@@ -178,7 +176,7 @@ def saved(in_background: bool, run: Run) -> None:
 BF16, FP32 = tower_case(), tower_case(torch.float32)
 ODD, ORDERED, FRAGILE = MODEL_CASES["odd_shapes"], vector_case(Ordered), recovery.FAILING
 SCRIPTS: Mapping[str, Scenario] = {
-    "plain": Scenario(recomputation.train_and_accumulate, BF16),
+    "plain": Scenario(usage.train_and_accumulate, BF16),
     "observed": Scenario(observed, BF16),
     "four backwards": Scenario(four_backwards, BF16),
     "gradients replaced": Scenario(replaced, BF16),
@@ -193,10 +191,8 @@ SCRIPTS: Mapping[str, Scenario] = {
     "deferred with two optimizers": Scenario(accumulation.defer_with_two_optimizers, ODD, accumulation.first_block),
     "clipped by the model": Scenario(clip_by_model, ODD),
     "clipped by torch": Scenario(clip_by_torch, ODD),
-    "recomputed": Scenario(recomputation.train_and_accumulate, vector_case(partial(Recomputed, "units", False))),
-    "recomputed reentrantly": Scenario(
-        recomputation.train_and_accumulate, vector_case(partial(Recomputed, "pairs", True))
-    ),
+    "recomputed": Scenario(usage.train_and_accumulate, vector_case(partial(Recomputed, "units", False))),
+    "recomputed reentrantly": Scenario(usage.train_and_accumulate, vector_case(partial(Recomputed, "pairs", True))),
     "backward twice": Scenario(usage.backward_twice, ORDERED),
     "two forwards": Scenario(usage.two_forwards_two_backwards_reversed, ORDERED),
     "another order": Scenario(usage.change_order, ORDERED),
@@ -209,7 +205,7 @@ SCRIPTS: Mapping[str, Scenario] = {
     "forward fails": Scenario(recovery.fail_in_forward_between_microbatches, FRAGILE),
     "backward fails": Scenario(recovery.fail_in_backward_between_microbatches, FRAGILE),
     "deferred backward fails": Scenario(recovery.fail_in_a_deferred_backward, FRAGILE),
-    "microbatches fail": Scenario(everywhere.fail_in_the_second_microbatch, everywhere.CASE),
+    "microbatches fail": Scenario(recovery.fail_in_the_second_microbatch, recovery.FAILING),
     "saved": Scenario(partial(saved, False), ODD),
     "saved in the background": Scenario(partial(saved, True), ODD),
 }
