@@ -1,13 +1,12 @@
 """With `verify_ranks`, ranks that do different things all stop with the same message, and none hangs.
 
-A call that hangs is killed by the worker pool after `_TIMEOUT_S`, and fails its test.
+A call that hangs is killed by the worker pool, and fails its test.
 """
 
 import gc
 import os
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,157 +25,122 @@ from megatron_fsdp.debug import verify_ranks as row_exchange
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.case import FP32, Recording, Run, Scenario, Setting, assert_parity, reference, run_sharded
-from tests.support.on_ranks import on_ranks, refusal
+from tests.support.on_ranks import of_ranks, on_ranks, refusal, same_on_ranks
 from tests.support.settling import settled
 from tests.support.zoo import FEATURES, Layer, Ordered, vector_case
 
-_TIMEOUT_S = 300.0
 _WAIT_S = 60.0
+X = torch.ones(2, FEATURES)
 
 
-def shard(strategy: int = 3) -> MegatronFSDP:
+def shard(strategy: int = 3, verify: float = _WAIT_S) -> MegatronFSDP:
     torch.manual_seed(0)
-    return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, verify_ranks=_WAIT_S)
+    return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, verify_ranks=verify)
 
 
-def _x() -> torch.Tensor:
-    return torch.ones(2, FEATURES)
+def backward(model: MegatronFSDP) -> None:
+    model(X).sum().backward()
 
 
-def skip(order: tuple[int, ...], strategy: int = 3, trains: bool = True) -> str:
-    """Ranks but the first call other layers; what they are stopped with. Weights are whole under strategy 0."""
+@pytest.mark.parametrize(
+    ("order", "strategy", "trains", "one", "other"),
+    [
+        ((0, 1, 3), 3, True, "gathers layers.2 (", "gathers layers.3 ("),
+        ((0, 1, 2), 3, False, "gathers layers.3 (", "ends its forward"),
+        ((0, 2, 3), 0, True, "reduces layers.1 (", "reduces layers.0 ("),  # weights are whole
+        ((1, 2, 3), 0, True, "reduces layers.0 (", "reduces (root) ("),
+    ],
+    ids=["forward", "evaluation", "backward", "first"],
+)
+@on_ranks(2)
+def test_a_skipped_unit_stops_every_rank_with_the_same_message(
+    order: tuple[int, ...], strategy: int, trains: bool, one: str, other: str
+) -> None:
     model = shard(strategy)
-    model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else order
-    with pytest.raises(ScheduleError) as raised, torch.set_grad_enabled(trains):
-        model(_x()).sum().backward()  # in evaluation the forward ends first
-    return str(raised.value)
+    model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else order  # type: ignore[assignment]
+    with torch.set_grad_enabled(trains):
+        message = refusal(backward, model)
+    assert f"rank 0 {one}" in message
+    assert f"rank 1 {other}" in message
+    assert "calls model.take_part(unit, hidden) in its place" in message
 
 
-def fail_alone() -> str:
-    """Rank 1 stops with an error of its own; the others learn of it at their next gather."""
+@on_ranks(3)
+def test_three_ranks_name_the_one_that_differs_first() -> None:
     model = shard()
-    if dist.get_rank() == 1:
-        model.module.layers[1].register_forward_pre_hook(_fail)
-        with pytest.raises(ValueError, match="bad batch"):
-            model(_x())
-        return "bad batch"
-    with pytest.raises(ScheduleError) as raised:
-        model(_x())
-    return str(raised.value)
+    model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 1, 3)  # type: ignore[assignment]
+    message = refusal(backward, model)
+    assert message.startswith("rank 0 gathers layers.2 (")
+    assert " while rank 1, 2 gathers layers.3 (" in message
 
 
 def _fail(*_unused: object) -> None:
     raise ValueError("bad batch")
 
 
-@pytest.mark.parametrize(
-    ("case", "one", "other"),
-    [
-        (((0, 1, 3),), "gathers layers.2 (", "gathers layers.3 ("),
-        (((0, 1, 2), 3, False), "gathers layers.3 (", "ends its forward"),
-        (((0, 2, 3), 0), "reduces layers.1 (", "reduces layers.0 ("),
-        (((1, 2, 3), 0), "reduces layers.0 (", "reduces (root) ("),
-    ],
-    ids=["forward", "evaluation", "backward", "first"],
-)
-def test_a_skipped_unit_stops_every_rank_with_the_same_message(
-    run_ranks: RunRanks, case: tuple[Any, ...], one: str, other: str
-) -> None:
-    first, second = run_ranks(2, skip, *case, timeout_s=_TIMEOUT_S)
-    assert first == second
-    assert f"rank 0 {one}" in first
-    assert f"rank 1 {other}" in first
-    assert "calls model.take_part(unit, hidden) in its place" in first
-
-
-def test_three_ranks_name_the_one_that_differs_first(run_ranks: RunRanks) -> None:
-    (message,) = set(run_ranks(3, skip, (0, 1, 3), timeout_s=_TIMEOUT_S))
-    assert message.startswith("rank 0 gathers layers.2 (")
-    assert " while rank 1, 2 gathers layers.3 (" in message
-
-
-def test_a_rank_that_fails_alone_stops_the_others(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, fail_alone, timeout_s=_TIMEOUT_S)
+@on_ranks(2)
+def test_a_rank_that_fails_alone_stops_the_others() -> None:
+    """They learn of it at their next gather."""
+    model = shard()
+    if dist.get_rank() == 1:
+        model.module.layers[1].register_forward_pre_hook(_fail)  # type: ignore[index, union-attr]
+    with pytest.raises((ValueError, ScheduleError)) as raised:
+        model(X)
+    first, second = of_ranks(str(raised.value))
     assert second == "bad batch"
     assert first.startswith("rank 0 gathers layers.2 (")
     assert " while rank 1 breaks off its forward with an exception; " in first
 
 
-def clip_alone() -> str:
-    """Rank 0 takes a norm that rank 1 does not join."""
+@on_ranks(2)
+def test_a_norm_that_some_ranks_do_not_take_stops_every_rank() -> None:
     model = shard()
-    model(_x()).sum().backward()
-    with pytest.raises(ScheduleError) as raised:
-        model.clip_grad_norm_(1.0) if dist.get_rank() == 0 else model(_x())
-    return str(raised.value)
-
-
-def test_a_norm_that_some_ranks_do_not_take_stops_every_rank(run_ranks: RunRanks) -> None:
-    (message,) = set(run_ranks(2, clip_alone, timeout_s=_TIMEOUT_S))
+    backward(model)
+    message = refusal(lambda: model.clip_grad_norm_(1.0) if dist.get_rank() == 0 else model(X))
     assert message.startswith("rank 0 takes the norm of all gradients while rank 1 gathers ")
 
 
-def skip_a_step(verify: float | str, strategy: int) -> str:
-    """Rank 1 leaves the second step out; what its next forward or backward says. Training goes on after `reset`."""
-    torch.manual_seed(0)
-    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, verify_ranks=verify)
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+@on_ranks(2)
+def test_a_skipped_optimizer_step_stops_every_rank(strategy: int) -> None:
+    """At the next forward or backward; training goes on after `reset`."""
+    model = shard(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for skips in (False, dist.get_rank() == 1):
-        model(_x()).sum().backward()
+        backward(model)
         if not skips:
             optimizer.step()
         optimizer.zero_grad()
-    with pytest.raises(ScheduleError) as raised:
-        model(_x()).sum().backward()
-    model.reset()
-    for _ in range(2):
-        model(_x()).sum().backward()
-        optimizer.step()
-    return str(raised.value)
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize(("verify", "strategy"), [(_WAIT_S, 0), (_WAIT_S, 1), (_WAIT_S, 3)])
-def test_a_skipped_optimizer_step_stops_every_rank(run_ranks: RunRanks, verify: float | str, strategy: int) -> None:
-    (message,) = set(run_ranks(2, skip_a_step, verify, strategy, timeout_s=_TIMEOUT_S))
+    message = refusal(backward, model)
     assert message.startswith(
         "ranks differ in the number of optimizer steps: 1 on rank 1, 2 on rank 0, so their weights "
     )
-
-
-def stay_away() -> str:
-    """Rank 1 has nothing to do and says nothing."""
-    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=0.5)
-    messages = []
+    model.reset()
     for _ in range(2):
-        if dist.get_rank() == 0:
-            with pytest.raises(ScheduleError) as raised:
-                model.module.layers[2](_x())
-            messages.append(str(raised.value))
-            model.reset()
-    return " / ".join(messages)
+        backward(model)
+        optimizer.step()
 
 
-def test_a_rank_that_stays_away_is_named_after_the_time_limit(run_ranks: RunRanks) -> None:
-    told, nothing = run_ranks(2, stay_away, timeout_s=_TIMEOUT_S)
-    assert nothing == ""
-    assert told.count("rank 1 did not come within 0.5 s while rank 0 gathers layers.2 (") == 2
+@on_ranks(2)
+def test_a_rank_that_stays_away_is_named_after_the_time_limit() -> None:
+    model = shard(verify=0.5)
+    for _ in range(2 * (dist.get_rank() == 0)):
+        with pytest.raises(ScheduleError, match=r"rank 1 did not come within 0.5 s while rank 0 gathers layers.2 \("):
+            model.module.layers[2](X)  # type: ignore[index, operator]
+        model.reset()
 
 
-def start_slowly() -> float:
+@pytest.mark.full
+@on_ranks(2)
+def test_a_slow_start_is_not_charged_to_the_time_limit() -> None:
     """Rank 1 takes longer to make its group than ranks may wait for each other afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             made = row_exchange.destroy_with
             patch.setattr(row_exchange, "destroy_with", lambda *args: (made(*args), time.sleep(6)))
-        model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=5.0)
-    return model(_x()).sum().item()
-
-
-@pytest.mark.full
-def test_a_slow_start_is_not_charged_to_the_time_limit(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, start_slowly, timeout_s=_TIMEOUT_S)
-    assert first == second
+        model = shard(verify=5.0)
+    same_on_ranks(model(X).sum().item())
 
 
 def train_verified(run: Run) -> None:
@@ -202,7 +166,7 @@ def run_verified(strategies: tuple[int, ...]) -> list[Recording]:
 
 
 def test_equal_ranks_are_never_stopped_and_train_as_one_process(run_ranks: RunRanks) -> None:
-    for outcomes in zip(*run_ranks(2, run_verified, (0, 1, 2, 3), timeout_s=_TIMEOUT_S), strict=True):
+    for outcomes in zip(*run_ranks(2, run_verified, (0, 1, 2, 3)), strict=True):
         assert_parity(outcomes, reference(VERIFIED, 2), FP32)
 
 
@@ -268,24 +232,20 @@ def test_ranks_have_to_agree_on_the_switch() -> None:
     assert message == "ranks differ: verify_ranks_s is 0.0 on rank 0, 300.0 on rank 1; give the same on every rank"
 
 
-def open_descriptors() -> list[int]:
-    """After each of six models that trained a step and were deleted."""
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@on_ranks(2)
+def test_nothing_is_left_of_the_verifier_of_a_deleted_model() -> None:
+    """Counted after each of six models that trained a step and were deleted."""
     counts: list[int] = []
     for number in range(6):
-        model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=True)
-        model(_x()).sum().backward()
+        model = shard(verify=True)
+        backward(model)
         del model
         gc.collect()
         dist.barrier()  # ends of connections that the other rank closes
         most = counts[1] if number > 1 else None
         counts.append(settled(open_files, lambda found, most=most: most is None or found <= most))
-    return counts
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_nothing_is_left_of_the_verifier_of_a_deleted_model(run_ranks: RunRanks) -> None:
-    for counts in run_ranks(2, open_descriptors, timeout_s=_TIMEOUT_S):
-        assert max(counts[2:]) <= counts[1], counts
+    assert max(counts[2:]) <= counts[1], counts

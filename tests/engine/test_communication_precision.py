@@ -26,7 +26,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.engine.test_precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train
-from tests.support.api_net import Layer, backward, batches, build, mesh
+from tests.support.api_net import Layer, backward, batches, build, mesh, wrap
 from tests.support.case import Recording
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
 
@@ -115,7 +115,7 @@ def test_every_place_that_takes_the_switch_turns_it_on() -> None:
     with another_back_end():
         for where in PLACES:
             assert [group.plan.axis.exchanges_pairwise for group in switched(where).parameter_groups()] == [True] * 3
-        plain = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer])
+        plain = wrap()
         assert [group.plan.axis.exchanges_pairwise for group in plain.parameter_groups()] == [False] * 3
 
 
@@ -164,7 +164,7 @@ def travelling_in(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_bytes_on_the_wire_follow_the_communication_dtype_at_once(strategy: int) -> None:
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    model = wrap(strategy)
     reductions, in_fp32 = bytes_of_step(model)
     assert reductions == 3
     assert in_fp32 > 0
@@ -181,7 +181,7 @@ def test_bytes_on_the_wire_follow_the_communication_dtype_at_once(strategy: int)
 )
 @on_ranks(2)
 def test_a_policy_that_names_no_main_dtypes_leaves_those_of_the_model(policy: MixedPrecisionPolicy) -> None:
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], mixed_precision_policy=policy)
+    model = wrap(mixed_precision_policy=policy)
     before = bytes_of_step(model)[1]
     for same in ({}, {"main_params_dtype": None}, {"main_grads_dtype": policy.main_grads_dtype}):
         with model.mixed_precision_context(MixedPrecisionPolicy(**same, grad_comm_dtype=BF16)):
@@ -196,21 +196,17 @@ def test_a_policy_that_names_no_main_dtypes_leaves_those_of_the_model(policy: Mi
 def test_after_a_change_gradients_are_those_of_a_model_wrapped_so(strategy: int) -> None:
     """Bit for bit, so no bucket, view or factor of the earlier dtype is left."""
 
-    def wrap(dtype: torch.dtype | None) -> MegatronFSDP:
-        arguments = {"zero_dp_strategy": strategy, "mixed_precision_policy": travelling_in(dtype)}
-        return fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], **arguments)
-
     def gradients(model: MegatronFSDP) -> dict[str, torch.Tensor]:
         backward(model, next(batches(1)))
         found = {name: grad.clone() for name, grad in model.full_gradients().items() if grad is not None}
         model.zero_grad()
         return found
 
-    model, found = wrap(None), {}
+    model, found = wrap(strategy), {}
     for dtype in (None, BF16, FP64, FP16, None):
         model.reset_mixed_precision_policy(travelling_in(dtype))
         found[dtype] = gradients(model)
-        assert_equal_tensors(found[dtype], gradients(wrap(dtype)))
+        assert_equal_tensors(found[dtype], gradients(wrap(strategy, mixed_precision_policy=travelling_in(dtype))))
     assert not all(torch.equal(found[None][name], found[BF16][name]) for name in found[None])
 
 
@@ -231,7 +227,7 @@ def test_a_change_keeps_sums_in_float32_where_a_pattern_asks_for_them() -> None:
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_what_cannot_change_is_refused_in_words_alike_on_every_rank(strategy: int) -> None:
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    model = wrap(strategy)
 
     def refuse(policy: MixedPrecisionPolicy, words: str) -> None:
         with pytest.raises(ConfigurationError, match=words):
@@ -253,7 +249,7 @@ def test_what_cannot_change_is_refused_in_words_alike_on_every_rank(strategy: in
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_an_error_inside_the_context_comes_out_and_the_dtype_is_restored(strategy: int) -> None:
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    model = wrap(strategy)
     before = bytes_of_step(model)
 
     def explode(_grad: torch.Tensor) -> None:

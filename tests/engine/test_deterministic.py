@@ -1,8 +1,9 @@
 """`deterministic="world"`: the bits of one plain process on any number of ranks; norms; what cannot hold is refused."""
 
 import math
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,255 +15,214 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.grad_norm import exact_norm
 from megatron_fsdp.optim.optimizer import check_rounding
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
-from tests.support.zoo import MODEL_CASES, Batch, ModelName
+from tests.support.arrangements import Arrangement, hybrid
+from tests.support.case import (
+    Job,
+    Recording,
+    Run,
+    Scenario,
+    Setting,
+    Tolerance,
+    assert_notes,
+    outcome_of,
+    reference,
+    run_sharded,
+    whole_moments,
+)
+from tests.support.on_ranks import on_ranks, refusal
+from tests.support.zoo import MODEL_CASES, ModelCase, ModelName
 
 STEPS, MICROBATCHES, MAX_NORM = 2, 12, 0.05
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@dataclass(frozen=True)
-class Job:
-    """A model and how it is trained; everything that must not change a bit is here."""
-
-    model: ModelName = "transformer"
-    strategy: int = 3
-    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
-    dtype: torch.dtype = FP32
-    auto_sync: bool = True
-    units: bool = True
-    mesh: tuple[int, int] | None = None  # outer and inner ranks
-    outer: int = 0  # the strategy across
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def build(self) -> nn.Module:
-        torch.manual_seed(0)
-        return MODEL_CASES[self.model].build().to(self.dtype)
-
-    def microbatch(self, step: int, index: int) -> Batch:
-        batch = MODEL_CASES[self.model].make_batch(2 * MICROBATCHES, torch.Generator().manual_seed(step))
-        if batch.inputs.is_floating_point():
-            batch = Batch(batch.inputs.to(self.dtype), batch.targets)
-        return batch.part(index, MICROBATCHES)
-
-    def loss(self, model: nn.Module, step: int, index: int) -> torch.Tensor:
-        return MODEL_CASES[self.model].loss(model, self.microbatch(step, index)) / MICROBATCHES
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
-Tensors = dict[str, torch.Tensor]
-Step = tuple[dict[int, float], Tensors, torch.Tensor, Tensors]
-"""Losses by microbatch, gradients, their norm, weights and moments after the update."""
+def train(run: Run, first: int = 0, last: int = STEPS, auto_sync: bool = True) -> None:
+    """Steps of twelve microbatches, of which each rank has some; one process has all, one after another."""
+    own = range(MICROBATCHES) if run.sharded is None else range(dist.get_rank(), MICROBATCHES, run.num_ranks)
+    for step in range(first, last):
+        batch = run.case.make_batch(2 * MICROBATCHES, torch.Generator().manual_seed(step))
+        for index in own:
+            if run.sharded is not None:
+                run.sharded.set_model_auto_sync(auto_sync or index == own[-1])
+            loss = run.case.loss(run.model, batch.part(index, MICROBATCHES)) / MICROBATCHES
+            run.note_loss(loss)
+            loss.backward()
+        run.note_gradients()
+        run.note(
+            "norm", {"norm": clip_exactly(run.model) if run.sharded is None else run.sharded.clip_grad_norm_(MAX_NORM)}
+        )
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.note_parameters()
+        run.note("moments", moments(run))
 
 
-def clip_exactly(grads: list[torch.Tensor]) -> torch.Tensor:
+def clip_exactly(model: nn.Module) -> torch.Tensor:
     """Clip by a norm that is rounded once."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
     norm = torch.tensor(math.sqrt(math.fsum(x * x for grad in grads for x in grad.reshape(-1).tolist())))
     torch._foreach_mul_(grads, torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0))
     return norm
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    found = {}
-    for name, param in model.named_parameters():
-        found[name] = full(param)
-        for key, value in optimizer.state.get(param, {}).items():
-            found[f"{name} {key}"] = full(value)
-    return found
+def moments(run: Run) -> dict[str, torch.Tensor]:
+    if run.sharded is not None:
+        return {f"{name} {key}": value for name, key, value in whole_moments(run.sharded, run.optimizer)}
+    states = {name: run.optimizer.state.get(param, {}) for name, param in run.model.named_parameters()}
+    return {f"{name} {key}": state[key] for name, state in states.items() for key in state if key != "step"}
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+def low() -> nn.Module:
+    return MODEL_CASES["transformer"].build().bfloat16()
 
 
-def in_one_process(job: Job) -> list[Step]:
-    """Train as anyone would without ranks, one microbatch after another."""
-    return plain_steps(Job(job.model, dtype=job.dtype))
+def job(
+    case: ModelName | ModelCase = "transformer",
+    strategy: int = 3,
+    policy: MixedPrecisionPolicy | None = None,
+    auto_sync: bool = True,
+    outer: int = 0,
+    **options: Any,
+) -> Job:
+    """What is trained, and all that must not change a bit."""
+    case = MODEL_CASES[case] if isinstance(case, str) else case
+    setting = Setting(strategy, outer_strategy=outer, per_token=True)
+    setting = replace(setting, options=(("deterministic", "world"), *options.items()))
+    if policy is not None:
+        setting = replace(setting, policy=policy)
+    return Scenario(partial(train, auto_sync=auto_sync), case, adamw), setting
 
 
-@cache
-def plain_steps(job: Job) -> list[Step]:
-    model = job.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    steps: list[Step] = []
-    for step in range(STEPS):
-        losses = {}
-        for index in range(MICROBATCHES):
-            loss = job.loss(model, step, index)
-            loss.backward()
-            losses[index] = loss.item()
-        grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        norm = clip_exactly([p.grad for p in model.parameters() if p.grad is not None])
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append((losses, grads, norm, state_of(model, optimizer)))
-    return steps
+def arranged(jobs: Sequence[Job], arrangement: Arrangement, **fields: Any) -> list[Job]:
+    return [(scenario, replace(setting, arrangement=arrangement, **fields)) for scenario, setting in jobs]
 
 
-def wrapped(job: Job) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    module, places = job.build(), dict[str, Any]()
-    if job.mesh is not None:
-        mesh = init_device_mesh("cpu", job.mesh, mesh_dim_names=("outer", "inner"))
-        group = mesh._flatten("both").get_group()
-        places = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer", "hybrid_fsdp_group": group}
-    return fully_shard(
-        module,
-        torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=True),
-        fsdp_unit_modules=list(MODEL_CASES[job.model].unit_classes) if job.units else [],
-        zero_dp_strategy=job.strategy,
-        mixed_precision_policy=job.policy,
-        calculate_per_token_loss=True,
-        sync_model_each_microbatch=job.auto_sync,
-        deterministic="world",
-        outer_dp_sharding_strategy=job.outer,
-        **places,
-        **dict(job.options),
-    )
+def in_one_process(scenario: Scenario) -> Recording:
+    """As anyone would train without ranks."""
+    return reference(Scenario(train, scenario.case, adamw))
 
 
-def on_a_rank(jobs: tuple[Job, ...]) -> list[list[Step]]:
-    return [sharded(job) for job in jobs]
+def check(
+    run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job], expected: Sequence[Recording] | None = None
+) -> None:
+    """Assert that each job has the bits of one process, or those expected, on all ranks."""
+    wanted = expected or [in_one_process(scenario) for scenario, _ in jobs]
+    for each, recording, *outcomes in zip(jobs, wanted, *run_ranks(num_ranks, run_sharded, jobs), strict=True):
+        try:
+            assert_bits(outcomes, recording)
+        except AssertionError as error:
+            raise AssertionError(f"{each} on {num_ranks} ranks: {error}") from None
 
 
-def sharded(job: Job, first: int = 0, last: int = STEPS, folder: str = "") -> list[Step]:
-    """Train from step `first` to before `last`; with a folder load before a first step that is not 0, and save."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model, optimizer = wrapped(job)
-    if first:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    steps: list[Step] = []
-    for step in range(first, last):
-        losses = {}
-        own = range(rank, MICROBATCHES, ranks)
-        for index in own:
-            model.set_model_auto_sync(job.auto_sync or index == own[-1])
-            loss = job.loss(model, step, index)
-            loss.backward()
-            losses[index] = loss.item()
-        grads = {name: full(p.grad) for name, p in model.module.named_parameters() if p.grad is not None}
-        norm = model.clip_grad_norm_(MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append((losses, grads, norm, state_of(model.module, optimizer)))
-    if folder and last < STEPS:
-        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
-    return steps
+def assert_bits(outcomes: Sequence[Recording], expected: Recording) -> None:
+    assert_notes(outcomes, expected, Tolerance())
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.losses == expected.losses[rank :: len(outcomes)]
 
 
-def compare(found: list[list[Step]], wanted: list[Step], what: str) -> None:
-    """Compare the steps of each rank with those of one process, bit for bit."""
-    for number, expected in enumerate(wanted):
-        losses: dict[int, float] = {}
-        for steps in found:
-            losses |= steps[number][0]
-            _, grads, norm, state = steps[number]
-            for kind, ours, theirs in (("gradient", grads, expected[1]), ("state", state, expected[3])):
-                assert ours.keys() == theirs.keys(), (what, kind)
-                different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-                assert not different, f"{what}: {kind} of step {number} differs: {different}"
-            assert torch.equal(norm, expected[2]), f"{what}: norm {norm.item()} is not {expected[2].item()}"
-        assert losses == expected[0], f"{what}: losses of step {number}"
-
-
-JOBS = (
-    Job(),
-    Job(strategy=2),
-    Job(auto_sync=False),
-    Job("tied", auto_sync=False),
-    Job("unused", strategy=2, auto_sync=False),
-    Job(units=False),
-    Job(strategy=1, auto_sync=False),
-    Job("tied", strategy=0, auto_sync=False),
-)
+JOBS = [
+    job(),
+    job(strategy=2),
+    job(auto_sync=False),
+    job("tied", auto_sync=False),
+    job("unused", strategy=2, auto_sync=False),
+    job(fsdp_unit_modules=()),
+    job(strategy=1, auto_sync=False),
+    job("tied", strategy=0, auto_sync=False),
+]
 
 
 @pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
 def test_ranks_have_the_bits_of_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
-    results = run_ranks(num_ranks, on_a_rank, JOBS)
-    for position, job in enumerate(JOBS):
-        compare([of_rank[position] for of_rank in results], in_one_process(job), f"{job} on {num_ranks} ranks")
+    check(run_ranks, num_ranks, JOBS)
 
 
-MORE = (
-    Job("partly_frozen"),
-    Job("scalars", strategy=1),
-    Job("odd_shapes", strategy=0),
-    Job(strategy=0, options=(("report_nan_in_param_grad", True),)),
-    Job("scalars", strategy=2),
-    Job("odd_shapes", auto_sync=False),
-    Job(options=(("weight_allocator", "resize"), ("forward_prefetch_units", 3))),
-    Job(options=(("max_gathered_units", 1), ("backward_prefetch_units", 0), ("forward_prefetch_units", 0))),
-    Job(options=(("report_nan_in_param_grad", True), ("find_unused_parameters", True))),
-)
+MORE = [
+    job("partly_frozen"),
+    job("scalars", strategy=1),
+    job("odd_shapes", strategy=0),
+    job(strategy=0, report_nan_in_param_grad=True),
+    job("scalars", strategy=2),
+    job("odd_shapes", auto_sync=False),
+    job(weight_allocator="resize", forward_prefetch_units=3),
+    job(max_gathered_units=1, backward_prefetch_units=0, forward_prefetch_units=0),
+    job(report_nan_in_param_grad=True, find_unused_parameters=True),
+]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_options_and_odd_models_change_no_bit(run_ranks: RunRanks, num_ranks: int) -> None:
-    results = run_ranks(num_ranks, on_a_rank, MORE)
-    for position, job in enumerate(MORE):
-        compare([of_rank[position] for of_rank in results], in_one_process(job), f"{job} on {num_ranks} ranks")
+    check(run_ranks, num_ranks, MORE)
 
 
-LOW = (
-    Job(dtype=BF16, policy=MixedPrecisionPolicy(FP32, FP32, BF16)),
-    Job(dtype=BF16, policy=MixedPrecisionPolicy(FP32, FP32, FP32), auto_sync=False),
-    Job(dtype=BF16, policy=MixedPrecisionPolicy(None, BF16, BF16), strategy=2),
-)
+LOW_CASE = replace(MODEL_CASES["transformer"], build=low)
+LOW = [
+    job(LOW_CASE, policy=MixedPrecisionPolicy(FP32, FP32, BF16)),
+    job(LOW_CASE, policy=MixedPrecisionPolicy(FP32, FP32, FP32), auto_sync=False),
+    job(LOW_CASE, policy=MixedPrecisionPolicy(None, BF16, BF16), strategy=2),
+]
 
 
 @pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_low_precision_has_the_bits_of_one_rank(run_ranks: RunRanks, num_ranks: int) -> None:
-    alone = run_ranks(1, on_a_rank, LOW)[0]
-    results = run_ranks(num_ranks, on_a_rank, LOW)
-    for position, job in enumerate(LOW):
-        compare([of_rank[position] for of_rank in results], alone[position], f"{job} on {num_ranks} ranks")
+    check(run_ranks, num_ranks, LOW, run_ranks(1, run_sharded, LOW)[0])
 
 
-HYBRID = (
-    Job(),
-    Job(outer=1),
-    Job("unused", strategy=2, auto_sync=False),
-    Job("odd_shapes", strategy=1, outer=1, auto_sync=False),
-    Job("tied", strategy=1),
-    Job("scalars", outer=1, auto_sync=False),
-    Job("partly_frozen", auto_sync=False),
-    Job("odd_shapes", strategy=0),
-    Job(units=False, outer=1, options=(("report_nan_in_param_grad", True),)),
-)
+HYBRID = [
+    job(),
+    job(outer=1),
+    job("unused", strategy=2, auto_sync=False),
+    job("odd_shapes", strategy=1, outer=1, auto_sync=False),
+    job("tied", strategy=1),
+    job("scalars", outer=1, auto_sync=False),
+    job("partly_frozen", auto_sync=False),
+    job("odd_shapes", strategy=0),
+    job(outer=1, fsdp_unit_modules=(), report_nan_in_param_grad=True),
+]
 
 
 @pytest.mark.full(short=["(2, 2)"])
 @pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (3, 1), (2, 2), (3, 2), (2, 3), (6, 1)], ids=str)
 def test_hybrid_meshes_have_the_bits_of_one_process(run_ranks: RunRanks, mesh: tuple[int, int]) -> None:
     """With HSDP and HFSDP, in every factorisation."""
-    jobs = tuple(replace(job, mesh=mesh) for job in HYBRID)
-    results = run_ranks(mesh[0] * mesh[1], on_a_rank, jobs)
-    for position, job in enumerate(HYBRID):
-        compare([of_rank[position] for of_rank in results], in_one_process(job), f"{job} on {mesh} ranks")
+    check(run_ranks, mesh[0] * mesh[1], arranged(HYBRID, hybrid(*mesh)))
 
 
 @pytest.mark.full
 def test_low_precision_on_a_hybrid_mesh_has_the_bits_of_one_rank(run_ranks: RunRanks) -> None:
-    alone = run_ranks(1, on_a_rank, LOW)[0]
+    alone = run_ranks(1, run_sharded, LOW)[0]
     for outer in (0, 1):
-        results = run_ranks(4, on_a_rank, tuple(replace(job, mesh=(2, 2), outer=outer) for job in LOW))
-        for position, job in enumerate(LOW):
-            compare([of_rank[position] for of_rank in results], alone[position], f"{job}, {outer} across")
+        check(run_ranks, 4, arranged(LOW, hybrid(2, 2), outer_strategy=outer), alone)
+
+
+def save_after_a_step(folder: str) -> None:
+    run = Run(*job(strategy=2))
+    train(run, last=1)
+    dcp.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}, checkpoint_id=folder)
+
+
+def go_on(folder: str, strategy: int) -> Recording:
+    run = Run(*job(strategy=strategy))
+    state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    run.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    train(run, first=1)
+    return outcome_of(run)
 
 
 @pytest.mark.full(short=["(2, 3)"])
@@ -271,9 +231,10 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(
     run_ranks: RunRanks, tmp_path: Path, others: tuple[int, int]
 ) -> None:
     num_ranks, strategy = others
-    run_ranks(3, sharded, Job(strategy=2), 0, 1, str(tmp_path))
-    later = run_ranks(num_ranks, sharded, Job(strategy=strategy), 1, STEPS, str(tmp_path))
-    compare(later, in_one_process(Job())[1:], f"from 3 to {num_ranks} ranks")
+    run_ranks(3, save_after_a_step, str(tmp_path))
+    whole = in_one_process(JOBS[0][0])
+    later = Recording(whole.losses[MICROBATCHES:], whole.notes[len(whole.notes) // STEPS :])
+    assert_bits(run_ranks(num_ranks, go_on, str(tmp_path), strategy), later)
 
 
 # ---- the norm ------------------------------------------------------------------------------------------------------
@@ -323,32 +284,26 @@ def test_the_norm_has_the_dtype_that_ranks_without_elements_know() -> None:
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-def refusal(**arguments: Any) -> str:
-    module = nn.Linear(4, 4, dtype=arguments.pop("dtype", None))
-    arguments = {"calculate_per_token_loss": True, "deterministic": "world", **arguments}
-    with pytest.raises(ConfigurationError) as caught:
-        fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1), **arguments)
-    return str(caught.value)
-
-
 @on_ranks(4)
 def test_what_cannot_hold_is_refused() -> None:
-    assert "divides by the number of ranks" in refusal(calculate_per_token_loss=False)
-    assert "deterministic='rank' does not exist; give \"world\"" in refusal(deterministic="rank")
+    def told(**arguments: Any) -> str:
+        module = nn.Linear(4, 4, dtype=arguments.pop("dtype", None))
+        arguments = {"calculate_per_token_loss": True, "deterministic": "world", **arguments}
+        return refusal(fully_shard, module, torch.optim.SGD(module.parameters(), lr=0.1), **arguments)
+
+    assert "divides by the number of ranks" in told(calculate_per_token_loss=False)
+    assert "deterministic='rank' does not exist; give \"world\"" in told(deterministic="rank")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    assert "tensor parallelism" in refusal(device_mesh=mesh, dp_shard_dim="a", tp_dim="b")
+    assert "tensor parallelism" in told(device_mesh=mesh, dp_shard_dim="a", tp_dim="b")
     ranks = init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))
-    told = refusal(device_mesh=ranks, dp_shard_dim="a", tp_dim="b", expt_device_mesh=mesh)
-    assert "which tokens an expert computes together depends on the ranks" in told
-    narrow = MixedPrecisionPolicy(None, BF16, BF16)
-    told = refusal(dtype=BF16, mixed_precision_policy=narrow)
-    assert "SGD on main weights in bfloat16 cannot step on the CPU" in told
-    assert gather_objects(told) == [told] * 4
-    model, _ = wrapped(Job())
-    with pytest.raises(ConfigurationError, match="no_sync cannot be used"), model.no_sync():
-        pass
-    with pytest.raises(ConfigurationError, match="only norms 2 and infinity"):
-        model.clip_grad_norm_(1.0, norm_type=1.0)
+    message = told(device_mesh=ranks, dp_shard_dim="a", tp_dim="b", expt_device_mesh=mesh)
+    assert "which tokens an expert computes together depends on the ranks" in message
+    message = told(dtype=BF16, mixed_precision_policy=MixedPrecisionPolicy(None, BF16, BF16))
+    assert "SGD on main weights in bfloat16 cannot step on the CPU" in message
+    model = Run(*job()).sharded
+    assert model is not None
+    assert "no_sync cannot be used" in refusal(model.no_sync().__enter__)
+    assert "only norms 2 and infinity" in refusal(model.clip_grad_norm_, 1.0, norm_type=1.0)
 
 
 STEPPED = {

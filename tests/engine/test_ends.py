@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import fully_shard
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.errors import ShardOperationError
 from tests.conftest import RunRanks
-from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies, three_steps
+from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies, shard, three_steps
 from tests.support.formulas import footprints_of, step_traffic
-from tests.support.on_ranks import engine_of, on_ranks
+from tests.support.on_ranks import assert_equal_tensors, engine_of, fixed_seed, on_ranks, refusal
 from tests.support.zoo import Batch, ModelCase
 
 # ---- small decoders with untied ends ---------------------------------------------------------------------------------
@@ -153,8 +151,7 @@ def test_ends_found_automatically_equal_one_process(run_ranks: RunRanks, num_ran
 def test_the_root_is_given_back_after_the_last_backward_and_nothing_is_gathered_more_often(microbatches: int) -> None:
     root, slots = 128, 2 * 384  # bytes, in blocks of 128: 16 elements; the 72 of a block and 96 of tokens, used last
     case = CASES["plain"]
-    model = case.build()
-    model, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zero_dp_strategy=3)
+    model, optimizer = shard(case.build())
     steps, held = [], []
     for _ in range(4):
         start = model.traffic()
@@ -190,17 +187,12 @@ class Scaled(nn.Module):
         return looked_up * 2.0
 
 
-def take_part_beside_a_container() -> None:
+@on_ranks(2)
+def test_a_rank_without_data_gathers_a_container_of_an_embedding_as_others_do() -> None:
     """Rank 1 has no data for a unit that holds an embedding and is none: it gathers what rank 0 gathers."""
     model = CASES["plain"].build()
     model.tokens = Scaled(model.tokens)
-    sharded, optimizer = fully_shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        fsdp_unit_modules=[Scaled, Block],
-        zero_dp_strategy=3,
-        max_gathered_units=1,
-    )
+    sharded, optimizer = shard(model, fsdp_unit_modules=[Scaled, Block], max_gathered_units=1)
     batch = CASES["plain"].make_batch(2, torch.Generator().manual_seed(0))
     for _ in range(2):
         loss = CASES["plain"].loss(sharded, batch) if dist.get_rank() == 0 else sharded.take_part()
@@ -209,39 +201,27 @@ def take_part_beside_a_container() -> None:
         optimizer.zero_grad()
 
 
-def test_a_rank_without_data_gathers_a_container_of_an_embedding_as_others_do(run_ranks: RunRanks) -> None:
-    run_ranks(2, take_part_beside_a_container)
-
-
-def count_gathers(kind: str) -> tuple[int, bool]:
-    """Gathers of a steady step, and whether the embedding's gradient is that of one process."""
+@pytest.mark.unmerged
+@pytest.mark.parametrize(("kind", "gathers"), [(nn.Embedding, 8), (Penalised, 9)])
+@on_ranks(2)
+def test_an_embedding_is_gathered_for_backward_only_where_that_reads_it(kind: type[nn.Module], gathers: int) -> None:
+    """Forward gathers six units; backward finds the head and the last block, and gathers two blocks."""
     case = CASES["plain"]
-    model, twin = case.build(), case.build()
-    twin.load_state_dict(model.state_dict())
-    for each in (model, twin):
-        if kind == "subclass":
-            each.tokens.__class__ = Penalised
-    sharded, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.0), zero_dp_strategy=3)
+    model, plain = case.build(), case.build()
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain):
+        each.tokens.__class__ = kind
+    sharded, optimizer = shard(model)
     batch = case.make_batch(2, torch.Generator().manual_seed(0))
     for _ in range(3):
+        sharded.zero_grad()
+        optimizer.step()
         start = sharded.traffic()
         case.loss(sharded, batch).backward()
-        sent = sharded.traffic().since(start)
-        found = sharded.full_gradients()["tokens.weight"]
-        optimizer.step()
-        optimizer.zero_grad()
-    case.loss(twin, batch).backward()
-    assert found is not None
-    return sent.gathers, torch.allclose(found, twin.tokens.weight.grad, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.unmerged
-@pytest.mark.parametrize(("kind", "gathers"), [("plain", 8), ("subclass", 9)])
-def test_an_embedding_is_gathered_for_backward_only_where_that_reads_it(
-    run_ranks: RunRanks, kind: str, gathers: int
-) -> None:
-    """Forward gathers six units; backward finds the head and the last block, and gathers two blocks."""
-    assert run_ranks(2, count_gathers, kind) == [(gathers, True)] * 2
+    assert sharded.traffic().since(start).gathers == gathers
+    case.loss(plain, batch).backward()
+    found = sharded.full_gradients()["tokens.weight"]
+    torch.testing.assert_close(found, plain.tokens.weight.grad, rtol=1e-5, atol=1e-7)
 
 
 # ---- weights that are read -----------------------------------------------------------------------------------------
@@ -272,49 +252,35 @@ READERS: dict[str, tuple[Read, str]] = {
 }
 
 
-def refused(strategy: int, reader: str, grad: bool) -> tuple[str, dict[str, Tensor | None]]:
-    """What a forward that reads a weight says; then, with the head called, the gradients after a reset."""
-    case = ends_case(Shape(read=READERS[reader][0]))
-    torch.manual_seed(0)
-    model = fully_shard_plain(case, strategy)
-    batch = case.make_batch(2, torch.Generator().manual_seed(dist.get_rank()))
-    with torch.enable_grad() if grad else torch.inference_mode(), pytest.raises(ShardOperationError) as caught:
-        case.loss(model, batch)
-    message = str(caught.value)
-    del caught  # torch 2.11 leaves its hooks of recomputation on until the frames of the error are gone
-    gc.collect()
-    model.reset()
-    model.module.shape = Shape()  # which calls the head
-    case.loss(model, batch).backward()
-    return message, model.full_gradients()
-
-
-def fully_shard_plain(case: ModelCase, strategy: int) -> nn.Module:
-    model = case.build()
-    return fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zero_dp_strategy=strategy)[0]
-
-
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_weight_that_is_read_where_its_unit_does_not_run_is_refused_by_name(
-    run_ranks: RunRanks, num_ranks: int, reader: str
-) -> None:
-    parameter = READERS[reader][1]
+@on_ranks()
+def test_a_weight_that_is_read_where_its_unit_does_not_run_is_refused_by_name(num_ranks: int, reader: str) -> None:
+    """Then, with the head called, gradients are right after a reset."""
+    read, parameter = READERS[reader]
+    case = ends_case(Shape(read=read))
+    with fixed_seed(0):
+        plain = CASES["plain"].build()
+    batches = [case.make_batch(2, torch.Generator().manual_seed(rank)) for rank in range(num_ranks)]
+    for batch in batches:
+        (case.loss(plain, batch) / num_ranks).backward()
     for strategy in (3, 0) if num_ranks == 2 and reader == "linear" else (3,):
         for grad in (True, False):
-            results = run_ranks(num_ranks, refused, strategy, reader, grad)
-            messages = {message for message, _ in results}
-            assert len(messages) == 1
-            assert messages.pop().endswith(
+            model, _ = shard(case, fsdp_unit_modules=None, zero_dp_strategy=strategy)
+            with torch.enable_grad() if grad else torch.inference_mode():
+                message = refusal(case.loss, model, batches[dist.get_rank()])
+            assert message.endswith(
                 f"; {parameter} belongs to unit {parameter.split('.')[0]}, whose weights are whole only while it runs: "
                 "call the module, or give fsdp_unit_modules=[Block], so that the weight stays with the root, which is "
                 "whole during the whole forward"
             )
-            expected = _gradients_on_one_process(num_ranks)
-            for _, gradients in results:
-                for name, want in expected.items():
-                    torch.testing.assert_close(gradients[name], want, rtol=1e-5, atol=1e-6)
+            gc.collect()  # torch 2.11 leaves its hooks of recomputation on until the frames of the error are gone
+            model.reset()
+            model.module.shape = Shape()  # which calls the head
+            case.loss(model, batches[dist.get_rank()]).backward()
+            wanted = {name: param.grad for name, param in plain.named_parameters()}
+            assert_equal_tensors(model.full_gradients(), wanted, rtol=1e-5, atol=1e-6)
 
 
 class EqualEnds(nn.Module):
@@ -333,27 +299,11 @@ class EqualEnds(nn.Module):
 @pytest.mark.unmerged
 @on_ranks(2)
 def test_parameters_of_equal_shape_are_told_apart() -> None:
-    names = ("tokens", "head", "blocks.0", "blocks.1")
-    module = EqualEnds()
-    model = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))[0]
-    told = []
-    for name in ("tokens.weight", "head.weight", "blocks.0.weight", "blocks.1.weight"):
-        with pytest.raises(ShardOperationError) as caught:
-            model(torch.ones(2, 4), name)
-        told.append(str(caught.value).rpartition("; ")[2].partition(", whose")[0])
+    model, _ = shard(EqualEnds())
+    for name in ("tokens", "head", "blocks.0", "blocks.1"):
+        message = refusal(model, torch.ones(2, 4), f"{name}.weight")
+        assert f"; {name}.weight belongs to unit {name}, whose" in message
         model.reset()
-    assert told == [f"{name}.weight belongs to unit {name}" for name in names]
-
-
-def _gradients_on_one_process(num_ranks: int) -> dict[str, Tensor]:
-    case = CASES["plain"]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = case.build()
-    for rank in range(num_ranks):
-        batch = case.make_batch(2, torch.Generator().manual_seed(rank))
-        (case.loss(model, batch) / num_ranks).backward()
-    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
 def test_the_remedy_of_the_message_works(run_ranks: RunRanks) -> None:

@@ -12,15 +12,10 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, weights
+from tests.support.api_net import backward, batches, build, largest_difference, weights, wrap
 from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import MODEL_CASES
-
-
-def wrap(strategy: int = 3, model: nn.Module | None = None, **arguments: Any) -> MegatronFSDP:
-    model = build() if model is None else model
-    return fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
 
 
 def whole_gradients(index: int) -> dict[str, Tensor]:

@@ -10,17 +10,12 @@ from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
     MegatronFSDP,
-    fully_shard_model,
     fully_shard_optimizer,
 )
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights, wrap
 from tests.support.on_ranks import engine_of, on_ranks
 
 pytestmark = pytest.mark.unmerged
-
-
-def wrap() -> MegatronFSDP:
-    return fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer])
 
 
 def sgd(model: MegatronFSDP) -> torch.optim.Optimizer:

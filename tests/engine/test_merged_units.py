@@ -12,13 +12,12 @@ from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.config.engine_options import MemoryOptions
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_small_units, message_bytes
 from megatron_fsdp.wrap.wrap import plan_units
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
 from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs, three_steps
-from tests.support.on_ranks import engine_of, fixed_seed, on_ranks
+from tests.support.on_ranks import engine_of, fixed_seed, on_ranks, refusal
 from tests.support.zoo import FEATURES, Layer, ModelCase, NeighbourCallers, Ordered, Penalised, Recomputed, vector_case
 
 pytestmark = pytest.mark.unmerged
@@ -185,7 +184,7 @@ def test_merged_units_equal_one_process(run_ranks: RunRanks, name: str, num_rank
 
 
 def _wrap(strategy: int, message: str | None, layers: int = 6) -> Sharded:
-    os.environ.pop("MFSDP_MESSAGE_BYTES")
+    os.environ.pop("MFSDP_MESSAGE_BYTES", None)
     if message is not None:
         os.environ["MFSDP_MESSAGE_BYTES"] = message
     with fixed_seed(0):
@@ -213,40 +212,19 @@ def test_merged_units_take_one_message_each(strategy: int, message: str | None, 
     before = model.traffic()
     _steps(model, optimizer, 1)
     sent = model.traffic().since(before)
-    sent = sent.gathers, sent.reductions, [unit.label for unit in engine_of(model).units]
-    assert sent[:2] == (gathers, reductions)
+    assert (sent.gathers, sent.reductions) == (gathers, reductions)
 
 
-def differ() -> str:
-    with pytest.raises(ConfigurationError) as raised:
-        _wrap(3, str(dist.get_rank()))
-    return str(raised.value)
-
-
-def misspell() -> str:
-    with pytest.raises(ConfigurationError) as raised:
-        _wrap(3, "4MB")
-    return str(raised.value)
-
-
-def open_one_layer() -> tuple[str, bool]:
-    model, optimizer = _wrap(3, None)
-    whole = model.full_parameters()
-    with model.full_parameters_context(model.module.layers[2]):
-        same = all(torch.equal(p, whole[f"layers.2.{n}"]) for n, p in model.module.layers[2].named_parameters())
-        with pytest.raises(ScheduleError) as raised, model.full_parameters_context(model.module.layers[3]):
-            pass
-    _steps(model, optimizer, 1)
-    return str(raised.value), same
-
-
-def test_faults_are_told_in_words(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, differ)
-    assert first == second
-    assert "message_bytes=" in first
-    assert set(run_ranks(2, misspell)) == {
+@on_ranks(2)
+def test_faults_are_told_in_words() -> None:
+    assert "message_bytes=" in refusal(_wrap, 3, str(dist.get_rank()))
+    assert refusal(_wrap, 3, "4MB") == (
         "MFSDP_MESSAGE_BYTES=4MB is not a number of bytes; set it to 0 to merge no units, or leave it unset"
-    }
-    for told, same in run_ranks(2, open_one_layer):
-        assert same
-        assert told == "unit layers.0..5 shows its full parameters already; leave that full_parameters_context first"
+    )
+    model, optimizer = _wrap(3, None)
+    whole, layers = model.full_parameters(), model.module.layers
+    with model.full_parameters_context(layers[2]):  # type: ignore[index]
+        assert all(torch.equal(p, whole[f"layers.2.{n}"]) for n, p in layers[2].named_parameters())  # type: ignore[index]
+        message = refusal(model.full_parameters_context(layers[3]).__enter__)  # type: ignore[index]
+    assert message == "unit layers.0..5 shows its full parameters already; leave that full_parameters_context first"
+    _steps(model, optimizer, 1)

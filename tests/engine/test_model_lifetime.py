@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_optimizer
 from megatron_fsdp.errors import ScheduleError
-from tests.support.api_net import Layer, backward, batches, build, mesh, train
+from tests.support.api_net import backward, batches, train, wrap
 from tests.support.counting import LiveBytes, held_bytes
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.settling import settled
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
-
-
-def wrap(strategy: int = 3, **arguments: Any) -> MegatronFSDP:
-    return fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
 
 
 @contextmanager

@@ -13,15 +13,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.memory import StateMemory
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
-from tests.support.case import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded
+from tests.support.case import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded, shard
 from tests.support.formulas import footprints_of, persistent_bytes
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import assert_equal_tensors, on_ranks
 from tests.support.zoo import DENSE, FLOOR_NUMEL, TOWER_FEATURES, Floor, Tower, tower_loss
 
 HALF = 0.5
@@ -121,21 +121,25 @@ def test_state_of_scalars_that_the_optimizer_makes_before_sharding_moves_too() -
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * self.scale
 
-    def train(offload: Any) -> list[float]:
+    def trained(offload: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(Scaled(), Scaled())
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1)
-        model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Floor], offload=offload)
-        for step in range(3):
-            x = torch.randn(2, TOWER_FEATURES, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
-            tower_loss(model, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [value for _, each in sorted(model.full_parameters().items()) for value in each.flatten().tolist()]
+        return train(*fully_shard(model, optimizer, fsdp_unit_modules=[Floor], offload=offload), range(3))
 
-    resident = train(None)
+    resident = trained(None)
     for offload in (["optimizer_state"], "all", ["compute_weights"]):
-        assert train(offload) == resident, offload
+        assert_equal_tensors(trained(offload), resident)
+
+
+def train(model: MegatronFSDP, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, torch.Tensor]:
+    """Return the weights after some steps."""
+    for step in steps:
+        x = torch.randn(2, TOWER_FEATURES, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+        tower_loss(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.full_parameters().items()}
 
 
 @on_ranks(1)
@@ -231,38 +235,21 @@ def test_state_of_three_units_at_most_is_on_the_device_while_the_next_comes_and_
 
 @pytest.mark.full(short=["all-state"])
 @pytest.mark.parametrize(("before", "after"), [("all", "state"), ("state", None)], ids=["all-state", "state-none"])
-def test_a_run_goes_on_with_other_kinds_offloaded(
-    run_ranks: RunRanks, tmp_path: Path, before: str, after: str | None
-) -> None:
-    (straight, resumed), other = run_ranks(2, save_and_resume, str(tmp_path), before, after)
-    assert straight == resumed
-    assert other == (straight, resumed)
-
-
-def save_and_resume(folder: str, before: str | None, after: str | None) -> tuple[list[float], list[float]]:
-    def build(name: str | None) -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = Tower((32, 32, 32))
-        offload = None if name is None else EVERYWHERE[name]
-        return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], offload=offload)
-
-    def train(model: Any, optimizer: Any, steps: range) -> list[float]:
-        for step in steps:
-            x = torch.randn(2, TOWER_FEATURES, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
-            tower_loss(model, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        whole = model.full_parameters()
-        return [value for name in sorted(whole) for value in whole[name].flatten().tolist()]
-
-    model, optimizer = build(before)
+@on_ranks(2)
+def test_a_run_goes_on_with_other_kinds_offloaded(tmp_path: Path, before: str, after: str | None) -> None:
+    model, optimizer = towers(before)
     train(model, optimizer, range(2))
-    path = Path(folder) / "saved"
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "saved")
     straight = train(model, optimizer, range(2, 4))
-    model, optimizer = build(after)
+    model, optimizer = towers(after)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=tmp_path / "saved")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return straight, train(model, optimizer, range(2, 4))
+    assert_equal_tensors(train(model, optimizer, range(2, 4)), straight)
+
+
+def towers(offload: str | None) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    options = {"offload": None if offload is None else EVERYWHERE[offload], "fsdp_unit_modules": [Floor]}
+    torch.manual_seed(0)
+    return shard(Tower((32, 32, 32)), adamw, **options)

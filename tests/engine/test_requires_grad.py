@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
 from megatron_fsdp.errors import MegatronFSDPError
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, backward, batches, build, mesh, own_part
+from tests.support.api_net import backward, batches, build, own_part, wrap
 from tests.support.arrangements import hybrid
 from tests.support.case import Run, Scenario, Setting, check_jobs, check_strategies, ddp
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
@@ -228,7 +228,7 @@ def test_a_thawed_parameter_gets_main_weights_as_if_it_had_been_wrapped_so(strat
     trained = []
     for make in (all_but_the_head, build):
         net = make().to(torch.bfloat16)
-        model = fully_shard_model(net, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+        model = wrap(strategy, net)
         frozen = [*net.layers.parameters(), net.gain]
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
         for index, (inputs, targets) in enumerate(batches(3)):
@@ -248,7 +248,7 @@ def test_a_thawed_parameter_gets_main_weights_as_if_it_had_been_wrapped_so(strat
 
 @on_ranks(2)
 def test_a_frozen_teacher_is_evaluated_and_left_alone() -> None:
-    student, teacher = (fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer]) for _ in range(2))
+    student, teacher = (wrap() for _ in range(2))
     teacher.requires_grad_(False).eval()
     before = teacher.full_parameters()
     optimizer = fully_shard_optimizer(torch.optim.SGD([*teacher.parameters()], lr=0.1, weight_decay=0.5))
@@ -269,7 +269,7 @@ def test_a_frozen_teacher_is_evaluated_and_left_alone() -> None:
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_ranks_agree_once_when_something_changes_and_never_in_a_steady_step(strategy: int) -> None:
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    model = wrap(strategy)
     agreements, reductions = [], []
     for frozen in (False, False, True, True, False, False):
         model.module.layers.requires_grad_(not frozen)
@@ -307,7 +307,7 @@ def test_ranks_that_freeze_different_parameters_stop_with_one_message(
     strategy: int, change: Callable[[MegatronFSDP], None]
 ) -> None:
     options = {} if change is freeze_another else {"verify_ranks": True}
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **options)
+    model = wrap(strategy, **options)
     backward(model, next(batches(1)))
     model.zero_grad()
     change(model)

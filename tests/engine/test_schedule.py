@@ -9,12 +9,21 @@ A1    weights awaited outside of forward
 """
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from megatron_fsdp.engine.schedule import Operation, ScheduleConfig, Scheduler
+from megatron_fsdp.engine.schedule import (
+    Operation,
+    Reach,
+    RecordedOrder,
+    ScheduleConfig,
+    Scheduler,
+    StepLength,
+    SyncMode,
+)
 from megatron_fsdp.errors import ScheduleError
 
 _EVENT = re.compile(
@@ -462,3 +471,94 @@ def test_looking_further_ahead_stays_within_the_slots_where_they_are_fixed() -> 
     player.scheduler.look_ahead(2, may_grow=False)
     config = player.scheduler.config
     assert (config.slots, config.forward_prefetch_units, config.backward_prefetch_units) == (2, 1, 1)
+
+
+# ---- the recorded order ----------------------------------------------------------------------------------------------
+
+
+# A whole pass each, then the units noted in the next pass, and at which depth which units are foretold.
+FORETOLD: dict[str, tuple[list[list[int]], list[int], int, tuple[int, ...]]] = {
+    "the first pass foretells nothing": ([], [0], 3, ()),
+    "nothing was needed yet": ([[0, 1, 2, 3]], [], 1, ()),
+    "the next units, nearest first": ([[0, 1, 2, 3]], [0], 2, (1, 2)),
+    "no more than there are": ([[0, 1, 2, 3]], [0, 1], 9, (2, 3)),
+    "nothing at the end": ([[0, 1, 2, 3]], [0, 1, 2, 3], 1, ()),
+    "nothing at depth zero": ([[0, 1]], [0], 0, ()),
+    "twice in a row counts once": ([[0, 1, 1, 2]], [0, 1], 1, (2,)),
+    "also in this pass": ([[0, 1, 1, 2]], [0, 1, 1], 1, (2,)),
+    "again later counts twice": ([[1, 2, 1]], [1, 2], 1, (1,)),
+    "nothing where it left the order": ([[0, 1, 2]], [0, 2], 1, ()),
+    "nor later in this pass": ([[0, 1, 2]], [0, 2, 2, 1], 1, ()),
+    "the order that was taken is expected next": ([[0, 1, 2], [0, 2, 1]], [0], 2, (2, 1)),
+    "nothing beyond the recorded pass": ([[0, 1]], [0, 1, 2], 1, ()),
+}
+
+
+def test_a_repeated_pass_foretells_the_next_units() -> None:
+    for name, (passes, noted, depth, expected) in FORETOLD.items():
+        order = RecordedOrder()
+        for units in passes:
+            order.begin()
+            for unit in units:
+                order.note(unit)
+            order.end()
+        order.begin()
+        order.note(5)
+        order.begin()  # a pass that is broken off leaves the recorded order
+        for unit in noted:
+            order.note(unit)
+        assert order.upcoming(depth) == expected, name
+
+
+def lasts(length: StepLength, *steps: int) -> list[list[bool]]:
+    """What is foretold after each backward of steps with so many backwards."""
+    found = []
+    for backwards in steps:
+        found.append([length.note_backward() for _ in range(backwards)])
+        length.note_step()
+    return found
+
+
+def test_the_last_backward_of_a_step_is_foretold_by_the_step_before() -> None:
+    assert lasts(StepLength(), 2, 2, 1, 3) == [[False, False], [False, True], [False], [True, False, False]]
+
+
+def test_new_weights_without_a_backward_are_no_step() -> None:
+    length = StepLength()
+    assert lasts(length, 2, 0, 0, 2) == [[False, False], [], [], [False, True]]
+
+
+# ---- when gradients are reduced --------------------------------------------------------------------------------------
+
+
+# auto_sync, is_last_microbatch, defer_all -> syncs, reduces with whole pending gradients, ... with sharded ones
+TABLE = [
+    (True, None, False, True, True, True),
+    (True, False, False, True, True, True),
+    (False, None, False, False, False, True),
+    (False, False, False, False, False, True),
+    (False, True, False, True, True, True),
+    (True, None, True, False, False, False),
+    (False, True, True, False, False, False),
+    (True, True, True, False, False, False),
+]
+
+
+def test_switches_decide_when_gradients_are_reduced() -> None:
+    for auto_sync, last, defer_all, syncs, reduces_whole, reduces_shards in TABLE:
+        mode = SyncMode(auto_sync, last, defer_all)
+        assert mode.syncs is syncs
+        assert (mode.reach(accumulates_shards=False) is not Reach.NOWHERE) is reduces_whole
+        assert (mode.reach(accumulates_shards=True) is not Reach.NOWHERE) is reduces_shards
+        assert (mode.reach(accumulates_shards=True) is Reach.EVERYWHERE) is syncs
+
+
+def test_changes_last_for_a_block_and_what_is_not_named_stays() -> None:
+    mode = SyncMode(auto_sync=False, is_last_microbatch=True)
+    with mode.changed(defer_all=True):
+        assert mode == SyncMode(auto_sync=False, is_last_microbatch=True, defer_all=True)
+        with suppress(KeyError), mode.changed(auto_sync=True, is_last_microbatch=False, defer_all=False):
+            assert mode == SyncMode(auto_sync=True, is_last_microbatch=False, defer_all=False)
+            raise KeyError
+        assert mode.defer_all
+    assert mode == SyncMode(auto_sync=False, is_last_microbatch=True, defer_all=False)

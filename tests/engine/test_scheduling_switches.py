@@ -102,37 +102,27 @@ def trace_of(options: dict[str, Any], sizes: dict[str, int] | None = None) -> Tr
     return trace
 
 
-def traces(cases: list[tuple[dict[str, Any], dict[str, int]]]) -> list[Trace]:
-    return [trace_of(*case) for case in cases]
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("strategy", [0, 1, 2])
+@on_ranks(2)
+def test_gradients_are_reduced_during_backward_or_after_it(strategy: int, overlap: bool) -> None:
+    trace = trace_of({"zero_dp_strategy": strategy, "overlap_grad_reduce": overlap})
+    events = trace.of("grad", "reduce")
+    reductions = [f"reduce{unit}" for unit in range(FLOORS, -1, -1)]
+    assert [event for event in events if event.startswith("reduce")] == reductions
+    early = overlap or strategy >= 2
+    # With overlap a unit is reduced as soon as its two gradients are there, else after the last gradient.
+    assert events.index("reduce5") == (events.index("grad4") - 1 if early else len(events) - len(reductions))
+    # An exchange (strategies 1 to 3 on gloo) waits for the block that the one before received into.
+    assert max(trace.in_reduction) == ((3 if early else FLOORS + 1) if strategy == 0 else 1)
 
 
-GRAD_CASES = [(strategy, overlap) for strategy in (0, 1, 2) for overlap in (True, False)]
-
-
-def test_gradients_are_reduced_during_backward_or_after_it(run_ranks: RunRanks) -> None:
-    cases = [({"zero_dp_strategy": s, "overlap_grad_reduce": overlap}, {}) for s, overlap in GRAD_CASES]
-    for found in run_ranks(2, traces, cases):
-        for (strategy, overlap), trace in zip(GRAD_CASES, found, strict=True):
-            events = trace.of("grad", "reduce")
-            reductions = [f"reduce{unit}" for unit in range(FLOORS, -1, -1)]
-            assert [event for event in events if event.startswith("reduce")] == reductions
-            early = overlap or strategy >= 2
-            # With overlap a unit is reduced as soon as its two gradients are there, else after the last gradient.
-            assert events.index("reduce5") == (events.index("grad4") - 1 if early else len(events) - len(reductions))
-            # An exchange (strategies 1 to 3 on gloo) waits for the block that the one before received into.
-            most = (3 if early else FLOORS + 1) if strategy == 0 else 1
-            assert max(trace.in_reduction) == most
-
-
-def test_weights_are_gathered_ahead_or_on_demand(run_ranks: RunRanks) -> None:
-    kinds = [(strategy, overlap) for strategy in (0, 1, 3) for overlap in (True, False)]
-    cases = [({"zero_dp_strategy": s, "overlap_param_gather": overlap}, {}) for s, overlap in kinds]
-    for found in run_ranks(2, traces, cases):
-        for (strategy, overlap), trace in zip(kinds, found, strict=True):
-            if strategy == 0:
-                assert trace.of("gather", "wait") == []
-            else:
-                assert trace.ahead == int(overlap or strategy == 3)
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2)
+def test_weights_are_gathered_ahead_or_on_demand(overlap: bool) -> None:
+    found = [trace_of({"zero_dp_strategy": each, "overlap_param_gather": overlap}) for each in (0, 1, 3)]
+    assert found[0].of("gather", "wait") == []
+    assert [trace.ahead for trace in found[1:]] == [int(overlap), 1]
 
 
 # ---- how far ahead, how many at a time -----------------------------------------------------------------------------
@@ -149,25 +139,24 @@ AHEAD: list[tuple[dict[str, Any], dict[str, int], int]] = [
 ]
 
 
-def test_so_many_units_are_gathered_ahead_as_asked_for(run_ranks: RunRanks) -> None:
-    cases = [(options, sizes) for options, sizes, _ in AHEAD]
-    for found in run_ranks(2, traces, cases):
-        assert [trace.ahead for trace in found] == [ahead for _, _, ahead in AHEAD]
+@on_ranks(2)
+def test_so_many_units_are_gathered_ahead_as_asked_for() -> None:
+    assert [trace_of(options, sizes).ahead for options, sizes, _ in AHEAD] == [ahead for _, _, ahead in AHEAD]
 
 
-def test_backward_looks_ahead_by_itself(run_ranks: RunRanks) -> None:
-    cases = [({"max_gathered_units": 3, "forward_prefetch_units": 0, "backward_prefetch_units": n}, {}) for n in (0, 2)]
-    for none, two in run_ranks(2, traces, cases):
-        forward = [event for unit in range(FLOORS + 1) for event in (f"gather{unit}", f"wait{unit}")]
-        assert none.of("gather", "wait", "reduce") == [
-            *forward,
-            *("reduce5", "reduce4", "reduce3", "gather2", "wait2", "reduce2", "gather1", "wait1", "reduce1", "reduce0"),
-        ]
+@pytest.mark.parametrize(
+    ("ahead", "backward"),
+    [
+        (0, "reduce5 reduce4 reduce3 gather2 wait2 reduce2 gather1 wait1 reduce1 reduce0"),
         # Unit 2 is gathered as soon as the backward of unit 4 begins, and unit 1 with that of unit 3.
-        assert two.of("gather", "wait", "reduce") == [
-            *forward,
-            *("reduce5", "gather2", "reduce4", "gather1", "reduce3", "wait2", "reduce2", "wait1", "reduce1", "reduce0"),
-        ]
+        (2, "reduce5 gather2 reduce4 gather1 reduce3 wait2 reduce2 wait1 reduce1 reduce0"),
+    ],
+)
+@on_ranks(2)
+def test_backward_looks_ahead_by_itself(ahead: int, backward: str) -> None:
+    options = {"max_gathered_units": 3, "forward_prefetch_units": 0, "backward_prefetch_units": ahead}
+    forward = " ".join(f"gather{unit} wait{unit}" for unit in range(FLOORS + 1))
+    assert " ".join(trace_of(options).of("gather", "wait", "reduce")) == f"{forward} {backward}"
 
 
 @pytest.mark.parametrize(

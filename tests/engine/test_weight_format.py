@@ -30,7 +30,7 @@ from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
-from tests.support.on_ranks import first_rank_warns, on_ranks
+from tests.support.on_ranks import first_rank_warns, on_ranks, refusal
 from tests.support.zoo import MODEL_CASES, Batch, make_token_batch
 
 STEPS, SAMPLES = 3, 12
@@ -219,45 +219,38 @@ def test_compute_sees_the_same_bits_on_any_ranks(run_ranks: RunRanks, name: str)
                 assert torch.equal(value, whole[key]), (job, key)
 
 
-def all_reduces_of_a_step(job: Job) -> int:
-    """Count them from the optimizer's step until new weights are installed."""
+@pytest.mark.parametrize(
+    ("job", "num_ranks", "count"),
+    [
+        (Job("fp8"), 2, 1),
+        (Job("fp8", inner=2, outer=2), 4, 2),
+        (replace(Job("fp8"), weight_format=None), 2, 0),  # type: ignore[arg-type]
+    ],
+    ids=["one axis", "two axes", "no format"],
+)
+@on_ranks()
+def test_magnitudes_of_all_tensors_are_agreed_on_at_once(job: Job, count: int) -> None:
+    """One all-reduce for each axis, from the step until new weights are installed, whatever the number of tensors."""
     model, optimizer = wrap(job)
     CASE.loss(model, batch()).backward()
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:
         optimizer.step()
-    return counted.call_count
+    assert counted.call_count == count
 
 
-def test_magnitudes_of_all_tensors_are_agreed_on_at_once(run_ranks: RunRanks) -> None:
-    """One all-reduce for each axis, whatever the number of tensors; none where no weight has a format."""
-    plain = replace(Job("fp8"), weight_format=None)
-    for job, count in ((Job("fp8"), 1), (Job("fp8", inner=2, outer=2), 2), (plain, 0)):
-        assert run_ranks(job.ranks, all_reduces_of_a_step, job) == [count] * job.ranks
-
-
-def poisoned(weight: float) -> list[str]:
-    """Return what a forward says after the elements on the first rank became `weight`."""
+@on_ranks(2)
+def test_a_weight_that_is_not_finite_is_refused_on_all_ranks() -> None:
     model, _ = wrap(Job("fp8"))
-    own = dict(model.module.named_parameters())["blocks.1.attention.q.weight"]
+    local = model.module.get_parameter("blocks.1.attention.q.weight").to_local()  # type: ignore[attr-defined]
     with torch.no_grad():
-        local = own.to_local()
-        local.fill_(weight if dist.get_rank() == 0 else 0.5)
-    with pytest.raises(NonFiniteWeightError) as caught:
-        CASE.loss(model, batch())
-    return [str(caught.value)]
-
-
-def test_a_weight_that_is_not_finite_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
-    said = run_ranks(2, poisoned, -torch.inf)
-    assert said[0] == said[1]
-    assert said[0][0].startswith(
+        local.fill_(-torch.inf if dist.get_rank() == 0 else 0.5)
+    assert refusal(CASE.loss, model, batch(), error=NonFiniteWeightError).startswith(
         "blocks.1.attention.q.weight has an element that is NaN or infinite, which weight_format='fp8'"
     )
 
 
 @on_ranks(2)
 def test_bytes_are_counted_and_described() -> None:
-    """Return bytes sent in a forward beyond those expected, encoded ones held, those in bf16, and the description."""
     job = Job("fp8", BF16)
     model, _ = wrap(job)
     groups = model.parameter_groups()
@@ -267,9 +260,8 @@ def test_bytes_are_counted_and_described() -> None:
     held = sum(group.weights.compute.local.nbytes for group in groups if group.weights.is_encoded)
     expected = sum(group.plan.sent_bytes // job.inner for group in groups if group.plan.needs_all_gather)
     in_bf16 = sum(group.plan.layout.numel * 2 // job.inner for group in groups if group.weights.is_encoded)
-    unexpected = sent - expected
     told = str(model.describe())
-    assert unexpected == 0
+    assert sent == expected
     assert 2 * held == in_bf16 > 0
     assert "gather fp8" in told
     assert "saved_bytes" in told

@@ -4,8 +4,8 @@ import contextlib
 import io
 import os
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from megatron_fsdp.hang.explain import Doing, state_of
 from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, Ring, UnitFacts, Writer, file_name, read_folder, this_process
 from tests.conftest import RunRanks
 from tests.hang.test_hangs import step
-from tests.support.on_ranks import engine_of, refusal
+from tests.support.on_ranks import engine_of, on_ranks, refusal, same_on_ranks
 from tests.support.zoo import Layer, Ordered
 
 
@@ -28,50 +28,34 @@ def shard() -> MegatronFSDP:
     return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
 
 
-def logged(folder: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_log_tells_what_was_done_and_changes_nothing(tmp_path: Path) -> None:
     model = shard()
-    model.log_for_hangs(folder)
+    model.log_for_hangs(tmp_path)
     before = model.traffic()
     losses = [step(model).item() for _ in range(2)]
     sent = model.traffic().since(before)
     model.clip_grad_norm_(1.0)
     list(model.iter_full_tensors())
     dist.barrier()
-    (log,) = [log for log in read_folder(Path(folder)).ranks if log.writer.rank == dist.get_rank()]
-    names = [record.phase for record in log.records if record.mark is Mark.LAUNCHES]
+    log = read_folder(tmp_path).ranks[dist.get_rank()]
     dist.barrier()
     model.stop_logging_for_hangs()
     step(model)
-    after = read_folder(Path(folder)).ranks[dist.get_rank()]
-    return {
-        "losses": losses,
-        "plain": [step(plain).item() for plain in [shard()] for _ in range(2)],
-        "operations": {name: names.count(name) for name in dict.fromkeys(names)},
-        "hash": log.records[-1].hash,
-        "collectives": sent.gathers + sent.reductions,
-        "last": log.records[-1].collective,
-        "units": [(unit.label, len(unit.parameters), unit.num_bytes) for unit in log.writer.units],
-        "peers": log.writer.peers,
-        "run": log.writer.run,
-        "doing": state_of(log).doing,
-        "new": len(after.records) - len(log.records),
-        "ended": state_of(after).doing,
-    }
-
-
-def test_a_log_tells_what_was_done_and_changes_nothing(run_ranks: RunRanks, tmp_path: Path) -> None:
-    first, second = run_ranks(2, logged, str(tmp_path))
-    for found in (first, second):
-        assert found["losses"] == found["plain"]
-        gathers = found["operations"][Phase.GATHER]
-        assert gathers + found["operations"][Phase.REDUCE] == found["collectives"] == found["last"] + 1
-        assert found["operations"][Phase.NORM] == 1
-        assert found["operations"][Phase.WHOLE] == 21  # twenty tensors and the end
-        assert found["operations"][Phase.AGREE] == 2
-        assert found["units"] == [("(root)", 4, 336), *((f"layers.{i}", 4, 492) for i in range(4))]
-        assert found["peers"] == (0, 1)
-        assert (found["doing"], found["ended"], found["new"]) == (Doing.OUTSIDE, Doing.ENDED, 1)
-    assert (first["hash"], first["run"]) == (second["hash"], second["run"])
+    after = read_folder(tmp_path).ranks[dist.get_rank()]
+    plain = shard()
+    assert losses == [step(plain).item() for _ in range(2)]
+    count = Counter(record.phase for record in log.records if record.mark is Mark.LAUNCHES)
+    assert count[Phase.GATHER] + count[Phase.REDUCE] == sent.gathers + sent.reductions
+    assert log.records[-1].collective + 1 == sent.gathers + sent.reductions
+    assert (count[Phase.NORM], count[Phase.AGREE]) == (1, 2)
+    assert count[Phase.WHOLE] == 21  # twenty tensors and the end
+    units = [(unit.label, len(unit.parameters), unit.num_bytes) for unit in log.writer.units]
+    assert units == [("(root)", 4, 336), *((f"layers.{i}", 4, 492) for i in range(4))]
+    assert log.writer.peers == (0, 1)
+    assert (state_of(log).doing, state_of(after).doing) == (Doing.OUTSIDE, Doing.ENDED)
+    assert len(after.records) == len(log.records) + 1
+    same_on_ranks((log.records[-1].hash, log.writer.run))
 
 
 def by_environment(folder: str, on: tuple[int, ...], seconds: str = "") -> str:
@@ -115,18 +99,14 @@ def test_ranks_have_to_agree_on_the_environment(run_ranks: RunRanks, tmp_path: P
     )
 
 
-def cannot_write(folder: str) -> str:
-    model = shard()
-    message = refusal(model.log_for_hangs, f"{folder}/file" if dist.get_rank() == 1 else folder)
-    model.log_for_hangs(folder)  # nothing is left of the attempt
-    return message
-
-
-def test_a_folder_that_one_rank_cannot_write_is_refused_by_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_folder_that_one_rank_cannot_write_is_refused_by_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    (message,) = set(run_ranks(2, cannot_write, str(tmp_path)))
+    model = shard()
+    message = refusal(model.log_for_hangs, tmp_path / "file" if dist.get_rank() == 1 else tmp_path)
     assert "rank 1: ConfigurationError: the log for hangs cannot be written to " in message
     assert "FileExistsError" in message or "NotADirectoryError" in message
+    model.log_for_hangs(tmp_path)  # nothing is left of the attempt
 
 
 def beside_another_job(folder: str) -> tuple[str, list[str], str]:
@@ -174,27 +154,19 @@ class Unfinished:
         return False
 
 
-def look_while_one_is_unfinished(folder: str) -> list[tuple[int, Phase, int]]:
+@on_ranks(1)
+def test_a_heartbeat_names_the_collective_that_an_accelerator_has_not_finished(tmp_path: Path) -> None:
     model = shard()
-    model.log_for_hangs(folder)
+    model.log_for_hangs(tmp_path)
     (log,) = engine_of(model).observers.watching
-    beats = []
-    for work in (None, Unfinished()):
-        log._keeps_handles = work is not None  # as on accelerators
+    for work, number in ((None, NO_NUMBER), (Unfinished(), 7)):
+        log._keeps_handles = work is not None  # type: ignore[attr-defined]  # as on accelerators
         log.begins(Phase.REDUCE, 2)
         log.communicates(7, Moment.LAUNCHES, "reduce", None)
         log.communicates(7, Moment.LAUNCHED, "reduce", work)  # type: ignore[arg-type]
         log.ends(Phase.REDUCE, 2)
-        log.look()
-        beat = read_folder(Path(folder)).ranks[0].beat
+        log.look()  # type: ignore[attr-defined]
+        beat = read_folder(tmp_path).ranks[0].beat
         assert beat is not None
-        beats.append((beat.collective, beat.phase, beat.unit))
-    return beats
-
-
-def test_a_heartbeat_names_the_collective_that_an_accelerator_has_not_finished(
-    run_ranks: RunRanks, tmp_path: Path
-) -> None:
-    ((none, unfinished),) = run_ranks(1, look_while_one_is_unfinished, str(tmp_path))
-    assert none[0] == NO_NUMBER
-    assert unfinished == (7, Phase.REDUCE, 2)
+        assert beat.collective == number
+    assert (beat.phase, beat.unit) == (Phase.REDUCE, 2)
