@@ -91,7 +91,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     Models of tests are so small that all their units become one or two.
     """
-    is_parity = {"engine", "meshes", "usage", "ddp"} & set(item.path.parts)
+    is_parity = {"engine", "meshes", "usage", "ddp", "optim", "formats", "wrap", "state"} & set(item.path.parts)
     if is_parity and item.get_closest_marker("unmerged") is None:
         os.environ.pop("MFSDP_MESSAGE_BYTES", None)
     else:

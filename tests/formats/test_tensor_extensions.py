@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp import fully_shard
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp import fully_shard, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, refusal
 from tests.support.optimizer_twins import hybrid
 from tests.support.tensor_extension import Coded
 
@@ -253,31 +252,15 @@ def test_several_tensors_travel_row_by_row_in_the_bytes_that_they_have() -> None
     assert sent == sum(plan.sent_bytes // 2 for plan in plans)
 
 
-def test_guests_beside_other_parallelism_are_refused_by_name(run_ranks: RunRanks) -> None:
-    said = run_ranks(4, refusals_on_meshes)
-    assert said == [said[0]] * 4
-    for text, words in zip(said[0], ("main weights that outer ranks share", "beside tensor or expert"), strict=True):
+@on_ranks(4)
+def test_guests_beside_other_parallelism_are_refused_by_name() -> None:
+    for arguments, words in (
+        (hybrid(3, "optim"), "main weights that outer ranks share"),
+        (tensor_parallel(divide_tensors).arguments(), "beside tensor or expert"),
+    ):
+        text = refusal(fully_shard_model, build(BlockGather), fsdp_unit_modules=[nn.Linear], **arguments)
         assert text.startswith("0.weight is a BlockGather, which is gathered in its own way; this cannot be done")
         assert words in text
-
-
-def refusals_on_meshes() -> list[str]:
-    found = []
-    for arguments in (hybrid(3, "optim"), tensor_parallel(divide_tensors).arguments()):
-        model = build(BlockGather)
-        with pytest.raises(ConfigurationError) as caught:
-            fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear], **arguments)
-        found.append(str(caught.value))
-    return found
-
-
-def refusal(kind: type[torch.Tensor], options: dict[str, Any], is_odd: bool) -> str:
-    """Return the error of wrapping; with `is_odd` only the second rank has the class."""
-    make = kind if issubclass(kind, Int8Gather | Quantised) else lambda values: values.as_subclass(kind)
-    model = build(None if is_odd and dist.get_rank() == 0 else make)
-    with pytest.raises(ConfigurationError) as caught:
-        fully_shard(model, torch.optim.SGD(model.parameters(), lr=1.0), **options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -296,12 +279,14 @@ def refusal(kind: type[torch.Tensor], options: dict[str, Any], is_odd: bool) -> 
         (Int8Gather, {"zero_dp_strategy": 2}, False, "strategy optim_grads, which gathers none"),
     ],
 )
+@on_ranks(2)
 def test_what_cannot_be_gathered_is_refused_on_all_ranks(
-    run_ranks: RunRanks, kind: type[torch.Tensor], options: dict[str, Any], is_odd: bool, words: str
+    kind: type[torch.Tensor], options: dict[str, Any], is_odd: bool, words: str
 ) -> None:
-    said = run_ranks(2, refusal, kind, options, is_odd)
-    assert said[0] == said[1]
-    assert words in said[0]
+    """With `is_odd` only the second rank has the class."""
+    make = kind if issubclass(kind, Int8Gather | Quantised) else lambda values: values.as_subclass(kind)
+    model = build(None if is_odd and dist.get_rank() == 0 else make)
+    assert words in refusal(fully_shard_model, model, **options)
 
 
 def torchao_model(gathers: bool) -> nn.Module:

@@ -15,9 +15,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optim import adamw8bit
 from megatron_fsdp.optim.adamw8bit import dynamic_map, scales_in_blocks, scales_shape
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
-from tests.conftest import RunRanks
-from tests.support.api_net import message_of
-from tests.support.on_ranks import fixed_seed
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 from tests.support.optimizer_twins import drawn, flat
 
 SHAPES = ((40, 33), (7, 512), (1000,), (3, 20, 17), (5,))
@@ -141,32 +139,14 @@ def test_tensor_parallel_parts_have_scales_of_their_own_where_they_end_with_a_bl
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refused_stock() -> tuple[str, str] | None:
-    mesh = init_device_mesh("cpu", (2,))
-    try:
-        AdamW8bit([nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh))])
-    except ValueError as error:
-        return message_of(error)
-    return None
-
-
-def refused_decoupled() -> tuple[str, str] | None:
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused_on_all_ranks() -> None:
+    stock = nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,))))
+    told = refusal(AdamW8bit, [stock])
+    assert told.startswith("AdamW8bit was given a DTensor of shape (4, 4) that fully_shard has not made")
     model = fully_shard_model(blocks(), **flat(3), use_decoupled_grad=True)
-    try:
-        fully_shard_optimizer(AdamW8bit(model.parameters()))
-    except ValueError as error:
-        return message_of(error)
-    return None
-
-
-def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
-    for body, text in (
-        (refused_stock, "AdamW8bit was given a DTensor of shape (4, 4) that fully_shard has not made"),
-        (refused_decoupled, "with use_decoupled_grad=True gradients are in param.decoupled_grad"),
-    ):
-        first, second = run_ranks(2, body)
-        assert first == second
-        assert first[1].startswith(text)
+    told = refusal(fully_shard_optimizer, AdamW8bit(model.parameters()))
+    assert told.startswith("with use_decoupled_grad=True gradients are in param.decoupled_grad")
 
 
 @pytest.mark.parametrize("options", [{"eps": math.nan}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}])

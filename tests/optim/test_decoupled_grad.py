@@ -1,26 +1,24 @@
 """`use_decoupled_grad`: gradients in an attribute of their own, in the dtype they were accumulated in."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import (
     MegatronFSDP,
     MixedPrecisionPolicy,
     fully_shard,
-    fully_shard_model,
     fully_shard_optimizer,
     steps_whole_tensors,
 )
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.errors import ConfigurationError
-from tests.conftest import RunRanks
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, weights
-from tests.support.on_ranks import on_ranks
+from tests.support import api_net
+from tests.support.api_net import backward, batches, build, largest_difference, mesh, weights
+from tests.support.on_ranks import on_ranks, refusal
 from tests.support.optimizer_twins import Make, Twins, drawn, flat, matrices
 
 STRATEGIES = [0, 1, 2, 3]
@@ -44,16 +42,7 @@ class DecoupledSGD(torch.optim.Optimizer):
                     param.add_(grad.to(param.dtype), alpha=-group["lr"])
 
 
-def wrap(strategy: int, policy: MixedPrecisionPolicy | None = None, **arguments: Any) -> MegatronFSDP:
-    return fully_shard_model(
-        build(),
-        mesh(),
-        fsdp_unit_modules=[Layer],
-        zero_dp_strategy=strategy,
-        mixed_precision_policy=policy or MixedPrecisionPolicy(),
-        use_decoupled_grad=True,
-        **arguments,
-    )
+wrap = partial(api_net.wrap, use_decoupled_grad=True)
 
 
 def whole_gradients(count: int = 1) -> dict[str, Tensor]:
@@ -68,30 +57,22 @@ def shown(model: MegatronFSDP) -> dict[str, Tensor]:
     return {name: grad for name, grad in model.full_gradients().items() if grad is not None}
 
 
-def places(model: MegatronFSDP) -> tuple[set[str], set[torch.dtype], bool]:
-    """Kinds of `.grad`, dtypes of `.decoupled_grad`, and whether those are described as their parameters."""
-    params = list(model.parameters())
-    grads = [param.decoupled_grad for param in params]  # type: ignore[attr-defined]
-    alike = all(
-        isinstance(g, DTensor) and isinstance(p, DTensor) and g.placements == p.placements and g.shape == p.shape
-        for g, p in zip(grads, params, strict=True)
-    )
-    return {str(param.grad) for param in params}, {grad.dtype for grad in grads}, alike
-
-
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("auto_sync", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_gradients_are_decoupled_in_their_own_dtype_and_grad_stays_none(strategy: int, auto_sync: bool) -> None:
-    model = wrap(strategy, BF16_GRADS, sync_model_each_microbatch=auto_sync)
+    model = wrap(strategy, mixed_precision_policy=BF16_GRADS, sync_model_each_microbatch=auto_sync)
     backward(model, next(batches(1)))
     if not auto_sync:
         model.finish_grad_sync()
-    found = places(model)
-    difference = largest_difference(shown(model), whole_gradients())
-    assert found == ({"None"}, {torch.bfloat16}, True)
-    assert 0.0 < difference <= 2e-2  # of bfloat16's 8 bits, and not of a float32 that was cast on the way
+    for param in model.parameters():
+        grad = param.decoupled_grad  # type: ignore[attr-defined]
+        assert param.grad is None
+        assert (grad.dtype, grad.placements, grad.shape) == (torch.bfloat16, param.placements, param.shape)  # type: ignore[attr-defined]
+    assert (
+        0.0 < largest_difference(shown(model), whole_gradients()) <= 2e-2
+    )  # of bfloat16's 8 bits, and not of a float32 that was cast on the way
 
 
 @pytest.mark.full(cover=1)
@@ -144,34 +125,21 @@ def by_hand(model: MegatronFSDP, _: torch.optim.Optimizer) -> None:
 Clear = Callable[[MegatronFSDP, torch.optim.Optimizer], None]
 
 
-def clear_and_accumulate(strategy: int, clear: Clear) -> tuple[list[float], float]:
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("clear", "left"), [(by_optimizer_in_place, [0.0] * 7), (by_model, []), (by_buffer, []), (by_hand, [])]
+)
+@on_ranks(2)
+def test_every_way_to_clear_clears_decoupled_gradients(strategy: int, clear: Clear, left: list[float]) -> None:
     model = wrap(strategy)
     optimizer = fully_shard_optimizer(DecoupledSGD(model.parameters()))
     backward(model, next(batches(1, first=5)))
     clear(model, optimizer)
-    left = [grad.abs().max().item() for grad in shown(model).values()]
+    assert [grad.abs().max().item() for grad in shown(model).values()] == left
     for batch in batches(2):
         backward(model, batch)
-    return left, largest_difference(shown(model), whole_gradients(2))
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("clear", "left"),
-    [
-        (by_optimizer_in_place, [0.0] * 7),
-        (by_model, []),
-        (by_buffer, []),
-        (by_hand, []),
-    ],
-)
-def test_every_way_to_clear_clears_decoupled_gradients(
-    run_ranks: RunRanks, strategy: int, clear: Clear, left: list[float]
-) -> None:
-    for found, difference in run_ranks(2, clear_and_accumulate, strategy, clear):
-        assert found == left
-        assert difference <= 1e-6
+    assert largest_difference(shown(model), whole_gradients(2)) <= 1e-6
 
 
 @pytest.mark.parametrize("strategy", [0, 3])
@@ -233,12 +201,6 @@ def test_optimizers_of_whole_tensors_read_them_uncast(kind: str, strategy: int) 
 @on_ranks(2)
 def test_an_optimizer_of_torch_would_find_nothing_and_is_refused() -> None:
     model = build()
-    with pytest.raises(ConfigurationError) as in_one_call:
-        fully_shard(model, torch.optim.AdamW(model.parameters()), mesh(), use_decoupled_grad=True)
-    sharded = wrap(3)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError) as by_itself:
-        fully_shard_optimizer(optimizer)
-    first, second = [str(in_one_call.value), str(by_itself.value)]
-    assert "in param.decoupled_grad, where AdamW, one of torch's own, does not look" in first
-    assert "where SGD" in second
+    told = refusal(fully_shard, model, torch.optim.AdamW(model.parameters()), mesh(), use_decoupled_grad=True)
+    assert "in param.decoupled_grad, where AdamW, one of torch's own, does not look" in told
+    assert "where SGD" in refusal(fully_shard_optimizer, torch.optim.SGD(wrap(3).parameters(), lr=0.1))

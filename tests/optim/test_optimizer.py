@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp import (
     ChainedOptimizer,
-    MegatronFSDP,
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,
@@ -43,15 +42,12 @@ from tests.support.api_net import (
     own_part,
     train,
     weights,
+    wrap,
 )
 from tests.support.on_ranks import on_ranks
 
 TOLERANCE = 2e-6
 """For float32 weights after a few steps: ranks add up gradients in another order than one process does."""
-
-
-def wrap(strategy: int, seed: int = 0) -> MegatronFSDP:
-    return fully_shard_model(build(seed), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
 
 
 class Lion(torch.optim.Optimizer):
@@ -290,10 +286,6 @@ def test_an_optimizer_that_would_train_nothing_says_so() -> None:
     assert all(found is param for found, param in zip(module.parameters(), before, strict=True))
 
 
-def wrap_module(module: nn.Module) -> MegatronFSDP:
-    return fully_shard_model(module, mesh(), fsdp_unit_modules=[Layer])
-
-
 @on_ranks(2)
 def test_optimizers_of_others_step_as_ever() -> None:
     """Optimizers that hold nothing of a sharded model, or something that somebody else trains."""
@@ -303,7 +295,7 @@ def test_optimizers_of_others_step_as_ever() -> None:
     tied = next(module.parameters())
     of_tied = torch.optim.SGD([tied], lr=0.1)
     of_deleted = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = wrap_module(module)
+    model = wrap(model=module)
     of_average.step()
     tied.grad = torch.ones_like(tied)
     before = tied.detach().clone()
@@ -331,10 +323,7 @@ def clip(params: list[nn.Parameter]) -> float:
 @on_ranks(2)
 def test_one_optimizer_trains_two_models(strategies: tuple[int, int], defers: bool) -> None:
     references = (build(0), build(1))
-    models = [
-        fully_shard_model(build(seed), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
-        for seed, strategy in enumerate(strategies)
-    ]
+    models = [wrap(strategy, build(seed)) for seed, strategy in enumerate(strategies)]
 
     def adamw(both: Iterable[nn.Module]) -> torch.optim.Optimizer:
         return torch.optim.AdamW([param for model in both for param in model.parameters()], lr=1e-2)
@@ -380,7 +369,7 @@ def test_a_connected_optimizer_is_not_copied() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_takes_no_second_model_later() -> None:
-    models = [wrap(3, seed) for seed in range(2)]
+    models = [wrap(3, build(seed)) for seed in range(2)]
     optimizer = fully_shard_optimizer(torch.optim.SGD(models[0].parameters(), lr=0.1))
     groups = len(optimizer.param_groups)
     for foreign in (list(models[1].parameters()), [nn.Parameter(torch.ones(2))]):
@@ -392,10 +381,6 @@ def test_an_optimizer_takes_no_second_model_later() -> None:
         fully_shard_optimizer(optimizer)
 
 
-def collect() -> None:
-    gc.collect()
-
-
 @on_ranks(2)
 def test_a_model_may_be_collected_during_a_step_of_others() -> None:
     """A model that is garbage is collected while torch iterates over its hooks for the steps of all optimizers."""
@@ -405,7 +390,7 @@ def test_a_model_may_be_collected_during_a_step_of_others() -> None:
     del garbage
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    handle = register_optimizer_step_post_hook(lambda *_: collect())
+    handle = register_optimizer_step_post_hook(lambda *_: gc.collect() and None)
     try:
         torch.optim.SGD([weight], lr=0.1).step()
     finally:
@@ -456,8 +441,8 @@ def test_an_optimizer_over_all_of_whole_weights_is_called_replicated() -> None:
     )
 
 
-def connect_two() -> tuple[list[str], list[tuple[str, str, tuple[str, ...]]], list[tuple[str, ...]]]:
-    """What is logged, what is described, and the notices after one and after two optimizers."""
+@on_ranks(2)
+def test_what_is_routed_where_is_logged_once_and_described() -> None:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -466,33 +451,25 @@ def connect_two() -> tuple[list[str], list[tuple[str, str, tuple[str, ...]]], li
     model = fully_shard_model(Words(), mesh(), fsdp_unit_modules=[nn.Sequential])
     matrices = [param for name, param in model.named_parameters() if name.endswith("1.weight")]
     others = [param for name, param in model.named_parameters() if not name.endswith("1.weight")]
+    rest = ("norms 4", "biases 2", "stacks of matrices 1", "vectors 1", "embeddings 1", "head 1")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         muon = fully_shard_optimizer(torch.optim.Muon(matrices))
-        notices = [model.describe().notices]
+        assert model.describe().notices == (f"no connected optimizer updates 10 parameters ({', '.join(rest)})",)
         adamw = fully_shard_optimizer(torch.optim.AdamW(others))
-        notices.append(model.describe().notices)
+        assert model.describe().notices == ()
         assert fully_shard_optimizer(adamw) is adamw  # again: nothing more is said
     finally:
         logger.removeHandler(handler)
         logger.setLevel(usual)
     del muon
-    told = model.describe().optimizers
-    return logged, sorted((each.class_name, each.step, each.parts) for each in told), notices
-
-
-def test_what_is_routed_where_is_logged_once_and_described(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, connect_two)
-    rest = ("norms 4", "biases 2", "stacks of matrices 1", "vectors 1", "embeddings 1", "head 1")
-    assert first[0] == [
+    told = sorted((each.class_name, each.step, each.parts) for each in model.describe().optimizers)
+    assert told[0] == ("AdamW", "on local tensors", rest)
+    assert logged == [
         "Muon: 2 parameters on shards and whole matrices (Muon) (matrices 2)",
         f"AdamW: 10 parameters on local tensors ({', '.join(rest)})",
-    ]
-    assert second[0] == []
-    assert first[1:] == second[1:]
-    assert first[1][0] == ("AdamW", "on local tensors", rest)
-    assert first[2] == [(f"no connected optimizer updates 10 parameters ({', '.join(rest)})",), ()]
+    ] * (dist.get_rank() == 0)
 
 
 # ---- 16-bit main weights ---------------------------------------------------------------------------------------------
@@ -599,7 +576,7 @@ def test_an_optimizer_around_another_is_refused_before_anything_changes() -> Non
         with pytest.raises(ConfigurationError, match=text):
             fully_shard(module, optimizer, mesh(), fsdp_unit_modules=[Layer])
         assert all(left is right for left, right in zip(module.parameters(), params, strict=True))
-        model = wrap_module(module)
+        model = wrap(model=module)
         wrapping = kind(torch.optim.AdamW(model.parameters())) if kind is Around else Sam(model.parameters())
         with pytest.raises(ConfigurationError, match=text):
             fully_shard_optimizer(wrapping)

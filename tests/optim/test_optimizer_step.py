@@ -8,19 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
-from tests.conftest import RunRanks
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, wrap
 from tests.support.api_net import weights as whole_weights
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import of_ranks, on_ranks
 
 TOLERANCE = 2e-6
-
-
-def wrap(strategy: int, dtype: torch.dtype = torch.float32, **arguments: Any) -> MegatronFSDP:
-    model = build().to(dtype)
-    return fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
 
 
 def connected_sgd(model: MegatronFSDP, lr: float = 0.1) -> Any:
@@ -49,7 +43,7 @@ def test_step_syncs_gradients_unless_told_not_to(strategy: int) -> None:
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_step_installs_weights_unless_told_not_to(strategy: int) -> None:
-    model = wrap(strategy, torch.bfloat16)
+    model = wrap(strategy, build().bfloat16())
     optimizer = connected_sgd(model, lr=1.0)
 
     def installed() -> bool:
@@ -93,42 +87,25 @@ def test_zero_grad_forgets_pending_gradients_unless_told_not_to(strategy: int) -
 # ---- closures --------------------------------------------------------------------------------------------------------
 
 
-def sgd_with_closure(strategy: int, by_keyword: bool, auto_sync: bool) -> tuple[list[float], float]:
-    """Losses that `step` returned on this rank, and the distance to one process after three steps."""
+@pytest.mark.parametrize(
+    ("strategy", "by_keyword", "auto_sync"),
+    [(0, True, False), (2, False, False), (3, True, True)],
+)
+@on_ranks(2)
+def test_step_runs_a_closure_and_returns_its_loss(strategy: int, by_keyword: bool, auto_sync: bool) -> None:
     model, reference = wrap(strategy, sync_model_each_microbatch=auto_sync), build()
     optimizer, expected = connected_sgd(model), torch.optim.SGD(reference.parameters(), lr=0.1)
-    losses: list[float] = []
     for batch in batches(3):
 
         def closure(batch: tuple[Tensor, Tensor] = batch) -> float:
             optimizer.zero_grad()
             return backward(model, batch)
 
-        losses.append(optimizer.step(closure=closure) if by_keyword else optimizer.step(closure))
-    train(reference, expected, 3)
-    return losses, largest_difference(whole_weights(model), whole_weights(reference))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "by_keyword", "auto_sync"),
-    [(0, True, False), (2, False, False), (3, True, True)],
-)
-def test_step_runs_a_closure_and_returns_its_loss(
-    strategy: int, by_keyword: bool, auto_sync: bool, run_ranks: RunRanks
-) -> None:
-    (first, first_difference), (second, second_difference) = run_ranks(
-        2, sgd_with_closure, strategy, by_keyword, auto_sync
-    )
-    assert max(first_difference, second_difference) <= TOLERANCE
-    mean = [(left + right) / 2 for left, right in zip(first, second, strict=True)]
-    reference = build()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    expected = []
-    for batch in batches(3):
-        optimizer.zero_grad()
-        expected.append(backward(reference, batch))
-        optimizer.step()
-    assert mean == pytest.approx(expected, rel=1e-5)
+        losses = of_ranks(optimizer.step(closure=closure) if by_keyword else optimizer.step(closure))
+        expected.zero_grad()
+        assert sum(losses) / 2 == pytest.approx(backward(reference, batch), rel=1e-5)
+        expected.step()
+    assert largest_difference(whole_weights(model), whole_weights(reference)) <= TOLERANCE
 
 
 class TwoPhase(torch.optim.Optimizer):

@@ -2,16 +2,20 @@
 
 import math
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import NonFiniteNormError
+from megatron_fsdp.optim.grad_norm import is_known_to_be_one
 from tests.conftest import RunRanks
-from tests.support.case import Run, Scenario, Setting, check_strategies
+from tests.support.api_net import backward, batches, wrap
+from tests.support.case import IN_TURN, REPLICATED, Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import MODEL_CASES, ModelName, ScalarBlock
 
@@ -44,7 +48,7 @@ class Clip:
 
 def _check(run_ranks: RunRanks, num_ranks: int, clip: Clip, models: tuple[ModelName, ...]) -> None:
     for model in models:
-        settings = [Setting(strategy) for strategy in ((0, 3) if model != "transformer" else (1, 2))]
+        settings = (Setting(1), Setting(2)) if model == "transformer" else (Setting(0), Setting(3), REPLICATED, IN_TURN)
         check_strategies(run_ranks, num_ranks, Scenario(clip, MODEL_CASES[model]), settings)
 
 
@@ -121,3 +125,52 @@ def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(strategy: int) ->
     assert all(torch.equal(before[name], grad) for name, grad in after.items() if grad is not None)  # type: ignore[arg-type]
     assert good > 0.0
     assert sharded.clip_grad_norm_(SMALL).item() == math.inf
+
+
+# ---- what is scaled --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("relative_limit", "poison", "factor"), [(2.0, 1.0, 1.0), (0.999, 1.0, 0.999), (2.0, math.nan, math.nan)]
+)
+@on_ranks(2)
+def test_gradients_are_scaled_where_their_norm_is_too_large_or_nan(
+    relative_limit: float, poison: float, factor: float
+) -> None:
+    """Clipped to some multiple of their norm; small ones are left alone, and NaN on one rank scales those of all."""
+    model = wrap()
+    backward(model, next(batches(1)))
+    norm = model.clip_grad_norm_(math.inf).item()
+    locals_ = [local for param in model.parameters() if (local := param.grad.to_local()).numel()]  # type: ignore[union-attr]
+    if dist.get_rank() == 0:
+        locals_[0].mul_(poison)
+    before = [local.clone() for local in locals_]
+    with mock.patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as multiply:
+        model.clip_grad_norm_(norm * relative_limit)
+    factors = [(local / old).flatten()[0].item() for local, old in zip(locals_, before, strict=True)]
+    assert factors == pytest.approx([factor] * len(factors), rel=1e-4, nan_ok=True)
+    assert multiply.called == (factor != 1.0)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_gaps_between_gradients_count_for_nothing_even_after_nan(strategy: int) -> None:
+    """Norms of the same gradients, before and after some that were NaN were clipped and zeroed in place."""
+    model = wrap(strategy)
+    norms = []
+    for factor in (1.0, float("nan"), 1.0):
+        model.zero_grad(set_to_none=False)
+        backward(model, next(batches(1)))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad.to_local().mul_(factor)  # type: ignore[union-attr]
+        norms.append(model.clip_grad_norm_(1.0).item())
+    first, nan, last = norms
+    assert math.isnan(nan)
+    assert first == last > 0.0
+
+
+def test_what_cannot_be_read_without_a_wait_is_not_read() -> None:
+    assert is_known_to_be_one(torch.ones(()))
+    assert not is_known_to_be_one(torch.tensor(0.5))
+    assert not is_known_to_be_one(torch.ones((), device="meta"))

@@ -144,6 +144,7 @@ def test_so_they_are_with_an_outer_axis(outer: int) -> None:
     assert_same_bits("adamw", **arguments)
 
 
+@pytest.mark.unmerged
 @on_ranks(2)
 def test_units_are_stepped_while_backward_goes_on() -> None:
     """The backward of the first floor waits for the step of the last one."""
@@ -312,6 +313,7 @@ def test_a_second_step_with_the_same_gradients_is_refused() -> None:
     optimizer.step()
 
 
+@pytest.mark.unmerged
 @pytest.mark.parametrize("kind", ["the same", "another", "a penalty"])
 @on_ranks(2)
 def test_gradients_after_the_step_of_their_parameter_are_an_error_that_names_it(kind: str) -> None:
@@ -379,6 +381,7 @@ def fail(*_: object) -> None:
     raise PlannedError("as planned")
 
 
+@pytest.mark.unmerged
 @on_ranks(2)
 def test_a_backward_that_fails_is_told_until_a_checkpoint_is_loaded() -> None:
     model, optimizer = warm()

@@ -1,7 +1,6 @@
 """Full parameters inside a block: what modules hold, what writes do, and that everything is put back."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,17 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, ScheduleError
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
+from tests.support.api_net import backward, batches, build, largest_difference, mesh, train, weights, wrap
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 from tests.support.zoo import MODEL_CASES, ModelName
 
 BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32)
 X = torch.ones(2, 5)
-
-
-def wrap(strategy: int = 3, dtype: torch.dtype = torch.float32, **arguments: Any) -> MegatronFSDP:
-    model = build().to(dtype)
-    return fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:
@@ -67,7 +61,7 @@ def test_inside_modules_hold_full_plain_parameters(strategy: int, name: ModelNam
 
 @on_ranks(2)
 def test_the_main_weights_are_shown_or_their_compute_dtype() -> None:
-    model = wrap(dtype=torch.bfloat16, mixed_precision_policy=BF16)
+    model = wrap(model=build().bfloat16(), mixed_precision_policy=BF16)
     train(model, fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3)), 1)
     main = weights(model)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in main.values())
@@ -136,7 +130,7 @@ def test_what_is_written_is_taken_into_main_and_compute_weights(strategy: int) -
         double(model.module)
     double(reference)
     assert largest_difference(weights(model), weights(reference)) == 0.0
-    half = wrap(strategy, torch.bfloat16, mixed_precision_policy=BF16)
+    half = wrap(strategy, build().bfloat16(), mixed_precision_policy=BF16)
     with half.full_parameters_context(writeback=True):
         double(half.module)
     with torch.no_grad():

@@ -3,7 +3,6 @@
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import ChainedOptimizer, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
@@ -162,6 +160,7 @@ def bytes_to_others(units: list[type[nn.Module]]) -> int:
     return sent
 
 
+@pytest.mark.unmerged
 def test_a_matrix_that_lies_whole_on_its_owner_is_not_sent(run_ranks: RunRanks) -> None:
     assert run_ranks(4, bytes_to_others, []) == [0] * 4
     assert run_ranks(4, bytes_to_others, [nn.Linear]) == [2 * 2 * 8 * 144 // 4 * 3 // 4] * 4
@@ -413,77 +412,6 @@ def test_options_that_became_wrong_are_told_also_where_nothing_has_a_gradient() 
     twins.optimizer.param_groups[0]["split_sizes"] = 4
     with pytest.raises(ConfigurationError, match="Muon was given split_sizes=4 for a parameter of shape"):
         twins.optimizer.step()
-
-
-# ---- beside other optimizers, through the public functions --------------------------------------------------------
-
-
-class Net(nn.Module):
-    """Two layers with biases and a head. (samples, 6) -> (samples, 4)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return self.head(x)
-
-
-def two_optimizers(params: Sequence[Any]) -> list[torch.optim.Optimizer]:
-    matrices = [param for param in params if param.dim() == 2]
-    others = [param for param in params if param.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(others, lr=0.05)]
-
-
-def net() -> nn.Module:
-    with fixed_seed(5):
-        return Net()
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(12, 6, generator=torch.Generator().manual_seed(50 + step))
-
-
-def train_alone(steps: int) -> dict[str, Tensor]:
-    model = net()
-    optimizers = two_optimizers(list(model.parameters()))
-    for step in range(steps):
-        model(batch(step)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: param.detach() for name, param in model.named_parameters()}
-
-
-def close(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Whether weights agree as far as bf16 iterations on gradients that are rounded otherwise do."""
-    return all(torch.allclose(left[name], right[name], atol=2e-3, rtol=0) for name in right)
-
-
-@on_ranks(3)
-def test_accumulation_a_scaler_and_recomputation_change_nothing() -> None:
-    """A chain that was built before the model was sharded; the second step overflows on one rank and is skipped."""
-    expected = train_alone(3)
-    recomputed = net()
-    for layer in recomputed.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    chain = ChainedOptimizer(*two_optimizers(list(recomputed.parameters())))
-    model, optimizer = fully_shard(
-        recomputed, chain, device_mesh=mesh(), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=2
-    )
-    ranks, rank, scaler = dist.get_world_size(), dist.get_rank(), torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in (0, None, 1, 2):
-        for part in batch(step or 0).chunk(ranks)[rank].chunk(2):
-            loss = model(part).square().mean() / 2
-            scaler.scale(loss * (float("inf") if step is None and rank == 1 else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert scaler.get_scale() == 4.0
-    assert close({name: value.clone() for name, value in model.full_parameters().items()}, expected)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

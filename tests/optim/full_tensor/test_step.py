@@ -19,7 +19,7 @@ from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.experts import FLAT, ListedExperts, build_with_experts, experts_of
-from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal, same_on_ranks
 from tests.support.optimizer_twins import Twins, flat, matrices
 from tests.support.zoo import Block, build_dense
 
@@ -116,14 +116,6 @@ class Holder(torch.optim.Optimizer):
                 self.state[param]["helper"] = Holder
 
 
-def hold() -> tuple[str, str] | None:
-    try:
-        Twins(matrices(), Holder, flat(3)).step(0)
-    except ConfigurationError as error:  # all ranks have met the same
-        return message_of(error)
-    return None
-
-
 class Undeclared(torch.optim.Adafactor):
     """A subclass, which may do anything."""
 
@@ -132,27 +124,16 @@ class UndeclaredFactored(Factored):
     """A subclass of a declared class."""
 
 
-def connect_undeclared(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> tuple[str, str] | None:
-    model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear], **options)
-    try:
-        fully_shard_optimizer(kind(model.parameters()))
-    except ValueError as error:
-        return message_of(error)
-    return None
-
-
-def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, hold)
-    assert first == second
-    assert "state 'helper' holds a type, which cannot rest with one rank and be saved" in first[1]
-    refused: tuple[tuple[type[torch.optim.Optimizer], dict[str, Any], str], ...] = (
-        (Undeclared, {}, "Undeclared cannot update sharded parameters: it works on whole tensors"),
-        (UndeclaredFactored, {}, "UndeclaredFactored is derived from a class that steps_whole_tensors declares"),
-    )
-    for kind, options, text in refused:
-        first, second = run_ranks(2, connect_undeclared, kind, options)
-        assert first == second
-        assert first[1].startswith(text)
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused_on_all_ranks() -> None:
+    told = refusal(Twins(matrices(), Holder, flat(3)).step, 0)
+    assert "state 'helper' holds a type, which cannot rest with one rank and be saved" in told
+    for kind, text in (
+        (Undeclared, "Undeclared cannot update sharded parameters: it works on whole tensors"),
+        (UndeclaredFactored, "UndeclaredFactored is derived from a class that steps_whole_tensors declares"),
+    ):
+        model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear])
+        assert refusal(fully_shard_optimizer, kind(model.parameters())).startswith(text)
 
 
 def test_only_classes_of_optimizers_can_be_declared() -> None:
