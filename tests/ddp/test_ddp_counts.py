@@ -33,20 +33,6 @@ Log = list[str]
 """What happened, in order: `reduce3`, `gather1`, `forward2`, `backward4`, by bucket and layer from 1."""
 
 
-class Mark(torch.autograd.Function):
-    """Identity; notes when the gradient comes back through it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, log: Log, line: str) -> Tensor:
-        ctx.log, ctx.line = log, line
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.log.append(ctx.line)
-        return grads[0], None, None
-
-
 class Steps(nn.Module):
     """Layers that note when their backward has gone past them."""
 
@@ -59,7 +45,9 @@ class Steps(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         for number, layer in enumerate(self.layers, start=1):
-            x = layer(Mark.apply(x, self.log, f"backward{number}"))  # type: ignore[no-untyped-call]
+            x = x.view_as(x)
+            x.register_hook(lambda _grad, number=number: self.log.append(f"backward{number}"))  # type: ignore[misc]
+            x = layer(x)
         return x
 
 

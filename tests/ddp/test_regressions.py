@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.ddp import DistributedOptimizer
 from megatron_fsdp.errors import ShardOperationError
+from tests.conftest import RunRanks
+from tests.support.case import Scenario, check_strategies, ddp, three_steps
 from tests.support.on_ranks import engine_of, on_ranks
+from tests.support.zoo import FEATURES, Batch, ModelCase, make_batch, vector_case
 
 OVERLAPPING = {
     "use_distributed_optimizer": True,
@@ -29,7 +33,7 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(5) + 0.1)
+        self.weight = nn.Parameter(torch.eye(FEATURES) + 0.1)
 
 
 class Reader(nn.Module):
@@ -38,7 +42,7 @@ class Reader(nn.Module):
     def __init__(self, table: Table) -> None:
         super().__init__()
         self.table = table
-        self.linear = nn.Linear(5, 5)
+        self.linear = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x) @ self.table.weight)
@@ -91,14 +95,30 @@ def difference(model: DistributedDataParallel, plain: nn.Module) -> float:
     return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
 
 
-@on_ranks(2)
-def test_a_holder_of_parameters_below_several_modules_is_read_by_each() -> None:
-    torch.manual_seed(0)
-    plain = TwoReaders()
-    model, optimizer = wrapped(copy.deepcopy(plain), OVERLAPPING)
-    trained(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
-    trained(model, optimizer)
-    assert difference(model, plain) < 1e-6
+class HeadOutside(nn.Module):
+    """Has a head that only the loss calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(FEATURES, FEATURES), nn.MultiheadAttention(FEATURES, 1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def loss_by_head(model: nn.Module, batch: Batch) -> torch.Tensor:
+    tokens = model(batch.inputs)[:, None]
+    inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    return F.mse_loss(inner.head(tokens, tokens, tokens, need_weights=False)[0].squeeze(1), batch.targets)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [vector_case(TwoReaders), ModelCase(HeadOutside, make_batch, loss_by_head, ())],
+    ids=["a holder of parameters below several modules", "a head that is called outside of the model"],
+)
+def test_weights_are_there_for_whoever_reads_them(run_ranks: RunRanks, case: ModelCase) -> None:
+    check_strategies(run_ranks, 2, Scenario(three_steps, case), [ddp(**OVERLAPPING)])
 
 
 @on_ranks(2)
@@ -145,33 +165,6 @@ def test_the_dtype_of_a_weight_that_is_not_there_yet_is_that_of_compute() -> Non
     model, optimizer = wrapped(Skipping().bfloat16(), OVERLAPPING)
     trained(model, optimizer)
     assert model.module.seen == [torch.bfloat16] * 3
-
-
-class HeadOutside(nn.Module):
-    """Has a head that only the loss calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(5, 5), nn.MultiheadAttention(5, 1, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
-
-
-@on_ranks(2)
-def test_a_head_that_is_called_outside_of_the_model_finds_its_weights() -> None:
-    torch.manual_seed(0)
-    plain = HeadOutside()
-    model, optimizer = wrapped(copy.deepcopy(plain), OVERLAPPING)
-    reference = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for step in range(3):
-        x = torch.full((2, 5), 0.1 * (step + 1))
-        for body, head, steps in ((plain, plain.head, reference), (model, model.module.head, optimizer)):
-            tokens = body(x)[None]
-            head(tokens, tokens, tokens, need_weights=False)[0].square().sum().backward()
-            steps.step()
-            steps.zero_grad()
-    assert difference(model, plain) < 1e-5
 
 
 @on_ranks(2)

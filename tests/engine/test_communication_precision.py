@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import (
     DistributedDataParallel,
@@ -28,6 +27,7 @@ from tests.conftest import RunRanks
 from tests.engine.test_precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train
 from tests.support.api_net import Layer, backward, batches, build, mesh, wrap
 from tests.support.case import Recording
+from tests.support.counting import OpCounts
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
 
 pytestmark = pytest.mark.unmerged
@@ -49,30 +49,17 @@ class _AsIfNotGloo:
         return "another"
 
 
-class _Reductions(TorchDispatchMode):
-    """Names of the collectives that reduce-scatter, or could."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name = func._schema.name.split("::")
-        if namespace == "c10d" and ("alltoall" in name or "reduce_scatter" in name):
-            self.names.add(name)
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
-def another_back_end() -> Iterator[_Reductions]:
+def another_back_end() -> Iterator[OpCounts]:
     """The path of back ends whose own reduce-scatter is fine; gloo's, used here, adds in the dtype that travels."""
-    with mock.patch.object(collectives, "dist", _AsIfNotGloo()), _Reductions() as reductions:
-        yield reductions
+    with mock.patch.object(collectives, "dist", _AsIfNotGloo()), OpCounts() as counts:
+        yield counts
 
 
 def train_elsewhere(jobs: Sequence[Job]) -> tuple[list[Recording], set[str]]:
-    with another_back_end() as reductions:
-        return train(jobs), reductions.names
+    with another_back_end() as counts:
+        recordings = train(jobs)
+    return recordings, {each.name for each in counts.sent if "alltoall" in each.name or "reduce_scatter" in each.name}
 
 
 def jobs_with(switch: bool) -> list[Job]:

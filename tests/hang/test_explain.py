@@ -79,38 +79,34 @@ class Story:
         return RankLog(writer, tuple(self.records), beat=beat, alive=alive, read_ns=_NOW)
 
 
-def _found(*logs: RankLog) -> tuple[Kind, tuple[int, ...], str]:
+def told(kind: Kind, ranks: tuple[int, ...], *logs: RankLog) -> str:
+    """Assert what is found, and return the explanation."""
     explanation = explain(Logs(logs), 10.0)
-    (finding,) = explanation.findings
-    return finding.kind, finding.ranks, str(explanation)
+    assert [(finding.kind, finding.ranks) for finding in explanation.findings] == [(kind, ranks)]
+    return str(explanation)
 
 
 def test_ranks_that_wait_for_the_same_are_told_so() -> None:
-    kind, ranks, text = _found(*(Story().gather(2).gather(1).wait(1).log(rank) for rank in range(2)))
-    assert (kind, ranks) == (Kind.EQUAL, ())
+    text = told(Kind.EQUAL, (), *(Story().gather(2).gather(1).wait(1).log(rank) for rank in range(2)))
     assert text.startswith("all ranks wait for the same, and all have come: the network is slow or broken")
     assert "each of ranks 0, 1 waits for the weights of a in the forward of step 0 (operation 2) since 900.0 s" in text
 
 
 def test_a_wait_that_is_short_is_no_hang() -> None:
-    kind, ranks, text = _found(Story(995.0).gather(1).wait(1).log(0), Story(995.0).log(1))
-    assert (kind, ranks) == (Kind.NOTHING, ())
+    text = told(Kind.NOTHING, (), Story(995.0).gather(1).wait(1).log(0), Story(995.0).log(1))
     assert text.startswith("no rank stands out\n")
 
 
 def test_a_missing_log_is_named() -> None:
-    kind, ranks, text = _found(*(Story().gather(1).wait(1).log(rank, 4) for rank in (0, 3)))
-    assert (kind, ranks) == (Kind.MISSING, (1, 2))
+    text = told(Kind.MISSING, (1, 2), *(Story().gather(1).wait(1).log(rank, 4) for rank in (0, 3)))
     assert text.startswith("ranks 1, 2 left no log here: ")
 
 
 def test_a_rank_on_another_machine_that_fell_silent_is_gone() -> None:
     waits = Story().gather(1).wait(1).log(0, alive=None, beat=_beat(_NOW))
-    kind, ranks, text = _found(waits, Story().gather(1).log(1, alive=None, beat=_beat(101 * _SECOND)))
-    assert (kind, ranks) == (Kind.DIED, (1,))
+    text = told(Kind.DIED, (1,), waits, Story().gather(1).log(1, alive=None, beat=_beat(101 * _SECOND)))
     assert text.startswith("rank 1 died without a word (process 11 on host), as after kill -9")
-    kind, ranks, text = _found(waits, Story().gather(1).log(1, alive=None, beat=_beat(_NOW - 60 * _SECOND)))
-    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    text = told(Kind.ELSEWHERE, (1,), waits, Story().gather(1).log(1, alive=None, beat=_beat(_NOW - 60 * _SECOND)))
     assert text.splitlines()[0].endswith("since 840.0 s")
     assert text.splitlines()[1].startswith("after that rank 1 died without a word (process 11 on host), as after kill")
 
@@ -119,19 +115,17 @@ def test_of_a_job_that_was_killed_as_a_whole_the_hang_before_is_told_if_it_hung(
     """Signs of life say how long it hung; nobody died before the others."""
     waits = Story().gather(1).wait(1).log(0, alive=False, beat=_beat(_NOW))
     sleeps = Story().gather(1).log(1, alive=False, beat=_beat(_NOW - _SECOND // 2))
-    kind, ranks, text = _found(waits, sleeps)
-    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    text = told(Kind.ELSEWHERE, (1,), waits, sleeps)
     assert "rank 0 waits for the weights of a in the forward of step 0 (operation 1) since 900.0 s" in text
     both = [Story(999.0).gather(1).log(rank, alive=False, beat=_beat(_NOW)) for rank in range(2)]
-    assert _found(*both)[0] is Kind.NOTHING
+    told(Kind.NOTHING, (), *both)
 
 
 def test_an_error_of_its_own_comes_before_those_that_follow_from_it() -> None:
     fails = Story().gather(1).add(Mark.BEGINS, Phase.FORWARD, 1).add(Mark.FAILED, Phase.FORWARD, 1)
     follows = Story().gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1)
     first = replace(fails.log(1, alive=False), words="ValueError: bad batch")
-    kind, ranks, text = _found(follows.log(0, alive=False), first)
-    assert (kind, ranks) == (Kind.RAISED, (1,))
+    text = told(Kind.RAISED, (1,), follows.log(0, alive=False), first)
     assert text.splitlines()[:2] == [
         "rank 1 raised an error while it computes the forward of a in the forward of step 0:",
         "  ValueError: bad batch",
@@ -142,10 +136,8 @@ def test_ranks_that_saw_communication_fail_did_not_start_it() -> None:
     """They end one after another, some of them while it is looked at."""
     follows = Story().gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1)
     logs = [follows.log(0, 4, alive=False), Story().gather(1).log(1, 4, alive=False)]
-    kind, ranks, _ = _found(*logs, follows.log(2, 4), follows.log(3, 4, alive=False))
-    assert (kind, ranks) == (Kind.DIED, (1,))
-    kind, ranks, _ = _found(follows.log(0, alive=False), Story().gather(1).log(1))
-    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    told(Kind.DIED, (1,), *logs, follows.log(2, 4), follows.log(3, 4, alive=False))
+    told(Kind.ELSEWHERE, (1,), follows.log(0, alive=False), Story().gather(1).log(1))
 
 
 _SIGTERM = 'Stack (most recent call first):\n  File "a.py", line 3 in load\n  File "a.py", line 9 in <module>\n'
@@ -162,8 +154,7 @@ def _timed_out(quiet_s: int) -> tuple[RankLog, RankLog]:
 def test_a_rank_that_was_ended_because_it_stood_still_is_not_told_as_dead(quiet_s: int) -> None:
     """Also where the time limit was shorter than what is called a hang."""
     waits, sleeps = _timed_out(quiet_s)
-    kind, ranks, text = _found(waits, replace(sleeps, termination=_SIGTERM))
-    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    text = told(Kind.ELSEWHERE, (1,), waits, replace(sleeps, termination=_SIGTERM))
     last = "starts to gather the weights of a"
     assert text.splitlines()[:5] == [
         f"rank 1 runs code outside of the model (the last it did there: {last}, step 0) since {quiet_s}.0 s",
@@ -176,34 +167,30 @@ def test_a_rank_that_was_ended_because_it_stood_still_is_not_told_as_dead(quiet_
 
 
 def test_the_first_standstill_is_told_before_a_later_death() -> None:
-    kind, ranks, text = _found(*_timed_out(900))
-    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    text = told(Kind.ELSEWHERE, (1,), *_timed_out(900))
     assert text.splitlines()[1] == (
         "after that rank 1 died without a word (process 11 on host), as after kill -9 or when memory runs out"
     )
-    assert _found(*_timed_out(4))[0] is Kind.DIED  # may have been a slow step
+    told(Kind.DIED, (1,), *_timed_out(4))  # may have been a slow step
 
 
 def test_a_rank_that_waited_as_the_others_did_is_no_victim_of_its_own() -> None:
     """All had come, one gave up, and the rest was ended."""
     waits = Story(995.0).gather(1).wait(1)
     ended = replace(waits.log(1, alive=False, beat=_beat(_NOW)), termination=_SIGTERM)
-    kind, ranks, _ = _found(Story(995.0).gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1).log(0, alive=False), ended)
-    assert (kind, ranks) == (Kind.EQUAL, ())
+    told(Kind.EQUAL, (), Story(995.0).gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1).log(0, alive=False), ended)
 
 
 def test_a_rank_that_was_ended_alone_is_told_so() -> None:
     waits, _ = _timed_out(900)
     ended = replace(Story(999.9).gather(1).log(1, alive=False), termination=_SIGTERM)
-    kind, ranks, text = _found(waits, ended)
-    assert (kind, ranks) == (Kind.DIED, (1,))
+    text = told(Kind.DIED, (1,), waits, ended)
     assert text.startswith("rank 1 was ended by SIGTERM (process 11 on host); the last thing known: it runs code out")
 
 
 def test_a_failed_wait_is_told_also_of_a_rank_that_ended_then() -> None:
     follows = Story().gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1).add(Mark.GOODBYE, Phase.GATHER, 0)
-    kind, ranks, text = _found(follows.log(0, alive=False), Story().gather(1).log(1))
-    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    text = told(Kind.ELSEWHERE, (1,), follows.log(0, alive=False), Story().gather(1).log(1))
     assert "rank 0 raised an error while it waits for the weights of a since " in text
     assert (
         "  rank 0: raised an error while it waits for the weights of a; 1 operations, quiet for 0.0 s, process ended"
@@ -218,7 +205,7 @@ def _backward() -> Story:
 
 
 @pytest.mark.parametrize(
-    ("story", "told"),
+    ("story", "place"),
     [
         (
             _backward().add(Mark.ENDS, Phase.BACKWARD, 2).add(Mark.BEGINS, Phase.FINALISE, 0),
@@ -229,13 +216,12 @@ def _backward() -> Story:
         (Story().gather(1), "outside of the model in step 0"),
     ],
 )
-def test_an_error_is_told_with_its_place(story: Story, told: str) -> None:
+def test_an_error_is_told_with_its_place(story: Story, place: str) -> None:
     """Not that of the goodbye, which is said in no phase."""
     story.back = False
     dead = replace(story.add(Mark.GOODBYE, Phase.GATHER, 0).log(1, alive=False), words="ValueError: hook")
-    kind, ranks, text = _found(Story().gather(1).wait(1).log(0), dead)
-    assert (kind, ranks) == (Kind.RAISED, (1,))
-    assert text.startswith(f"rank 1 raised an error {told}:\n  ValueError: hook\n")
+    text = told(Kind.RAISED, (1,), Story().gather(1).wait(1).log(0), dead)
+    assert text.startswith(f"rank 1 raised an error {place}:\n  ValueError: hook\n")
 
 
 @pytest.mark.parametrize(
@@ -254,8 +240,8 @@ def test_what_one_rank_alone_asks_for_while_others_train_on_is_told_with_what_th
         return told
 
     others = [story().gather(0).wait(0).log(rank, num_ranks) for rank in range(num_ranks) if rank != 1]
-    kind, ranks, text = _found(*others, story().meet(phase).log(1, num_ranks))
-    assert (kind, ranks) == (Kind.DIFFERENT, (0, 1) if num_ranks == 2 else (1,))  # of two, either may be wrong
+    odd = (0, 1) if num_ranks == 2 else (1,)  # of two, either may be wrong
+    text = told(Kind.DIFFERENT, odd, *others, story().meet(phase).log(1, num_ranks))
     each = "rank 0" if num_ranks == 2 else "each of ranks 0, 2"
     place = f"(operation {4 * steps + 1}, in the forward of step {steps})"
     assert text.startswith(f"rank 1 {doing} where {each} starts to gather the weights of (root) (64 bytes) {place}\n")
@@ -263,16 +249,14 @@ def test_what_one_rank_alone_asks_for_while_others_train_on_is_told_with_what_th
 
 def test_who_leaves_out_a_unit_or_a_norm_is_told_with_what_most_do() -> None:
     full = [Story().train().gather(0).gather(1).gather(2).wait(2).log(rank, 3) for rank in (0, 2)]
-    kind, ranks, text = _found(*full, Story().train().gather(0).gather(1).meet(Phase.NORM).log(1, 3))
-    assert (kind, ranks) == (Kind.DIFFERENT, (1,))
+    text = told(Kind.DIFFERENT, (1,), *full, Story().train().gather(0).gather(1).meet(Phase.NORM).log(1, 3))
     assert text.startswith(
         "rank 1 waits for the norm of all gradients where each of ranks 0, 2 starts to gather the weights of b "
     )
     waits = [Story().train().gather(0).gather(1).gather(2).meet(Phase.NORM).log(rank, 3) for rank in (0, 2)]
     for log in waits:
         assert state_of(log).waits
-    kind, ranks, text = _found(*waits, Story().train().train(norm=False).gather(0).wait(0).log(1, 3))
-    assert (kind, ranks) == (Kind.DIFFERENT, (1,))
+    text = told(Kind.DIFFERENT, (1,), *waits, Story().train().train(norm=False).gather(0).wait(0).log(1, 3))
     assert text.startswith(
         "rank 1 starts to gather the weights of (root) (64 bytes) where each of ranks 0, 2 waits for the norm of all "
         "gradients (operation 8, in step 1)\n"
@@ -281,7 +265,7 @@ def test_who_leaves_out_a_unit_or_a_norm_is_told_with_what_most_do() -> None:
 
 def test_of_many_ranks_the_odd_ones_are_shown_first() -> None:
     waits = [Story().gather(1).wait(1).log(rank, 40) for rank in range(39)]
-    text = _found(*waits, Story().gather(1).log(39, 40))[2].splitlines()
+    text = told(Kind.ELSEWHERE, (39,), *waits, Story().gather(1).log(39, 40)).splitlines()
     assert text[0].startswith("rank 39 runs code outside of the model (")
     assert text[1].startswith("each of ranks 0-38 waits for the weights of a in the forward of step 0")
     assert text[3].startswith("  rank 39 (odd): runs code outside")
@@ -296,22 +280,19 @@ def test_a_collective_that_an_accelerator_has_not_finished_counts_as_waiting() -
     assert (state.waits, state.phase, state.unit) == (True, Phase.REDUCE, 2)
     overwritten = state_of(Story().add(Mark.ENDS, Phase.FORWARD, 0).gather(1).log(0))  # a phase that has no beginning
     assert (overwritten.waits, overwritten.count, overwritten.phase) == (False, 1, Phase.GATHER)
-    kind, ranks, _ = _found(waits, Story().gather(1).log(1, beat=_beat(_NOW)))
-    assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
+    told(Kind.ELSEWHERE, (1,), waits, Story().gather(1).log(1, beat=_beat(_NOW)))
 
 
 def test_a_rank_that_was_reset_alone_is_named() -> None:
     reset = Story().gather(1).add(Mark.RESET, Phase.FORWARD, 0).gather(2)
     logs = [Story().gather(1).wait(1).log(0, 3), reset.log(1, 3), Story().gather(1).wait(1).log(2, 3)]
-    kind, ranks, text = _found(*logs)
-    assert (kind, ranks) == (Kind.RESET, (1,))
+    text = told(Kind.RESET, (1,), *logs)
     assert text.startswith("rank 1 called reset() a different number of times than the other ranks")
 
 
 def test_a_rank_that_is_behind_in_the_same_operations_is_told_so() -> None:
     logs = [Story().gather(1).gather(2).gather(3).wait(3).log(rank, 3) for rank in (0, 2)]
-    kind, ranks, text = _found(*logs, Story().gather(1).gather(2).wait(2).log(1, 3))
-    assert (kind, ranks) == (Kind.BEHIND, (1,))
+    text = told(Kind.BEHIND, (1,), *logs, Story().gather(1).gather(2).wait(2).log(1, 3))
     assert text.startswith("rank 1 is behind: it waits for the weights of b in the forward of step 0\n")
 
 
@@ -320,8 +301,7 @@ def test_a_difference_before_what_the_logs_hold_is_told_as_such() -> None:
     for rank, unit in enumerate((1, 3, 3)):
         log = Story().gather(unit).gather(2).gather(2).wait(2).log(rank, 3)
         logs.append(replace(log, records=log.records[3:]) if rank == 0 else log)
-    kind, ranks, text = _found(*logs)
-    assert (kind, ranks) == (Kind.DIFFERENT, (0,))
+    text = told(Kind.DIFFERENT, (0,), *logs)
     assert text.startswith(
         "rank 0 did something else than ranks 1, 2 before operation 2, the first that all logs hold\n"
     )
