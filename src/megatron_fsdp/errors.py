@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import unicodedata
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _NOT_THE_USER = (__name__.partition(".")[0], "torch", "dataclasses", "contextlib", "functools")
@@ -47,6 +49,20 @@ def text_of(error: BaseException) -> str:
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
     except Exception as met:  # noqa: BLE001 - also what has no text has to be told
         return f"{type(error).__name__}, whose text cannot be had ({type(met).__name__})"
+
+
+@contextmanager
+def waits_for(what: str) -> Iterator[None]:
+    """Add to an error of a collective in a block, such as that of a time limit, what this rank was waiting for."""
+    try:
+        yield
+    except RuntimeError as lost:
+        if not isinstance(lost, MegatronFSDPError):
+            lost.add_note(
+                f"while {what}, which every rank has to call; one has not come: it may have raised an error of its own "
+                "(see what it printed), or does something else (MFSDP_HANG_LOG=DIR names it)"
+            )
+        raise
 
 
 class MegatronFSDPError(Exception):

@@ -348,17 +348,24 @@ def fully_shard_model(
     return model
 
 
-def _ranks_of_parameters(optimizer: object = None, *_: object, **__: object) -> Groups:
-    """Return the groups of the ranks of the model whose parameters an optimizer holds; all ranks where it has none."""
-    for group in getattr(optimizer, "param_groups", None) or ():
-        for param in group["params"]:
+def ranks_of_parameters(*holders: object) -> Groups:
+    """Return the groups of the ranks of the sharded model whose parameters an optimizer or model holds, else all ranks.
+
+    Args:
+        holders: Anything; the first that holds such a parameter counts.
+    """
+    for holder in holders:
+        groups = getattr(holder, "param_groups", None) or ()
+        params = (
+            holder.parameters() if isinstance(holder, nn.Module) else (p for group in groups for p in group["params"])
+        )
+        for param in params:
             with suppress(AttributeError, ReferenceError):
-                index = param._megatron_fsdp_model.dist_index
-                return _ranks_of(**vars(index))
+                return _ranks_of(**vars(param._megatron_fsdp_model.dist_index))  # type: ignore[union-attr]
     return ()
 
 
-@agreed("connecting the optimizer", _ranks_of_parameters)
+@agreed("connecting the optimizer", lambda optimizer=None, *_, **__: ranks_of_parameters(optimizer))
 @explains_arguments(optimizer="give the optimizer that was built on the parameters of the sharded model.")
 def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> _Optimizer:
     """Connect an optimizer that was built on a sharded model's parameters, in place. It is not stepped.

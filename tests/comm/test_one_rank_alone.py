@@ -3,7 +3,9 @@
 Each entry of the table is such a call, wrong on rank 1. A process group whose limit is ten seconds shows who waits.
 """
 
+import math
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -35,7 +37,9 @@ from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpo
 from megatron_fsdp.checkpoint.hf import load_adapter, load_hf, save_adapter, save_hf
 from megatron_fsdp.config.engine_options import MESSAGE_VARIABLE
 from megatron_fsdp.ddp import DistributedDataParallel
+from tests.conftest import RunRanks
 from tests.support.on_ranks import of_ranks, on_ranks
+from tests.support.worker_pool import WorkerError
 
 LIMIT = timedelta(seconds=10)
 Call = Callable[[bool], Any]
@@ -61,10 +65,14 @@ def model(**given: Any) -> MegatronFSDP:
     return fully_shard_model(net(), **given)
 
 
-def trained() -> MegatronFSDP:
-    made = model()
-    made(torch.ones(2, 8)).sum().backward()
+def trained(**given: Any) -> MegatronFSDP:
+    made = model(**given)
+    step(made)
     return made
+
+
+def step(made: nn.Module) -> None:
+    made(torch.ones(2, 8)).sum().backward()
 
 
 def ddp(**given: Any) -> MegatronFSDP:
@@ -266,6 +274,51 @@ def from_pretrained(kind: str) -> Call:
     return call
 
 
+def of_automodel(kind: str) -> nn.Module:
+    return am.AutoModelForCausalLM.from_config(
+        config=config_of_llama(), distributed_config=CONFIGS[kind](backend="gloo")
+    )
+
+
+def connects(kind: str, **wrong: Any) -> Call:
+    """An optimizer that is connected to a model of automodel."""
+
+    def call(bad: bool) -> None:
+        made = of_automodel(kind)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        am.connect_optimizer(**{"model": made, "optimizer": optimizer, **(wrong if bad else {})})
+
+    return call
+
+
+def clips(kind: str, **wrong: Any) -> Call:
+    """Gradients of a model of automodel that are clipped."""
+
+    def call(bad: bool) -> None:
+        made, ids = of_automodel(kind), torch.arange(8)[None]
+        made(input_ids=ids, labels=ids).loss.backward()
+        am.clip_grad_norm_(**{"parameters": made, "max_norm": 1.0, **(wrong if bad else {})})
+
+    return call
+
+
+def clips_own(*wrong: Any, **given: Any) -> Call:
+    """Gradients of a sharded model that are clipped."""
+    return lambda bad: trained(**given).clip_grad_norm_(*(wrong if bad else (1.0,)))
+
+
+def clips_by_torch(bad: bool) -> None:
+    made = trained()
+    if bad:
+        next(made.parameters()).grad = None
+    torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+
+
+def counts(labels: Any, **named: Any) -> Call:
+    right = torch.ones(2, 4, dtype=torch.int64)
+    return lambda bad: am.count_label_tokens(labels if bad else right, dist.group.WORLD, **{"shifted": False, **named})
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 MODEL_ARGUMENTS: dict[str, tuple[Any, Any]] = {
@@ -344,9 +397,9 @@ def calls() -> dict[str, Call]:
         "DDP(dp_dim)": given("dp_dim", 3, None, ddp),
         "DDP(device_mesh)": given("device_mesh", 3, None, ddp),
         "DDP(verify_ranks)": given("verify_ranks", "x", None, ddp),
-        "clip_grad_norm_(text)": lambda bad: trained().clip_grad_norm_("x" if bad else 1.0),  # type: ignore[arg-type]
-        "clip_grad_norm_(norm_type)": lambda bad: trained().clip_grad_norm_(1.0, 0.0 if bad else 2.0),
-        "clip_grad_norm_(norm_type text)": lambda bad: trained().clip_grad_norm_(1.0, "x" if bad else 2.0),  # type: ignore[arg-type]
+        "torch's clip_grad_norm_(a gradient is None)": clips_by_torch,
+        "count_label_tokens(type)": counts(3),
+        "count_label_tokens(shape)": counts(torch.ones(3)),
         "full_parameters_context(foreign)": lambda bad: shown(model(), net() if bad else None),
         "full_parameters_context(options)": lambda bad: shown(model(), None, compute_dtype=bad, writeback=True),
         "iter_full_tensors(bytes)": lambda bad: list(model().iter_full_tensors(0 if bad else 100)),
@@ -412,8 +465,28 @@ def calls() -> dict[str, Call]:
         "uneven: redistribute(type)": lambda bad: uneven.redistribute_uneven_dtensor_to_replicated(3 if bad else cut()),  # type: ignore[arg-type]
         "uneven: validate(type)": lambda bad: uneven.validate_uneven_dtensor(3 if bad else cut()),  # type: ignore[arg-type]
     }
+    for strategy in (0, 1, 3):
+        of = f"strategy {strategy}"
+        table |= {
+            f"clip_grad_norm_({of}, text)": clips_own("x", zero_dp_strategy=strategy),
+            f"clip_grad_norm_({of}, norm_type)": clips_own(1.0, 0.0, zero_dp_strategy=strategy),
+            f"clip_grad_norm_({of}, norm_type text)": clips_own(1.0, "x", zero_dp_strategy=strategy),
+            f"clip_grad_norm_({of}, negative)": clips_own(-1.0, zero_dp_strategy=strategy),
+            f"clip_grad_norm_({of}, other max_norm)": clips_own(0.5, zero_dp_strategy=strategy),
+            f"clip_grad_norm_({of}, other norm_type)": clips_own(1.0, 1.0, zero_dp_strategy=strategy),
+            f"clip_grad_norm_({of}, infinity)": clips_own(1.0, math.inf, zero_dp_strategy=strategy),
+            f"clip_grad_norm_({of}, other error_if_nonfinite)": clips_own(1.0, 2.0, True, zero_dp_strategy=strategy),
+        }
+    table["clip_grad_norm_(deterministic, infinity)"] = clips_own(1.0, math.inf, deterministic="world")
     for kind in CONFIGS:
         table |= {
+            f"connect_optimizer({kind}, None)": connects(kind, optimizer=None),
+            f"connect_optimizer({kind}, foreign)": connects(kind, optimizer=both_of()[1]),
+            f"connect_optimizer({kind}, model)": connects(kind, model=3),
+            f"automodel clip_grad_norm_({kind}, text)": clips(kind, max_norm="x"),
+            f"automodel clip_grad_norm_({kind}, norm_type)": clips(kind, norm_type=0.0),
+            f"automodel clip_grad_norm_({kind}, other max_norm)": clips(kind, max_norm=0.5),
+            f"automodel clip_grad_norm_({kind}, infinity)": clips(kind, norm_type=math.inf),
             f"from_config({kind}, config)": from_config(kind, config=3),
             f"from_config({kind}, strategy)": from_config(kind, distributed_config="x"),
             f"from_config({kind}, tp_size)": from_config(kind, tp_size="x"),
@@ -457,7 +530,7 @@ def stepping(change: Callable[[MegatronFSDP], None]) -> None:
     """Change a model, then train it."""
     made = model()
     change(made)
-    made(torch.ones(2, 8)).sum().backward()
+    step(made)
 
 
 def loads_foreign(**wrong: Any) -> None:
@@ -529,3 +602,120 @@ def test_ranks_outside_of_a_model_are_not_asked() -> None:
             assert "zero_dp_strategy=9" in what_came(call)
             assert what_came(lambda _: call(False)) == "none"  # noqa: B023
     dist.barrier()
+
+
+# ---- what user code does on one rank, between collectives ------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """A model of images and text, whose units differ in size; without an image its tower is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.text = nn.Linear(8, 8), nn.Linear(8, 80)
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        return self.text(text if image is None else text + self.images(image))
+
+
+def sees_images_alone(bad: bool) -> None:
+    """In the second step one rank has an image, and the other none."""
+    torch.manual_seed(0)
+    made, here = fully_shard_model(Towers(), fsdp_unit_modules=[nn.Linear]), torch.ones(2, 8)
+    for image in (here, here if bad else None):
+        made(here, image).sum().backward()
+
+
+def skips_a_backward(bad: bool) -> None:
+    made = trained()
+    with made.no_sync():
+        loss = made(torch.ones(2, 8)).sum()
+        if not bad:
+            loss.backward()
+    made.finish_grad_sync()
+
+
+def steps_with(rate: Any) -> Call:
+    def call(bad: bool) -> None:
+        made, optimizer = both()
+        step(made)
+        if bad:
+            optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        step(made)
+
+    return call
+
+
+def assigns(value: Any) -> Call:
+    def call(bad: bool) -> None:
+        made = model()
+        if bad:
+            next(made.parameters()).data = value
+        step(made)
+
+    return call
+
+
+def gets(batch: torch.Tensor) -> Call:
+    return lambda bad: model()(batch if bad else torch.ones(2, 8)).sum().backward()
+
+
+def has_no_gradient(bad: bool) -> None:
+    made = trained()
+    if bad:
+        made.zero_grad()
+    torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+
+
+def only_there(act: Callable[[MegatronFSDP], Any], **given: Any) -> Call:
+    """What one rank calls, and the others do not."""
+
+    def call(bad: bool) -> None:
+        made = trained(**given)
+        if bad:
+            act(made)
+        step(made)
+        step(made)
+
+    return call
+
+
+TOLD: dict[str, Call] = {
+    "an image": sees_images_alone,
+    "a backward is skipped": skips_a_backward,
+    "lr": steps_with("x"),
+    "data": assigns(torch.ones(3)),
+    "dtype of data": assigns(torch.ones(8, 8, dtype=torch.float64)),
+    "dtype of a batch": gets(torch.ones(2, 8, dtype=torch.float64)),
+    "requires_grad_": only_there(lambda made: made.requires_grad_(False)),
+    "parameter_statistics": only_there(MegatronFSDP.parameter_statistics),
+    "gradient_digests": only_there(MegatronFSDP.gradient_digests),
+    "full_parameters": only_there(MegatronFSDP.full_parameters),
+    "reset_mixed_precision_policy": only_there(lambda made: made.reset_mixed_precision_policy(MixedPrecisionPolicy())),
+    "log_for_hangs": only_there(lambda made: made.log_for_hangs(folder_here())),
+    "set_model_auto_sync": only_there(lambda made: made.set_model_auto_sync(False), zero_dp_strategy=0),
+    "no gradient": has_no_gradient,
+}
+
+
+def tell(name: str) -> None:
+    distributed_c10d._set_pg_timeout(LIMIT)
+    TOLD[name](dist.get_rank() == 1)
+
+
+@pytest.mark.full(short=["an image", "a backward is skipped", "lr", "requires_grad_"])
+@pytest.mark.parametrize("name", TOLD)
+def test_who_waits_for_a_rank_that_does_something_else_says_for_what(run_ranks: RunRanks, name: str) -> None:
+    """At the limit of the group, or at once where gloo ends the other rank: the unit, the operation, and the cure."""
+    with pytest.raises(WorkerError) as raised:
+        run_ranks(2, tell, name)
+    if name == "no gradient":  # torch's own function, of which the model knows nothing
+        waits, cure = "while norms, sums or extremes of sharded tensors are combined", "see what it printed"
+    else:
+        waits, cure = (
+            r"during '(gather|wait|reduce|retire)' of unit \w+; ",
+            r"calls model\.take_part\(unit, hidden\) instead",
+        )
+    told = [text for text in raised.value.by_rank.values() if re.search(waits, text)]
+    assert any(re.search(cure, text) for text in told), raised.value

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
+from megatron_fsdp.comm.agreement import Companion, Groups, agreed, raise_together
 from megatron_fsdp.engine.group_plan import local_part
-from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
-from megatron_fsdp.fully_shard import fully_shard_optimizer
+from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError, waits_for
+from megatron_fsdp.fully_shard import fully_shard_optimizer, ranks_of_parameters
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.optim.grad_norm import combine_powers, sum_of_powers
+from megatron_fsdp.optim.grad_norm import check_clipping, combine_powers, compared_arguments, sum_of_powers
 from megatron_fsdp.state.statistics import ProcessGroups
 
 Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
@@ -31,6 +32,18 @@ DEFERS = "_defers_grad_sync"
 """The attribute of a model that holds its `FSDP2Config.defer_fsdp_grad_sync`."""
 
 
+def _ranks_of(model: object = None, optimizer: object = None, **_: object) -> Groups:
+    """Return the groups that together reach the ranks of a model, or of that whose parameters an optimizer holds."""
+    groups = getattr(optimizer, "param_groups", None) or ()
+    held = [param for group in groups for param in group["params"]]
+    for parts in (model, held):
+        with contextlib.suppress(TypeError):  # it may be anything
+            if reached := gather_gradients(parts).groups:  # type: ignore[arg-type]
+                return reached
+    return ()
+
+
+@agreed("connecting the optimizer", _ranks_of)
 def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
     """Connect an optimizer that was built on `model.parameters()` if the strategy needs it, and check its parameters.
 
@@ -134,16 +147,33 @@ def count_label_tokens(
 
     Returns:
         The number, the same on all ranks of `over`.
+
+    Raises:
+        ConfigurationError: `over` is no mesh and no group.
+        RankError: The labels of a rank cannot be counted; on all ranks of `over`.
     """
-    several = [labels] if isinstance(labels, Tensor) else list(labels)
-    counts = [((each if shifted else each[:, 1:]) != IGNORED_LABEL).sum() for each in several]
+    error: Exception | None = None
+    counts: list[Tensor] = []
+    try:
+        several = [labels] if isinstance(labels, Tensor) else list(labels)
+        counts = [((each if shifted else each[:, 1:]) != IGNORED_LABEL).sum() for each in several]
+    except Exception as met:  # noqa: BLE001 - told in the collective that the others are in
+        error = met
     if isinstance(over, DeviceMesh):
         groups, device = over.get_all_groups(), torch.device(over.device_type)
-    else:
+    elif over is None or isinstance(over, dist.ProcessGroup):
         groups, device = ([] if over is None else [over]), counts[0].device if counts else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.int64, device=device) + sum(count.to(device) for count in counts)
+    else:
+        raise ConfigurationError(f"over={over!r} is a {type(over).__name__}; give a mesh, a process group or None")
+    # The second number counts the ranks that have met an error.
+    totals = torch.tensor([0, error is not None], device=device)
+    totals[0] += sum(count.to(device) for count in counts)
     for group in groups:
-        dist.all_reduce(total, group=group)
+        with waits_for("the labels of all ranks are counted (count_label_tokens)"):
+            dist.all_reduce(totals, group=group)
+    total, num_failed = totals.tolist()
+    if num_failed:
+        raise_together(error, "count_label_tokens", groups or (None,))
     return int(total)
 
 
@@ -221,22 +251,24 @@ def clip_grad_norm_(
             model of the engine is given.
         NonFiniteNormError: The norm is not finite; on every rank, gradients are as they were.
     """
-    if not norm_type > 0:
-        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity")
-    if not max_norm >= 0:
-        raise ConfigurationError(
-            f"max_norm={max_norm} is not a limit; give 0 or more (infinity only measures the norm)"
-        )
-    if pp_mesh is not None and pp_mesh.ndim != 1:
-        raise ConfigurationError(
-            f'pp_mesh has the dimensions {pp_mesh.mesh_dim_names}; give the one of the pipeline, such as mesh["pp"]'
-        )
     found = gather_gradients(parameters, pp_mesh)
+    if len(found.models) == 1 and not (found.parameters or found.copies or found.pp_mesh):
+        found.check()
+        return found.models[0].clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def check() -> None:
+        check_clipping(max_norm, norm_type)
+        found.check()
+
+    given = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+    asked = compared_arguments(found.groups, check, **given)
+    norm_type = norm_type if asked.error is None else 2.0
     norm = _total_norm(
         found,
         float(norm_type),
         lambda param: None if param.grad is None else _reduced(param.grad),
         lambda model: model.clip_grad_norm_(math.inf, float(norm_type)),
+        asked,
     )
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
@@ -278,6 +310,13 @@ class FoundGradients:
     parameters: tuple[Tensor, ...]  # the others, each once
     copies: tuple[Tensor, ...]  # of parameters that another rank has: scaled, and not counted again
     pp_mesh: DeviceMesh | None  # the ranks that have other parameters; None: no pipeline
+    groups: ProcessGroups  # which together reach all ranks that have some of them
+    problem: str = ""  # why they have no norm; empty: they have
+
+    def check(self) -> None:
+        """Refuse gradients that have no norm."""
+        if self.problem:
+            raise ConfigurationError(self.problem)
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply all gradients, in place, by a factor that is the same on every rank."""
@@ -295,6 +334,7 @@ class FoundGradients:
 def gather_gradients(parts: Parts, pp_mesh: DeviceMesh | None = None) -> FoundGradients:
     """Find the parameters that may have gradients, and the engine's models that own some of them."""
     copies: dict[int, Tensor] = {}
+    groups = [parts.process_group] if isinstance(parts, nn.parallel.DistributedDataParallel) else []
     if isinstance(parts, Pipeline):
         copies = {id(param): param for name, param in parts.named_parameters() if name in parts.tied_copies}
         pp_mesh = parts.pp_mesh if pp_mesh is None else pp_mesh
@@ -302,6 +342,7 @@ def gather_gradients(parts: Parts, pp_mesh: DeviceMesh | None = None) -> FoundGr
     params = {id(param): param for param in _parameters(parts) if param.requires_grad or param.grad is not None}
     models: dict[int, MegatronFSDP] = {}
     others = []
+    problem = ""
     for param in params.values():
         # A model of the engine would count copies, too; its gradients are DTensors like others.
         owner = None if copies else getattr(param, "_megatron_fsdp_model", None)
@@ -313,7 +354,7 @@ def gather_gradients(parts: Parts, pp_mesh: DeviceMesh | None = None) -> FoundGr
                     "the model that some parameters belong to has been deleted; keep what fully_shard_model returned"
                 ) from None
         elif param.grad is not None and param.grad.layout != torch.strided:
-            raise ConfigurationError(
+            problem = (
                 f"a gradient of shape {tuple(param.shape)} is sparse, whose norm is not computed; use an embedding "
                 "with sparse=False"
             )
@@ -321,11 +362,20 @@ def gather_gradients(parts: Parts, pp_mesh: DeviceMesh | None = None) -> FoundGr
             others.append(param)
     for model in models.values():
         if any(param.requires_grad and id(param) not in params for param in model.parameters()):
-            raise ConfigurationError(
+            problem = (
                 "only some parameters of a model of fully_shard_model are given, but it measures and scales all of its "
                 "gradients together; give the model or all of model.parameters()"
             )
-    return FoundGradients(tuple(models.values()), tuple(others), tuple(copies.values()), pp_mesh)
+    meshes = [param.device_mesh for param in others if isinstance(param, DTensor)]
+    if meshes:
+        groups += max(meshes, key=DeviceMesh.size).get_all_groups()
+    elif models:
+        groups += filter(None, ranks_of_parameters(*models.values()))
+    if pp_mesh is not None and pp_mesh.get_group() not in groups:
+        groups.append(pp_mesh.get_group())
+    return FoundGradients(
+        tuple(models.values()), tuple(others), tuple(copies.values()), pp_mesh, tuple(groups), problem
+    )
 
 
 def _parameters(parts: Parts) -> Iterator[Tensor]:
@@ -343,6 +393,7 @@ def _total_norm(
     norm_type: float,
     of_param: Callable[[Tensor], Tensor | None],
     of_model: Callable[[MegatronFSDP], Tensor],
+    asked: Companion | None = None,
 ) -> Tensor:
     """Return the norm over ranks, of parameters by `of_param` and of the engine's models by `of_model`."""
     # Gradients may be offloaded, so numbers are reduced on the device of a mesh, with the index of the current one.
@@ -350,13 +401,13 @@ def _total_norm(
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     kind = mesh.device_type if mesh is not None else found.parameters[0].device if found.parameters else "cpu"
     device = torch.empty(0, device=kind).device
-    pieces: dict[ProcessGroups, list[Tensor]] = {}
+    pieces: dict[ProcessGroups, list[Tensor]] = {(): []}
     for param in found.parameters:  # the keys are the same on all ranks, gradient or not
         tensors = pieces.setdefault(_shard_groups(param), [])
         if (piece := of_param(param)) is not None:
             tensors.append(piece)
     powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
-    norms = [combine_powers(powers, norm_type)] if powers else []
+    norms = [combine_powers(powers, norm_type, asked)]
     norms += [of_model(model).to(device) for model in found.models]
     # Pipeline ranks have other parameters, and perhaps other meshes, so they meet only once each has its own norm.
     over = () if found.pp_mesh is None else (found.pp_mesh.get_group(),)

@@ -4,6 +4,7 @@
                     `together` is the same around a function, `all_agree` around a block
     ask             the same for other reports: a judge says what is wrong with them
     decided_by_first  the first rank decides for all
+    Companion       facts that are compared in an all-reduce that ranks make anyway
 
 An error that one rank alone raises would leave the others waiting in their next collective. So errors travel first.
 Every question begins with a gather over its groups, and a rank that has failed sends its failure there, whatever the
@@ -28,9 +29,9 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.axis import real_values
+from megatron_fsdp.comm.axis import has_values, is_simulated, real_values
 from megatron_fsdp.comm.groups import settle_at_exit
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError, shortened, text_of
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError, shortened, text_of, waits_for
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -219,15 +220,15 @@ def raise_together(
     first, *others = groups or [dist.group.WORLD]
     rank, digest = rank_of(), None if facts is None else _digest(facts)
     words = None if error is None else text_of(error)
+    outcome = _Outcome(rank, doing, words, isinstance(error, ConfigurationError), raises, digest)
     try:
-        outcome = _Outcome(rank, doing, words, isinstance(error, ConfigurationError), raises, digest)
-        reports = _gathered([outcome], [first])
+        with waits_for(f"ranks were to say how {doing} went"):
+            reports = _gathered([outcome], [first])
     except RuntimeError as lost:
-        lost.add_note(f"while ranks were to say how {doing} went, which every rank has to call; one has not come")
         raise lost from error
     digests = {getattr(each, "digest", None) for each in reports}
     if len(digests) > 1 and None not in digests:  # the same decision on every rank of the group
-        told = _differences(dict(_gathered([(rank, dict(facts or {}))], [first])))
+        told = differences(dict(_gathered([(rank, dict(facts or {}))], [first])))
         reports.append(_Outcome(rank, doing, told, differs=True))
     everyone = _gathered(reports, others)
     try:
@@ -379,7 +380,7 @@ def _digest(facts: Mapping[str, str]) -> bytes:
     return hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=8).digest()
 
 
-def _differences(everyone: Mapping[int, Mapping[str, str]]) -> str:
+def differences(everyone: Mapping[int, Mapping[str, str]]) -> str:
     """Say which facts of the ranks differ; the message leaves out what was being done, which may differ, too."""
     names = dict.fromkeys(name for facts in everyone.values() for name in facts)
     values = {name: {rank: facts.get(name, "nothing") for rank, facts in everyone.items()} for name in names}
@@ -427,3 +428,52 @@ def decided_by_first(
         dist.broadcast_object_list(sent, group=group, group_src=0)
         answer = sent[0]
     return answer
+
+
+# ---- facts that travel along ---------------------------------------------------------------------------------------
+
+
+_MARKS = 12
+_BITS = 4  # small, so that sums of squares over 74,000 ranks are exact in float32
+
+
+@dataclass(frozen=True)
+class Companion:
+    """Facts that have to be the same on all ranks, compared in an all-reduce that these ranks make anyway.
+
+    A few small numbers d of a digest travel along: in a sum each with its square, since N ranks have the same exactly
+    where N * sum(d^2) = sum(d)^2, and in a maximum each with -d. So an agreement costs no message, and no wait.
+    """
+
+    doing: str
+    facts: Mapping[str, str]
+    groups: tuple[dist.ProcessGroup, ...]  # over which the numbers travel
+    error: Exception | None = None  # what this rank has met before, so that it asks for nothing
+
+    def marks(self, like: torch.Tensor, is_max: bool = False) -> torch.Tensor:
+        """Return the numbers, on the device and in the dtype of a tensor."""
+        told = self.facts if self.error is None else {"error": text_of(self.error)}
+        number = int.from_bytes(_digest(told), "little") & (1 << _MARKS * _BITS) - 1
+        shifts = torch.arange(0, _MARKS * _BITS, _BITS, device=like.device)  # there, as a graph may be captured
+        marks = torch.full_like(shifts, number) >> shifts & (1 << _BITS) - 1
+        return torch.cat([marks, -marks if is_max else marks * marks]).to(like.dtype)
+
+    def check(self, reduced: torch.Tensor, is_max: bool = False) -> torch.Tensor:
+        """Raise on all ranks what one has met or what differs, given the numbers reduced over all groups.
+
+        Returns:
+            1, or NaN where facts differ and the host cannot know without a wait for the device.
+        """
+        if any(map(is_simulated, self.groups)):
+            return torch.ones_like(reduced[0])
+        num_ranks = math.prod(map(dist.get_world_size, self.groups))
+        first, second = reduced.double().chunk(2)
+        are_same = (first == -second if is_max else first * first == num_ranks * second).all()
+        is_odd = self.error is not None or (reduced.is_cpu and has_values(reduced) and not are_same.item())
+        if is_odd and reduced.is_cpu and num_ranks > 1:
+            raise_together(self.error, self.doing, self.groups)
+            told = differences(dict(gather_over(self.groups, (rank_of(), self.facts))))
+            raise _agreed(ConfigurationError(told), num_ranks)
+        if self.error is not None:
+            raise self.error
+        return torch.where(are_same, 1.0, math.nan)

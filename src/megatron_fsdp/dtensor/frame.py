@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_fsdp.comm.axis import all_gather_flat
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, waits_for
 from megatron_fsdp.sharding.shards import Box, ShardDescription, described_as_whole
 
 
@@ -201,7 +201,8 @@ def cut_up(elements: torch.Tensor, boxes: Sequence[Box]) -> Iterator[tuple[torch
 
 def gather_full(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
     """All-gather the whole tensor; returns a new tensor on every rank. Collective over `frame.groups`."""
-    with torch.no_grad():
+    name = "a sharded tensor" if frame.belongs is None else frame.belongs[0]
+    with torch.no_grad(), waits_for(f"{name} is gathered whole (full_tensor)"):
         return _gather_parts(_gather_shards(local.detach(), frame), frame)
 
 

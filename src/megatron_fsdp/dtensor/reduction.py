@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_fsdp.errors import ShardOperationError
+from megatron_fsdp.comm.agreement import Companion
+from megatron_fsdp.errors import ShardOperationError, waits_for
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -71,14 +73,30 @@ def resolve(reductions: Sequence[Reduction]) -> list[torch.Tensor]:
     return [values[place] for place in range(len(reductions))]
 
 
+_AT_ONCE = 64
+"""Parts are filled up to a multiple of this: ranks with some more or less send as much, and compare their number."""
+_NUMBER = "the number of sharded tensors that are reduced together (a gradient that is None is not among them)"
+
+
 def _combine(parts: torch.Tensor, like: Reduction) -> torch.Tensor:
-    if like.combine is Combine.MAX:
-        return largest(parts, like.groups)
-    if like.combine is Combine.POWER and like.groups:
+    if not like.groups:
+        return parts
+    number, is_max = len(parts), like.combine is Combine.MAX
+    compared = Companion("reducing sharded tensors", {_NUMBER: str(number)}, like.groups)
+    if like.combine is Combine.POWER:
         parts = parts**like.power
-    for group in like.groups:
-        dist.all_reduce(parts, op=dist.ReduceOp.SUM, group=group)
-    if like.combine is Combine.POWER and like.groups:
+    if parts.is_cpu:  # elsewhere the comparison would be a wait for the device
+        parts = torch.cat([F.pad(parts, (0, -number % _AT_ONCE)), compared.marks(parts, is_max)])
+    with waits_for("norms, sums or extremes of sharded tensors are combined (as in torch.nn.utils.clip_grad_norm_)"):
+        if is_max:
+            parts = largest(parts, like.groups)
+        else:
+            for group in like.groups:
+                dist.all_reduce(parts, op=dist.ReduceOp.SUM, group=group)
+    if parts.is_cpu:
+        compared.check(parts[number + -number % _AT_ONCE :], is_max)
+        parts = parts[:number]
+    if like.combine is Combine.POWER:
         parts = parts ** (1.0 / like.power)
     return parts
 

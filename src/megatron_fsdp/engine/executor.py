@@ -7,7 +7,8 @@ then.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -199,6 +200,13 @@ class Executor:
             self.is_broken = False  # `finalise` may raise, but communication is over
             self.finalise()
 
+    @contextmanager
+    def _communicating(self, phase: Phase, unit: Unit) -> Iterator[None]:
+        """Report a phase around a block; an error of its communication says what was waited for."""
+        where = f"during {phase.value!r} of unit {unit.label}"
+        with explained(where, self.observers), self.observers.during(phase, unit.index):
+            yield
+
     def _fold(self, action: Action, unit: int) -> None:
         """Fold an operation into the digest of the gathers and reductions, which ranks compare."""
         self.operations_digest = (self.operations_digest * 1_000_003 + 2 * unit + (action is _REDUCE)) % _DIGEST_LIMIT
@@ -214,13 +222,14 @@ class Executor:
         """Start to all-gather the compute weights of all units over the outer ranks, in place."""
         for unit in self._units:
             if unit.needs_outer_all_gather:
-                with self.observers.during(Phase.GATHER_OUTER, unit.index):
+                with self._communicating(Phase.GATHER_OUTER, unit):
                     unit.all_gather_outer(self._outer_lane)
 
     def wait_for_outer(self) -> None:
         """Wait for these, also for units that the forward did not use: their weights may be changed after it."""
-        for unit in self._units:
-            unit.wait_for_outer()
+        with explained("while the gathers over the outer ranks are waited for", self.observers):
+            for unit in self._units:
+                unit.wait_for_outer()
         if self._offloads:
             self.coming_lane.settle()  # as it reads weights; what goes has until the end of backward
 
@@ -275,7 +284,7 @@ class Executor:
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:
             self._finish_outer_reduction()
         block = self._crossing.borrow() if self._crossing.held_bytes else None
-        with self.observers.during(Phase.REDUCE_OUTER, unit.index):
+        with self._communicating(Phase.REDUCE_OUTER, unit):
             started = [
                 group.gradients.reduce_outer(
                     self._outer_lane, group.sharded, self.going_lane, unit.crossing_of(group_index, block)
@@ -288,7 +297,7 @@ class Executor:
 
     def _finish_outer_reduction(self) -> None:
         index, block, started = self._outer_reductions.popleft()
-        with self.observers.during(Phase.RETIRE, index):
+        with self._communicating(Phase.RETIRE, self._units[index]):
             for ticket, _memory in started:
                 ticket.wait()
         if block is not None:
@@ -330,7 +339,7 @@ class Executor:
         if not self.in_flight:
             return False
         reduction = self.in_flight.popleft()
-        with self.observers.during(Phase.RETIRE, reduction.unit.index):
+        with self._communicating(Phase.RETIRE, reduction.unit):
             for ticket, _memory in reduction.tickets:
                 ticket.wait()
         self.observers.takes_back(BorrowedMemory.BUCKET, reduction.unit.index, reduction.bucket)

@@ -224,8 +224,9 @@ class Observers:
 _HANG_ADVICE = (
     "ranks that call different units end so (over gloo one is aborted, in words of gloo alone): every rank has to call "
     "the same units in the same order, and one that has nothing to compute with a unit calls "
-    "model.take_part(unit, hidden) instead; if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does, and "
-    "MFSDP_VERIFY_RANKS=1 finds the first difference between ranks (mfsdp docs debugging)"
+    "model.take_part(unit, hidden) instead; if a rank has raised an error of its own, see what it printed; if one is "
+    "missing, MFSDP_HANG_LOG=DIR names it and what it does, and MFSDP_VERIFY_RANKS=1 finds the first difference "
+    "between ranks (mfsdp docs debugging)"
 )
 
 
@@ -240,7 +241,8 @@ def explain(error: BaseException, where: str, observers: Observers) -> None:
     if not isinstance(error, RuntimeError) or isinstance(error, MegatronFSDPError):
         return
     explanations = observers.explanations()
-    error.add_note(where if explanations else f"{where}; {_HANG_ADVICE}")
+    is_advised = bool(explanations) or any(_HANG_ADVICE in note for note in getattr(error, "__notes__", ()))
+    error.add_note(where if is_advised else f"{where}; {_HANG_ADVICE}")
     for text in explanations:
         error.add_note(text)
 

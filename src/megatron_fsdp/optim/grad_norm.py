@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_fsdp.comm.agreement import raise_together
+from megatron_fsdp.comm.agreement import Companion
 from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.dtensor.reduction import largest
 from megatron_fsdp.engine.engine import Engine
@@ -26,26 +27,21 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     Returns the norm before clipping, a float32 (float64 for float64 gradients) scalar, the same on every rank. Where
     `error_if_nonfinite` lets every rank raise, gradients are as they were.
     """
+    dense = engine.sharding.dense
+    asked = compared_arguments(
+        [*(axis.group for axis in dense.axes), dense.tensor_parallel_group],
+        lambda: _check(engine, max_norm, norm_type),
+        max_norm=max_norm,
+        norm_type=norm_type,
+        error_if_nonfinite=error_if_nonfinite,
+    )
+    norm_type = norm_type if asked.error is None else 2.0
     pieces = _pieces(engine)
-    problem = None
-    try:
-        _check(engine, max_norm, norm_type)
-    except Exception as error:  # noqa: BLE001 - told below
-        problem = error
-        norm_type = 2.0
-        # In the collective that the others are in, NaN stands for a problem: it costs them nothing.
-        for found in pieces.values():
-            found[:] = [torch.full((1,), math.nan, dtype=each.dtype, device=engine.device) for each in found[:1]]
     with engine.observers.during(Phase.NORM, ROOT_UNIT):
         if engine.is_deterministic and norm_type == 2.0:
-            norm = exact_norm(pieces, engine.device)
+            norm = exact_norm(pieces, engine.device, asked)
         else:
-            norm = _total_norm(pieces, norm_type, engine.device)
-    over = dict.fromkeys(group for groups in pieces for group in groups)
-    if problem is not None and not (over and norm.is_cpu):
-        raise problem
-    if problem is not None or (norm.is_cpu and has_values(norm) and math.isnan(norm.item())):
-        raise_together(problem, "clip_grad_norm_", tuple(over))
+            norm = _total_norm(pieces, norm_type, engine.device, asked)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
@@ -60,13 +56,35 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     return norm
 
 
-def _check(engine: Engine, max_norm: float, norm_type: float) -> None:
-    engine.refuse_late("clip_grad_norm_")
+def compared_arguments(
+    groups: Sequence[dist.ProcessGroup | None], check: Callable[[], None], **given: float | torch.Tensor
+) -> Companion:
+    """Check the arguments of a call that clips, and return what compares them over groups, which reach all ranks."""
+    facts, error = dict[str, str](), None
+    try:
+        check()
+        facts = {name: f"{float(value)}" for name, value in given.items()}
+    except Exception as met:  # noqa: BLE001 - told in the collective that the others are in
+        error = met
+    return Companion("clip_grad_norm_", facts, tuple(group for group in groups if group is not None), error)
+
+
+def check_clipping(max_norm: Any, norm_type: Any) -> None:
+    """Refuse a limit or an order that is none."""
     for name, value in {"max_norm": max_norm, "norm_type": norm_type}.items():
         if not isinstance(value, int | float | torch.Tensor):
             raise ConfigurationError(f"{name}={value!r} is a {type(value).__name__}; give a number")
     if not norm_type > 0:
-        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
+        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity")
+    if not max_norm >= 0:
+        raise ConfigurationError(
+            f"max_norm={max_norm} is not a limit; give 0 or more (infinity only measures the norm)"
+        )
+
+
+def _check(engine: Engine, max_norm: float, norm_type: float) -> None:
+    engine.refuse_late("clip_grad_norm_")
+    check_clipping(max_norm, norm_type)
     if engine.is_deterministic and norm_type not in (2.0, math.inf):
         raise ConfigurationError(
             f'norm_type={norm_type} of a model with deterministic="world": only norms 2 and infinity are the same bits '
@@ -96,39 +114,56 @@ def _pieces(engine: Engine) -> dict[ProcessGroups, list[torch.Tensor]]:
 
 
 def _total_norm(
-    pieces: dict[ProcessGroups, list[torch.Tensor]], norm_type: float, device: torch.device
+    pieces: dict[ProcessGroups, list[torch.Tensor]],
+    norm_type: float,
+    device: torch.device,
+    asked: Companion | None = None,
 ) -> torch.Tensor:
     """Compute the norm of everything; what ranks hold copies of counts once."""
-    if not pieces:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
-    return combine_powers(powers, norm_type)
+    found = pieces or {(): []}
+    powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in found.items()}
+    return combine_powers(powers, norm_type, asked)
 
 
-def combine_powers(powers: dict[ProcessGroups, torch.Tensor], norm_type: float) -> torch.Tensor:
+def combine_powers(
+    powers: dict[ProcessGroups, torch.Tensor], norm_type: float, asked: Companion | None = None
+) -> torch.Tensor:
     """Reduce each sum over its groups, and return the norm of everything, the same on all ranks of the groups.
 
     `powers` are `sum_of_powers` of the pieces here, by the groups that they are sharded over; at least one, all on the
     device that the groups communicate from. The keys and their order are the same on all ranks of a group. Sums that
-    share a group travel together in one all-reduce.
+    share a group travel together in one all-reduce, and so does what compares the arguments of the call.
     """
     is_max = math.isinf(norm_type)
     wide = torch.float64 if any(power.dtype == torch.float64 for power in powers.values()) else torch.float32
-    total = torch.stack(_over_ranks({groups: power.to(wide) for groups, power in powers.items()}, is_max))
-    return total.max() if is_max else total.sum() ** (1.0 / norm_type)
+    found = {groups: power.to(wide) for groups, power in powers.items()}
+    known: torch.Tensor | float = 1.0
+    if asked is not None:
+        # Another rank may ask for another norm; so what all send first is a sum of the same length.
+        sent = {groups: torch.zeros_like(power) if is_max else power for groups, power in found.items()}
+        *sums, marks = _over_ranks([*sent.items(), (asked.groups, asked.marks(next(iter(sent.values()))))])
+        known = asked.check(marks).to(wide)
+    if is_max:
+        total = torch.stack(_over_ranks(list(found.items()), is_max=True)).max()
+    else:
+        total = torch.stack(sums if asked is not None else _over_ranks(list(found.items()))).sum() ** (1.0 / norm_type)
+    return total * known
 
 
-def _over_ranks(powers: dict[ProcessGroups, torch.Tensor], is_max: bool) -> list[torch.Tensor]:
+def _over_ranks(values: Sequence[tuple[ProcessGroups, torch.Tensor]], is_max: bool = False) -> list[torch.Tensor]:
     """Reduce each tensor over its groups; those that share a group travel together in one all-reduce."""
-    for over in dict.fromkeys(group for groups in powers for group in groups):
-        together = [groups for groups in powers if over in groups]
-        stacked = torch.stack([powers[groups] for groups in together])
+    found = [value for _, value in values]
+    for over in dict.fromkeys(group for groups, _ in values for group in groups):
+        places = [place for place, (groups, _) in enumerate(values) if over in groups]
+        together = torch.cat([found[place].reshape(-1) for place in places])
         if is_max:
-            stacked = largest(stacked, (over,))
+            together = largest(together, (over,))
         else:
-            dist.all_reduce(stacked, group=over)
-        powers.update(zip(together, stacked.unbind(), strict=True))
-    return list(powers.values())
+            dist.all_reduce(together, group=over)
+        parts = together.split([found[place].numel() for place in places])
+        for place, part in zip(places, parts, strict=True):
+            found[place] = part.view_as(found[place])
+    return found
 
 
 # A float sum depends on its order, and where shards end decides the order. A sum of integers does not: squares are
@@ -140,17 +175,19 @@ _ROW = 1 << 12  # squares that are added in one int64
 _LOW_BITS = 31  # sums of rows are added in two parts: up to 2**31 rows fit
 
 
-def exact_norm(pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.device) -> torch.Tensor:
+def exact_norm(
+    pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.device, asked: Companion | None = None
+) -> torch.Tensor:
     """Compute the 2-norm of everything, the same bits however the elements are cut into pieces."""
     runs = {groups: _runs(tensors) for groups, tensors in pieces.items()}
-    largest = _total_norm(runs, math.inf, device)
+    largest = _total_norm(runs, math.inf, device, asked)
     if not pieces:
         return largest
     exponent = torch.frexp(largest.nan_to_num(nan=1.0, posinf=1.0)).exponent
     exponent = exponent.clamp(min=-900)  # else the scale of the smallest float64 would be infinite
     scale = torch.ldexp(torch.ones((), dtype=torch.float64, device=device), _BITS // 2 - exponent)
     sums = {groups: _sum_of_squares(tensors, scale) for groups, tensors in runs.items()}
-    high, low = torch.stack(_over_ranks(sums, is_max=False)).sum(0).double()
+    high, low = torch.stack(_over_ranks(list(sums.items()))).sum(0).double()
     norm = ((high * 2.0**_LOW_BITS + low).sqrt() / scale).to(largest.dtype)
     return torch.where(largest.isfinite(), norm, largest)
 
