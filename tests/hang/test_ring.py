@@ -89,7 +89,7 @@ def test_a_file_that_was_cut_off_is_refused(length: int) -> None:
 def test_a_heartbeat_and_the_last_error_come_out_as_they_went_in(tmp_path: Path) -> None:
     ring = Ring(tmp_path / "log", _writer(0), 1)
     ring.beat(7, Phase.REDUCE, 1)
-    ring.say(ValueError("x" * 2 * WORDS_BYTES + " tail"))
+    ring.write_error(ValueError("x" * 2 * WORDS_BYTES + " tail"))
     content = ring.path.read_bytes()
     log = parse_log(content)
     assert log.beat is not None
@@ -99,7 +99,7 @@ def test_a_heartbeat_and_the_last_error_come_out_as_they_went_in(tmp_path: Path)
     damaged = bytearray(content)
     damaged[-WORDS_BYTES - 2 * RECORD_BYTES] ^= 1
     assert parse_log(bytes(damaged)).beat is None
-    ring.say(ValueError("short"))
+    ring.write_error(ValueError("short"))
     assert parse_log(ring.path.read_bytes()).words == "ValueError: short"
 
 

@@ -242,6 +242,7 @@ class _AutoModel:
     @classmethod
     def _make(cls, find: Callable[[], tuple[Path | None, Any]], given: Mapping[str, Any]) -> nn.Module | Pipeline:
         """Agree on the model over the ranks, and build it: on the meta device, parallel, with its weights."""
+        # Before any check: ranks raise the same error only if they can communicate.
         set_up_ranks(_backend_of(given))
         asked = together("building the model", lambda: _resolved(given))
         strategy = asked["distributed_config"]
@@ -296,6 +297,7 @@ def _fill(
     if peft_config is not None and context.sizes.pp > 1:
         raise ConfigurationError("peft_config cannot be combined with pp_size > 1; use tp_size or dp_size instead")
     refuse_quantised(twin)
+    # The twin stays as transformers built it: values are drawn in it, a layer at a time.
     live: nn.Module = copy.deepcopy(twin)
     saved_config = copy.deepcopy(getattr(twin, "config", None))
     if asked["prepare_model"] is not None:
@@ -307,6 +309,7 @@ def _fill(
     stages = model.parts if is_pipeline else [model]
     whole: Any = merge_stages(stages)
     copies = set(model.tied_copies) if is_pipeline else set()
+    # Filling consumes the twin, and adapters need one too.
     base_twin = copy.deepcopy(twin) if peft_config is not None else None
     with without_copies(whole, *stages):
         drawn = fill_weights(
@@ -390,6 +393,7 @@ def fill_weights(
     twin, model, stages = models
     filled = set(copies)
     if folder is not None:
+        # Not strict: copies of tied weights are not stored here, and a new head may be missing.
         report = load_hf(model, folder, key_mapping=key_mapping, strict=False)
         report = replace(report, missing=tuple(name for name in report.missing if name not in copies))
         _check(report, folder, twin, strict, new_head)

@@ -229,7 +229,7 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh) -> None:
         for part in layer.modules():
             if hasattr(part, "config"):  # where transformers looks up the attention function
                 setattr(part, ATTRIBUTE, shared)
-    _show_whole_length(inner, layout.ranks)
+    _pass_last_position(inner, layout.ranks)
     model.register_forward_pre_hook(partial(_before_forward, shared), with_kwargs=True)
     model.__dict__[ATTRIBUTE] = shared
 
@@ -419,7 +419,7 @@ def _lower_right(queries: int, keys: int) -> Tensor:
         return causal_lower_right(queries, keys)
 
 
-def _show_whole_length(model: nn.Module, ranks: int) -> None:
+def _pass_last_position(model: nn.Module, ranks: int) -> None:
     """Pass the whole sequence's last position to rotary modules that read the largest one; one rank alone has it.
 
     Otherwise ranks would rotate the tokens of one sequence by different frequencies.

@@ -83,12 +83,12 @@ def shard_by_layers(
             reshards = layer is not layers[-1] if reshard_after_forward is None else reshard_after_forward
             fsdp2_shard(layer, mp_policy=layer_policy or mp_policy, reshard_after_forward=reshards, **options)
     fsdp2_shard(model, mp_policy=mp_policy, reshard_after_forward=False, **options)
-    model.register_forward_pre_hook(_make_room_outside_of_inference_mode, prepend=True)
-    model.register_forward_hook(_shard_again_without_backward)
+    model.register_forward_pre_hook(_allocate_outside_inference_mode, prepend=True)
+    model.register_forward_hook(_reshard_after_evaluation)
     return [[layer for layer in layers if isinstance(layer, FSDPModule)] for layers in lists]
 
 
-def _make_room_outside_of_inference_mode(model: nn.Module, _: Any) -> None:
+def _allocate_outside_inference_mode(model: nn.Module, _: Any) -> None:
     """Allocate FSDP2's memory outside inference mode, so that training can write to it later."""
     if not torch.is_inference_mode_enabled() or getattr(model, "_has_room", False):
         return
@@ -101,7 +101,7 @@ def _make_room_outside_of_inference_mode(model: nn.Module, _: Any) -> None:
     settable._has_room = True
 
 
-def _shard_again_without_backward(model: nn.Module, *_: Any) -> None:
+def _reshard_after_evaluation(model: nn.Module, *_: Any) -> None:
     """Reshard after evaluation.
 
     FSDP2 leaves the root and the last layer gathered: `model.parameters()` then shows whole tensors, and an optimizer

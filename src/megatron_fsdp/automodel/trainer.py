@@ -143,7 +143,7 @@ class ShardedTrainer(transformers.Trainer):
         """
         folder = Path(output_dir or str(self.args.output_dir))
         unfinished = folder / _UNFINISHED
-        decided_by_first(lambda: _make_room(unfinished), f"preparing to save {folder}")
+        decided_by_first(lambda: _remove_leftovers(unfinished), f"preparing to save {folder}")
         self._parallel.save_pretrained(unfinished)
 
         def finish() -> None:
@@ -198,7 +198,7 @@ class ShardedTrainer(transformers.Trainer):
         load(self._parallel, folder)
 
 
-def _make_room(folder: Path) -> None:
+def _remove_leftovers(folder: Path) -> None:
     """Remove the leftovers of a killed save."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -97,6 +97,7 @@ class StagingBuffers:
             places.append((len(used) - 1, used[-1]))
             used[-1] += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         kept = zip(self._arenas, used, strict=False)
+        # Blocks are reused unless one is too small or the kind of memory differs.
         if len(self._arenas) < len(used) or any(a.nbytes < size or a.is_pinned() != pinned for a, size in kept):
             self._arenas = []  # freed before new memory is allocated
             self._arenas = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in used]

@@ -144,14 +144,14 @@ class OptimizerMatch:
             for name, by_slot in slots.items():
                 self._match_state(name, by_slot)
             self._read_options()
-            self._leave_incomplete_state(slots)
+            self._skip_incomplete_state(slots)
             if slots:
-                self._note_what_lacks(slots.keys())
+                self._note_missing(slots.keys())
                 missing = self._live_shared.keys() - self.shared.keys()
                 match.missing += sorted(f"{_STATE}{'.'.join(path)}" for path in missing)
             if self._kind not in (None, kind_of(optimizer)):
-                told = f"state of {self._kind!s:.100}, and the optimizer is {kind_of(optimizer)}"
-                match.unexpected.append(f"{_KIND} ({told})")
+                difference = f"state of {self._kind!s:.100}, and the optimizer is {kind_of(optimizer)}"
+                match.unexpected.append(f"{_KIND} ({difference})")
             for key in self._keys:
                 is_other = key != _GROUPS and not key.startswith((_STATE, _META, f"{_GROUPS}.", _KIND))
                 if is_other and key in self._folder.objects:
@@ -259,20 +259,20 @@ class OptimizerMatch:
                 self.leaves.setdefault(name, {})[slot] = target
         match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
 
-    def _leave_incomplete_state(self, slots: Mapping[str, Mapping[KeyPath, str]]) -> None:
+    def _skip_incomplete_state(self, slots: Mapping[str, Mapping[KeyPath, str]]) -> None:
         """Record slots that the optimizer's steps need and the checkpoint lacks; such state is not loaded."""
         for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
             for name in names:
                 options = self.options.get(name, {})
-                told = {path[0] for path in slots.get(name, ())} | ({"step"} & options.keys())
-                needed = _slots_of_a_step(self._optimizer, {**group, **options}, self._params[name]) if told else ()
-                if lacking := [slot for slot in needed if slot not in told]:
+                stored = {path[0] for path in slots.get(name, ())} | ({"step"} & options.keys())
+                needed = _slots_of_a_step(self._optimizer, {**group, **options}, self._params[name]) if stored else ()
+                if lacking := [slot for slot in needed if slot not in stored]:
                     missing = (f"{_STATE}{PREFIX}{name}.{slot}" for slot in lacking)
                     self._match.missing += [key for key in missing if key not in self._match.missing]
                     self.leaves.pop(name, None)
                     self.kept.add(name)
 
-    def _note_what_lacks(self, with_state: Collection[str]) -> None:
+    def _note_missing(self, with_state: Collection[str]) -> None:
         """Record missing state and options; a parameter saved without state lacks none."""
         without = [name for name in self._params if name not in with_state]
         missing = [name for name in without if name not in self.options]
@@ -356,7 +356,9 @@ def _slots_of_a_step(
     tiny.grad = torch.zeros_like(tiny)
     probe: Any = object.__new__(kind)
     probe.__dict__ = {**optimizer.__dict__, STATE: defaultdict(dict)}
+    # Each class collects its state in its own number of lists, which are thrown away.
     num_lists = len(inspect.signature(probe._init_group).parameters) - 1
+    # These ask for a device that the tiny parameter does not have.
     switches = {name: False for name in ("fused", "capturable") if name in group}
     try:
         probe._init_group({**group, **switches, "params": [tiny]}, *([] for _ in range(num_lists)))

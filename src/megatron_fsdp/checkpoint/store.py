@@ -299,7 +299,7 @@ class RunClaim:
     def __init__(self, root: Path) -> None:
         self._path = root / CLAIM
         self._descriptor: int | None = None
-        self._let_go: Callable[[], object] = lambda: None
+        self._unlock: Callable[[], object] = lambda: None
 
     def take(self) -> bool:
         """Claim the folder, which exists; False if another process has it.
@@ -310,7 +310,7 @@ class RunClaim:
             try:
                 if self._descriptor is None:
                     self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-                    self._let_go = weakref.finalize(self, _let_go, self._path, self._descriptor)
+                    self._unlock = weakref.finalize(self, _unlock, self._path, self._descriptor)
                 is_held = _lock(self._descriptor)
             except OSError:
                 return True
@@ -320,7 +320,7 @@ class RunClaim:
 
     def release(self) -> None:
         """Release the folder."""
-        self._let_go()
+        self._unlock()
         self._descriptor = None
 
 
@@ -342,7 +342,7 @@ def _is_open(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _let_go(path: Path, descriptor: int) -> None:
+def _unlock(path: Path, descriptor: int) -> None:
     """Remove a locked file if it is this process's, and close it."""
     with contextlib.suppress(OSError):
         if _lock(descriptor) and _is_open(path, descriptor):
@@ -561,7 +561,7 @@ class CheckpointStore:
                     continue
                 iteration, published = self._iteration_in(entry), self.root / entry.name
                 is_there = iteration is not None and self.path_of(iteration).exists()
-                if iteration is not None and is_there and self._said_by(self.root / POINTER) != iteration:
+                if iteration is not None and is_there and self._parse_pointer(self.root / POINTER) != iteration:
                     never_pointed_to.add(iteration)
                 elif entry.purpose != "replaced":
                     self._remove(entry.path)
@@ -574,10 +574,10 @@ class CheckpointStore:
 
     def _iteration_in(self, entry: Hidden) -> int | None:
         """Return the iteration that a hidden pointer names; None for anything else."""
-        found = self._said_by(entry.path) if entry.name == POINTER else None
+        found = self._parse_pointer(entry.path) if entry.name == POINTER else None
         return found if isinstance(found, int) else None
 
-    def _said_by(self, pointer: Path) -> int | str | None:
+    def _parse_pointer(self, pointer: Path) -> int | str | None:
         """Parse a pointer file; None if truncated by the end of its process."""
         try:
             return self._folder.pointed(pointer)

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Check parity, print the result, and return the exit status."""
     from megatron_fsdp.doctor import check_parity  # the engine; commands for checkpoints start without it
 
-    model_fn, batch = _what(args)
+    model_fn, batch = _model_and_batch(args)
     strategies = (0, 1, 2, 3) if "all" in args.strategy else tuple(int(each) for each in args.strategy)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ranks get the same path
     same = ("ranks", "steps", "microbatches", "reduction", "seed", "tolerance", "checkpoint", "device")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_SAME if report.passed else EXIT_DIFFERENT
 
 
-def _what(args: argparse.Namespace) -> tuple[Any, Any]:
+def _model_and_batch(args: argparse.Namespace) -> tuple[Any, Any]:
     """Return the model function and its batch."""
     if (args.model is None) == (args.hf_config is None):
         raise ConfigurationError("give one of MODEL (package.module:name) and --hf-config")

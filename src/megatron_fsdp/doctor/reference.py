@@ -153,7 +153,7 @@ class _OneProcess:
         # A batch norm normalises by the samples of a rank, so such a loss is no mean, and nothing is wrong with it.
         finding = None
         if not_a_mean is not None and not self.batch_norms:
-            words = _tell_not_mean(self.task, whole.loss, slices.loss, self.num_ranks, not_a_mean)
+            words = _explain_not_mean(self.task, whole.loss, slices.loss, self.num_ranks, not_a_mean)
             finding = Difference("loss", 0, "", "not a mean", words)
         return Reference(
             tolerance=self.tolerance,
@@ -312,7 +312,7 @@ def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | Non
     return None
 
 
-def _tell_not_mean(task: Task, whole: float, slices: float, num_ranks: int, difference: str) -> str:
+def _explain_not_mean(task: Task, whole: float, slices: float, num_ranks: int, difference: str) -> str:
     """Explain that per-rank losses do not average to the batch loss, sharded or not."""
     change = f"from the whole batch in one process to its {num_ranks} slices together, {difference}"
     if task.reduction == "mean" and abs(slices * num_ranks - whole) <= 1e-3 * abs(whole):

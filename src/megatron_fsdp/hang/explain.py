@@ -91,14 +91,14 @@ class State:
         return max(self.last.time_ns, beat_ns, self.log.read_ns if self.log.alive else 0)
 
     @property
-    def said_goodbye(self) -> bool:
+    def is_closed(self) -> bool:
         """True if its process ended or its log was stopped, also after a failure."""
         return self.last.mark is Mark.GOODBYE
 
     @property
     def is_gone(self) -> bool | None:
         """True if its process died without closing its log; None if this machine cannot know."""
-        return False if self.said_goodbye else None if self.log.alive is None else not self.log.alive
+        return False if self.is_closed else None if self.log.alive is None else not self.log.alive
 
     @property
     def was_terminated(self) -> bool:
@@ -111,20 +111,20 @@ class State:
         return self.doing is Doing.WAITS
 
     @property
-    def waited_in_vain(self) -> bool:
+    def communication_failed(self) -> bool:
         """True if communication ended in an error, such as a timeout."""
         return self.failure is not None and self.failure.phase not in _COMPUTES
 
     @property
-    def waits_or_did(self) -> bool:
+    def waits_or_failed(self) -> bool:
         """True if the rank communicates, or did so until an error."""
-        return self.waits or self.waited_in_vain
+        return self.waits or self.communication_failed
 
     @property
     def own_error_ns(self) -> int | None:
         """The time of an error that did not come from communication."""
         if self.failure is not None:
-            return None if self.waited_in_vain else self.failure.time_ns
+            return None if self.communication_failed else self.failure.time_ns
         return self.last.time_ns if self.doing is Doing.ENDED and self.log.words else None
 
     @property
@@ -190,8 +190,8 @@ class State:
     @property
     def process_summary(self) -> str:
         """The state of the process, in one word."""
-        if self.said_goodbye or self.was_terminated:
-            return "ended" if self.said_goodbye else "SIGTERM"
+        if self.is_closed or self.was_terminated:
+            return "ended" if self.is_closed else "SIGTERM"
         return {True: "alive", False: "dead", None: "elsewhere"}[self.log.alive]
 
 
@@ -324,7 +324,7 @@ class _Ranks:
 
     def _stuck(self) -> list[State]:
         """Return the ranks that communicate and exceeded the time limit, or whose wait ended in an error."""
-        return [each for each in self.states if each.waited_in_vain or (each.waits and self._stands_still(each))]
+        return [each for each in self.states if each.communication_failed or (each.waits and self._stands_still(each))]
 
     def _stands_still(self, state: State) -> bool:
         """Return whether a rank had exceeded the time limit when it was last seen.
@@ -332,7 +332,7 @@ class _Ranks:
         A launcher ends the remaining ranks by SIGTERM when one has failed. If a wait had ended in an error, by whatever
         time limit, a remaining rank stood still if it was quiet for longer than clocks and heartbeats are uncertain.
         """
-        is_rest = state.was_terminated and any(other.waited_in_vain for other in self.states)
+        is_rest = state.was_terminated and any(other.communication_failed for other in self.states)
         return state.quiet_s >= (min(self.after_s, 2 * _UNSURE_S) if is_rest else self.after_s)
 
     # ---- ranks that are not there -------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class _Ranks:
             dead = [state for state in gone if state.seen_ns <= first_gone]
             text = f"{dead[0].death_summary}; the last thing known: it {dead[0].summary}"
             return self._odd(Kind.DIED, dead, text, *dead[0].stack_lines, *dead[0].unit_summary)
-        ended = [state for state in self.states if state.doing is Doing.ENDED and not state.waited_in_vain]
+        ended = [state for state in self.states if state.doing is Doing.ENDED and not state.communication_failed]
         return self._odd(Kind.ENDED, ended, "ended its program, while others go on") if ended and stuck else None
 
     def _gone(self) -> list[State]:
@@ -379,7 +379,7 @@ class _Ranks:
         return [
             state
             for state in self.states
-            if not state.waited_in_vain
+            if not state.communication_failed
             and state.doing is not Doing.ENDED
             and (state.is_gone or (state.is_gone is None and silent_s[state.rank] > _SILENT_S))
         ]
@@ -397,7 +397,7 @@ class _Ranks:
     # ---- ranks that do something else ---------------------------------------------------------------------------
 
     def _different(self) -> Finding | None:
-        waiting = self._summaries([state for state in self.states if state.waits_or_did])
+        waiting = self._summaries([state for state in self.states if state.waits_or_failed])
         epochs: dict[int, list[int]] = {}
         for state in self.states:
             epochs.setdefault(state.last.epoch, []).append(state.rank)
@@ -432,7 +432,7 @@ class _Ranks:
         stuck = self._stuck()
         if not stuck:
             return None
-        elsewhere = [state for state in self.states if not state.waits_or_did]
+        elsewhere = [state for state in self.states if not state.waits_or_failed]
         if elsewhere:
             lines = [f"rank {each.rank} {each.summary} since {each.quiet_s:.1f} s" for each in elsewhere[:4]]
             more = (f"and {len(elsewhere) - 4} more",) if len(elsewhere) > 4 else ()
@@ -474,7 +474,7 @@ class _Ranks:
             number = f" (operation {alike[0].count})" if alike[0].count and alike[0].waits else ""
             quiet_s = max(state.quiet_s for state in alike)
             lines.append(f"{subject(state.rank for state in alike)} {what}{number} since {quiet_s:.1f} s")
-        return (*lines, *next((state.unit_summary for state in states if state.waits_or_did), ()))
+        return (*lines, *next((state.unit_summary for state in states if state.waits_or_failed), ()))
 
 
 def _first_mismatch(states: Iterable[State]) -> list[tuple[list[int], Record]]:

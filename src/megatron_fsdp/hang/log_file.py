@@ -114,7 +114,7 @@ class Process:
 
     host: str
     pid: int
-    # when it began, in clock ticks since the machine did; None where the system does not say
+    # when it began, in clock ticks since the machine did; None if the system does not show it
     started: int | None = None
     namespace: str = ""  # where its number counts, where the system says (containers number their processes anew)
 
@@ -399,7 +399,7 @@ class Ring:
         now_ns = time.time_ns()
         self._write(0, Record(0, now_ns, 0, unit, phase, Mark.BEAT, collective=collective))
 
-    def say(self, error: BaseException) -> None:
+    def write_error(self, error: BaseException) -> None:
         """Write the latest error: its frames, innermost last, then its type and message.
 
         Long text keeps its end, which names the error.
@@ -420,7 +420,7 @@ class Ring:
             return
         error = getattr(sys, "last_value", None)  # set by the interpreter for an uncaught error
         if isinstance(error, BaseException) and not self._has_words:
-            self.say(error)
+            self.write_error(error)
         self.add(Mark.GOODBYE, Phase.FORWARD)
         self._memory = None  # not closed: another thread may be writing a heartbeat
 

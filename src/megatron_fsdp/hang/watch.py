@@ -107,7 +107,7 @@ class HangLog(Observer):
             self.ring.add(Mark.ENDS, phase, unit)
             return
         self._error = id(error)
-        self.ring.say(error)
+        self.ring.write_error(error)
         self.ring.add(Mark.FAILED, phase, unit)
 
     def forgets(self) -> None:
@@ -163,6 +163,7 @@ class HangLog(Observer):
         else:
             same_model = [log for log in logs.ranks if log.writer.model == self.writer.model]
             waiting = [log.writer.rank for log in same_model if state_of(log).waits]
+            # One explanation per standstill: the lowest waiting rank gives it.
             if waiting and min(waiting) < self.writer.rank:
                 return
             text = str(explain(logs, self._timeout_s or 0.0))
@@ -178,7 +179,7 @@ def _watch(reference: weakref.ref[HangLog], over: threading.Event) -> None:
         if log is None:
             return
         pause_s = log.look()
-        del log
+        del log  # or this thread would keep the log alive while it waits
 
 
 # ---- beginning a log -------------------------------------------------------------------------------------------------

@@ -184,6 +184,7 @@ class LiveStorages:
         for tensor in results:
             storage = tensor.untyped_storage()
             key = storage._cdata
+            # A parameter or an input of the step, which are not activations.
             if key in known and key not in self._sizes:
                 continue
             if key not in self._sizes:
@@ -238,6 +239,7 @@ class Answers:
                 f"the model asks for the value of a tensor ({tensor.dtype}) in its forward or backward, and a profile "
                 "has shapes but no values; profile a model whose shapes do not depend on data"
             )
+        # True for every condition but the latest `any`, by identity of its memory.
         return tensor.untyped_storage() is not self._any()
 
 

@@ -335,6 +335,7 @@ class _Replay:
         self._scheduler = Scheduler(model.memory.schedule)
         pool = CommunicationPool(_META, model.memory.pool)
         self._executor = Executor(cast(Any, self._units), _META, model.memory, pool)
+        # The engine sets it, and there is none here.
         self._executor.finalise = self._finalise
         self._mode = SyncMode()
         self._epochs: dict[int, int] = {}

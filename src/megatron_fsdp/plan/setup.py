@@ -70,7 +70,7 @@ class Piece(NamedTuple):
         return self.kind.state_bytes(self)
 
     @property
-    def comes_and_goes(self) -> bool:
+    def is_streamed(self) -> bool:
         """True if only their optimizer state is offloaded, so that a step moves it to the device and back."""
         return self.state_is_offloaded and not self.is_offloaded
 

@@ -196,7 +196,7 @@ def step_bytes(model: PlannedModel) -> int:
     kind, muon = model.setup.optimizer, 0 if model.muon is None else model.muon.borrowed_bytes
     here = [piece for piece in model.pieces() if piece.kind is kind and not piece.is_offloaded]
     paged = [
-        sum(piece.state_bytes for piece in model.pieces_of(group) if piece.comes_and_goes)
+        sum(piece.state_bytes for piece in model.pieces_of(group) if piece.is_streamed)
         for group in model.groups
         if group.requires_grad
     ]
@@ -212,7 +212,7 @@ def host_step_s(model: PlannedModel, machine: Machine) -> float:
     pieces = model.pieces()
     stepped = sum(piece.kind.passes_per_param * piece.num_bytes for piece in pieces if piece.is_offloaded)
     sent = sum(piece.num_bytes for piece in pieces if piece.is_offloaded)
-    sent += sum(piece.state_bytes for piece in pieces if piece.comes_and_goes)
+    sent += sum(piece.state_bytes for piece in pieces if piece.is_streamed)
     return stepped / machine.host_bytes_per_s + sent / machine.host_link_bytes_per_s
 
 

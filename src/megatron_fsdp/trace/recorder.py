@@ -102,8 +102,10 @@ class Recorder(Observer):
         if self._align:
             groups = self._engine.sharding.reaching_all
             names, peers = zip(*gather_over(groups, (uuid.uuid4().hex, dist.get_rank())), strict=True)
+            # All ranks take the same one of their names.
             self._recording, self._peers = min(names), tuple(sorted(set(peers)))
             self._clock.settle()
+            # Ranks pass the barrier with idle devices, so that their clocks begin together.
             for group in groups:
                 if group is not None:
                     dist.barrier(group)
@@ -165,7 +167,7 @@ class Recorder(Observer):
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Record the beginning of a phase."""
-        memory = None if phase is _COPY else self._look_around(phase, unit)  # copies are the most frequent phase
+        memory = None if phase is _COPY else self._begin_phase(phase, unit)  # copies are the most frequent phase
         self._note((BEGIN, self._mark(), phase, unit, memory))
         if _profiler_runs():
             opened = record_function(f"mfsdp/{phase.value} {self._engine.units[unit].label}")
@@ -211,7 +213,7 @@ class Recorder(Observer):
         self._note: Callable[[Raw], None] = step.records.append
         self._was_used = self._was_installed = False
 
-    def _look_around(self, phase: Phase, unit: int) -> int | None:
+    def _begin_phase(self, phase: Phase, unit: int) -> int | None:
         """Begin a step if one is due, check for room, and return the memory in use if it is sampled."""
         if self._was_installed and phase in _OPENS_STEP:
             self._open_step(self._steps[-1].index + 1)
@@ -219,7 +221,7 @@ class Recorder(Observer):
             self._was_used = True
             if unit == ROOT_UNIT and len(self._steps[-1].records) >= MAX_RECORDS:
                 self._steps[-1].is_cut = True
-                self._note = lambda _record: None
+                self._note = lambda _record: None  # drops the rest of this step
         return self._memory() if phase in _SAMPLES_MEMORY else None
 
     def _ask(self, number: int, work: dist.Work) -> None:

@@ -237,6 +237,7 @@ class _Builder:
                 if number in self.collectives:
                     self.collectives[number] = replace(self.collectives[number], done_ns=now_ns)
             case _:
+                # BROKEN: phases under way never end.
                 self._open.clear()
 
     def _end(self, now_ns: int, phase: Phase | str, unit: int) -> None:
@@ -262,6 +263,7 @@ class _Builder:
         """Record a later moment of a collective."""
         one = self.collectives[number]
         if moment is Moment.ARRIVED:
+            # Without a callback of the back end, the arrival is the first sign that it is done.
             one = replace(one, arrived_ns=now_ns, done_ns=now_ns if one.done_ns is None else one.done_ns)
         elif moment is Moment.WAITS:
             one = replace(one, wait_step=step, wait_ns=now_ns)

@@ -85,7 +85,7 @@ def newest_sound(root: Path, say: Say) -> Path | None:
     problems = []
     for number in reversed(whole):
         path = RunFolder(root).path_of(number)
-        if pointed is not None and number > pointed:
+        if pointed is not None and number > pointed:  # of a run that was abandoned for an earlier step
             continue
         try:
             together(f"verifying {path}", partial(_require_sound, path))

@@ -291,21 +291,21 @@ class Recorder(Writer):
 
     def start(self, progress: Progress) -> None:
         """Start the writers; one that fails is dropped."""
-        self._tell("start", progress)
+        self._call_writers("start", progress)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Pass on steps."""
-        self._tell("on_steps", records)
+        self._call_writers("on_steps", records)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Pass on a held-out loss."""
-        self._tell("on_evaluation", evaluation)
+        self._call_writers("on_evaluation", evaluation)
 
     def close(self) -> None:
         """Close the writers."""
-        self._tell("close")
+        self._call_writers("close")
 
-    def _tell(self, method: str, *args: object) -> None:
+    def _call_writers(self, method: str, *args: object) -> None:
         """Call a method of each writer, and report its error once."""
         for name, writer in list(self._writers.items()):
             try:

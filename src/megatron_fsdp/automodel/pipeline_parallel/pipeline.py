@@ -75,7 +75,7 @@ class Pipeline:
         self._tied_end = self._find_tied_end()
         if parts.tied is not None:
             check_ends(self._tied_end, self._group)
-        self._tell_parts_where_they_lie()
+        self._set_pipeline_places()
         self.equalize_tied()
 
     @property
@@ -294,7 +294,7 @@ class Pipeline:
             return torch.zeros((), device=logits.device)
         return (self.config.loss_fn or cross_entropy_sum)(logits, labels) * self._factor
 
-    def _tell_parts_where_they_lie(self) -> None:
+    def _set_pipeline_places(self) -> None:
         """Give each part its position and its peers' names, for checkpoints."""
         own = {
             own_name(part, name)

@@ -54,6 +54,7 @@ class StageForward:
         model: Any = self
         base = model.base_model
         layers: StageLayers = getattr(base, self._stage_layers)
+        # The base model makes masks and positions from `inputs_embeds`; its layers get `received` instead.
         named = {"input_ids" if self._stage_is_first else "inputs_embeds": inputs, "use_cache": False, **per_token}
         with layers.as_whole_list(None if self._stage_is_first else inputs) as run:
             if self._stage_is_last:
@@ -228,6 +229,7 @@ class StageLayers(nn.ModuleDict):
         """Act as the whole list inside the block, on the hidden states of the previous stage."""
         run, here = StageRun(received), list[Any](self.values())
         last = len(here) - 1
+        # A set: the only layer of a stage is wrapped once.
         for end in {0, last}:
             here[end] = _EndLayer(here[end], run, end == 0, end == last)
         self._shown = [*self._before, *here, *self._after]

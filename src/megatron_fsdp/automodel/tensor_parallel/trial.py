@@ -156,6 +156,7 @@ class _Following(TorchDispatchMode):
             mark = self.of(args, kwargs)
             if mark.is_divided:
                 self.use((args, kwargs), is_partial=True)
+                # The result has no sources: gradients that pass through it are partial already, and recorded.
                 mark = _Mark(is_divided=True)
             self.mark(result, mark)
         return result
@@ -171,7 +172,7 @@ def _storages(values: Any) -> Iterator[Any]:
 
 def _bits(sources: int) -> Iterator[int]:
     while sources:
-        yield sources & -sources
+        yield sources & -sources  # the lowest set bit
         sources &= sources - 1
 
 
@@ -193,7 +194,7 @@ class Trial:
         prepare: Callable[[nn.Module], object] | None = None,
     ) -> None:
         self._flow = _Following()
-        self._model = _of_constants(model)
+        self._model = _copy_without_weights(model)
         self._names: list[str] = []  # of sources, in the order of their bits
         self._params: set[int] = set()  # sources that are parameters which no division names
         self.failed_in = ""
@@ -226,6 +227,7 @@ class Trial:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             return text if isinstance(error, DivisionError) else f"{self._described(self.failed_in)} fails ({text})"
         for source, where in self._flow.partial.items():
+            # No sum over the ranks is right for a whole activation, nor for a parameter with gradients of both kinds.
             if source not in self._params or source & self._flow.whole:
                 self.failed_in = where
                 return (
@@ -274,6 +276,7 @@ class Trial:
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         left = self._flow.inside.pop()
         if sys.exc_info()[0] is not None:
+            # Hooks run from the inside out, so the first module is the one that raised.
             self.failed_in = self.failed_in or left
 
     def _gather(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -283,6 +286,7 @@ class Trial:
             if not isinstance(value, Tensor):
                 return value
             self._flow.use(value)
+            # A fresh tensor: the gather sums the gradient, so sources before it end here.
             return value.new_full(value.shape, _VALUE) if value.is_floating_point() else value
 
         return tuple(map(gathered, args)), {key: gathered(value) for key, value in kwargs.items()}
@@ -302,6 +306,7 @@ class Trial:
             settable.forward = self._substitute(name, module, division)
         elif division.sums:
             module.register_forward_pre_hook(self._gather, with_kwargs=True)
+            # `and None`, since a hook that returns something would replace the output.
             module.register_forward_hook(lambda *given: self._mark_source(f"the output of {name}", given[-1]) and None)
 
     def _substitute(self, name: str, module: nn.Module, division: Division) -> Callable[..., Tensor]:
@@ -340,7 +345,7 @@ def _constant(tensor: Tensor, shape: Any) -> nn.Parameter:
     return nn.Parameter(torch.full((), value, dtype=tensor.dtype, device="cpu").expand(shape), requires_grad=False)
 
 
-def _of_constants(model: nn.Module) -> nn.Module:
+def _copy_without_weights(model: nn.Module) -> nn.Module:
     """Copy a model without its weights to the CPU."""
     memo: dict[int, Any] = {id(param): _constant(param, param.shape) for param in model.parameters()}
     for part in model.modules():

@@ -221,7 +221,10 @@ class Texts:
             return
         for file in self.source.files:
             if _is_json_lines(file):
-                yield from ((text, True) for text in _json_texts(file, self.json_key) if text)
+                with file.open("rb") as opened:
+                    lines = ((line, f"line {n} of {file}") for n, line in enumerate(opened, 1) if line.strip())
+                    texts = (_text_of(line, self.json_key, place) for line, place in lines)
+                    yield from ((text, True) for text in texts if text)
             elif _is_text(file):
                 yield from _pieces(file)
             elif file == self.source.root:
@@ -273,13 +276,6 @@ def _is_json_lines(file: Path) -> bool:
             return isinstance(json.loads(opened.readline()), dict)
     except (OSError, ValueError, RecursionError):
         return False
-
-
-def _json_texts(file: Path, key: str) -> Iterator[str]:
-    with file.open("rb") as opened:
-        for number, line in enumerate(opened, 1):
-            if line.strip():
-                yield _text_of(line, key, f"line {number} of {file}")
 
 
 def _text_of(line: bytes, key: str, place: str) -> str:
@@ -386,7 +382,7 @@ def load_tokenizer(path: Path) -> PieceTokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001  # the library raises nothing more special
         raise ConfigurationError(f"--tokenizer-model {file} cannot be read ({error}): give a tokenizer.json") from None
-    for end in (*(_said_end(file.with_name(name)) for name in _SETTINGS), *ENDS):
+    for end in (*(_configured_end(file.with_name(name)) for name in _SETTINGS), *ENDS):
         if end is not None and tokenizer.token_to_id(end) is not None:
             return PieceTokenizer(tokenizer, end)
     raise ConfigurationError(
@@ -406,7 +402,7 @@ def tokenizer_files(path: Path) -> list[Path]:
     return [file, *(beside for name in _SETTINGS if (beside := file.with_name(name)).is_file())]
 
 
-def _said_end(path: Path) -> str | None:
+def _configured_end(path: Path) -> str | None:
     """Return the `eos_token` of a settings file: a string, or an object with the string as `content`."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -427,7 +423,7 @@ def write_data(options: Options, folder: Path, say: Say = lambda _: None) -> Pat
     """
     made, source = tokens_folder(options, folder, say)
     if (made / SIDE_FILE).exists():
-        if _files_in(made) != _said(made).get("files"):
+        if _files_in(made) != _read_side_file(made).get("files"):
             raise ConfigurationError(
                 f"{made} does not hold the tokens that its {SIDE_FILE} describes: it was damaged or changed; remove it"
             )
@@ -535,7 +531,7 @@ def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def read_data(job: Job, made: Path) -> TokenData:
     """Open the folder of `write_data`, and split its tokens; ranks of a machine share the memory."""
-    options, said = job.options, _said(made)
+    options, said = job.options, _read_side_file(made)
     source = find_source(options.data.data_path)
     vocab_size, end_id, checksum, notes = (said[name] for name in _SAID)
     training, held_out = split_tokens(open_tokens(source, made), *parse_split(options.data.split))
@@ -549,7 +545,7 @@ def read_data(job: Job, made: Path) -> TokenData:
     return TokenData(training, held_out, vocab_size, end_id, checksum, tuple(notes))
 
 
-def _said(made: Path) -> dict[str, Any]:
+def _read_side_file(made: Path) -> dict[str, Any]:
     """Read the `SIDE_FILE` of a folder of tokens."""
     path = made / SIDE_FILE
     try:

@@ -64,7 +64,7 @@ def export_run(source: CheckpointFolder, folder: Path, config: Path | None, **op
                 f"{source.path} holds no decoder of this package, whose config is known: give --config FOLDER with the "
                 "config.json of the model that was trained"
             )
-        _require_agreement(config, dict(_said_of_config(facts)), source.path)
+        _require_agreement(config, dict(_config_fields(facts)), source.path)
         return export_hf(source, folder, config, **options)
     view, fields = _as_llama(source, keys, facts)
     if config is not None:
@@ -106,9 +106,9 @@ def _as_llama(
             f"{source.path} holds a decoder that no Llama computes: it has {', '.join(odd)}; only those with RMSNorm, "
             "SwiGLU and rotary positions, without biases and norms of queries and keys, are exported"
         )
-    heads = int(_said(source, facts, "num_heads", "--num-attention-heads"))
-    epsilon = _said(source, facts, "norm_epsilon", "--norm-epsilon")
-    base = _said(source, facts, "rotary_base", "--rotary-base")
+    heads = int(_number(source, facts, "num_heads", "--num-attention-heads"))
+    epsilon = _number(source, facts, "norm_epsilon", "--norm-epsilon")
+    base = _number(source, facts, "rotary_base", "--rotary-base")
     shapes = {name: source.tensors[key].shape for name, key in keys.items()}
     _require_whole(source, shapes)
     vocabulary, dim = shapes["embedding.weight"]
@@ -148,7 +148,7 @@ def _require_whole(source: CheckpointFolder, shapes: Mapping[str, tuple[int, ...
         )
 
 
-def _said(source: CheckpointFolder, facts: Mapping[str, str], name: str, flag: str) -> float:
+def _number(source: CheckpointFolder, facts: Mapping[str, str], name: str, flag: str) -> float:
     """Return a number that the shapes of weights do not determine."""
     found = _value(facts.get(name + _OF_MODEL, facts.get(flag, "")))
     if not isinstance(found, int | float) or not found > 0:
@@ -191,7 +191,7 @@ def _are_tied(source: CheckpointFolder, keys: Mapping[str, str]) -> bool:
 # ---- the config and the run ------------------------------------------------------------------------------------------
 
 
-def _said_of_config(facts: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+def _config_fields(facts: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     """List the fields of a transformers config that a run determines, and their values."""
     for name, text in facts.items():
         field = name.removesuffix(_OF_MODEL) if name.endswith(_OF_MODEL) else _FLAGS.get(name)
