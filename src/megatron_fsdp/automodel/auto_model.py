@@ -264,7 +264,7 @@ class _AutoModel:
         dtype = _resolve_dtype(asked["dtype"], config, folder)
         twin = build_from_config(config, dtype, cls._transformers_class, **more)
         if folder is not None:
-            adopt_generation_config(twin, folder)
+            load_generation_config(twin, folder)
         return _fill(twin, asked, context, folder, cls._new_head)
 
 
@@ -332,7 +332,7 @@ def _fill(
         )
     if isinstance(strategy, DDPConfig):
         model = DDPManager(strategy).parallelize(live, sends_weights=False)
-    let_save(model, whole, saved_config, folder)
+    attach_save_pretrained(model, whole, saved_config, folder)
     model.mesh_context = context
     model.distributed_config = strategy
     made: nn.Module | Pipeline = model
@@ -514,7 +514,7 @@ def _resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | 
     return resolved
 
 
-def adopt_generation_config(model: Any, folder: Path) -> None:
+def load_generation_config(model: Any, folder: Path) -> None:
     """Apply the folder's generation_config.json, if any."""
     if not (folder / "generation_config.json").is_file() or not model.can_generate():
         return
@@ -538,7 +538,7 @@ def refuse_quantised(model: nn.Module) -> None:
 _SIZE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([KMG])(I?)B")
 
 
-def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> None:
+def attach_save_pretrained(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> None:
     """Give a model its `save_pretrained`.
 
     `whole` is the model to save for a `Pipeline`: the stages of this rank as one model. `config` becomes config.json,

@@ -109,10 +109,10 @@ class Writer:
         """Begin, or resume: records of later steps are dropped, since these steps run again."""
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """Take the steps since the last call, at least one."""
+        """Record the steps since the last call, at least one."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Take a held-out loss."""
+        """Record a held-out loss."""
 
     def close(self) -> None:
         """Write the remaining records, and close."""

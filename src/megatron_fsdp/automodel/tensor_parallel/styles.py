@@ -242,7 +242,7 @@ def local_parts(
     sums: bool = False,
     whole: bool = False,
 ) -> None:
-    """Let a module compute with this rank's parts of its own parameters, such as attention sinks by head.
+    """Compute a module with this rank's parts of its own parameters, such as attention sinks by head.
 
     Placements are by name of the parameter. With `sums` the output is a part of a sum, as after a row-wise weight: it
     is summed over ranks, and so are the gradients of the inputs. With `whole` the parameters are only stored in parts,

@@ -36,13 +36,13 @@ class Division:
 
     Attributes:
         runs: Runs its own forward, else only gives an output of the right size.
-        ins: Into how many parts the input is cut.
-        outs: Likewise the output.
+        ins: Parts of the input.
+        outs: Parts of the output.
         sums: The output is summed over the ranks, and so is the gradient of the input.
         sums_gradient: The output may meet whole and divided activations.
         leaves_parts: The gradient of the input is left as a part of a sum.
         parameters: Own parameters that are cut: dimension by name.
-        ranks: Into how many parts they are cut.
+        ranks: Parts of these parameters.
     """
 
     runs: bool = False
@@ -280,7 +280,7 @@ class Trial:
             self.failed_in = self.failed_in or left
 
     def _gather(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give a module inputs whose gradient it gets summed."""
+        """Return fresh inputs, since the gather before the module sums their gradient."""
 
         def gathered(value: Any) -> Any:
             if not isinstance(value, Tensor):

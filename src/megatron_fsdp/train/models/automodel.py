@@ -26,7 +26,7 @@ from megatron_fsdp.automodel import (
     connect_optimizer,
 )
 from megatron_fsdp.automodel.architecture import find_layers
-from megatron_fsdp.automodel.auto_model import adopt_generation_config, fill_weights, refuse_quantised
+from megatron_fsdp.automodel.auto_model import fill_weights, load_generation_config, refuse_quantised
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts
 from megatron_fsdp.automodel.forwards import recompute_in_backward
@@ -148,7 +148,7 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
     twin = build_from_config(config, job.dtype)
     refuse_quantised(twin)
     if options.model.hf_model is not None:
-        adopt_generation_config(twin, options.model.hf_model)
+        load_generation_config(twin, options.model.hf_model)
     torch.manual_seed(options.training.seed)
     place = place_in(context)
     if sizes.pipeline > 1:
