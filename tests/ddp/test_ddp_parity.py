@@ -1,7 +1,6 @@
 """Buckets equal one process: every model, Megatron's schedule, other meshes, and whatever else a loop may do."""
 
 import warnings
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ from tests.support.case import (
     REPLICATED,
     TOGETHER,
     DdpSetting,
-    Job,
     Run,
     Scenario,
     Tolerance,
@@ -123,11 +121,9 @@ def _tolerance(name: str, num_ranks: int) -> Tolerance:
 @pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num_ranks: int) -> None:
-    by_tolerance: dict[Tolerance, list[Job]] = defaultdict(list)
-    for name, scenario, setting in jobs_of(num_ranks):
-        by_tolerance[_tolerance(name, num_ranks)].append((scenario, setting))
-    for tolerance, jobs in by_tolerance.items():
-        check_jobs(run_ranks, num_ranks, jobs, tolerance)
+    names, *jobs = zip(*jobs_of(num_ranks), strict=True)
+    tolerances = [_tolerance(name, num_ranks) for name in names]
+    check_jobs(run_ranks, num_ranks, list(zip(*jobs, strict=True)), tolerances)
 
 
 # ---- the fully sharded engine, and several instances of the optimizer ------------------------------------------------
@@ -171,35 +167,31 @@ def test_delayed_weight_gradients_of_units_equal_one_process(run_ranks: RunRanks
     check_jobs(run_ranks, 2, [(Scenario(defer_two_of_three, DELAYED[name], OPTIMIZERS[1]), setting)])
 
 
-def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, int, list[bool]]:
-    """Reductions and bytes of one backward, the most that buckets took, and whether linears reached theirs early."""
-    config = DistributedDataParallelConfig(
-        use_megatron_fsdp=True,
-        data_parallel_sharding_strategy=strategy,
-        overlap_grad_reduce=True,
-        delay_wgrad_compute=is_delayed,
-    )
-    model = DistributedDataParallel(
-        config, nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), fsdp_unit_modules=[nn.Linear]
-    )
-    early: list[bool] = []
-    inputs = torch.ones(2, 4, requires_grad=True)
-    held = [each for group in model.parameter_groups() if group.gradients for each in group.gradients.of_parameter]
-    inputs.register_hook(lambda _grad: early.extend(each.filled for each in held))
-    before = model.traffic()
-    model(inputs).sum().backward()
-    sent = model.traffic().since(before)
-    return sent.reductions, sent.reduce_bytes, model.memory().transient_peak_bytes, early
-
-
 @pytest.mark.unmerged
 @pytest.mark.full(short=["optim_grads_params"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_delayed_units_are_reduced_once_each_out_of_two_buckets(run_ranks: RunRanks, strategy: str) -> None:
-    usual, delayed = (run_ranks(2, reductions_and_buckets, strategy, found)[0] for found in (False, True))
-    assert delayed[:3] == usual[:3]
-    assert usual[0] == 6
-    assert (any(usual[3]), any(delayed[3])) == (True, False)
+@on_ranks(2)
+def test_delayed_units_are_reduced_once_each_out_of_two_buckets(strategy: str) -> None:
+    found = []
+    for delays in (False, True):
+        config = DistributedDataParallelConfig(
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=strategy,
+            overlap_grad_reduce=True,
+            delay_wgrad_compute=delays,
+        )
+        linears = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+        model = DistributedDataParallel(config, linears, fsdp_unit_modules=[nn.Linear])
+        early: list[bool] = []
+        inputs = torch.ones(2, 4, requires_grad=True)
+        held = [each for group in model.parameter_groups() if group.gradients for each in group.gradients.of_parameter]
+        inputs.register_hook(lambda _grad, held=held, early=early: early.extend(each.filled for each in held))  # type: ignore[misc]
+        before = model.traffic()
+        model(inputs).sum().backward()
+        assert any(early) is not delays  # whether linears reached their buckets before the end
+        found.append((model.traffic().since(before), model.memory().transient_peak_bytes))
+    assert found[0] == found[1]
+    assert found[0][0].reductions == 6
 
 
 @pytest.mark.full

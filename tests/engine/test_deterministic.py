@@ -28,8 +28,7 @@ from tests.support.case import (
     Run,
     Scenario,
     Setting,
-    Tolerance,
-    assert_notes,
+    assert_bits,
     outcome_of,
     reference,
     run_sharded,
@@ -123,12 +122,6 @@ def check(
             assert_bits(outcomes, recording)
         except AssertionError as error:
             raise AssertionError(f"{each} on {num_ranks} ranks: {error}") from None
-
-
-def assert_bits(outcomes: Sequence[Recording], expected: Recording) -> None:
-    assert_notes(outcomes, expected, Tolerance())
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.losses == expected.losses[rank :: len(outcomes)]
 
 
 JOBS = [

@@ -18,11 +18,15 @@ from tests.support.case import (
     Scenario,
     Setting,
     Tolerance,
-    assert_parity,
-    reference,
-    run_sharded,
+    check_jobs,
+    check_strategies,
 )
-from tests.support.zoo import MODEL_CASES, Batch, Block, ModelCase, ModelName, TinyTransformer, make_token_batch
+from tests.support.zoo import (
+    MODEL_CASES,
+    MixedDtypeBlock,
+    ModelName,
+    odd_case,
+)
 
 RANKS = (1, 2, 3, 4)
 STRATEGIES = (0, 1, 2, 3)
@@ -122,39 +126,25 @@ def _tolerance(name: ModelName, num_ranks: int) -> Tolerance:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num_ranks: int, strategy: int) -> None:
-    jobs = jobs_of(num_ranks, strategy)
-    by_rank = run_ranks(num_ranks, run_sharded, [(scenario, setting) for _, scenario, setting in jobs])
-    for (name, scenario, _), *outcomes in zip(jobs, *by_rank, strict=True):
-        assert_parity(outcomes, reference(scenario), _tolerance(name, num_ranks))
+    names, *jobs = zip(*jobs_of(num_ranks, strategy), strict=True)
+    tolerances = [_tolerance(name, num_ranks) for name in names]
+    check_jobs(run_ranks, num_ranks, list(zip(*jobs, strict=True)), tolerances)
 
 
 # ---- float64, averaging collective ---------------------------------------------------------------------------------
 
 
-def _build_fp64_transformer() -> nn.Module:
-    return TinyTransformer(layers=2).double()
-
-
-def _fp64_token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    logits = model(batch.inputs)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-
-
-FP64_TRANSFORMER = ModelCase(_build_fp64_transformer, make_token_batch, _fp64_token_loss, (Block,))
+FP64 = odd_case(MixedDtypeBlock, torch.float64, linear_dtype=torch.float64, norm_dtype=torch.float64)
 
 
 def test_float64_agrees_to_twelve_digits(run_ranks: RunRanks) -> None:
-    scenario = Scenario(three_microbatches, FP64_TRANSFORMER, adamw)
-    jobs = [(scenario, Setting(strategy, _OWN_DTYPES)) for strategy in STRATEGIES]
-    for outcomes in zip(*run_ranks(2, run_sharded, jobs), strict=True):
-        assert_parity(outcomes, reference(scenario), _FP64)
+    settings = [Setting(strategy, _OWN_DTYPES) for strategy in STRATEGIES]
+    check_strategies(run_ranks, 2, Scenario(three_microbatches, FP64, adamw), settings, _FP64)
 
 
 def test_averaging_in_the_collective_gives_the_same_mean(run_ranks: RunRanks) -> None:
-    scenario = Scenario(three_microbatches, MODEL_CASES["odd_shapes"])
-    jobs = [(scenario, Setting(strategy, average_in_collective=True)) for strategy in STRATEGIES]
-    for outcomes in zip(*run_ranks(3, run_sharded, jobs), strict=True):
-        assert_parity(outcomes, reference(scenario), FP32)
+    settings = [Setting(strategy, average_in_collective=True) for strategy in STRATEGIES]
+    check_strategies(run_ranks, 3, Scenario(three_microbatches, MODEL_CASES["odd_shapes"]), settings)
 
 
 # ---- the comparison itself can fail --------------------------------------------------------------------------------
@@ -168,7 +158,5 @@ def _forget_one_rank(run: Run) -> None:
 
 
 def test_a_wrong_mean_is_noticed(run_ranks: RunRanks) -> None:
-    scenario = Scenario(_forget_one_rank, MODEL_CASES["odd_shapes"])
-    (outcomes,) = zip(*run_ranks(2, run_sharded, [(scenario, Setting(3))]), strict=True)
     with pytest.raises(AssertionError, match=r"note 0 \(gradients\)"):
-        assert_parity(outcomes, reference(scenario), FP32)
+        check_strategies(run_ranks, 2, Scenario(_forget_one_rank, MODEL_CASES["odd_shapes"]), [Setting(3)])

@@ -20,7 +20,6 @@ from megatron_fsdp import (
     DistributedDataParallelConfig,
     MegatronFSDP,
     MixedPrecisionPolicy,
-    fully_shard,
 )
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
@@ -29,11 +28,13 @@ from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
-from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
-from tests.support.on_ranks import first_rank_warns, on_ranks, refusal
+from tests.support import case
+from tests.support.arrangements import FLAT, divide_tensors, hybrid, tensor_parallel
+from tests.support.case import SAMPLES, Recording, Run, Scenario, Setting, Tolerance, assert_parity, run_sharded
+from tests.support.on_ranks import first_rank_warns, fixed_seed, on_ranks, refusal
 from tests.support.zoo import MODEL_CASES, Batch, make_token_batch
 
-STEPS, SAMPLES = 3, 12
+STEPS = 3
 BF16, FP32 = torch.bfloat16, torch.float32
 CASE = MODEL_CASES["transformer"]
 
@@ -56,18 +57,36 @@ class Job:
         return self.inner * self.outer * self.tensor
 
     @property
-    def policy(self) -> MixedPrecisionPolicy:
+    def scenario(self) -> Scenario:
+        return Scenario(train, replace(CASE, build=partial(build, self)), sgd)
+
+    @property
+    def setting(self) -> Setting:
         chosen = {**self.others, "*": self.weight_format} if self.others else self.weight_format
-        return MixedPrecisionPolicy(self.main, FP32, weight_format=chosen)
+        policy = MixedPrecisionPolicy(self.main, FP32, weight_format=chosen)
+        arrangement = hybrid(self.outer, self.inner) if self.outer > 1 else FLAT
+        if self.tensor > 1:
+            arrangement = tensor_parallel(divide_tensors)
+        return Setting(3, policy, outer_strategy=self.outer_strategy, arrangement=arrangement)
 
 
 def build(job: Job) -> nn.Module:
-    torch.manual_seed(0)
-    return CASE.build().to(job.dtype)
+    with fixed_seed(0):
+        return CASE.build().to(job.dtype)
 
 
 def batch() -> Batch:
     return make_token_batch(SAMPLES, torch.Generator().manual_seed(1))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(run: Run) -> None:
+    for _ in range(STEPS):
+        run.backward(1)
+        run.step()
 
 
 def format_of(model: nn.Module, name: str, job: Job) -> WeightFormat | None:
@@ -91,34 +110,31 @@ def rounded(weight_format: WeightFormat | None, weight: torch.Tensor, dtype: tor
     return decoded.view(weight.shape)
 
 
-Result = tuple[list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Losses, gradients of each step, main weights at the end."""
-
-
-def reference(job: Job) -> Result:
+def emulated(job: Job) -> Recording:
     """Train in one process: each step computes with rounded weights, and the optimizer updates exact ones."""
-    model = build(job)
+    model, recording = build(job), Recording()
     main_dtype = job.main or job.dtype
     masters = {name: param.detach().to(main_dtype, copy=True) for name, param in model.named_parameters()}
     optimizer = torch.optim.SGD(list(masters.values()), lr=0.1, momentum=0.9)
-    losses, grads = [], []
     for _ in range(STEPS):
         computed = {
             name: rounded(format_of(model, name, job), master, job.dtype).requires_grad_()
             for name, master in masters.items()
         }
         sums = {name: torch.zeros_like(master, dtype=FP32) for name, master in masters.items()}
+        losses = []
         for part in range(job.ranks):  # as ranks do, whose gradients are added in float32
-            own = batch().part(part, job.ranks)
-            loss = CASE.loss(_Called(model, computed), own)
+            loss = CASE.loss(_Called(model, computed), batch().part(part, job.ranks))
             for name, grad in zip(computed, torch.autograd.grad(loss, list(computed.values())), strict=True):
                 sums[name] += grad.float() / job.ranks
             losses.append(loss.item())
+        recording.losses.append(sum(losses) / job.ranks)
         for name, master in masters.items():
             master.grad = sums[name].to(main_dtype)
+        recording.notes.append(("gradients", {name: master.grad for name, master in masters.items()}))
         optimizer.step()
-        grads.append(sums)
-    return losses, grads, masters
+        recording.notes.append(("parameters", {name: master.clone() for name, master in masters.items()}))
+    return recording
 
 
 class _Called(nn.Module):
@@ -130,35 +146,10 @@ class _Called(nn.Module):
         return functional_call(self.__dict__["model"], self.weights, args)
 
 
-def wrap(job: Job, **arguments: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    if job.outer > 1:
-        arguments |= {**hybrid_arguments(job.outer, job.inner), "outer_dp_sharding_strategy": job.outer_strategy}
-    model = build(job)
-    if job.tensor > 1:
-        parallel = tensor_parallel(divide_tensors)
-        parallel.place(model)
-        arguments |= parallel.arguments()
-    return fully_shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        fsdp_unit_modules=list(CASE.unit_classes),
-        mixed_precision_policy=job.policy,
-        **arguments,
-    )
-
-
-def train(job: Job) -> Result:
-    model, optimizer = wrap(job)
-    own = batch().part(dist.get_rank(), job.ranks)
-    losses, grads = [], []
-    for _ in range(STEPS):
-        loss = CASE.loss(model, own)
-        loss.backward()
-        losses.append(loss.item())
-        grads.append({n: p.grad.full_tensor().float().clone() for n, p in model.module.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, grads, {n: p.full_tensor().detach().clone() for n, p in model.module.named_parameters()}
+def wrap(job: Job, **options: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    run = Run(job.scenario, replace(job.setting, options=tuple(options.items())))
+    assert run.sharded is not None
+    return run.sharded, run.optimizer
 
 
 JOBS = [
@@ -171,13 +162,8 @@ JOBS = [
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_training_equals_one_process_that_rounds_its_weights(run_ranks: RunRanks, job: Job) -> None:
-    losses, grads, masters = reference(job)
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if job.dtype is FP32 else {"rtol": 2**-5, "atol": 2**-6}
-    for rank, (own_losses, own_grads, own_masters) in enumerate(run_ranks(job.ranks, train, job)):
-        torch.testing.assert_close(own_losses, losses[rank :: job.ranks], **tolerance)
-        for step, expected in enumerate(grads):
-            torch.testing.assert_close(own_grads[step], expected, **tolerance)
-        torch.testing.assert_close(own_masters, masters, **tolerance)
+    outcomes = [of_rank for (of_rank,) in run_ranks(job.ranks, run_sharded, [(job.scenario, job.setting)])]
+    assert_parity(outcomes, emulated(job), case.FP32 if job.dtype is FP32 else Tolerance(rtol=2**-5, atol=2**-6))
 
 
 def shards_of(job: Job) -> dict[str, torch.Tensor]:

@@ -54,9 +54,12 @@ def place(model: nn.Module) -> None:
 
 
 def part(whole: Batch) -> Batch:
-    """Samples by the data-parallel rank, and of each the tokens by the context-parallel rank."""
-    samples = whole.part(dist.get_rank() // 2, dist.get_world_size() // 2)
-    context = dist.get_rank() % 2
+    return place_of(whole, dist.get_rank())
+
+
+def place_of(whole: Batch, rank: int) -> Batch:
+    """Samples by the data-parallel rank, and of each the tokens by the context-parallel rank; of four ranks."""
+    samples, context = whole.part(rank // 2, 2), rank % 2
     inputs, targets = (values.chunk(2, dim=1)[context].contiguous() for values in (samples.inputs, samples.targets))
     return Batch(inputs, targets)
 
@@ -89,12 +92,9 @@ def test_hybrid_sharding_of_context_parallel_ranks_equals_one_process(run_ranks:
 # ---- losses per token ------------------------------------------------------------------------------------------------
 
 
-def counts_by_rank() -> int:
-    return tokens_in(part(make_gappy_token_batch(SAMPLES, torch.Generator().manual_seed(0))))
-
-
 def test_per_token_losses_are_summed_over_uneven_ranks(run_ranks: RunRanks) -> None:
-    assert len(set(run_ranks(4, counts_by_rank))) > 2
+    whole = make_gappy_token_batch(SAMPLES, torch.Generator().manual_seed(0))
+    assert len({tokens_in(place_of(whole, rank)) for rank in range(4)}) > 2
     settings = [Setting(inner, per_token=True, arrangement=ARRANGEMENT) for inner in (0, 3)]
     settings += [Setting(3, per_token=True, outer_strategy=1, arrangement=HYBRID)]
     check_strategies(run_ranks, 4, Scenario(mean_over_all_tokens, UNEVEN), settings)

@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp import fully_shard
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of
-from tests.support.case import Scenario, Setting, check_strategies, two_steps
+from tests.support.case import Scenario, Setting, check_strategies, shard, two_steps
 from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.experts import FLAT as EXPERT_MESH
 from tests.support.experts import arguments, build_with_experts, expert_mesh, experts_of, place
-from tests.support.on_ranks import of_ranks, on_ranks
+from tests.support.on_ranks import of_ranks, on_ranks, refusal
 from tests.support.zoo import (
     FLOORS,
     MODEL_CASES,
@@ -81,14 +80,7 @@ def test_weights_are_gathered_on_the_second_group_only(strategy: int, gathers: i
     found = hybrid() if num_ranks == 4 else flat()
     group, gather_group = found["device_mesh"]["dp_shard"].get_group(), found["fsdp_group_ag"]
     assert group.group_name != gather_group.group_name
-    model = Tower()
-    sharded, optimizer = fully_shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        zero_dp_strategy=strategy,
-        fsdp_unit_modules=[Floor],
-        **found,
-    )
+    sharded, optimizer = shard(Tower(), zero_dp_strategy=strategy, fsdp_unit_modules=[Floor], **found)
     for _ in range(2):
         with OpCounts() as counts:
             tower_loss(sharded, torch.ones(2, 16)).backward()
@@ -106,9 +98,7 @@ def test_experts_are_gathered_on_their_own_second_group() -> None:
     found = with_experts()
     model = build_with_experts()
     place(EXPERT_MESH, model)
-    sharded, optimizer = fully_shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Block], **found
-    )
+    sharded, optimizer = shard(model, fsdp_unit_modules=[Block], **found)
     batch = make_token_batch(2, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(2):
         with OpCounts() as counts:
@@ -125,7 +115,5 @@ def test_experts_are_gathered_on_their_own_second_group() -> None:
 def test_a_group_of_other_ranks_is_refused(argument: str) -> None:
     found = with_experts()
     found[argument] = mesh_of((2, 2), ("a", "b"))["a"].get_group()  # other pairs than those that share experts
-    model = build_with_experts()
-    said = f"{argument} is a group of 2 ranks that are not those along the mesh dimensions"
-    with pytest.raises(ConfigurationError, match=said):
-        fully_shard(model, torch.optim.SGD(model.parameters()), **found)
+    said = refusal(fully_shard_model, build_with_experts(), **found)
+    assert f"{argument} is a group of 2 ranks that are not those along the mesh dimensions" in said

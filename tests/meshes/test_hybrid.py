@@ -23,13 +23,11 @@ from tests.support.case import (
     Run,
     Scenario,
     Setting,
-    assert_parity,
+    check_jobs,
     check_strategies,
     clip_by_model,
     clip_by_torch,
     defer_two_of_three,
-    reference,
-    run_sharded,
     sgd,
     three_steps,
 )
@@ -73,13 +71,9 @@ def jobs_of(mesh: tuple[int, int]) -> list[tuple[ModelName, Scenario, Setting]]:
 @pytest.mark.full(short=["mesh2"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, mesh: tuple[int, int]) -> None:
-    jobs = jobs_of(mesh)
-    by_rank = run_ranks(math.prod(mesh), run_sharded, [(scenario, setting) for _, scenario, setting in jobs])
-    for (name, scenario, setting), *outcomes in zip(jobs, *by_rank, strict=True):
-        try:
-            assert_parity(outcomes, reference(scenario), BF16 if name == "bf16_fp32_norm" else FP32)
-        except AssertionError as error:
-            raise AssertionError(f"{name}, {scenario.script.__name__}, {setting}: {error}") from None
+    names, *jobs = zip(*jobs_of(mesh), strict=True)
+    tolerances = [BF16 if name == "bf16_fp32_norm" else FP32 for name in names]
+    check_jobs(run_ranks, math.prod(mesh), list(zip(*jobs, strict=True)), tolerances)
 
 
 # ---- when gradients are synchronised ---------------------------------------------------------------------------------

@@ -57,14 +57,8 @@ LOOPS = (set_auto_sync, leave_it_to_the_optimizer, no_sync, plain)
 
 def shard(inner: int, outer: int, dtype: torch.dtype) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     model = Tower().to(dtype)
-    return fully_shard(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        zero_dp_strategy=inner,
-        outer_dp_sharding_strategy=outer,
-        fsdp_unit_modules=[Floor],
-        **hybrid_arguments(2, 2),
-    )
+    options = {"zero_dp_strategy": inner, "outer_dp_sharding_strategy": outer, "fsdp_unit_modules": [Floor]}
+    return fully_shard(model, torch.optim.AdamW(model.parameters()), **options, **hybrid_arguments(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -184,15 +178,9 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 def shard_layers(strategy: int, policy: MixedPrecisionPolicy) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Sharded inside, and main weights over both axes."""
     model = build()
-    return fully_shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        fsdp_unit_modules=[Layer],
-        zero_dp_strategy=strategy,
-        outer_dp_sharding_strategy=1,
-        mixed_precision_policy=policy,
-        **hybrid_arguments(2, 2),
-    )
+    options = {"zero_dp_strategy": strategy, "outer_dp_sharding_strategy": 1, "mixed_precision_policy": policy}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return fully_shard(model, optimizer, fsdp_unit_modules=[Layer], **options, **hybrid_arguments(2, 2))
 
 
 @pytest.mark.full(short=["1-shared", "3-copied"])

@@ -239,12 +239,15 @@ def check_strategies(
     check_jobs(run_ranks, num_ranks, [(scenario, setting) for setting in settings], tolerance)
 
 
-def check_jobs(run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job], tolerance: Tolerance = FP32) -> None:
-    """Run each scenario in its setting and assert the same."""
+def check_jobs(
+    run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job], tolerance: Tolerance | Sequence[Tolerance] = FP32
+) -> None:
+    """Run each scenario in its setting and assert the same, within one tolerance or one for each."""
+    tolerances = [tolerance] * len(jobs) if isinstance(tolerance, Tolerance) else tolerance
     by_rank = run_ranks(num_ranks, run_sharded, list(jobs))
-    for (scenario, setting), *outcomes in zip(jobs, *by_rank, strict=True):
+    for (scenario, setting), allowed, *outcomes in zip(jobs, tolerances, *by_rank, strict=True):
         try:
-            assert_parity(outcomes, reference(scenario, num_ranks), tolerance)
+            assert_parity(outcomes, reference(scenario, num_ranks), allowed)
         except AssertionError as error:
             where = f"{num_ranks} ranks, {scenario.script}, {scenario.case.build}, {setting}"
             raise AssertionError(f"{where}: {error}") from None
@@ -300,6 +303,13 @@ def assert_parity(outcomes: Sequence[Recording], expected: Recording, tolerance:
         allowed = tolerance.atol + (tolerance.rtol + tolerance.of_largest) * abs(want)
         assert math.isclose(got, want, rel_tol=0.0, abs_tol=allowed), f"loss {position}: got {got}, expected {want}"
     assert_notes(outcomes, expected, tolerance)
+
+
+def assert_bits(outcomes: Sequence[Recording], expected: Recording) -> None:
+    """Assert equal bits; what was expected has the losses of the ranks in turn."""
+    assert_notes(outcomes, expected, Tolerance())
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.losses == expected.losses[rank :: len(outcomes)], f"rank {rank}"
 
 
 def assert_notes(outcomes: Sequence[Recording], expected: Recording, tolerance: Tolerance) -> None:
