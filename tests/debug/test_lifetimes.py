@@ -30,7 +30,7 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
 from tests.support.case import DdpSetting, Recording, Run, Scenario, Setting, ddp, outcome_of
 from tests.support.delays import inject_delays
-from tests.support.on_ranks import engine_of, fixed_seed, on_ranks, same_on_ranks
+from tests.support.on_ranks import engine_of, fixed_seed, of_ranks, on_ranks, same_on_ranks
 from tests.support.zoo import (
     MODEL_CASES,
     TOWER_FEATURES,
@@ -381,8 +381,9 @@ def test_stale_weights_are_nan() -> None:
     assert after == plain
 
 
-def unfilled() -> int:
-    """NaN in the main gradients where the engine forgets to clear what no gradient came for."""
+@on_ranks(2)
+def test_unfilled_parts_of_buckets_are_nan() -> None:
+    """Where the engine forgets to clear what no gradient came for: 512 elements of an unused layer, on two ranks."""
     model = _wrapped(is_checked=True)
     original = GradientBuffers.reduce
 
@@ -397,12 +398,7 @@ def unfilled() -> int:
         with mock.patch.object(floor, "forward", lambda x: x + floor.down(floor.down.weight.new_ones(1, 32))):
             tower_loss(model, x).backward()
     mains = [group.gradients.main.local for group in model.parameter_groups() if group.gradients is not None]
-    return sum(int(main.isnan().sum()) for main in mains)
-
-
-def test_unfilled_parts_of_buckets_are_nan(run_ranks: RunRanks) -> None:
-    """Rank 0 and 1 share the 512 elements of the unused layer."""
-    assert sum(run_ranks(2, unfilled)) == 512
+    assert sum(of_ranks(sum(int(main.isnan().sum()) for main in mains))) == 512
 
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)

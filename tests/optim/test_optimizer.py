@@ -31,7 +31,6 @@ from megatron_fsdp import (
 from megatron_fsdp.automodel import AutoModelForCausalLM, MegatronFSDPConfig, connect_optimizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.optimizer import _has_warned, count_kinds, route_line
-from tests.conftest import RunRanks
 from tests.support.api_net import (
     Layer,
     backward,
@@ -169,9 +168,8 @@ def test_state_that_exists_is_sharded_and_training_goes_on(name: str, strategy: 
 # ---- kinds of optimizers ---------------------------------------------------------------------------------------------
 
 
-def train_kinds(strategy: int, connect: bool) -> dict[str, float]:
-    """Distance to one process after three steps, by optimizer."""
-    found = {}
+def check_kinds(strategy: int, connect: bool, tolerance: float) -> None:
+    """Compare weights after three steps with one process, and what compute sees of them."""
     for name, make in OPTIMIZERS.items():
         model, reference = wrap(strategy), build()
         optimizer, expected = make(model.parameters()), make(reference.parameters())
@@ -179,18 +177,21 @@ def train_kinds(strategy: int, connect: bool) -> dict[str, float]:
             fully_shard_optimizer(optimizer)
         train(model, optimizer, 3)
         train(reference, expected, 3)
-        found[name] = largest_difference(weights(model), weights(reference))
-        # What compute sees must be the new weights too, not only what the optimizer sees.
+        assert largest_difference(weights(model), weights(reference)) <= tolerance, name
         inputs = next(batches(1, first=9))[0]
-        output_error = (model(inputs) - reference(inputs)).abs().max().item()
-        found[f"{name} output"] = output_error
-    return found
+        assert (model(inputs) - reference(inputs)).abs().max().item() <= tolerance, name
 
 
 @pytest.mark.parametrize(("strategy", "connect"), [(0, False), (1, True), (3, False)])
-def test_optimizers_train_as_on_one_process(strategy: int, connect: bool, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, train_kinds, strategy, connect):
-        assert {name: error for name, error in found.items() if not error <= 5 * TOLERANCE} == {}
+@on_ranks(2)
+def test_optimizers_train_as_on_one_process(strategy: int, connect: bool) -> None:
+    check_kinds(strategy, connect, 5 * TOLERANCE)
+
+
+@pytest.mark.parametrize("connect", [True, False])
+@on_ranks(1)
+def test_one_rank_trains_bit_for_bit_as_without_sharding(connect: bool) -> None:
+    check_kinds(3, connect, 0.0)
 
 
 @on_ranks(2)
@@ -207,12 +208,6 @@ def test_an_optimizer_may_be_built_after_a_forward() -> None:
     train(model, fully_shard_optimizer(OPTIMIZERS["adamw"](params)), 3)
     train(reference, OPTIMIZERS["adamw"](reference.parameters()), 3)
     assert largest_difference(weights(model), weights(reference)) <= TOLERANCE
-
-
-def test_one_rank_trains_bit_for_bit_as_without_sharding(run_ranks: RunRanks) -> None:
-    for connect in (True, False):
-        (found,) = run_ranks(1, train_kinds, 3, connect)
-        assert {name: error for name, error in found.items() if error != 0.0} == {}
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

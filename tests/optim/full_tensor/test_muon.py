@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,12 +20,11 @@ from megatron_fsdp.optim.full_tensor import muon
 from megatron_fsdp.optim.full_tensor.exchange import assign_owners, balanced_owners, waves_of
 from megatron_fsdp.optim.full_tensor.muon import check_muon, newton_schulz_flops
 from megatron_fsdp.optim.optimizer import step_of
-from tests.conftest import RunRanks
 from tests.support.api_net import mesh
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.counting import LiveBytes
 from tests.support.experts import FLAT, Experts, Sizes, build_with_experts, experts_of
-from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks
 from tests.support.optimizer_twins import Matrices, Twins, drawn, flat, hybrid, matrices, three_steps
 from tests.support.zoo import Block, build_dense
 
@@ -124,46 +123,38 @@ def equal_matrices(count: int = 8, size: int = 12) -> nn.Module:
     return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(count)))
 
 
-def bytes_of_a_step(build: Callable[[], nn.Module], has_replicas: bool = False) -> tuple[int, int]:
-    """Bytes that this rank sends in one step of Muon, to others and to itself; elements of all matrices."""
-    twins = Twins(build(), plain, hybrid(3, "no_shard") if has_replicas else flat(3))
-    sent, send = [], dist.all_to_all_single
-    try:
-        dist.all_to_all_single = lambda *args, **kwargs: sent.append(args[1].numel()) or send(*args, **kwargs)
-        twins.step(0)
-    finally:
-        dist.all_to_all_single = send
-    return sum(sent), sum(copy.numel() for copy in twins.copies)
-
-
-def test_a_step_sends_two_bytes_per_element_each_way(run_ranks: RunRanks) -> None:
-    sent = run_ranks(3, bytes_of_a_step, matrices)
-    assert sum(nbytes for nbytes, _ in sent) == 4 * sent[0][1]
-    assert run_ranks(4, bytes_of_a_step, equal_matrices) == [(4 * 8 * 144 // 4, 8 * 144)] * 4
-    assert run_ranks(4, bytes_of_a_step, equal_matrices, True) == [((2 + 2 * 2) * 8 * 144 // 4, 8 * 144)] * 4
-
-
-def bytes_to_others(units: list[type[nn.Module]]) -> int:
-    """Bytes that this rank sends to others in a step; each matrix is cut up if it is a unit by itself."""
-    twins = Twins(equal_matrices(), plain, {**flat(3), "fsdp_unit_modules": units})
-    sent, send, rank = 0, dist.all_to_all_single, dist.get_rank()
+def sent_in_a_step(twins: Twins) -> tuple[int, int]:
+    """Bytes that this rank sends in one step of Muon to others, and to itself."""
+    sent, send, rank = [0, 0], dist.all_to_all_single, dist.get_rank()
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += sum(args[3]) - args[3][rank]
+        sent[0] += sum(args[3]) - args[3][rank]
+        sent[1] += args[3][rank]
         return send(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counted)
         twins.step(0)
     assert twins.differing() == []
-    return sent
+    return sent[0], sent[1]
+
+
+@on_ranks(3)
+def test_a_step_sends_two_bytes_per_element_each_way() -> None:
+    twins = Twins(matrices(), plain, flat(3))
+    assert sum(map(sum, of_ranks(sent_in_a_step(twins)))) == 4 * sum(copy.numel() for copy in twins.copies)
 
 
 @pytest.mark.unmerged
-def test_a_matrix_that_lies_whole_on_its_owner_is_not_sent(run_ranks: RunRanks) -> None:
-    assert run_ranks(4, bytes_to_others, []) == [0] * 4
-    assert run_ranks(4, bytes_to_others, [nn.Linear]) == [2 * 2 * 8 * 144 // 4 * 3 // 4] * 4
+@on_ranks(4)
+def test_what_is_sent_depends_on_where_a_matrix_lies() -> None:
+    """Eight matrices of 144 elements; each is cut up if it is a unit by itself, else it lies whole on its owner."""
+    quarter = 8 * 144 // 4
+    assert sum(sent_in_a_step(Twins(equal_matrices(), plain, flat(3)))) == 4 * quarter
+    assert sum(sent_in_a_step(Twins(equal_matrices(), plain, hybrid(3, "no_shard")))) == (2 + 2 * 2) * quarter
+    for units, others in (([], 0), ([nn.Linear], 2 * 2 * quarter * 3 // 4)):
+        twins = Twins(equal_matrices(), plain, {**flat(3), "fsdp_unit_modules": units})
+        assert sent_in_a_step(twins)[0] == others
 
 
 class Recorded:
