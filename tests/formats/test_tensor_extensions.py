@@ -21,7 +21,7 @@ SAMPLES, STEPS = 12, 4
 
 
 class Int8Gather(torch.Tensor):
-    """A guest: plain values that travel as int8, with one scale that ranks agree on by themselves."""
+    """An extension: plain values that travel as int8, with one scale that ranks agree on by themselves."""
 
     values: torch.Tensor
 
@@ -86,7 +86,7 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class BlockGather(Int8Gather):
-    """A guest of two tensors, by the interface of Transformer Engine's MXFP8 weights: codes, and scales of blocks."""
+    """An extension of two tensors, by the interface of Transformer Engine's MXFP8 weights: codes, and scales of blocks."""
 
     def fsdp_pre_all_gather(  # type: ignore[override]
         self, mesh: DeviceMesh, orig_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
@@ -138,14 +138,14 @@ class Quantised(Coded):
         return Coded.__new__(cls, codes, torch.tensor(1 / 9) if scale is None else scale)
 
 
-class HalfAGuest(torch.Tensor):
+class HalfAnExtension(torch.Tensor):
     """A class without the second method."""
 
     def fsdp_pre_all_gather(self) -> None: ...
 
 
 def rounded(weight: torch.Tensor, kind: type[torch.Tensor] = Int8Gather) -> torch.Tensor:
-    """Return what one process computes with in place of a guest; gradients pass."""
+    """Return what one process computes with in place of an extension; gradients pass."""
     if kind is BlockGather:
         return weight + (decoded(*encoded(weight.detach())) - weight.detach())
     scale = weight.detach().abs().amax() / 127
@@ -244,8 +244,8 @@ def test_several_tensors_travel_row_by_row_in_the_bytes_that_they_have() -> None
     model(batch(0)[0])
     sent = model.traffic().since(before).gather_bytes
     plans = [group.plan for group in model.parameter_groups()]
-    of_guests = [plan.gathered_bytes for plan in plans if plan.stays_encoded]
-    assert of_guests == [
+    of_extensions = [plan.gathered_bytes for plan in plans if plan.stays_encoded]
+    assert of_extensions == [
         plan.layout.numel * (columns + -(-columns // 4)) // columns
         for plan, columns in zip([plan for plan in plans if plan.stays_encoded], (6, 10, 7), strict=True)
     ]
@@ -253,7 +253,7 @@ def test_several_tensors_travel_row_by_row_in_the_bytes_that_they_have() -> None
 
 
 @on_ranks(4)
-def test_guests_beside_other_parallelism_are_refused_by_name() -> None:
+def test_tensor_extensions_beside_other_parallelism_are_refused_by_name() -> None:
     for arguments, words in (
         (hybrid(3, "optim"), "main weights that outer ranks share"),
         (tensor_parallel(divide_tensors).arguments(), "beside tensor or expert"),
@@ -266,7 +266,7 @@ def test_guests_beside_other_parallelism_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "is_odd", "words"),
     [
-        (HalfAGuest, {}, True, "is a HalfAGuest with fsdp_pre_all_gather and without fsdp_post_all_gather"),
+        (HalfAnExtension, {}, True, "is a HalfAnExtension with fsdp_pre_all_gather and without fsdp_post_all_gather"),
         (Halves, {}, False, "does not flatten into one plain tensor of its shape but into values, values"),
         (
             Pair,

@@ -95,25 +95,25 @@ class TensorParallelPart:
 
 
 def local_part(param: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's own memory on this rank: the local tensor of a DTensor, the values of a guest, or itself."""
+    """Return a parameter's memory on this rank: a DTensor's local tensor, an extension's values, or itself."""
     if isinstance(param, DTensor):
         return param._local_tensor
-    return plain_values(param) if is_guest(param) else param
+    return plain_values(param) if is_tensor_extension(param) else param
 
 
 GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 """The extension of FSDP2 by which a tensor class encodes its shards and wraps what was gathered."""
 
 
-def is_guest(param: torch.Tensor) -> bool:
+def is_tensor_extension(param: torch.Tensor) -> bool:
     """Return whether the class of a parameter gathers in its own way (`megatron_fsdp.formats.tensor_extensions`)."""
     return any(hasattr(type(param), method) for method in GATHER_METHODS)
 
 
-def plain_values(guest: torch.Tensor) -> torch.Tensor:
-    """Return the one plain tensor that a guest flattens into."""
-    (inner,), _ = guest.__tensor_flatten__()  # type: ignore[attr-defined]
-    values: torch.Tensor = getattr(guest, inner)
+def plain_values(extension: torch.Tensor) -> torch.Tensor:
+    """Return the one plain tensor that an extension flattens into."""
+    (inner,), _ = extension.__tensor_flatten__()  # type: ignore[attr-defined]
+    values: torch.Tensor = getattr(extension, inner)
     return values
 
 

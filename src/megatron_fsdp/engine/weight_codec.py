@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.group_plan import is_guest
+from megatron_fsdp.engine.group_plan import is_tensor_extension
 from megatron_fsdp.engine.memory import FlatBuffer
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.layout import Layout
@@ -64,7 +64,7 @@ def encoded_parameters(
         chosen[pattern].append(name)
         form, at = patterns[pattern], sites[id(param)]
         is_looked_up = any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner, _ in at)
-        if form is None or is_looked_up or param.ndim < 2 or param.dtype not in _DTYPES or is_guest(param):
+        if form is None or is_looked_up or param.ndim < 2 or param.dtype not in _DTYPES or is_tensor_extension(param):
             continue
         made = WEIGHT_FORMATS[_DECODED if form == _MULTIPLIED and not _is_multiplied(param, at) else form]
         found[name] = replace(made, keeps_transposed=keeps_transposed) if isinstance(made, Fp8Compute) else made

@@ -1,4 +1,4 @@
-"""Guests: parameters whose tensor class encodes its own shards and wraps what was gathered.
+"""Tensor extensions: parameters whose tensor class encodes its own shards and wraps what was gathered.
 
 That is PyTorch's extension of FSDP2, which the float8 weights of torchao implement:
 
@@ -6,10 +6,11 @@ That is PyTorch's extension of FSDP2, which the float8 weights of torchao implem
     fsdp_post_all_gather(gathered, metadata, dtype) -> tensor, its inner ones
     fsdp_post_all_gather(gathered, metadata, dtype, out=tensor)              out: what the first call returned
 
-Here a guest has to be plain values with a way to encode them: it flattens into one tensor of its own shape and dtype,
-which is sharded as any other, and encodes it into one tensor of that shape, or into several, each with as many rows and
-a byte an element (codes and scales of a row, say). They are gathered in place, and modules compute with the tensor that
-`fsdp_post_all_gather` makes around them. Several lie row by row beside each other, so that each is a strided view.
+Here an extension has to be plain values with a way to encode them: it flattens into one tensor of its own shape and
+dtype, which is sharded as any other, and encodes it into one tensor of that shape, or into several, each with as many
+rows and a byte an element (codes and scales of a row, say). They are gathered in place, and modules compute with the
+tensor that `fsdp_post_all_gather` makes around them. Several lie row by row beside each other, so that each is a
+strided view.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from megatron_fsdp.engine.memory import piece_view
 from megatron_fsdp.engine.weight_codec import WrappingCodec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region
-from megatron_fsdp.sharding.weight_formats import GuestFormat
+from megatron_fsdp.sharding.weight_formats import ExtensionFormat
 
 
 @dataclass(frozen=True)
-class Guest:
+class TensorExtension:
     """A tensor class around plain values."""
 
     kind: Any  # the class
@@ -77,7 +78,7 @@ class Guest:
         )
 
 
-def guest_of(name: str, param: torch.Tensor, module: nn.Module) -> Guest | None:
+def tensor_extension_of(name: str, param: torch.Tensor, module: nn.Module) -> TensorExtension | None:
     """Describe a parameter of a tensor class that is gathered in its own way; None for any other.
 
     A class that lacks a method, or is more than plain values, is refused.
@@ -108,27 +109,27 @@ def guest_of(name: str, param: torch.Tensor, module: nn.Module) -> Guest | None:
             f"of its shape but into {', '.join(inner) or 'nothing'}; give a plain parameter, and "
             "MixedPrecisionPolicy(weight_format=...) to gather it in few bytes"
         )
-    return Guest(kind, inner[0], context, values.shape, module)
+    return TensorExtension(kind, inner[0], context, values.shape, module)
 
 
-def find_guests(module: nn.Module) -> dict[str, Guest]:
-    """Return the parameters that are guests, by name; the module is only read."""
+def find_tensor_extensions(module: nn.Module) -> dict[str, TensorExtension]:
+    """Return the parameters that are extensions, by name; the module is only read."""
     sites = {id(param): owner for owner in module.modules() for param in owner.parameters(recurse=False)}
-    found = {name: guest_of(name, param, sites[id(param)]) for name, param in module.named_parameters()}
-    return {name: guest for name, guest in found.items() if guest is not None}
+    found = {name: tensor_extension_of(name, param, sites[id(param)]) for name, param in module.named_parameters()}
+    return {name: extension for name, extension in found.items() if extension is not None}
 
 
-def guest_format(guest: Guest, param: torch.Tensor, mesh: DeviceMesh) -> GuestFormat:
-    """Ask a guest for the bytes of a row, by encoding one of zeros; may communicate."""
-    codes, _ = guest.encode(guest.blank_row(param.dtype, param.device), mesh)
-    row_numel, row_bytes = max(1, prod(guest.shape[1:])), sum(each.nbytes for each in codes)
+def extension_format(extension: TensorExtension, param: torch.Tensor, mesh: DeviceMesh) -> ExtensionFormat:
+    """Ask an extension for the bytes of a row, by encoding one of zeros; may communicate."""
+    codes, _ = extension.encode(extension.blank_row(param.dtype, param.device), mesh)
+    row_numel, row_bytes = max(1, prod(extension.shape[1:])), sum(each.nbytes for each in codes)
     shared = gcd(row_numel, row_bytes)
-    return GuestFormat(guest.kind.__name__, block_numel=row_numel // shared, block_bytes=row_bytes // shared)
+    return ExtensionFormat(extension.kind.__name__, block_numel=row_numel // shared, block_bytes=row_bytes // shared)
 
 
 @dataclass(frozen=True)
 class _Codes:
-    """One of the tensors that a guest is encoded into: its place in the bytes of a row, and what a row of it is."""
+    """One tensor of an encoded extension: its place in the bytes of a row, and shape and dtype of its rows."""
 
     start: int
     stop: int
@@ -141,31 +142,31 @@ class _Codes:
         return found.unflatten(1, self.shape) if self.shape else found.squeeze(1)
 
 
-class GuestCodec(WrappingCodec):
-    """Encodes and wraps the tensors of one layout, all of them guests."""
+class ExtensionCodec(WrappingCodec):
+    """Encodes and wraps the tensors of one layout, all of them extensions."""
 
-    def __init__(self, plan: GroupPlan, guests: Sequence[Guest]) -> None:
-        """Let each guest encode a row of zeros, so that there is metadata before weights are installed."""
-        assert isinstance(plan.weight_format, GuestFormat)
+    def __init__(self, plan: GroupPlan, extensions: Sequence[TensorExtension]) -> None:
+        """Let each extension encode a row of zeros, so that there is metadata before weights are installed."""
+        assert isinstance(plan.weight_format, ExtensionFormat)
         super().__init__(plan.weight_format, plan.layout, plan.device)
-        self._dtype, self._guests = plan.precision.compute, guests
+        self._dtype, self._extensions = plan.precision.compute, extensions
         names = plan.mesh.mesh_dim_names
         self._mesh = plan.mesh if names is None or plan.mesh.ndim == 1 else plan.mesh[names[-1]]
-        blanks = [guest.blank_row(self._dtype, plan.device) for guest in guests]
-        encoded = [guest.encode(row, self._mesh) for guest, row in zip(guests, blanks, strict=True)]
+        blanks = [extension.blank_row(self._dtype, plan.device) for extension in extensions]
+        encoded = [extension.encode(row, self._mesh) for extension, row in zip(extensions, blanks, strict=True)]
         self._metadata = [metadata for _, metadata in encoded]
         self._parts = [_parts_of(codes) for codes, _ in encoded]
         self._finish = [
-            guest.around(row).fsdp_post_all_gather for guest, row in zip(guests, blanks, strict=True)
+            extension.around(row).fsdp_post_all_gather for extension, row in zip(extensions, blanks, strict=True)
         ]  # called in every gather
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region, whole rows, into uint8 `out`; may communicate."""
-        for index, guest in enumerate(self._guests):
+        for index, extension in enumerate(self._extensions):
             piece = piece_view(self._layout, region, local, index).to(self._dtype)
             is_empty = not piece.numel()  # a class may look for the largest element, and all ranks have to take part
-            rows = guest.blank_row(self._dtype, local.device) if is_empty else piece
-            codes, self._metadata[index] = guest.encode(rows, self._mesh)
+            rows = extension.blank_row(self._dtype, local.device) if is_empty else piece
+            codes, self._metadata[index] = extension.encode(rows, self._mesh)
             if not is_empty:
                 start, stop, _ = self._layout.pieces_in(region)[index]
                 for part, each in zip(self._parts[index], codes, strict=True):
@@ -194,7 +195,8 @@ class GuestCodec(WrappingCodec):
         made, _ = self._finish[index](codes, self._metadata[index], self._dtype)
         if not hasattr(made, "__tensor_flatten__"):
             raise ConfigurationError(
-                f"fsdp_post_all_gather of {self._guests[index].kind.__name__} returns a {type(made).__name__}, with "
+                f"fsdp_post_all_gather of {self._extensions[index].kind.__name__} returns a {type(made).__name__}, "
+                "with "
                 "memory of its own beside what was gathered; it has to return a tensor class around that "
                 "(__tensor_flatten__): give a plain parameter, and MixedPrecisionPolicy(weight_format=...) to gather "
                 "it in few bytes"
@@ -217,7 +219,7 @@ class GuestCodec(WrappingCodec):
 
 
 def _parts_of(codes: Sequence[torch.Tensor]) -> tuple[_Codes, ...]:
-    """Describe what a guest has encoded a row into."""
+    """Describe what an extension has encoded a row into."""
     ends = (0, *accumulate(each.nbytes for each in codes))
     return tuple(
         _Codes(start, stop, tuple(each.shape[1:]), each.dtype)

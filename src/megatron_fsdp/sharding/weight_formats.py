@@ -181,7 +181,7 @@ class Nvfp4(WeightFormat):
 
 
 @dataclass(frozen=True)
-class GuestFormat(WeightFormat):
+class ExtensionFormat(WeightFormat):
     """The codes of a tensor extension (`megatron_fsdp.formats.tensor_extensions`), in whole rows.
 
     The class itself encodes and wraps them.

@@ -38,7 +38,13 @@ from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.engine.weight_codec import WeightCodec, encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, has_control_characters, warn_caller
 from megatron_fsdp.formats.fp8_linear import Fp8Codec, emulation_note
-from megatron_fsdp.formats.tensor_extensions import Guest, GuestCodec, find_guests, guest_format, guest_of
+from megatron_fsdp.formats.tensor_extensions import (
+    ExtensionCodec,
+    TensorExtension,
+    extension_format,
+    find_tensor_extensions,
+    tensor_extension_of,
+)
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_domain
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
@@ -288,18 +294,21 @@ def _plan_together(
         formats = encoded_parameters(
             module, options.policy, options.strategy, keeps_transposed=options.keep_fp8_transpose_cache
         )
-        guests = find_guests(module)
-        _check_guests(guests, sharding)
+        extensions = find_tensor_extensions(module)
+        _check_extensions(extensions, sharding)
         plan = grouping.plan(module, sharding)
         facts |= _facts(module, plan, sharding)
-        facts |= {f"the class of {name}": f"{guest.kind.__name__} ({guest.context})" for name, guest in guests.items()}
+        facts |= {
+            f"the class of {name}": f"{extension.kind.__name__} ({extension.context})"
+            for name, extension in extensions.items()
+        }
         facts[FOLDER_VARIABLE] = "set" if keeps_log else "not set"
-    return plan, {**formats, **_guest_formats(guests, params, sharding)}
+    return plan, {**formats, **_extension_formats(extensions, params, sharding)}
 
 
-def _check_guests(guests: Mapping[str, Guest], sharding: Sharding) -> None:
-    """Refuse guests where their shards are not whole rows, or where nothing is gathered."""
-    if not guests:
+def _check_extensions(extensions: Mapping[str, TensorExtension], sharding: Sharding) -> None:
+    """Refuse extensions where their shards are not whole rows, or where nothing is gathered."""
+    if not extensions:
         return
     options, lack = sharding.options, None
     if options.strategy is not ShardingStrategy.optim_grads_params:
@@ -311,22 +320,25 @@ def _check_guests(guests: Mapping[str, Guest], sharding: Sharding) -> None:
     elif options.offload.main_weights or options.offload.compute_weights:
         lack = "with offloaded weights; leave offload out"
     if lack is not None:
-        name, guest = next(iter(guests.items()))
+        name, extension = next(iter(extensions.items()))
         raise ConfigurationError(
-            f"{name} is a {guest.kind.__name__}, which is gathered in its own way; this cannot be done {lack}, or give "
+            f"{name} is a {extension.kind.__name__}, which is gathered in its own way; this cannot be done {lack}, or "
+            "give "
             "a plain parameter"
         )
 
 
-def _guest_formats(
-    guests: Mapping[str, Guest], params: Mapping[str, nn.Parameter], sharding: Sharding
+def _extension_formats(
+    extensions: Mapping[str, TensorExtension], params: Mapping[str, nn.Parameter], sharding: Sharding
 ) -> dict[str, WeightFormat]:
-    """Let guests encode a row, to learn what they send; every rank gets the same answer or an error."""
+    """Let extensions encode a row, to learn what they send; every rank gets the same answer or an error."""
     formats: dict[str, WeightFormat] = {}
-    if guests:
+    if extensions:
         with all_agree(_DOING, sharding.reaching_all):
             mesh = sharding.dense.described_mesh[(sharding.dense.names[-1],)]
-            formats.update((name, guest_format(guest, params[name], mesh)) for name, guest in guests.items())
+            formats.update(
+                (name, extension_format(extension, params[name], mesh)) for name, extension in extensions.items()
+            )
     return formats
 
 
@@ -479,8 +491,8 @@ def _codec(plan: GroupPlan, params: Sequence[nn.Parameter], owners: Sequence[nn.
     if not plan.stays_encoded:
         return WeightCodec(plan.weight_format, plan.layout, plan.device)
     names = [info.name for info in plan.spec.parameters]
-    guests = [guest for guest in map(guest_of, names, params, owners) if guest is not None]
-    return GuestCodec(plan, guests) if guests else Fp8Codec(plan)
+    extensions = [extension for extension in map(tensor_extension_of, names, params, owners) if extension is not None]
+    return ExtensionCodec(plan, extensions) if extensions else Fp8Codec(plan)
 
 
 def check_not_wrapped(module: object) -> None:
