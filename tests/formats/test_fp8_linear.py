@@ -23,7 +23,7 @@ from megatron_fsdp import (
     fully_shard,
 )
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.weight_codec import encoded_parameters
+from megatron_fsdp.engine.weight_quantizer import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.formats import fp8_linear
 from megatron_fsdp.formats.fp8_linear import Fp8Weight, scaled_product, to_float8

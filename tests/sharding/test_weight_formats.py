@@ -1,4 +1,4 @@
-"""The codecs of weight formats: against tables of codes, cut anywhere, and the bytes of real models' blocks."""
+"""The quantizers of weight formats: against tables of codes, cut anywhere, and the bytes of real models' blocks."""
 
 import itertools
 import math

@@ -63,7 +63,7 @@ def memory_of(engine: Engine) -> MemoryUse:
     away = {kind: sum(count for is_offloaded, count in parts if is_offloaded) for kind, parts in held.items()}
     away["optimizer_state"] = _state_bytes(engine, is_offloaded=True)
     compute, main, grads = (sum(count for is_offloaded, count in parts if not is_offloaded) for parts in held.values())
-    compute += sum(group.weights.codec.num_bytes for group in groups if group.weights.codec is not None)
+    compute += sum(group.weights.quantizer.num_bytes for group in groups if group.weights.quantizer is not None)
     return MemoryUse(
         compute,
         main,
@@ -151,7 +151,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         gather=stored if plan.needs_all_gather or plan.gathers_outer else None,
         weight_format=None if form is None else form.name,
         saved_bytes=plan.layout.numel * plan.precision.compute.itemsize - plan.sent_bytes
-        if group.weights.codec is not None
+        if group.weights.quantizer is not None
         else None,
         reduce=_name(plan.precision.grad_comm) if sends and gradients is not None else None,
         accumulate=None if gradients is None else _name(gradients.main.dtype),

@@ -405,7 +405,7 @@ class Engine:
         self.executor.run(self.scheduler.weights_changed())
         self.executor.settle_offload()
         with self.observers.during(Phase.INSTALL, ROOT_UNIT):
-            encoded = [group for group in self.groups() if group.weights.codec is not None]
+            encoded = [group for group in self.groups() if group.weights.quantizer is not None]
             if encoded:
                 agree_on_amaxes(encoded)
             for unit in self.units:

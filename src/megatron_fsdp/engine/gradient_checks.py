@@ -101,7 +101,7 @@ def _first_few(findings: Iterable[str]) -> str:
     return "; ".join(listed[:_SHOWN]) + more
 
 
-# A gradient is unexpectedly large when its largest magnitude on some rank is above `factor` times the largest that any
+# A gradient is unexpectedly large when its amax on some rank is above `factor` times the largest that any
 # rank has seen of that parameter in the backwards before, all of them since the model was wrapped. So the limit never
 # falls, and it rises with gradients that grow: learning-rate warm-up and weights that start at zero make them grow by a
 # small factor at a time, which is no alarm. The first `history` backwards in which the parameter has a gradient other
@@ -118,13 +118,13 @@ HISTORY = 10
 
 
 class LargeGradientCheck(CheckByName):
-    """Records the largest magnitude of each gradient during backward; the ranks compare when it ends.
+    """Records the amax of each gradient during backward; the ranks compare when it ends.
 
     Where experts of different ranks have the same local name, they share their history.
 
     Args:
         labels, groups, device: See `CheckByName`.
-        factor: How many times the largest magnitude so far is too large; above 1.
+        factor: How many times the amax so far is too large; above 1.
         history: Backwards with a gradient other than zero before a parameter is judged; at least 1.
     """
 
@@ -148,7 +148,7 @@ class LargeGradientCheck(CheckByName):
         self._count = torch.zeros(len(names), dtype=torch.int64, device=device)
 
     def record(self, name: str, grad: torch.Tensor) -> None:
-        """Record the largest magnitude of a gradient, without a device sync."""
+        """Record the amax of a gradient, without a device sync."""
         if grad.numel():
             index = self._own_index[name]
             self._found[index] = torch.maximum(self._found[index], torch.linalg.vector_norm(grad, torch.inf))

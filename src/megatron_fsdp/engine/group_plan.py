@@ -275,7 +275,7 @@ class GroupPlan:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the magnitudes that ranks agree on for the weight format, and of scales that linears multiply by."""
+        """Bytes of amaxes and of scales that linears multiply by, for the weight format."""
         form = self.weight_format
         numel = len(self.layout.shapes) if form is not None and form.agrees_on_amax else 0
         return numel * torch.float32.itemsize * (2 if isinstance(form, Fp8Compute) else 1)

@@ -30,7 +30,7 @@ from megatron_fsdp.engine.gradients import (
 )
 from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.memory import FlatBuffer, StateMemory, allocate, full_view, on_device, piece_view
-from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec, WrappingCodec
+from megatron_fsdp.engine.weight_quantizer import EncodedBuffer, WeightQuantizer, WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.placement import Region, held_region
 
@@ -48,26 +48,26 @@ class WeightBuffers:
     `compute` is in the compute dtype, or the bytes of a weight format where they are gathered into slots: sharded under
     strategy 3, else full (and, under 1 and 2, up to date only in this rank's part between an optimizer step and the
     next gather). `main` is in the main dtype: full under strategy 0, else this rank's part. With a weight format, into
-    which `codec` encodes, main weights always have memory of their own, since encoding rounds.
+    which `quantizer` encodes, main weights always have memory of their own, since encoding rounds.
     """
 
-    def __init__(self, plan: GroupPlan, codec: WeightCodec | None, memory: torch.Tensor | None) -> None:
+    def __init__(self, plan: GroupPlan, quantizer: WeightQuantizer | None, memory: torch.Tensor | None) -> None:
         """Allocate both; `memory` is that of the compute weights, zeros, where it is there already."""
         layout = plan.layout
         self._axes = plan.axes
         self._dtype = plan.precision.compute
         self._device = plan.device
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
-        self.codec = codec
+        self.quantizer = quantizer
         self.is_encoded = plan.is_encoded
         self.is_offloaded = plan.offloads_compute
         if memory is None:
             numel = plan.held_bytes // plan.sent_dtype.itemsize
             memory = allocate(plan.offloads_compute, numel, plan.sent_dtype, plan.device)
         self.compute = FlatBuffer(layout, held, memory)
-        if codec is not None and plan.is_encoded:
-            self.compute = EncodedBuffer(codec, layout, held, memory)
-        self.main_lies_in_compute = self.codec is None and not plan.has_main_copy
+        if quantizer is not None and plan.is_encoded:
+            self.compute = EncodedBuffer(quantizer, layout, held, memory)
+        self.main_lies_in_compute = self.quantizer is None and not plan.has_main_copy
         self._is_stale = False  # the compute weights are not encoded from what was stored last
         if not self.main_lies_in_compute:
             self.main = _main_buffer(plan)
@@ -100,8 +100,8 @@ class WeightBuffers:
 
     @property
     def _stored(self) -> tuple[FlatBuffer, ...]:
-        """The buffers that take initial values; encoding waits until ranks agree on magnitudes."""
-        if self.codec is not None:
+        """The buffers that take initial values; encoding waits until ranks agree on amaxes."""
+        if self.quantizer is not None:
             self._is_stale = True
             return (self.main,)
         return (self.compute,) if self.main_lies_in_compute else (self.compute, self.main)
@@ -122,10 +122,10 @@ class WeightBuffers:
         self._seen_version = self.main.local._version
 
     def install(self) -> None:
-        """Copy main weights into compute weights, with the cast or by the agreed magnitudes; no communication."""
+        """Copy main weights into compute weights, with the cast or by the agreed amaxes; no communication."""
         self._is_stale = False
-        if self.codec is not None:
-            write = self.codec.encode if self.is_encoded else self.codec.round_into
+        if self.quantizer is not None:
+            write = self.quantizer.encode if self.is_encoded else self.quantizer.round_into
             out = self.compute.view_of(self.main.region)
             made = torch.empty_like(out, device=self._device) if self.is_offloaded else out
             write(on_device(self.main.local.detach(), self._device), self.main.region, made)
@@ -148,9 +148,9 @@ class WeightBuffers:
 
     def _arrives(self, full: torch.Tensor) -> torch.Tensor:
         """Return the memory of full weights that a gather fills: its end, where bytes do not stay encoded."""
-        if self.codec is None or not self.is_encoded:
+        if self.quantizer is None or not self.is_encoded:
             return full
-        return full.view(torch.uint8)[-self.codec.bytes_of(self.compute.layout.numel) :]
+        return full.view(torch.uint8)[-self.quantizer.bytes_of(self.compute.layout.numel) :]
 
     def _own_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return what this rank sends: the shard, or its copy in `full`."""
@@ -160,23 +160,23 @@ class WeightBuffers:
 
     def decode(self, full: torch.Tensor) -> None:
         """Decode the bytes that were gathered into `full` (numel,), in place; nothing happens without a format."""
-        if self.codec is not None and self.is_encoded:
-            self.codec.decode(self._arrives(full), Region(0, full.numel()), full)
+        if self.quantizer is not None and self.is_encoded:
+            self.quantizer.decode(self._arrives(full), Region(0, full.numel()), full)
 
     def as_computed(self, full: torch.Tensor) -> torch.Tensor:
         """Return whole main weights (numel,) as compute sees them: cast, and rounded by the weight format; a copy."""
         computed = full.to(self._dtype, copy=True)
-        if self.codec is not None:
-            self.codec.round_into(full, Region(0, full.numel()), computed)
+        if self.quantizer is not None:
+            self.quantizer.round_into(full, Region(0, full.numel()), computed)
         return computed
 
     def measure(self) -> None:
-        """Measure the magnitudes of this rank's main weights for the weight format."""
-        if self.codec is not None:
+        """Measure the amaxes of this rank's main weights for the weight format."""
+        if self.quantizer is not None:
             main = self.main
             if main.local.device != self._device:
                 main = FlatBuffer(main.layout, main.region, main.local.to(self._device))
-            self.codec.measure(main)
+            self.quantizer.measure(main)
 
 
 def _main_buffer(plan: GroupPlan) -> FlatBuffer:
@@ -206,11 +206,11 @@ class ParameterGroup:
         originals: Sequence[nn.Parameter],
         frames: tuple[ShardFrame, ...],
         memory: torch.Tensor | None,
-        codec: WeightCodec | None,
+        quantizer: WeightQuantizer | None,
     ) -> None:
         self.plan = plan
-        self._wrapping = codec if isinstance(codec, WrappingCodec) else None
-        self.weights = WeightBuffers(plan, codec, memory)
+        self._wrapping = quantizer if isinstance(quantizer, WrappingQuantizer) else None
+        self.weights = WeightBuffers(plan, quantizer, memory)
         # None for a group that has been frozen since it was made
         self.gradients = GradientBuffers(plan) if plan.requires_grad else None
         # where its optimizer state rests; None: where the optimizer makes it
@@ -229,7 +229,7 @@ class ParameterGroup:
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
         self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
-        self._full_pointers: tuple[int, ...] | None = None  # of views; None: placeholders, or made by a codec
+        self._full_pointers: tuple[int, ...] | None = None  # of views; None: placeholders, or made by a quantizer
         if not plan.shards_compute_weights:
             self.point_full_to(self.weights.compute.local)
         self._pointers = self._find_pointers()
@@ -591,7 +591,7 @@ def _of_autograd(
 
 
 def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
-    """Measure the main weights of groups, all in a weight format, and agree on the magnitudes; collective.
+    """Measure the main weights of groups, all in a weight format, and agree on amaxes; collective.
 
     One all-reduce per data-parallel axis of dense parameters, and of experts, whatever the number of groups.
 
@@ -600,8 +600,8 @@ def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
     """
     for is_expert in (False, True):
         chosen = [group for group in groups if group.plan.is_expert is is_expert]
-        codecs = [group.weights.codec for group in chosen if group.weights.codec is not None]
-        measured = [codec.amaxes for codec in codecs if codec.amaxes.numel()]
+        quantizers = [group.weights.quantizer for group in chosen if group.weights.quantizer is not None]
+        measured = [quantizer.amaxes for quantizer in quantizers if quantizer.amaxes.numel()]
         if not measured:
             continue
         for group in chosen:
@@ -614,11 +614,11 @@ def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
             amaxes.copy_(agreed)
         if has_values(everything) and not everything.isfinite().all():
             name, form = next(
-                (name, codec.format.name)
+                (name, quantizer.format.name)
                 for group in chosen
-                if (codec := group.weights.codec) is not None
+                if (quantizer := group.weights.quantizer) is not None
                 for index, name in enumerate(group.names)
-                if not codec.is_finite(index)
+                if not quantizer.is_finite(index)
             )
             raise NonFiniteWeightError(
                 f"{name} has an element that is NaN or infinite, which weight_format={form!r} cannot hold; load finite "

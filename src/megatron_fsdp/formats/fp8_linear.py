@@ -1,11 +1,11 @@
-# ruff: noqa: ARG002 (not all codecs need every argument)
+# ruff: noqa: ARG002 (not all quantizers need every argument)
 """Linears that multiply gathered float8 weights themselves, after weight_format="fp8_compute".
 
     gathered codes, e4m3, one scale ->  forward            input in e4m3            x codes^T   -> output
                                         backward           output gradient in e5m2  x codes     -> input gradient
                                         as without format  output gradient^T        x input     -> weight gradient
 
-Input and output gradient are scaled by the largest magnitude of each, on this rank, in each call. A device with float8
+Input and output gradient are scaled by the amax of each, on this rank, in each call. A device with float8
 products adds up as it does; others emulate: the sum in float64, where products of e4m3 are added without rounding, then
 times both scales, rounded to the dtype of the output. The bias is added to that, as a sum of its own.
 
@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp.engine.group_plan import GroupPlan, TensorParallelPart
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.weight_codec import WrappingCodec
+from megatron_fsdp.engine.weight_quantizer import WrappingQuantizer
 from megatron_fsdp.sharding.placement import Region
-from megatron_fsdp.sharding.weight_formats import Fp8Compute, largest_magnitudes, scale_to
+from megatron_fsdp.sharding.weight_formats import Fp8Compute, amaxes_of, scale_to
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _MULTIPLE = 16  # of which both dimensions of a right operand have to be on a GPU
@@ -54,7 +54,7 @@ def to_float8(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
     What is not finite makes all codes or the scale so, and with them every element of a product.
     """
-    amax = largest_magnitudes(values) if values.numel() else values.new_zeros((), dtype=torch.float32)
+    amax = amaxes_of(values) if values.numel() else values.new_zeros((), dtype=torch.float32)
     scale, codes = scale_to(torch.finfo(dtype).max, amax), torch.empty_like(values, dtype=dtype)
     # A scale without dimensions would be rounded to half precision, if that is what values have.
     return torch.div(values, scale.view(1), out=codes), scale
@@ -238,7 +238,7 @@ class _Fp8Linear(torch.autograd.Function):
         return tensor_grad, ctx.held.as_held(rows.t().mm(tensor.reshape(-1, tensor.shape[-1])))
 
 
-class Fp8Codec(WrappingCodec):
+class Fp8Quantizer(WrappingQuantizer):
     """Encodes the weights of one layout in e4m3, and wraps the gathered codes."""
 
     def __init__(self, plan: GroupPlan) -> None:
@@ -253,7 +253,7 @@ class Fp8Codec(WrappingCodec):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it keeps on the device: magnitudes and scales."""
+        """Bytes that it keeps on the device: amaxes and scales."""
         return self.amaxes.nbytes + self._scales.nbytes
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:

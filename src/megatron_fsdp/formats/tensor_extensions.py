@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp.engine.group_plan import GATHER_METHODS, GroupPlan
 from megatron_fsdp.engine.memory import piece_view
-from megatron_fsdp.engine.weight_codec import WrappingCodec
+from megatron_fsdp.engine.weight_quantizer import WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region
 from megatron_fsdp.sharding.weight_formats import ExtensionFormat
@@ -142,7 +142,7 @@ class _Codes:
         return found.unflatten(1, self.shape) if self.shape else found.squeeze(1)
 
 
-class ExtensionCodec(WrappingCodec):
+class ExtensionQuantizer(WrappingQuantizer):
     """Encodes and wraps the tensors of one layout, all of them extensions."""
 
     def __init__(self, plan: GroupPlan, extensions: Sequence[TensorExtension]) -> None:

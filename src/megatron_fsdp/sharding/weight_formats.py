@@ -2,7 +2,7 @@
 
 An encoded buffer is a linear image of the flat buffer: every `block_numel` elements become `block_bytes` bytes (a
 block's own scale, if it has one, and codes). So `gather(encode(x))` is `encode(gather(x))` for any cut between blocks.
-What more elements than a block share (the largest magnitude of a tensor) ranks agree on beforehand.
+What more elements than a block share (the amax of a tensor) ranks agree on beforehand.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def scale_to(largest: float, amaxes: Tensor) -> Tensor:
     return (amaxes / largest).clamp_min_(_LEAST_SCALE)
 
 
-def largest_magnitudes(values: Tensor, dim: int | None = None) -> Tensor:
-    """Return the largest magnitude, or those along a dimension, which stays; float32, NaN where there is one.
+def amaxes_of(values: Tensor, dim: int | None = None) -> Tensor:
+    """Return the amax, or those along a dimension, which stays; float32, NaN where there is one.
 
     Values are read once and not copied, which `values.abs().amax()` does.
     """
@@ -58,7 +58,7 @@ class WeightFormat:
     name: str  # what users call it
     block_numel: int = 1  # elements that are encoded together, which no cut may separate
     block_bytes: int = 1
-    largest: float = _E4M3_MAX  # what the largest magnitude of a tensor is encoded as
+    largest: float = _E4M3_MAX  # what the amax of a tensor is encoded as
 
     @property
     def stays_encoded(self) -> bool:
@@ -72,14 +72,14 @@ class WeightFormat:
 
     @property
     def agrees_on_amax(self) -> bool:
-        """Whether ranks agree on the largest magnitude of each tensor."""
+        """Whether ranks agree on the amax of each tensor."""
         return True
 
     def amax(self, piece: Tensor) -> Tensor:
-        """Return the largest magnitude in a piece (n,), float32 (1,): 0 where nothing is here, infinity for NaN."""
+        """Return the amax in a piece (n,), float32 (1,): 0 where nothing is here, infinity for NaN."""
         if not piece.numel():
             return torch.zeros(1, device=piece.device)
-        return largest_magnitudes(piece).view(1).nan_to_num_(inf, inf)
+        return amaxes_of(piece).view(1).nan_to_num_(inf, inf)
 
     def scales(self, amaxes: Tensor) -> Tensor:
         """Return the scales of any magnitudes that ranks agreed on."""
@@ -140,7 +140,7 @@ class Mxfp8(WeightFormat):
     def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:  # noqa: ARG002
         """Divide each block by its scale and round to the nearest e4m3."""
         blocks, rows = _in_blocks(piece, self.block_numel), out.view(-1, self.block_bytes)
-        fraction, exponents = torch.frexp(largest_magnitudes(blocks, 1) / _E4M3_MAX)
+        fraction, exponents = torch.frexp(amaxes_of(blocks, 1) / _E4M3_MAX)
         # Rounded up to the next power of two.
         codes = (exponents + (fraction != 0.5) + (_E8M0_BIAS - 1)).clamp_(1, 2 * _E8M0_BIAS)
         rows[:, :1] = codes
@@ -168,7 +168,7 @@ class Nvfp4(WeightFormat):
         """Divide each block by both scales and round to the nearest e2m1, ties to even."""
         blocks, rows = _in_blocks(piece, self.block_numel), out.view(-1, self.block_bytes)
         block_scales = rows[:, :1].view(_E4M3)
-        torch.div(largest_magnitudes(blocks, 1) / _E2M1_MAX, scale, out=block_scales)
+        torch.div(amaxes_of(blocks, 1) / _E2M1_MAX, scale, out=block_scales)
         scaled = blocks / _both(block_scales, scale).neg_()
         codes = torch.bucketize(scaled.view(torch.int32), _tables(piece)[0], out_int32=True)
         torch.add(codes[:, ::2], codes[:, 1::2], alpha=16, out=rows[:, 1:])
@@ -199,7 +199,7 @@ class ExtensionFormat(WeightFormat):
 
     @property
     def agrees_on_amax(self) -> bool:
-        """Whether ranks agree on the largest magnitude of each tensor: the class agrees on its scales itself."""
+        """Whether ranks agree on the amax of each tensor: the class agrees on its scales itself."""
         return False
 
 

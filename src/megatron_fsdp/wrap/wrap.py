@@ -35,11 +35,11 @@ from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import StructureCheck, Unit
-from megatron_fsdp.engine.weight_codec import WeightCodec, encoded_parameters
+from megatron_fsdp.engine.weight_quantizer import WeightQuantizer, encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, has_control_characters, warn_caller
-from megatron_fsdp.formats.fp8_linear import Fp8Codec, emulation_note
+from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
 from megatron_fsdp.formats.tensor_extensions import (
-    ExtensionCodec,
+    ExtensionQuantizer,
     TensorExtension,
     extension_format,
     find_tensor_extensions,
@@ -474,8 +474,8 @@ def _shard(
             params = [originals.pop(info.name) for info in group.spec.parameters]
             group_sites.append([sites.pop(id(param)) for param in params])
             memory = pool.shard(next(number), group.shard_bytes // group.sent_dtype.itemsize, group.sent_dtype)
-            codec = _codec(group, params, [places[0][0] for places in group_sites[-1]])
-            groups.append(ParameterGroup(group, params, frames, memory, codec))
+            quantizer = _quantizer(group, params, [places[0][0] for places in group_sites[-1]])
+            groups.append(ParameterGroup(group, params, frames, memory, quantizer))
             del params
         unit = Unit(unit_index, spec.name, groups, group_sites, spec.modules)
         unit.show_sharded()
@@ -484,15 +484,15 @@ def _shard(
         yield unit
 
 
-def _codec(plan: GroupPlan, params: Sequence[nn.Parameter], owners: Sequence[nn.Module]) -> WeightCodec | None:
-    """Make the codec of a group's weight format; None where weights are gathered in a plain dtype."""
+def _quantizer(plan: GroupPlan, params: Sequence[nn.Parameter], owners: Sequence[nn.Module]) -> WeightQuantizer | None:
+    """Make the quantizer of a group's weight format; None where weights are gathered in a plain dtype."""
     if plan.weight_format is None:
         return None
     if not plan.stays_encoded:
-        return WeightCodec(plan.weight_format, plan.layout, plan.device)
+        return WeightQuantizer(plan.weight_format, plan.layout, plan.device)
     names = [info.name for info in plan.spec.parameters]
     extensions = [extension for extension in map(tensor_extension_of, names, params, owners) if extension is not None]
-    return ExtensionCodec(plan, extensions) if extensions else Fp8Codec(plan)
+    return ExtensionQuantizer(plan, extensions) if extensions else Fp8Quantizer(plan)
 
 
 def check_not_wrapped(module: object) -> None:

@@ -115,7 +115,7 @@ def _is_multiplied(param: torch.Tensor, sites: ParameterSites) -> bool:
     )
 
 
-class WeightCodec:
+class WeightQuantizer:
     """Encodes and decodes the tensors of one layout."""
 
     def __init__(self, weight_format: WeightFormat, layout: Layout, device: torch.device) -> None:
@@ -134,12 +134,12 @@ class WeightCodec:
         return encoded_bytes(self.format, numel)
 
     def measure(self, main: FlatBuffer) -> None:
-        """Set `amaxes` to the largest magnitudes that are here."""
+        """Set `amaxes` to those of this rank's elements."""
         for index in range(self.amaxes.numel()):
             self._own(self.amaxes, index).copy_(self.format.amax(main.piece(index).view(-1)))
 
     def is_finite(self, index: int) -> bool:
-        """Return whether the magnitude of tensor `index` is finite."""
+        """Return whether the amax of tensor `index` is finite."""
         return bool(self._own(self.amaxes, index).isfinite().all())
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
@@ -181,12 +181,12 @@ class WeightCodec:
                 yield index, local[place : place + numel], codes
 
     def _own(self, shared: torch.Tensor, index: int) -> torch.Tensor:
-        """Return what of magnitudes or scales is that of tensor `index`."""
+        """Return the amax or scale of tensor `index`, (1,)."""
         return shared[index : index + 1]
 
 
-class WrappingCodec(WeightCodec):
-    """A codec of a format that stays encoded: modules compute with tensors around gathered bytes."""
+class WrappingQuantizer(WeightQuantizer):
+    """A quantizer of a format that stays encoded: modules compute with tensors around gathered bytes."""
 
     @abstractmethod
     def codes_in(self, full: torch.Tensor, index: int) -> Any:
@@ -215,11 +215,11 @@ class WrappingCodec(WeightCodec):
 class EncodedBuffer(FlatBuffer):
     """A region of a flat buffer as the bytes of a weight format; `local` is uint8, zeros where no tensor is."""
 
-    def __init__(self, codec: WeightCodec, layout: Layout, region: Region, local: torch.Tensor) -> None:
+    def __init__(self, quantizer: WeightQuantizer, layout: Layout, region: Region, local: torch.Tensor) -> None:
         super().__init__(layout, region, local)
-        self._codec = codec
+        self._quantizer = quantizer
 
     def view_of(self, region: Region) -> torch.Tensor:
         """Return the bytes of a region inside of this one."""
         inside = region.within(self.region)
-        return self.local[self._codec.bytes_of(inside.start) : self._codec.bytes_of(inside.stop)]
+        return self.local[self._quantizer.bytes_of(inside.start) : self._quantizer.bytes_of(inside.stop)]
