@@ -35,7 +35,7 @@ from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 class MemoryUse:
     """The bytes that the engine holds on this rank's device."""
 
-    compute_weight_bytes: int  # while they are sharded, with magnitudes and scales of their formats
+    compute_weight_bytes: int  # while they are sharded, with amaxes and scales of their formats
     main_weight_bytes: int  # of those that have memory of their own
     main_grad_bytes: int  # while there are any: from a backward until they are cleared
     transient_peak_bytes: int  # most that gathered weights have taken, and buckets and scratch as far as allocated

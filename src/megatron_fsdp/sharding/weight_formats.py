@@ -82,13 +82,13 @@ class WeightFormat:
         return amaxes_of(piece).view(1).nan_to_num_(inf, inf)
 
     def scales(self, amaxes: Tensor) -> Tensor:
-        """Return the scales of any magnitudes that ranks agreed on."""
+        """Return the scales of amaxes that ranks agreed on."""
         return scale_to(self.largest, amaxes)
 
     def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:
         """Encode a piece (n,), float32 or narrower, to the nearest into `out`, uint8 (encoded_bytes(n),).
 
-        `scale`, (1,), is that of an agreed, finite magnitude.
+        `scale`, (1,), is that of an agreed, finite amax.
         """
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class Fp8(WeightFormat):
-    """e4m3 with one float32 scale per tensor, its largest magnitude / 448."""
+    """e4m3 with one float32 scale per tensor, its amax / 448."""
 
     name: str = "fp8"
 
@@ -130,7 +130,7 @@ class Fp8Compute(Fp8):
 class Mxfp8(WeightFormat):
     """e4m3 in blocks of 32 with a power of two as scale (e8m0), the least that keeps the block within 448.
 
-    Ranks agree on a magnitude per tensor only to find NaN and infinity.
+    Ranks agree on an amax per tensor only to find NaN and infinity.
     """
 
     name: str = "mxfp8"
@@ -156,7 +156,7 @@ class Mxfp8(WeightFormat):
 class Nvfp4(WeightFormat):
     """e2m1, two in a byte, in blocks of 16 with an e4m3 scale each, and one float32 scale per tensor.
 
-    The scale of the tensor is its largest magnitude / (6 * 448); that of a block makes its largest element 6.
+    The scale of the tensor is its amax / (6 * 448); that of a block makes its largest element 6.
     """
 
     name: str = "nvfp4"

@@ -86,7 +86,7 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
         facts |= {"units": ", ".join(unit.label for unit in units), "writeback": str(writeback)}
         facts["compute_dtype"] = str(compute_dtype)
     if compute_dtype:
-        engine.refresh_weights()  # weight formats round by the magnitudes of the weights as they were last installed
+        engine.refresh_weights()  # weight formats round by the amaxes of the weights as they were last installed
     with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
         copies: _Copies = {unit.index: [_copies_of(group, compute_dtype) for group in unit.groups] for unit in units}
     try:
