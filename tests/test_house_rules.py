@@ -16,7 +16,7 @@ from tests.support.source_tree import (
     short_name,
 )
 
-DEVICE_FILES = {"src/megatron_fsdp/comm/lanes.py", "src/megatron_fsdp/comm/registration.py"}
+DEVICE_FILES = {"src/megatron_fsdp/comm/streams.py", "src/megatron_fsdp/comm/registration.py"}
 """The only files that may name `torch.cuda`."""
 
 LAYERS = (

@@ -698,7 +698,7 @@ def graphs(session: Session) -> None:
 
 
 def graphs_of_8(session: Session) -> None:
-    """Do the same on one of 8 ranks whose collectives send nothing, where all lanes are in the graph."""
+    """Do the same on one of 8 ranks whose collectives send nothing, where all streams are in the graph."""
     start_alone(session.device, 8)
     if not session.is_gpu:
         session.note("not run", reason="graphs need CUDA")

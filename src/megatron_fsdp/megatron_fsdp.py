@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree
 from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.comm.lanes import resolve_device
+from megatron_fsdp.comm.streams import resolve_device
 from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import (

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.comm.lanes import HostLane, HostTicket
+from megatron_fsdp.comm.streams import HostCommStream, HostWork
 from megatron_fsdp.config.switches import resolve_check_lifetimes
 from megatron_fsdp.debug.lifetimes import AT_REST, LEGAL, BorrowedMemory, Event, State, next_state
 from megatron_fsdp.engine.executor import Executor
@@ -271,13 +271,13 @@ def _used_block_handed_out() -> Any:
 
 def _reduction_never_waited_for() -> Any:
     """A bucket goes back to its pool before its reduction has ended."""
-    original = HostLane.submit
+    original = HostCommStream.submit
 
-    def submit(self: HostLane, *args: Any, **kwargs: Any) -> Any:
-        ticket = original(self, *args, **kwargs)
-        return HostTicket(None, None) if self._name == "reduce" else ticket
+    def submit(self: HostCommStream, *args: Any, **kwargs: Any) -> Any:
+        work = original(self, *args, **kwargs)
+        return HostWork(None, None) if self._name == "reduce" else work
 
-    return mock.patch.object(HostLane, "submit", submit)
+    return mock.patch.object(HostCommStream, "submit", submit)
 
 
 def _given_back_twice() -> Any:
@@ -348,8 +348,8 @@ def test_faults_are_found_and_the_unit_is_named(name: str) -> None:
         warnings.simplefilter("ignore")  # torch warns of what hooks raise after that
         with FAULTS[name][0](), pytest.raises(LifetimeError) as caught:
             _train_twice(model)
-    for ticket in [ticket for unit in engine_of(model).units for ticket in unit.tickets]:
-        ticket.wait()
+    for work in [work for unit in engine_of(model).units for work in unit.works]:
+        work.wait()
     MODELS.clear()
     dist.barrier()
     first = same_on_ranks(str(caught.value))

@@ -84,7 +84,7 @@ def test_start_param_sync_starts_gathers_or_finishes_them_as_the_config_says(
     train(model, optimizer, 1)
     before = model.traffic()
     model.start_param_sync(force_sync=force_sync)
-    assert [bool(unit.tickets) for unit in engine_of(model).units] == [starts_only and not force_sync] * 3
+    assert [bool(unit.works) for unit in engine_of(model).units] == [starts_only and not force_sync] * 3
     assert model.traffic().since(before).gathers == 3
     train(model, optimizer, 2, first=1)
     # Those of the first step and of the second; backward finds all in their slots.

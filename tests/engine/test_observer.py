@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.observer import Observer, Phase
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import FLOORS, TOWER_FEATURES, Floor, Tower, tower_loss
@@ -29,9 +29,9 @@ class Notes(Observer):
         assert (phase, unit) in self._open, (phase, unit, self._open)
         self._open.remove((phase, unit))
 
-    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
+    def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None) -> None:
         assert work is None or moment is Moment.LAUNCHED
-        self.moments.setdefault(number, [lane]).append(moment.value)
+        self.moments.setdefault(number, [stream]).append(moment.value)
 
     @property
     def unfinished(self) -> list[tuple[Phase, int]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.comm.lanes import Lane, Launch, StreamLane, Ticket, _Relay
+from megatron_fsdp.comm.streams import CommStream, CudaCommStream, Launch, Work, _Relay
 from megatron_fsdp.engine import gradients
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.unit import Unit
@@ -27,10 +27,10 @@ from tests.support.ordered_streams import (
     Fault,
     OrderedStream,
     nothing,
-    ordered_lanes,
+    ordered_comm_streams,
     same_bits,
-    without_order_between_lanes,
-    without_tickets,
+    without_order_between_streams,
+    without_works,
 )
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
@@ -233,7 +233,7 @@ def problems(seeds: range, plant: Fault = nullcontext) -> list[str]:
     found = []
     for seed in seeds:
         resident = Program(seed, away=False).play()
-        with ordered_lanes() as streams, plant():
+        with ordered_comm_streams() as streams, plant():
             program = Program(seed, away=True)
             noted = program.play()
         if not same_bits(resident, noted):
@@ -256,29 +256,29 @@ def buckets_are_lent_again_too_early() -> AbstractContextManager[Any]:
 
 
 def main_gradients_are_offloaded_before_they_are_reduced() -> AbstractContextManager[Any]:
-    def unordered(lane: Lane, launch: Launch, then: Lane, finish: Callable[[], None]) -> Ticket:
-        lane.submit(launch)
+    def unordered(stream: CommStream, launch: Launch, then: CommStream, finish: Callable[[], None]) -> Work:
+        stream.submit(launch)
         return then.submit(lambda _async_op: finish())
 
     return patch.object(gradients, "submit_through", unordered)
 
 
 def the_host_waits_for_one_direction(of: str) -> AbstractContextManager[Any]:
-    settle = StreamLane.settle
-    return patch.object(StreamLane, "settle", lambda lane: settle(lane) if lane._name == of else None)
+    settle = CudaCommStream.settle
+    return patch.object(CudaCommStream, "settle", lambda stream: settle(stream) if stream._name == of else None)
 
 
 FAULTS: Mapping[str, Fault] = {
-    "lanes run ahead of compute": partial(patch.object, OrderedStream, "wait_stream", nothing),
-    "shards are gathered before they are fetched": without_order_between_lanes,
-    "compute reads weights before they are gathered": partial(without_tickets, Unit, "wait_for_unshard"),
+    "streams run ahead of compute": partial(patch.object, OrderedStream, "wait_stream", nothing),
+    "shards are gathered before they are fetched": without_order_between_streams,
+    "compute reads weights before they are gathered": partial(without_works, Unit, "wait_for_unshard"),
     "main gradients are offloaded before they are reduced": main_gradients_are_offloaded_before_they_are_reduced,
     "buckets are lent again before the main gradient is on the host": buckets_are_lent_again_too_early,
     "the host does not wait for copies": partial(patch.object, Executor, "settle_offload", nothing),
     "the host does not wait for what goes": partial(the_host_waits_for_one_direction, "comes"),
     "the host does not wait for what comes": partial(the_host_waits_for_one_direction, "goes"),
-    "a unit steps before its state has come": partial(without_tickets, local_step._Turn, "receive"),
-    "memory of state is taken again before it has left": partial(without_tickets, local_step._Turns, "_let_go"),
+    "a unit steps before its state has come": partial(without_works, local_step._Turn, "receive"),
+    "memory of state is taken again before it has left": partial(without_works, local_step._Turns, "_let_go"),
     "the host does not wait for state": partial(patch.object, local_step, "finish_stream", nothing),
 }
 """What is left out or done too early."""

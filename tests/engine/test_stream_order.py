@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.checkpoint.checkpointer import Checkpointer
-from megatron_fsdp.comm.lanes import Lane
+from megatron_fsdp.comm.streams import CommStream
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.engine.memory import BucketPool
@@ -49,10 +49,10 @@ from tests.support.ordered_streams import (
     OrderedStream,
     OrderedStreams,
     nothing,
-    ordered_lanes,
+    ordered_comm_streams,
     same_bits,
-    without_order_between_lanes,
-    without_tickets,
+    without_order_between_streams,
+    without_works,
 )
 from tests.support.zoo import (
     MODEL_CASES,
@@ -146,7 +146,7 @@ def changed_between_forwards(run: Run) -> None:
 
 
 def observed(run: Run) -> None:
-    """Collectives are asynchronous on the lanes, so that an observer may have their handles."""
+    """Collectives are asynchronous on the streams, so that an observer may have their handles."""
     assert run.sharded is not None
     engine_of(run.sharded).observers.add(Observer())
     usage.train_and_accumulate(run)
@@ -264,7 +264,7 @@ def play(script: str, setting: str) -> list[Tensor | None]:
 def script_on_streams(script: str, setting: str) -> tuple[list[str], bool]:
     """What no wait orders, and whether the values have the same bits as on the host."""
     on_host = play(script, setting)
-    with ordered_lanes() as streams:
+    with ordered_comm_streams() as streams:
         same = same_bits(on_host, play(script, setting))
     assert streams.num_accesses > 100
     return list(streams.findings), same
@@ -297,7 +297,7 @@ def test_a_script_is_ordered_and_gives_the_bits_of_the_host(run_ranks: RunRanks,
 # ---- each wait is needed ---------------------------------------------------------------------------------------------
 
 
-def lanes_run_ahead_of_compute() -> AbstractContextManager[Any]:
+def streams_run_ahead_of_compute() -> AbstractContextManager[Any]:
     return patch.object(OrderedStream, "wait_stream", nothing)
 
 
@@ -305,7 +305,7 @@ def weights_are_waited_for_without_the_outer_gather() -> AbstractContextManager[
     wait = Unit.wait_for_unshard
 
     def wait_for_inner(self: Unit) -> None:
-        self._outer_tickets.clear()
+        self._outer_works.clear()
         wait(self)
 
     return patch.object(Unit, "wait_for_unshard", wait_for_inner)
@@ -321,11 +321,16 @@ def memory_of_a_reduction_is_let_go_of(name: str, kept: slice) -> AbstractContex
     return patch.object(GradientReducer, name, forgetful)
 
 
-def shown_gradients_are_taken_back_by_the_lane() -> AbstractContextManager[Any]:
+def shown_gradients_are_taken_back_by_the_stream() -> AbstractContextManager[Any]:
     take_back, reduce = GradientBuffers._take_back, GradientBuffers.reduce
 
     def reduce_late(
-        self: GradientBuffers, lane: Lane, bucket: Tensor, scratch: Tensor | None, params: Any, home_lane: Lane
+        self: GradientBuffers,
+        stream: CommStream,
+        bucket: Tensor,
+        scratch: Tensor | None,
+        params: Any,
+        home_lane: CommStream,
     ) -> Any:
         def launch_late(launch: Callable[[bool], Any], async_op: bool) -> Any:
             take_back(self, params)
@@ -333,7 +338,7 @@ def shown_gradients_are_taken_back_by_the_lane() -> AbstractContextManager[Any]:
 
         class Late:
             def submit(self, launch: Any, finish: Any) -> Any:
-                return lane.submit(lambda async_op: launch_late(launch, async_op), finish)
+                return stream.submit(lambda async_op: launch_late(launch, async_op), finish)
 
         with patch.object(GradientBuffers, "_take_back", nothing):
             return reduce(self, Late(), bucket, scratch, params, home_lane)
@@ -342,19 +347,19 @@ def shown_gradients_are_taken_back_by_the_lane() -> AbstractContextManager[Any]:
 
 
 FAULTS: Mapping[str, tuple[Fault, str, str]] = {
-    "lanes run ahead of compute": (lanes_run_ahead_of_compute, "plain", "flat"),
-    "lanes run ahead of the back end": (
+    "streams run ahead of compute": (streams_run_ahead_of_compute, "plain", "flat"),
+    "streams run ahead of the back end": (
         partial(patch.object, OrderedStreams, "wait_for_collectives", nothing),
         "observed",
         "flat",
     ),
     "compute reads weights before they are gathered": (
-        partial(without_tickets, Unit, "wait_for_unshard"),
+        partial(without_works, Unit, "wait_for_unshard"),
         "plain",
         "flat",
     ),
     "gathers read weights before the outer gather": (
-        without_order_between_lanes,
+        without_order_between_streams,
         "plain",
         "fully hybrid",
     ),
@@ -374,18 +379,18 @@ FAULTS: Mapping[str, tuple[Fault, str, str]] = {
         "fully hybrid without prefetch",
     ),
     "buckets are filled while they are reduced": (
-        partial(without_tickets, BucketPool, "borrow"),
+        partial(without_works, BucketPool, "borrow"),
         "two forwards",
         "flat",
     ),
-    "gradients are shown before they are reduced": (partial(without_tickets, Executor, "retire_all"), "plain", "flat"),
+    "gradients are shown before they are reduced": (partial(without_works, Executor, "retire_all"), "plain", "flat"),
     "gradients are shown before the outer reduction": (
-        partial(without_tickets, Executor, "_finish_outer_reduction"),
+        partial(without_works, Executor, "_finish_outer_reduction"),
         "plain",
         "fully hybrid",
     ),
     "memory is taken back in spite of a reduction": (
-        partial(without_tickets, Executor, "abandon"),
+        partial(without_works, Executor, "abandon"),
         "backward fails",
         "flat",
     ),
@@ -404,8 +409,8 @@ FAULTS: Mapping[str, tuple[Fault, str, str]] = {
         "four backwards",
         "deterministic",
     ),
-    "shown gradients are taken back by the lane": (
-        shown_gradients_are_taken_back_by_the_lane,
+    "shown gradients are taken back by the stream": (
+        shown_gradients_are_taken_back_by_the_stream,
         "four backwards",
         "flat",
     ),
@@ -421,7 +426,7 @@ FAULTS: Mapping[str, tuple[Fault, str, str]] = {
 def is_found(fault: str) -> bool:
     plant, script, setting = FAULTS[fault]
     on_host = play(script, setting)
-    with plant(), ordered_lanes() as streams:
+    with plant(), ordered_comm_streams() as streams:
         try:
             return not same_bits(on_host, play(script, setting)) or bool(streams.findings)
         except CheckpointError:
@@ -429,7 +434,7 @@ def is_found(fault: str) -> bool:
 
 
 @pytest.mark.unmerged
-@pytest.mark.full(short=["lanes run ahead of compute", "buckets are filled while they are reduced"])
+@pytest.mark.full(short=["streams run ahead of compute", "buckets are filled while they are reduced"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_wait_is_needed(run_ranks: RunRanks, fault: str) -> None:
     assert all(run_ranks(SETTINGS[FAULTS[fault][2]][0], is_found, fault))

@@ -86,7 +86,7 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class BlockGather(Int8Gather):
-    """An extension of two tensors, by the interface of Transformer Engine's MXFP8 weights: codes, and scales of blocks."""
+    """An extension of two tensors, codes and scales of blocks, as Transformer Engine's MXFP8 weights."""
 
     def fsdp_pre_all_gather(  # type: ignore[override]
         self, mesh: DeviceMesh, orig_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any

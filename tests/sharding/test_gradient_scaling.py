@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.lanes import HostLane
+from megatron_fsdp.comm.streams import HostCommStream
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.gradients import GradientBuffers
@@ -125,6 +125,6 @@ def test_a_factor_is_applied_in_the_wider_dtype(
     gradients.begin(None if deferred else bucket)
     gradients.add(0, grad)
     param = torch.nn.Parameter(torch.zeros(100))
-    gradients.reduce(HostLane(), bucket, None, [param], HostLane())[0].wait()
+    gradients.reduce(HostCommStream(), bucket, None, [param], HostCommStream())[0].wait()
     widest = bucket if grad_comm is FP32 else gradients.main.local
     assert torch.equal(widest[:100], grad.float() * THIRD)

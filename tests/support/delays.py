@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import MegatronFSDP
-from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.observer import Observer, Phase
 
 _MOMENTS = (Moment.LAUNCHES, Moment.LAUNCHED, Moment.WAITS)
@@ -48,8 +48,8 @@ class DelayObserver(Observer):
         if phase in _PHASES:
             self._delay()
 
-    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
-        """Delay a launch, what follows it, or a wait; at a launch the current stream is that of the lane."""
+    def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None) -> None:  # noqa: ARG002
+        """Delay a launch, what follows it, or a wait; at a launch the current stream is the communication stream."""
         if moment in _MOMENTS:
             self._delay()
 

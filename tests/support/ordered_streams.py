@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.checkpoint import background
-from megatron_fsdp.comm.lanes import StreamLane
+from megatron_fsdp.comm.streams import CudaCommStream
 from megatron_fsdp.engine import executor, gradients, param_group
 from megatron_fsdp.engine import memory as engine_memory
 from megatron_fsdp.optim import local_step
@@ -266,7 +266,7 @@ def same_bits(ones: Values, others: Values) -> bool:
 
 
 @contextmanager
-def ordered_lanes() -> Iterator[OrderedStreams]:
+def ordered_comm_streams() -> Iterator[OrderedStreams]:
     """Let models that are sharded inside communicate on ordered streams, and background saves copy to the host late."""
     streams = OrderedStreams()
     places = background.StagingBuffers._places
@@ -282,8 +282,8 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
         streams.wait_for_collectives()
         return wait(work, *timeout)
 
-    def make_lane(device: torch.device, name: str, watch: Any = None) -> StreamLane:
-        return StreamLane(device, name, watch, streams)
+    def make_comm_stream(device: torch.device, name: str, watch: Any = None) -> CudaCommStream:
+        return CudaCommStream(device, name, watch, streams)
 
     allocate_in = engine_memory.allocate
 
@@ -295,8 +295,8 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
         return torch.empty_like(tensor, device="cpu").copy_(tensor) if streams.is_on_host(tensor) else tensor
 
     with (
-        patch.object(executor, "make_lane", make_lane),
-        patch.object(local_step, "make_lane", make_lane),
+        patch.object(executor, "make_comm_stream", make_comm_stream),
+        patch.object(local_step, "make_comm_stream", make_comm_stream),
         patch.object(engine_memory, "allocate", allocate),
         patch.object(param_group, "allocate", allocate),
         patch.object(gradients, "allocate", allocate),
@@ -346,7 +346,7 @@ def nothing(*_: object, **__: object) -> None:
     """Stand in for a wait."""
 
 
-def without_tickets(owner: type, name: str) -> AbstractContextManager[Any]:
+def without_works(owner: type, name: str) -> AbstractContextManager[Any]:
     """Let the waits for events that a method makes order nothing."""
     method = getattr(owner, name)
 
@@ -357,7 +357,7 @@ def without_tickets(owner: type, name: str) -> AbstractContextManager[Any]:
     return patch.object(owner, name, run)
 
 
-def without_order_between_lanes() -> AbstractContextManager[Any]:
-    """Let submissions to a lane not wait for those to others."""
-    submit = StreamLane.submit
-    return patch.object(StreamLane, "submit", lambda self, launch, finish=None, **_: submit(self, launch, finish))
+def without_order_between_streams() -> AbstractContextManager[Any]:
+    """Let submissions to a stream not wait for those to others."""
+    submit = CudaCommStream.submit
+    return patch.object(CudaCommStream, "submit", lambda self, launch, finish=None, **_: submit(self, launch, finish))

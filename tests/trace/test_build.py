@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_fsdp.comm.lanes import HostClock, Moment
+from megatron_fsdp.comm.streams import HostClock, Moment
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.trace.timeline import (
     BEGIN,
@@ -40,11 +40,11 @@ def _step(index: int, start: int, records: tuple[Raw, ...]) -> StepLog:
     return StepLog(index, BASE + start, [(kind, BASE + mark, *rest) for kind, mark, *rest in records])
 
 
-def _life(number: int, first: int, before: Any, after: Any, lane: str = "gather") -> list[Raw]:
+def _life(number: int, first: int, before: Any, after: Any, stream: str = "gather") -> list[Raw]:
     """Launch, wait and arrival, ten nanoseconds apart; the wait begins after 100."""
     at = {"LAUNCHES": 0, "LAUNCHED": 10, "WAITS": 100, "ARRIVED": 110, "FINISHED": 120, "WAITED": 130}
     sent = {"LAUNCHES": before, "LAUNCHED": after}
-    return [(TOLD, first + late, number, Moment[name], lane, sent.get(name)) for name, late in at.items()]
+    return [(TOLD, first + late, number, Moment[name], stream, sent.get(name)) for name, late in at.items()]
 
 
 def test_a_collective_from_its_moments() -> None:

@@ -194,9 +194,9 @@ def test_a_timeline_as_events() -> None:
     events = chrome_events(KNOWN)
     check(events)
     complete = {(e["tid"], e["name"]): e for e in events if e["ph"] == "X"}
-    lane = complete[100, "gather layers.0"]
-    assert (lane["ts"], lane["dur"]) == (0.11, 0.36)  # microseconds
-    assert lane["args"] == {"unit": "layers.0", "step": 0, "bytes": 100, "axis": "dp", "number": 0}
+    stream = complete[100, "gather layers.0"]
+    assert (stream["ts"], stream["dur"]) == (0.11, 0.36)  # microseconds
+    assert stream["args"] == {"unit": "layers.0", "step": 0, "bytes": 100, "axis": "dp", "number": 0}
     launch = complete[COMPUTE_THREAD, "gather layers.0"]
     assert (launch["ts"], launch["dur"], launch["args"]["bytes"]) == (0.1, 0.05, 100)
     assert complete[STEPS_THREAD, "step 0"]["dur"] == 1.0
@@ -205,7 +205,7 @@ def test_a_timeline_as_events() -> None:
     arrow = [(e["ph"], e["tid"], e["ts"]) for e in events if e["ph"] in "sf"]
     assert arrow == [("s", 100, 0.11), ("f", COMPUTE_THREAD, 0.42)]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {STEPS_THREAD: "steps", COMPUTE_THREAD: "compute", 100: "gather lane"}
+    assert names == {STEPS_THREAD: "steps", COMPUTE_THREAD: "compute", 100: "gather stream"}
 
 
 def test_collectives_that_overlap_get_threads_of_their_own() -> None:
@@ -214,7 +214,7 @@ def test_collectives_that_overlap_get_threads_of_their_own() -> None:
     check(events)
     assert {e["tid"] for e in events if e["ph"] == "X" and e["tid"] >= 100} == {100, 101}
     names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
-    assert "gather lane (2)" in names
+    assert "gather stream (2)" in names
 
 
 @settings(max_examples=40)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.comm.lanes import StreamClock, make_clock
+from megatron_fsdp.comm.streams import StreamClock, make_clock
 from megatron_fsdp.trace import Timeline, trace
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks

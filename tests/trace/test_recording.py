@@ -106,16 +106,16 @@ def test_strategies(run_ranks: RunRanks, strategy: int) -> None:
 
 @pytest.mark.full(short=["hfsdp"])
 @pytest.mark.parametrize("how", ["hsdp", "hfsdp"])
-def test_hybrid_sharding_has_an_outer_lane(run_ranks: RunRanks, how: str) -> None:
+def test_hybrid_sharding_has_an_outer_stream(run_ranks: RunRanks, how: str) -> None:
     found = run_ranks(4, _both, how, 3, training.plain)
     (recording,) = {timeline.recording for _, _, timeline in found}
     assert recording
     assert {timeline.peers for _, _, timeline in found} == {(0, 1, 2, 3)}
     for without, values, timeline in found:
         _check_all(without, values, timeline)
-        across = [one for one in timeline.collectives if one.lane == "outer"]
+        across = [one for one in timeline.collectives if one.stream == "outer"]
         assert {one.axis for one in across} == {"dp_outer"}
-        assert {one.axis for one in timeline.collectives if one.lane != "outer"} == {"dp_shard"}
+        assert {one.axis for one in timeline.collectives if one.stream != "outer"} == {"dp_shard"}
         expected = outer_step_traffic(values["footprints"], ShardingStrategy.optim_grads_params)
         for step in (0, 1):
             count = Counter(one.purpose for one in across if one.step == step)

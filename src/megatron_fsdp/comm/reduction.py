@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.lanes import HostTicket
+from megatron_fsdp.comm.streams import HostWork
 from megatron_fsdp.errors import CollectiveArgumentError
 
 _ADDED_AT_ONCE = 1 << 16
@@ -95,7 +95,7 @@ def reduce_scatter_with_fp32_accumulation(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     all_to_all_output_tensor: torch.Tensor | None = None,
-) -> HostTicket | None:
+) -> HostWork | None:
     """Sum `input` over the ranks; part r of the sum, in order of memory, lands in `output` of rank r. Collective.
 
     Arguments are checked before anything is sent, except for one thing that a rank cannot see: every rank has to give
@@ -133,10 +133,10 @@ def reduce_scatter_with_fp32_accumulation(
     def finish() -> None:
         target.copy_(sum_received(received, axis.num_ranks).view(target.shape))
 
-    ticket = HostTicket(axis.exchange(received, full), finish) if full.numel() else HostTicket(None, None)
+    work = HostWork(axis.exchange(received, full), finish) if full.numel() else HostWork(None, None)
     if async_op:
-        return ticket
-    ticket.wait()
+        return work
+    work.wait()
     return None
 
 

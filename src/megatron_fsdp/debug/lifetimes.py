@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.observer import BorrowedMemory, Observer, Phase
@@ -219,7 +219,7 @@ class LifetimeChecker(Observer):
         lent.use(Event.GIVE_BACK, label)
         block.poison()
 
-    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
+    def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None) -> None:  # noqa: ARG002
         """Record the memory of a collective until the collective was waited for."""
         if moment is Moment.LAUNCHED and self._phases:
             phase, unit = self._phases[-1]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.groups import destroy_with, duplicate_group, shared_name
-from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.executor import all_gather_bytes
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.unit import Unit
@@ -101,13 +101,13 @@ class RankVerifier(Observer):
             ends_backward = phase is Phase.AGREE and _in_backward()
             self._compare(Event.END_BACKWARD if ends_backward else _OF_PHASE[phase])
 
-    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
+    def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None) -> None:  # noqa: ARG002
         """Announce a reduction before its first collective.
 
         A bucket that a reduction borrows may first send another unit's sums over the outer axis. Ranks do so where
         memory is short, at moments of their own.
         """
-        if self._to_reduce is not None and moment is Moment.LAUNCHES and lane == "reduce":
+        if self._to_reduce is not None and moment is Moment.LAUNCHES and stream == "reduce":
             unit, self._to_reduce = self._to_reduce, None
             if not (self._has_reduced and self._order_is_fixed):
                 self._compare(Event.REDUCE, unit, self._units[unit].bucket_bytes)

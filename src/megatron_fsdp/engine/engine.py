@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import Traffic, broadcast
 from megatron_fsdp.comm.groups import OwnGroups
-from megatron_fsdp.comm.lanes import is_capturing
 from megatron_fsdp.comm.registration import UserBuffers
+from megatron_fsdp.comm.streams import is_capturing
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.dtensor.expert_names import ExpertNames
 from megatron_fsdp.engine.delayed_linear import WeightGradientQueue

@@ -1,4 +1,4 @@
-"""The executor: carries out the scheduler's operations, with lanes, slots and buckets.
+"""The executor: carries out the scheduler's operations, with streams, slots and buckets.
 
 It never chooses what is gathered or reduced. It chooses when a bucket is waited for, and starts the outer reduction
 then.
@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from megatron_fsdp.comm.lanes import Ticket, make_lane
+from megatron_fsdp.comm.streams import Work, make_comm_stream
 from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, weakly
-from megatron_fsdp.engine.memory_plan import OUTER_REDUCTIONS, MemoryPlan, Use, crossing_offsets
+from megatron_fsdp.engine.memory_plan import OUTER_REDUCTIONS, MemoryPlan, Use, outer_buffer_offsets
 from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase, explain, explained
 from megatron_fsdp.engine.schedule import Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
@@ -43,7 +43,7 @@ def communicated_bytes(phase: Phase, unit: Unit) -> int:
     if phase is Phase.GATHER_OUTER:
         return sum(group.plan.sent_bytes for group in unit.groups if group.plan.gathers_outer)
     if phase is Phase.REDUCE_OUTER:
-        return sum(group.plan.crossing_bytes for group in unit.groups)
+        return sum(group.plan.outer_buffer_bytes for group in unit.groups)
     return 0
 
 
@@ -57,7 +57,7 @@ class _Reduction:
 
     unit: Unit
     reach: Reach
-    tickets: list[tuple[Ticket, tuple[torch.Tensor, ...]]]  # and memory to be kept until they are waited for
+    works: list[tuple[Work, tuple[torch.Tensor, ...]]]  # and memory to be kept until they are waited for
     bucket: Block
     pool: BucketPool
     scratch: Block | None
@@ -98,8 +98,8 @@ class Executor:
         pool: As given.
         weight_memory: The memory of gathered weights.
         bucket_count: As planned, or as set since.
-        coming_lane: Where copies of offloaded state to the device run.
-        going_lane: Where copies from the device to host memory run, at the same time.
+        coming_stream: Where copies of offloaded state to the device run.
+        going_stream: Where copies from the device to host memory run, at the same time.
         observers: Observers of phases and collectives.
         in_backward: An optimizer that steps in backward; None if there is none.
     """
@@ -114,11 +114,11 @@ class Executor:
         self._units = units
         self.finalise: Callable[[], object]  # set by the engine; ends a backward whose reductions are done
         self.observers = Observers()
-        self._gather_lane = make_lane(device, "gather", self.observers)
-        self._reduce_lane = make_lane(device, "reduce", self.observers)
-        self._outer_lane = make_lane(device, "outer", self.observers)
-        self.coming_lane = make_lane(device, "comes")
-        self.going_lane = make_lane(device, "goes")
+        self._gather_stream = make_comm_stream(device, "gather", self.observers)
+        self._reduce_stream = make_comm_stream(device, "reduce", self.observers)
+        self._outer_stream = make_comm_stream(device, "outer", self.observers)
+        self.coming_stream = make_comm_stream(device, "comes")
+        self.going_stream = make_comm_stream(device, "goes")
         self._offloads = any(plan.offload for unit in units for plan in unit.group_plans)
         self.pool = pool
         self.weight_memory = WeightMemory(memory_plan.weights, pool)
@@ -129,7 +129,7 @@ class Executor:
         self.in_backward: OptimizerInBackward | None = None
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self.in_flight: deque[_Reduction] = deque()
-        self._outer_reductions: deque[tuple[int, Block | None, list[tuple[Ticket, tuple[torch.Tensor, ...]]]]] = deque()
+        self._outer_reductions: deque[tuple[int, Block | None, list[tuple[Work, tuple[torch.Tensor, ...]]]]] = deque()
 
     def make_bucket_pools(self) -> None:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
@@ -140,8 +140,8 @@ class Executor:
         self._root_bucket = BucketPool(pool, Use.ROOT_BUCKET, 1, root, make_room)
         self._buckets = BucketPool(pool, Use.BUCKET, self.bucket_count, others, make_room)
         self._scratch = BucketPool(pool, Use.SCRATCH, self._scratch_count, sizes, make_room)
-        crossing = max(crossing_offsets(unit.group_plans)[1] for unit in self._units)
-        self._crossing = BucketPool(pool, Use.CROSSING, OUTER_REDUCTIONS, [crossing], make_room)
+        outer_buffer = max(outer_buffer_offsets(unit.group_plans)[1] for unit in self._units)
+        self._outer_buffers = BucketPool(pool, Use.OUTER_BUFFER, OUTER_REDUCTIONS, [outer_buffer], make_room)
 
     def set_bucket_count(self, count: int) -> None:
         """Change the number of units that fill a bucket or have one in reduction at a time."""
@@ -187,8 +187,8 @@ class Executor:
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
         if action is _GATHER:
-            unit.all_gather_outer(self._outer_lane)
-            unit.unshard(self._gather_lane, self._block_for(unit, slot), self.coming_lane)
+            unit.all_gather_outer(self._outer_stream)
+            unit.unshard(self._gather_stream, self._block_for(unit, slot), self.coming_stream)
         elif action is _WAIT:
             unit.wait_for_unshard()
         elif action is _RELEASE:
@@ -223,7 +223,7 @@ class Executor:
         for unit in self._units:
             if unit.needs_outer_all_gather:
                 with self._communicating(Phase.GATHER_OUTER, unit):
-                    unit.all_gather_outer(self._outer_lane)
+                    unit.all_gather_outer(self._outer_stream)
 
     def wait_for_outer(self) -> None:
         """Wait for these, also for units that the forward did not use: their weights may be changed after it."""
@@ -231,13 +231,13 @@ class Executor:
             for unit in self._units:
                 unit.wait_for_outer()
         if self._offloads:
-            self.coming_lane.settle()  # as it reads weights; what goes has until the end of backward
+            self.coming_stream.settle()  # as it reads weights; what goes has until the end of backward
 
     def settle_offload(self) -> None:
         """Block the host until copies of offloaded state are done: it may read and write there from now on."""
         if self._offloads:
-            self.coming_lane.settle()
-            self.going_lane.settle()
+            self.coming_stream.settle()
+            self.going_stream.settle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Executor:
             self.in_backward.unit_reduces(unit)
         bucket = self._bucket(unit)
         scratch = self._scratch_for(unit)
-        tickets = []
+        works = []
         for group_index, group in enumerate(unit.groups):
             gradients = group.gradients
             if gradients is None or not group.reduces:
@@ -269,13 +269,13 @@ class Executor:
             if not gradients.is_filling and not gradients.has_deferred_sum:
                 self._begin_filling(unit, group_index, reach)
             received = None if scratch is None else unit.bucket_of(group_index, scratch)
-            tickets.append(
+            works.append(
                 gradients.reduce(
-                    self._reduce_lane, unit.bucket_of(group_index, bucket), received, group.sharded, self.going_lane
+                    self._reduce_stream, unit.bucket_of(group_index, bucket), received, group.sharded, self.going_stream
                 )
             )
         del self._borrowed[unit.index]
-        self.in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
+        self.in_flight.append(_Reduction(unit, reach, works, bucket, self._pool(unit), scratch))
 
     def reduce_outer(self, unit: Unit) -> bool:
         """Start to reduce over the outer ranks what the inner ones have summed; returns whether there is anything."""
@@ -283,11 +283,11 @@ class Executor:
             return False
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:
             self._finish_outer_reduction()
-        block = self._crossing.borrow() if self._crossing.held_bytes else None
+        block = self._outer_buffers.borrow() if self._outer_buffers.held_bytes else None
         with self._communicating(Phase.REDUCE_OUTER, unit):
             started = [
                 group.gradients.reduce_outer(
-                    self._outer_lane, group.sharded, self.going_lane, unit.crossing_of(group_index, block)
+                    self._outer_stream, group.sharded, self.going_stream, unit.outer_buffer_of(group_index, block)
                 )
                 for group_index, group in enumerate(unit.groups)
                 if group.gradients is not None and group.gradients.has_inner_sum
@@ -298,10 +298,10 @@ class Executor:
     def _finish_outer_reduction(self) -> None:
         index, block, started = self._outer_reductions.popleft()
         with self._communicating(Phase.RETIRE, self._units[index]):
-            for ticket, _memory in started:
-                ticket.wait()
+            for work, _memory in started:
+                work.wait()
         if block is not None:
-            self._crossing.give_back(block)
+            self._outer_buffers.give_back(block)
         if self.in_backward is not None:
             self.in_backward.unit_is_reduced(self._units[index])
 
@@ -340,8 +340,8 @@ class Executor:
             return False
         reduction = self.in_flight.popleft()
         with self._communicating(Phase.RETIRE, reduction.unit):
-            for ticket, _memory in reduction.tickets:
-                ticket.wait()
+            for work, _memory in reduction.works:
+                work.wait()
         self.observers.takes_back(BorrowedMemory.BUCKET, reduction.unit.index, reduction.bucket)
         reduction.pool.give_back(reduction.bucket)
         if reduction.scratch is not None:
@@ -383,7 +383,7 @@ class Executor:
 
     @property
     def _pools(self) -> tuple[BucketPool, ...]:
-        return self._root_bucket, self._buckets, self._scratch, self._crossing
+        return self._root_bucket, self._buckets, self._scratch, self._outer_buffers
 
     @property
     def transient_bytes(self) -> int:

@@ -7,7 +7,7 @@
 
 A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
 overwrites, else it adds; so clearing gradients in any of the usual ways is right. `.grad` is read when the reduction
-is started, on the compute stream. From there to `attach` the main gradient belongs to the lane, which writes it at a
+is started, on the compute stream. From there to `attach` the main gradient belongs to the stream, which writes it at a
 time of its own: what autograd itself computes for sharded parameters stays in `.grad`, and `attach` adds it.
 
 At the end ranks agree on which parameters any of them used (`UsageAgreement`), and after a reset on which sums wait.
@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import real_values
-from megatron_fsdp.comm.lanes import Lane, Ticket, submit_through
 from megatron_fsdp.comm.reduction import put_scaled
+from megatron_fsdp.comm.streams import CommStream, Work, submit_through
 from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, piece_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
@@ -345,23 +345,23 @@ class GradientBuffers:
 
     def reduce(
         self,
-        lane: Lane,
+        stream: CommStream,
         bucket: torch.Tensor,
         scratch: torch.Tensor | None,
         params: Sequence[nn.Parameter],
-        copy_lane: Lane,
-    ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
+        copy_stream: CommStream,
+    ) -> tuple[Work, tuple[torch.Tensor, ...]]:
         """Start to reduce the new gradients over the inner ranks; missing gradients count as zero.
 
         Args:
-            lane: Where the collective runs.
+            stream: Where the collective runs.
             bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast deferred sums into.
             scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
             params: The sharded parameters, whose `.grad` decides between overwriting and adding.
-            copy_lane: Where a main gradient that rests elsewhere comes and goes.
+            copy_stream: Where a main gradient that rests elsewhere comes and goes.
 
         Returns:
-            The ticket, and memory besides bucket and scratch that has to be kept until it was waited for.
+            The work, and memory besides bucket and scratch that has to be kept until it was waited for.
         """
         if self._deferred_sum is not None:
             put_scaled(self._deferred_sum, self.reducer.reduction.pre_factor, bucket)
@@ -375,7 +375,7 @@ class GradientBuffers:
         stage = self.reducer.reduce_inner(bucket, scratch)
         if not self.reducer.reduces_outer:
             self._take_back(params)
-            return self._submit(lane, stage, copy_lane), stage.memory
+            return self._submit(stream, stage, copy_stream), stage.memory
         if self._inner_sum is None:
             self._inner_sum = self._zeros(self.reducer.first_region.numel)
             if self.reducer.reduction.one_by_one:
@@ -387,13 +387,13 @@ class GradientBuffers:
             for row in rows or (stage.result(),):
                 inner_sum.add_(row)
 
-        return lane.submit(stage.launch, add_to_pending), stage.memory
+        return stream.submit(stage.launch, add_to_pending), stage.memory
 
-    def _submit(self, lane: Lane, stage: Stage, copy_lane: Lane) -> Ticket:
+    def _submit(self, stream: CommStream, stage: Stage, copy_stream: CommStream) -> Work:
         """Start a stage whose result is added to the main gradient, or overwrites it."""
         if self.main.is_offloaded:
-            return submit_through(lane, stage.launch, copy_lane, lambda: self._accumulate(stage))
-        return lane.submit(stage.launch, lambda: self._accumulate(stage))
+            return submit_through(stream, stage.launch, copy_stream, lambda: self._accumulate(stage))
+        return stream.submit(stage.launch, lambda: self._accumulate(stage))
 
     def _move_into(self, inner_sum: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
         """Move this rank's part of the main gradient into a sum, so that what comes is added to that one by one."""
@@ -416,22 +416,28 @@ class GradientBuffers:
         )
 
     def reduce_outer(
-        self, lane: Lane, params: Sequence[nn.Parameter], copy_lane: Lane, crossing: Sequence[torch.Tensor]
-    ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
-        """Start to reduce the inner sums over the outer ranks; returns a ticket and memory, as `reduce` does.
+        self,
+        stream: CommStream,
+        params: Sequence[nn.Parameter],
+        copy_stream: CommStream,
+        outer_buffer: Sequence[torch.Tensor],
+    ) -> tuple[Work, tuple[torch.Tensor, ...]]:
+        """Start to reduce the inner sums over the outer ranks; returns a work and memory, as `reduce` does.
 
-        `crossing`: what to send from, in the communication dtype, and what to receive into, where they are taken.
+        `outer_buffer`: what to send from, in the communication dtype, and what to receive into, where they are taken.
         """
         inner_sum, self._inner_sum = self._inner_sum, None
         assert inner_sum is not None
         self._take_back(params)
         if self.reducer.reduction.one_by_one:
             stage = self.reducer.reduce_outer(inner_sum)  # a sum already, which must not be rounded
-        elif crossing:
-            stage = self.reducer.reduce_outer(crossing[0].copy_(inner_sum), crossing[1] if len(crossing) > 1 else None)
+        elif outer_buffer:
+            stage = self.reducer.reduce_outer(
+                outer_buffer[0].copy_(inner_sum), outer_buffer[1] if len(outer_buffer) > 1 else None
+            )
         else:
             stage = self.reducer.reduce_outer(inner_sum.to(self.precision.grad_comm))
-        return self._submit(lane, stage, copy_lane), stage.memory
+        return self._submit(stream, stage, copy_stream), stage.memory
 
     def _accumulate(self, stage: Stage) -> None:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
@@ -460,8 +466,8 @@ class GradientBuffers:
     def _take_back(self, params: Sequence[nn.Parameter]) -> None:
         """Read attached gradients, which the user may have cleared, changed or replaced, back into the main gradient.
 
-        The current value of a copy or replacement counts. It is read on the compute stream, whose memory it is: a lane
-        might read it after it was freed. Our own views stay in `.grad`; others leave None.
+        The current value of a copy or replacement counts. It is read on the compute stream, whose memory it is: a
+        stream might read it after it was freed. Our own views stay in `.grad`; others leave None.
         """
         self.main.allocate()  # on CUDA, on the stream that will free it
         changed: dict[int, torch.Tensor] = {}
@@ -477,7 +483,7 @@ class GradientBuffers:
         self.main.take_back(changed)
 
     def detach_main_gradient(self, index: int, param: torch.Tensor) -> None:
-        """Detach `.grad` of a sharded parameter that a lane writes, since autograd is about to add to it."""
+        """Detach `.grad` of a sharded parameter that a stream writes, since autograd is about to add to it."""
         own = self.of_parameter[index]
         if not own.attached and param.grad is not None and param.grad is self.main.views[index]:
             param.grad = None  # it `was_set`, so `attach` shows it again, with what comes now

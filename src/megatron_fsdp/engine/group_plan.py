@@ -318,7 +318,7 @@ class GroupPlan:
         return numel * self.precision.compute.itemsize
 
     @property
-    def crossing_bytes(self) -> int:
+    def outer_buffer_bytes(self) -> int:
         """Bytes of the gradients that are sent over the outer axis; 0 where nothing is."""
         crosses = self.requires_grad and len(self.axes) > 1 and self.axes[0].num_ranks > 1
         return self.inner_region.numel * self.precision.grad_comm.itemsize if crosses else 0
@@ -326,7 +326,7 @@ class GroupPlan:
     @property
     def received_bytes(self) -> int:
         """Bytes that an exchange over the outer axis receives, else 0."""
-        return self.crossing_bytes if self.gathers_outer and self.axes[0].exchanges_pairwise else 0
+        return self.outer_buffer_bytes if self.gathers_outer and self.axes[0].exchanges_pairwise else 0
 
     @property
     def exchanges_inner(self) -> bool:

@@ -2,7 +2,7 @@
 
 A flat buffer (`FlatBuffer`) holds this rank's region of the weights or gradients of a parameter group. It is on the
 device, or elsewhere (`allocate`): main weights and gradients that are away are what the optimizer sees, which steps
-where they rest. What is on the device is reached by copies, on two lanes of their own: one for all that comes to the
+where they rest. What is on the device is reached by copies, on two streams of their own: one for all that comes to the
 device, one for all that goes, at the same time:
 
     sharded compute weights (host)  -> copied ->  their place in the full weights (device)  -> all-gathered, in place

@@ -101,7 +101,7 @@ class Use(Enum):
     ROOT_BUCKET = "root bucket"
     BUCKET = "bucket"
     SCRATCH = "scratch"  # what a pairwise exchange receives
-    CROSSING = "crossing"  # what travels over the outer axis
+    OUTER_BUFFER = "outer buffer"  # what travels over the outer axis
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _block_sizes(
     own = weights.units_in(WeightStorage.OWN)
     needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]
     scratch = max(needed) if any(group.exchanges_inner for group in chain.from_iterable(units)) else 0
-    crossing = max((crossing_offsets(unit)[1] for unit in units), default=0)
+    outer_buffer = max((outer_buffer_offsets(unit)[1] for unit in units), default=0)
     return {
         Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],
         Use.SLOT: [weights.slot_bytes] * weights.slots_used,
@@ -245,13 +245,13 @@ def _block_sizes(
         Use.ROOT_BUCKET: needed[: ROOT_UNIT + 1],
         Use.BUCKET: [max(needed[ROOT_UNIT + 1 :], default=0)] * filled,
         Use.SCRATCH: [scratch] * max(1, buckets - 1),
-        Use.CROSSING: [crossing] * OUTER_REDUCTIONS,
+        Use.OUTER_BUFFER: [outer_buffer] * OUTER_REDUCTIONS,
     }
 
 
-def crossing_offsets(unit: GroupPlans) -> tuple[tuple[int, ...], int]:
+def outer_buffer_offsets(unit: GroupPlans) -> tuple[tuple[int, ...], int]:
     """Place what the groups of a unit send over the outer axis, and what they receive, in one block."""
-    return pack_bytes([length for group in unit for length in (group.crossing_bytes, group.received_bytes)])
+    return pack_bytes([length for group in unit for length in (group.outer_buffer_bytes, group.received_bytes)])
 
 
 def unit_numels(units: Sequence[GroupPlans]) -> list[int]:

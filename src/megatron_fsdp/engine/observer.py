@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.schedule import Action
 from megatron_fsdp.errors import MegatronFSDPError
@@ -95,12 +95,12 @@ class Observer:
     def forgets(self) -> None:
         """Observe a reset after an exception: no phase is running."""
 
-    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
+    def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None) -> None:
         """Observe that a collective, counted from 0 on this rank and for this model, has reached a moment.
 
         Launch and completion of one collective are observed inside of different phases: that of its launch tells the
-        unit and the purpose. `lane` is "gather", "reduce" or "outer"; `work` the handle where it was just launched, if
-        the back end gave one.
+        unit and the purpose. `stream` is "gather", "reduce" or "outer"; `work` the handle where it was just launched,
+        if the back end gave one.
         """
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
@@ -215,10 +215,10 @@ class Observers:
         self._next += 1
         return self._next - 1
 
-    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None = None) -> None:
+    def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None = None) -> None:
         """Report that a collective has reached a moment."""
         for observer in self.watching:
-            observer.communicates(number, moment, lane, work)
+            observer.communicates(number, moment, stream, work)
 
 
 _HANG_ADVICE = (

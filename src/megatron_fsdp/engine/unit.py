@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.comm.lanes import Lane, Ticket
+from megatron_fsdp.comm.streams import CommStream, Work
 from megatron_fsdp.dtensor.frame import OwningUnit
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import Block
-from megatron_fsdp.engine.memory_plan import crossing_offsets, pack_bytes
+from megatron_fsdp.engine.memory_plan import outer_buffer_offsets, pack_bytes
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.units import ParameterSites
@@ -53,8 +53,8 @@ class Unit:
         self._block: Block | None = None
         self.shows_unsharded = False  # the module tree holds the full parameters now
         self._swapped = set(range(len(self._swaps)))  # modules that may not hold the sharded parameters
-        self.tickets: list[Ticket] = []  # all-gathers that nothing has waited for yet
-        self._outer_tickets: list[Ticket] = []
+        self.works: list[Work] = []  # all-gathers that nothing has waited for yet
+        self._outer_works: list[Work] = []
         self._outer_gather_is_due = False  # the last update was not gathered over the outer ranks yet
         self._slotted = tuple(
             param for group in self.groups if group.plan.shards_compute_weights for param in group.full
@@ -111,15 +111,15 @@ class Unit:
         """Whether outer ranks have parts of the last update that were not gathered here."""
         return self._outer_gather_is_due and any(group.plan.gathers_outer for group in self.groups)
 
-    def all_gather_outer(self, lane: Lane) -> None:
+    def all_gather_outer(self, stream: CommStream) -> None:
         """Start to all-gather the last update over the outer ranks, where they shard it, into the inner ranks' parts.
 
         It writes into the memory of the weights, so it must be over (`wait_for_outer`) before these are changed.
         """
         if self._outer_gather_is_due:
             self._outer_gather_is_due = False
-            self._outer_tickets += [
-                lane.submit(group.weights.all_gather_outer) for group in self.groups if group.plan.gathers_outer
+            self._outer_works += [
+                stream.submit(group.weights.all_gather_outer) for group in self.groups if group.plan.gathers_outer
             ]
 
     def expect_outer_update(self) -> None:
@@ -128,40 +128,40 @@ class Unit:
 
     def wait_for_outer(self) -> None:
         """Wait for the gathers of `all_gather_outer`."""
-        self._await(self._outer_tickets)
+        self._await(self._outer_works)
 
-    def unshard(self, lane: Lane, block: Block | None, copy_lane: Lane) -> None:
+    def unshard(self, stream: CommStream, block: Block | None, copy_stream: CommStream) -> None:
         """Start to all-gather the compute weights, into `block` where they are sharded between uses.
 
-        Shards that rest elsewhere are copied there before, on `copy_lane`.
+        Shards that rest elsewhere are copied there before, on `copy_stream`.
         """
         if block is not None and block is not self._block:
             self._use(block)
         for group, full in zip(self.groups, self.gathered, strict=True):
-            # It sends what the gather over the outer ranks writes, on a lane of its own: so it goes behind that.
-            after = self._outer_tickets
+            # It sends what the gather over the outer ranks writes, on a stream of its own: so it goes behind that.
+            after = self._outer_works
             if group.weights.is_offloaded:
-                fetched = copy_lane.submit(partial(group.weights.fetch, full))
-                self.tickets.append(fetched)
+                fetched = copy_stream.submit(partial(group.weights.fetch, full))
+                self.works.append(fetched)
                 after = [*after, fetched]
             if group.plan.needs_all_gather:
-                self.tickets.append(lane.submit(partial(group.weights.all_gather_into, full), after=after))
+                self.works.append(stream.submit(partial(group.weights.all_gather_into, full), after=after))
 
     def wait_for_unshard(self) -> None:
         """Make the gathered weights usable."""
-        self._await(self._outer_tickets)
-        if self._await(self.tickets):
+        self._await(self._outer_works)
+        if self._await(self.works):
             for group, full in zip(self.groups, self.gathered, strict=True):
                 group.decode(full)
             self._mark(0)  # the bytes are those that autograd saved views of, so these count as unmodified again
 
     @staticmethod
-    def _await(tickets: list[Ticket]) -> bool:
-        """Wait for tickets and remove them; return whether there were any."""
-        for ticket in tickets:
-            ticket.wait()
-        was_any = bool(tickets)
-        tickets.clear()
+    def _await(works: list[Work]) -> bool:
+        """Wait for works and remove them; return whether there were any."""
+        for work in works:
+            work.wait()
+        was_any = bool(works)
+        works.clear()
         return was_any
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -286,11 +286,11 @@ class Unit:
         plan = self.groups[group_index].plan
         return block.view(self._bucket_offsets[group_index], plan.layout.numel, plan.precision.grad_comm)
 
-    def crossing_of(self, group_index: int, block: Block | None) -> tuple[torch.Tensor, ...]:
+    def outer_buffer_of(self, group_index: int, block: Block | None) -> tuple[torch.Tensor, ...]:
         """Return what a group sends over the outer axis from, and receives into; nothing without a block."""
         if block is None:
             return ()
-        plan, offsets = self.groups[group_index].plan, crossing_offsets(self.group_plans)[0]
+        plan, offsets = self.groups[group_index].plan, outer_buffer_offsets(self.group_plans)[0]
         dtype, numel = plan.precision.grad_comm, plan.inner_region.numel
         count = 2 if plan.received_bytes else 1
         return tuple(block.view(offset, numel, dtype) for offset in offsets[2 * group_index : 2 * group_index + count])

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import communicated_bytes
 from megatron_fsdp.engine.observer import ON_REQUEST, Observer, Phase, close_phase
@@ -92,7 +92,7 @@ class HangLog(Observer):
         self.ring.step += phase is Phase.INSTALL
         self._open.append(_Open(phase, unit))
         self.ring.add(Mark.BEGINS, phase, unit)
-        if phase in ON_REQUEST:  # these communicate beside the lanes
+        if phase in ON_REQUEST:  # these communicate beside the streams
             self._launch()
 
     def ends(self, phase: Phase, unit: int) -> None:
@@ -117,7 +117,7 @@ class HangLog(Observer):
         self._error = 0
         self.ring.reset()
 
-    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
+    def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None) -> None:  # noqa: ARG002
         """Count a launch, and keep the work handle of a collective that the host does not wait for."""
         if moment is Moment.LAUNCHES:
             self.ring.collective = number

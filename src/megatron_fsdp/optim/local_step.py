@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_fsdp.comm.lanes import Lane, Ticket, finish_stream, make_lane
+from megatron_fsdp.comm.streams import CommStream, Work, finish_stream, make_comm_stream
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
@@ -66,7 +66,7 @@ class LocalStep(Step):
     """
 
     def __init__(self, moves_state: bool = False) -> None:
-        self._lanes = _StateLanes() if moves_state else None
+        self._streams = _StateStreams() if moves_state else None
         self._view: _LocalTensors | None = None  # of the running step
         self.has_stepped = False  # so that there is state, in the order of parameters and where it rests
         self.leaves_out: frozenset[int] = frozenset()  # ids of parameters that the next step finds stepped
@@ -93,7 +93,7 @@ class LocalStep(Step):
             ]
         elif not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
-        self._view = _LocalTensors(optimizer, self._lanes, groups, check)
+        self._view = _LocalTensors(optimizer, self._streams, groups, check)
         return _view_of(optimizer, self._view)
 
     def finish(self, _optimizer: Optimizer) -> None:
@@ -114,14 +114,14 @@ class _LocalTensors:
     def __init__(
         self,
         optimizer: Optimizer,
-        lanes: _StateLanes | None,
+        streams: _StateStreams | None,
         groups: list[dict[str, Any]] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self.groups = groups or ()  # what to show in place of all current ones
         self._check = check  # of what hooks may have changed
-        self._lanes = lanes  # where state moves, if it does
+        self._streams = streams  # where state moves, if it does
         self._sharded = _SHARDED_STATE[type(optimizer)]
         self._shown: list[tuple[UnevenDTensor, State]] = []
         self.state: Mapping[Tensor, State] = optimizer.state
@@ -142,7 +142,7 @@ class _LocalTensors:
         for group in groups:
             found = None if group.get("differentiable") else self._localise(group["params"])
             if found is None:
-                if self._lanes is not None and _pages(self._optimizer):
+                if self._streams is not None and _pages(self._optimizer):
                     raise _cannot_page(self._optimizer)
                 self.state = self._optimizer.state
                 return groups
@@ -150,8 +150,8 @@ class _LocalTensors:
             states.update(found)
             pairs += zip(group["params"], (state for _, state in found), strict=True)
         self.state, self._shown = states, pairs
-        if self._lanes is not None:
-            return _Turns(shown, groups, states, self._sharded, self._lanes)
+        if self._streams is not None:
+            return _Turns(shown, groups, states, self._sharded, self._streams)
         return shown
 
     def _localise(self, params: Sequence[Tensor]) -> list[tuple[Tensor, State]] | None:
@@ -193,23 +193,23 @@ class _LocalTensors:
                     own[key] = UnevenDTensor.wrap(value, param.shard_frame)
 
 
-class _StateLanes:
-    """Two lanes for each device: state comes on one and goes on the other, at the same time."""
+class _StateStreams:
+    """Two streams for each device: state comes on one and goes on the other, at the same time."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[torch.device, str], Lane] = {}
+        self._made: dict[tuple[torch.device, str], CommStream] = {}
 
-    def copy(self, device: torch.device, name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
-        """Start to copy from the first of each pair to the second, which are kept until the ticket was waited for."""
-        lane = self._made.get((device, name))
-        if lane is None:
-            lane = self._made[device, name] = make_lane(device, name)
+    def copy(self, device: torch.device, name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+        """Start to copy from the first of each pair to the second, which are kept until the work was waited for."""
+        stream = self._made.get((device, name))
+        if stream is None:
+            stream = self._made[device, name] = make_comm_stream(device, name)
 
         def copy(_async_op: bool) -> None:
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
 
-        return lane.submit(copy)
+        return stream.submit(copy)
 
 
 @dataclass(eq=False)
@@ -221,15 +221,15 @@ class _Turn:
     device: torch.device
     members: list[tuple[Tensor, int]]  # with the index of each in that place
     comes: list[tuple[State, str, Tensor]] = field(default_factory=list)
-    ticket: Ticket | None = None
+    work: Work | None = None
 
     def receive(self) -> None:
         """Let the optimizer see the state that has come."""
-        if self.ticket is not None:
-            self.ticket.wait()
+        if self.work is not None:
+            self.work.wait()
         for state, key, value in self.comes:
             state[key] = value
-        self.comes, self.ticket = [], None
+        self.comes, self.work = [], None
 
 
 class _Turns(list[dict[str, Any]]):
@@ -247,13 +247,13 @@ class _Turns(list[dict[str, Any]]):
         groups: Sequence[Mapping[str, Any]],
         states: Mapping[Tensor, State],
         sharded: frozenset[str],
-        lanes: _StateLanes,
+        streams: _StateStreams,
     ) -> None:
         super().__init__(shown)
-        self._groups, self._states, self._sharded, self._lanes = groups, states, sharded, lanes
+        self._groups, self._states, self._sharded, self._streams = groups, states, sharded, streams
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._going: deque[tuple[Ticket, list[Tensor]]] = deque()
+        self._going: deque[tuple[Work, list[Tensor]]] = deque()
         turns = list(self._find_turns())
         try:
             for turn, following in itertools.zip_longest(turns, turns[1:]):
@@ -269,8 +269,8 @@ class _Turns(list[dict[str, Any]]):
                     self._give_back(turn)
         finally:
             for turn in turns:
-                if turn.ticket is not None:  # it came for nothing: the step has failed
-                    turn.ticket.wait()
+                if turn.work is not None:  # it came for nothing: the step has failed
+                    turn.work.wait()
                     turn.comes.clear()
             self._let_go(0)
         for device in {turn.device for turn in turns}:
@@ -293,7 +293,7 @@ class _Turns(list[dict[str, Any]]):
                 pairs.append((state[key], memory.borrow(state[key])))
                 turn.comes.append((state, key, pairs[-1][1]))
         if pairs:
-            turn.ticket = self._lanes.copy(turn.device, "state comes", pairs)
+            turn.work = self._streams.copy(turn.device, "state comes", pairs)
 
     def _give_back(self, turn: _Turn) -> None:
         """Start to send the state of a turn to where it rests."""
@@ -307,13 +307,13 @@ class _Turns(list[dict[str, Any]]):
                 if state[key] is not value:
                     pairs.append((value, state[key]))
         if pairs:
-            self._going.append((self._lanes.copy(turn.device, "state goes", pairs), [value for value, _ in pairs]))
+            self._going.append((self._streams.copy(turn.device, "state goes", pairs), [value for value, _ in pairs]))
 
     def _let_go(self, count: int) -> None:
         """Free the copies of state that were sent before the last `count`, once they have left."""
         while len(self._going) > count:
-            ticket, copies = self._going.popleft()
-            ticket.wait()
+            work, copies = self._going.popleft()
+            work.wait()
             copies.clear()
 
 

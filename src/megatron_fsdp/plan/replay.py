@@ -135,7 +135,7 @@ def _sent_bytes(group: GroupPlan, axis: str, *, is_gather: bool) -> int:
         weights, gradients = group.sent_bytes, group.bucket_bytes
     else:  # an inner rank's part
         ranks, is_cut = group.axes[0].num_ranks, group.gathers_outer and group.requires_grad
-        weights, gradients = group.sent_bytes // group.axis.num_ranks, group.crossing_bytes
+        weights, gradients = group.sent_bytes // group.axis.num_ranks, group.outer_buffer_bytes
     if is_gather:
         return weights - weights // ranks if is_cut else 0
     passes = 1 if is_cut else 2  # an all-reduce is a reduce-scatter and an all-gather
@@ -144,10 +144,10 @@ def _sent_bytes(group: GroupPlan, axis: str, *, is_gather: bool) -> int:
 
 def _allocated_across(group: GroupPlan) -> int:
     """Count the bytes that a group's reduction over the outer ranks allocates."""
-    crossing = group.crossing_bytes
-    allocated = crossing if group.precision.grad_comm != group.precision.main_grads else 0
+    outer_buffer = group.outer_buffer_bytes
+    allocated = outer_buffer if group.precision.grad_comm != group.precision.main_grads else 0
     if group.gathers_outer:
-        allocated += group.received_bytes or crossing // group.axes[0].num_ranks
+        allocated += group.received_bytes or outer_buffer // group.axes[0].num_ranks
     return allocated
 
 
@@ -173,13 +173,13 @@ class _Passing:
         return most
 
 
-class _Ticket(NamedTuple):
+class _Work(NamedTuple):
     """A reduction in flight."""
 
     wait: Callable[[], None]
 
 
-_Started = tuple[_Ticket, tuple[()]]
+_Started = tuple[_Work, tuple[()]]
 
 
 class _Unit:
@@ -194,9 +194,9 @@ class _Unit:
         self.group_plans = groups = unit.groups
         trained = [group for group in groups if group.requires_grad]
         exchanged = [group for group in trained if group.exchanges_inner]
-        crossing = [group for group in trained if group.crossing_bytes]
+        outer = [group for group in trained if group.outer_buffer_bytes]
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
-        self.exchanges_inner, self.reduces_outer = bool(exchanged), bool(crossing)
+        self.exchanges_inner, self.reduces_outer = bool(exchanged), bool(outer)
         self._messages = {
             (axis, is_gather): [(_sent_bytes(group, axis, is_gather=is_gather), group.is_expert) for group in groups]
             for axis in (INNER, OUTER)
@@ -208,7 +208,7 @@ class _Unit:
         _, _, self.main_bytes = held_bytes(trained)
         self.cast_bytes = sum(map(cast_bytes, trained))
         self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
-        self._pending_bytes = sum(group.inner_region.numel * group.precision.main_grads.itemsize for group in crossing)
+        self._pending_bytes = sum(group.inner_region.numel * group.precision.main_grads.itemsize for group in outer)
         self._across_bytes = sum(map(_allocated_across, trained))
         narrow = [group for group in exchanged if group.precision.grad_comm.itemsize < _SUM_ITEMSIZE]
         self._local_sum_bytes = max((group.inner_region.numel * _SUM_ITEMSIZE for group in narrow), default=0)
@@ -234,7 +234,7 @@ class _Unit:
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def all_gather_outer(self, _lane: object) -> None:
+    def all_gather_outer(self, _stream: object) -> None:
         """All-gather the last optimizer step's changes over the outer axis."""
         if self.needs_outer_all_gather:
             self.needs_outer_all_gather = False
@@ -243,7 +243,7 @@ class _Unit:
     def wait_for_outer(self) -> None:
         self._wires.wait(self._gathered_s[OUTER])
 
-    def unshard(self, _lane: object, _block: object, _copy_lane: object) -> None:
+    def unshard(self, _stream: object, _block: object, _copy_stream: object) -> None:
         self.wait_for_outer()
         self._gather(INNER)
 
@@ -258,7 +258,7 @@ class _Unit:
     def bucket_of(self, _position: int, block: object) -> object:
         return block
 
-    crossing_of = bucket_of
+    outer_buffer_of = bucket_of
 
     def needs_bucket(self, defer: bool) -> bool:
         return not defer and not self.has_deferred_sum
@@ -289,9 +289,9 @@ class _Unit:
             self._wires.wait(end_s)
             self._passing.borrow(self._local_sum_bytes)
 
-        return _Ticket(wait), ()
+        return _Work(wait), ()
 
-    def reduce_outer(self, _lane: object, _sharded: object, _copy_lane: object, block: object) -> _Started:
+    def reduce_outer(self, _stream: object, _sharded: object, _copy_stream: object, block: object) -> _Started:
         """Reduce over the outer ranks; a block of the pool replaces an allocation."""
         self.has_inner_sum, self.has_main = False, True
         allocated = self._across_bytes if block is None else 0
@@ -302,7 +302,7 @@ class _Unit:
             self._wires.wait(end_s)
             self._passing.add(-allocated - self._pending_bytes)
 
-        return _Ticket(wait), ()
+        return _Work(wait), ()
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import Groups
 from megatron_fsdp.comm.axis import Axis, Traffic, real_values
-from megatron_fsdp.comm.lanes import default_device
+from megatron_fsdp.comm.streams import default_device
 from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError

@@ -2,7 +2,7 @@
 
 Perfetto and chrome://tracing show the events ("Trace Event Format", Google, 2016): "X" (complete), "C" (counter), "s"
 and "f" (flow) and "M" (metadata), with times in microseconds. A rank is a process. Its threads are the steps, the
-compute side, and the lanes; complete events of one thread have to nest, so a lane has as many threads as it had
+compute side, and the streams; complete events of one thread have to nest, so a stream has as many threads as it had
 collectives in flight at a time.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_fsdp.errors import TraceError
 from megatron_fsdp.trace.summary import StepTimes, summarise
-from megatron_fsdp.trace.timeline import BLOCKED, LANES, OPTIMIZER, Interval, Timeline
+from megatron_fsdp.trace.timeline import BLOCKED, OPTIMIZER, STREAMS, Interval, Timeline
 
 STEPS_THREAD, COMPUTE_THREAD = 0, 1
 _FIRST_LANE_THREAD = 100
@@ -169,8 +169,8 @@ def _events_of(timeline: Timeline) -> Iterator[Event]:
         name = span.phase if span.phase == OPTIMIZER else f"{span.phase} {unit}"
         event = draw.span(COMPUTE_THREAD, name, span.phase, (span.start_ns, span.end_ns))
         yield event | {"args": {"unit": unit, "step": span.step, "bytes": span.num_bytes}}
-    for place, lane in enumerate(LANES):
-        yield from draw.lane(place, lane)
+    for place, stream in enumerate(STREAMS):
+        yield from draw.stream(place, stream)
     for sample in timeline.memory:
         name = f"bytes {timeline.memory_kind}"
         yield draw.event("C", name, sample.time_ns, args={"bytes": sample.num_bytes})
@@ -194,9 +194,9 @@ class _Events:
         """Build a complete event."""
         return self.event("X", name, interval[0], tid=thread, cat=kind, dur=_us(interval[1] - interval[0]))
 
-    def lane(self, place: int, lane: str) -> Iterator[Event]:
-        """Build the events of a lane: each collective, and the flow from it to its wait."""
-        known = [(one, one.in_flight) for one in self._timeline.collectives if one.lane == lane and one.in_flight]
+    def stream(self, place: int, stream: str) -> Iterator[Event]:
+        """Build the events of a stream: each collective, and the flow from it to its wait."""
+        known = [(one, one.in_flight) for one in self._timeline.collectives if one.stream == stream and one.in_flight]
         rows = stack_rows([interval for _, interval in known])
         first = _FIRST_LANE_THREAD + _THREADS_PER_LANE * place
         for (one, interval), row in zip(known, rows, strict=True):
@@ -209,7 +209,7 @@ class _Events:
                 yield self.event("s", BLOCKED, one.launch_ns, tid=first + row, **flow)
                 yield self.event("f", BLOCKED, one.wait_ns, tid=COMPUTE_THREAD, bp="e", **flow)
         for row in range(1 + max(rows, default=-1)):
-            yield self.name("thread_name", first + row, name=f"{lane} lane" + (f" ({row + 1})" if row else ""))
+            yield self.name("thread_name", first + row, name=f"{stream} stream" + (f" ({row + 1})" if row else ""))
 
 
 def stack_rows(intervals: Sequence[tuple[int, int]]) -> list[int]:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import record_function
 
 from megatron_fsdp.comm.agreement import gather_over
-from megatron_fsdp.comm.lanes import Moment, make_clock
+from megatron_fsdp.comm.streams import Moment, make_clock
 from megatron_fsdp.describe.model import memory_of
 from megatron_fsdp.engine.observer import Observer, Phase, close_phase
 from megatron_fsdp.errors import ConfigurationError, TraceError
@@ -187,12 +187,12 @@ class Recorder(Observer):
         if phase is _FORWARD:
             self.ends(phase, unit)
 
-    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
+    def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None) -> None:
         """Record a moment of a collective, and ask the back end to report its end."""
         sent = None
         if moment in _LAUNCH:
             sent = tuple((c.gathers, c.reductions, c.gather_bytes, c.reduce_bytes) for c in self._counters)
-        self._note((TOLD, self._mark(), number, moment, lane, sent))
+        self._note((TOLD, self._mark(), number, moment, stream, sent))
         if work is not None and self._tells_done:
             self._ask(number, work)
 

@@ -1,7 +1,7 @@
 """A recording as plain data (phases, collectives and memory of one rank, on one clock), and its reader of a log.
 
 Times are nanoseconds since the recording started. On the CPU they are the host's. On CUDA they are the device's: of
-phases and waits when the compute stream arrived there, of collectives when their lane's stream did.
+phases and waits when the compute stream arrived there, of collectives when their stream's stream did.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_fsdp.comm.lanes import Clock, Moment
+from megatron_fsdp.comm.streams import Clock, Moment
 from megatron_fsdp.engine.observer import Phase, close_phase
 
 OPTIMIZER = "optimizer"
@@ -23,7 +23,7 @@ its result, which on the CPU the waiting thread does."""
 
 GATHER, REDUCE = "gather", "reduce"
 HOST, STREAM = "host", "stream"
-LANES: tuple[str, ...] = ("gather", "reduce", "outer")
+STREAMS: tuple[str, ...] = ("gather", "reduce", "outer")
 
 Interval = tuple[int, int]
 """Start and end, in nanoseconds."""
@@ -49,14 +49,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch on a lane that sent data. Times are None if the recording ended, or failed, before."""
+    """One launch on a stream that sent data. Times are None if the recording ended, or failed, before."""
 
     number: int  # counted on this rank
     step: int  # in which it was launched
     unit: int  # for which it was launched
     purpose: str  # "gather" or "reduce"
     axis: str  # name of the mesh dimension
-    lane: str  # one of `LANES`
+    stream: str  # one of `STREAMS`
     num_bytes: int  # bytes that this rank sends, as `megatron_fsdp.comm.axis` counts
     launch_ns: int  # it was about to be started
     launched_ns: int  # the back end had it
@@ -132,7 +132,7 @@ class Timeline:
 #
 #     (BEGIN, mark, phase, unit, bytes taken or None)
 #     (END, mark, phase, unit)
-#     (TOLD, mark, number of the collective, moment, lane, counters of all axes where it is launched, else None)
+#     (TOLD, mark, number of the collective, moment, stream, counters of all axes where it is launched, else None)
 #     (DONE, mark, number of the collective)        the back end reports that it is done
 #     (BROKEN, mark)                                the model was reset: nothing that has begun ends
 
@@ -227,9 +227,9 @@ class _Builder:
                 self._end(now_ns, phase, unit)
             case (kind, number, Moment.LAUNCHES, _, before) if kind == TOLD:
                 self._launches[number] = step, self._open[-1].unit if self._open else 0, now_ns, before
-            case (kind, number, Moment.LAUNCHED, lane, after) if kind == TOLD:
+            case (kind, number, Moment.LAUNCHED, stream, after) if kind == TOLD:
                 if number in self._launches:
-                    self._launched(number, lane, now_ns, after)
+                    self._launched(number, stream, now_ns, after)
             case (kind, number, moment, _, _) if kind == TOLD:
                 if number in self.collectives:
                     self._reach(number, moment, step, now_ns)
@@ -247,7 +247,7 @@ class _Builder:
             duration_ns, depth = now_ns - found.start_ns, len(self._open)
             self.spans.append(Span(found.step, unit, name, found.start_ns, duration_ns, depth, found.num_bytes))
 
-    def _launched(self, number: int, lane: str, now_ns: int, after: tuple[Counts, ...]) -> None:
+    def _launched(self, number: int, stream: str, now_ns: int, after: tuple[Counts, ...]) -> None:
         """Begin a collective, if it sends data; a single rank sends none."""
         step, unit, launch_ns, before = self._launches.pop(number)
         moved = [[now - then for then, now in zip(*each, strict=True)] for each in zip(before, after, strict=True)]
@@ -255,7 +255,7 @@ class _Builder:
         if axes:
             gathers, _, *num_bytes = map(sum, zip(*moved, strict=True))
             purpose, sent = GATHER if gathers else REDUCE, sum(num_bytes)
-            self.collectives[number] = Collective(number, step, unit, purpose, axes[0], lane, sent, launch_ns, now_ns)
+            self.collectives[number] = Collective(number, step, unit, purpose, axes[0], stream, sent, launch_ns, now_ns)
             if self._open:
                 self._open[-1].num_bytes += sent
 

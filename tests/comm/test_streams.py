@@ -1,4 +1,4 @@
-"""The lane of the CPU launches at once and finishes when waited for, each once; that of CUDA keeps streams in order."""
+"""Communication streams: the CPU's launches at once and finishes when waited for, once; CUDA's keeps order."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.lanes import HostLane, StreamLane, make_lane, resolve_device
+from megatron_fsdp.comm.streams import CudaCommStream, HostCommStream, make_comm_stream, resolve_device
 
 
 class LoggedWork:
@@ -26,7 +26,7 @@ class Recorder:
     """Submits named work and notes what happens."""
 
     def __init__(self) -> None:
-        self.lane = HostLane()
+        self.stream = HostCommStream()
         self.log: list[str] = []
 
     def launch(self, name: str, async_op: bool) -> dist.Work | None:
@@ -39,23 +39,23 @@ class Recorder:
 
 def test_a_launch_runs_at_once_and_its_finish_when_waited_for() -> None:
     recorder = Recorder()
-    ticket = recorder.lane.submit(partial(recorder.launch, "a"), lambda: recorder.note("a summed"))
+    work = recorder.stream.submit(partial(recorder.launch, "a"), lambda: recorder.note("a summed"))
     assert recorder.log == ["a starts"]
     for _ in range(3):
-        ticket.wait()
+        work.wait()
     assert recorder.log == ["a starts", "a done", "a summed"]
 
 
-def test_a_finish_that_waits_on_its_own_ticket_runs_once() -> None:
+def test_a_finish_that_waits_on_its_own_work_runs_once() -> None:
     recorder = Recorder()
-    tickets = []
+    works = []
 
     def finish() -> None:
         recorder.note("summed")
-        tickets[0].wait()
+        works[0].wait()
 
-    tickets.append(recorder.lane.submit(partial(recorder.launch, "a"), finish))
-    tickets[0].wait()
+    works.append(recorder.stream.submit(partial(recorder.launch, "a"), finish))
+    works[0].wait()
     assert recorder.log == ["a starts", "a done", "summed"]
 
 
@@ -80,22 +80,22 @@ class LoggedStreams:
     """Stands for `torch.cuda`."""
 
     def __init__(self, log: list[str]) -> None:
-        self.lane, self.compute = LoggedStream("the lane", log), LoggedStream("compute", log)
+        self.stream, self.compute = LoggedStream("the stream", log), LoggedStream("compute", log)
 
     def Stream(self, _device: torch.device, priority: int) -> LoggedStream:  # noqa: N802 (torch's name)
         assert priority < 0, "compute's streams have priority 0"
-        return self.lane
+        return self.stream
 
     def current_stream(self, _device: torch.device) -> LoggedStream:
         return self.compute
 
     def stream(self, stream: LoggedStream) -> AbstractContextManager[None]:
-        assert stream is self.lane
+        assert stream is self.stream
         return nullcontext()
 
 
 class Listener:
-    """Stands for an observer of lanes that listens or does not."""
+    """Stands for an observer of streams that listens or does not."""
 
     def __init__(self, listens: bool) -> None:
         self.listens = listens
@@ -111,19 +111,19 @@ class Listener:
 
 
 @pytest.mark.parametrize("is_observed", [False, True])
-def test_a_stream_lane_runs_behind_what_compute_has_queued_and_compute_waits_for_it(is_observed: bool) -> None:
+def test_a_cuda_stream_runs_behind_what_compute_has_queued_and_compute_waits_for_it(is_observed: bool) -> None:
     recorder = Recorder()
-    lane = StreamLane(torch.device("cuda"), watch=Listener(is_observed), streams=LoggedStreams(recorder.log))
-    lane.submit(partial(recorder.launch, "a"), lambda: recorder.note("a summed")).wait()
+    stream = CudaCommStream(torch.device("cuda"), watch=Listener(is_observed), streams=LoggedStreams(recorder.log))
+    stream.submit(partial(recorder.launch, "a"), lambda: recorder.note("a summed")).wait()
     assert recorder.log == [
-        "the lane waits for compute",
+        "the stream waits for compute",
         "a starts",
-        *(["a done"] if is_observed else []),  # else the collective itself is queued on the lane's stream
+        *(["a done"] if is_observed else []),  # else the collective itself is queued on the side stream
         "a summed",
-        "compute waits for what the lane has queued",
+        "compute waits for what the stream has queued",
     ]
 
 
-def test_the_cpu_has_a_host_lane_and_a_device_is_the_one_given_or_that_of_the_mesh() -> None:
-    assert isinstance(make_lane(torch.device("cpu")), HostLane)
+def test_the_cpu_has_a_host_stream_and_a_device_is_the_one_given_or_that_of_the_mesh() -> None:
+    assert isinstance(make_comm_stream(torch.device("cpu")), HostCommStream)
     assert {resolve_device(given, "cpu") for given in ("cpu", torch.device("cpu"), None)} == {torch.device("cpu")}

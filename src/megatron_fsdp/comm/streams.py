@@ -1,15 +1,15 @@
-"""Lanes: ordered queues of communication. Here CPU and CUDA take different ways in a step.
+"""Communication streams: ordered queues of collectives. Here CPU and CUDA take different ways in a step.
 
-A lane takes a *launch* (starts a collective) and a *finish* (local work on its result, such as a sum over ranks) and
-returns a ticket. Waiting on the ticket makes the result visible to the code that follows:
+A communication stream takes a *launch* (starts a collective) and a *finish* (local work on its result, such as a sum
+over ranks) and returns a work. Waiting on the work makes the result visible to the code that follows:
 
-- `StreamLane` (CUDA): launch and finish are queued on a side stream of high priority that first waits for the compute
-  stream; waiting on the ticket queues an event wait on the current stream. The host never blocks.
-- `HostLane` (CPU): launch returns an asynchronous work handle that progresses on the back end's threads; waiting
+- `CudaCommStream` (CUDA): launch and finish are queued on a side stream of high priority that first waits for the
+  compute stream; waiting on the work queues an event wait on the current stream. The host never blocks.
+- `HostCommStream` (CPU): launch returns an asynchronous work handle that progresses on the back end's threads; waiting
   blocks until it is done and then runs finish on the calling thread.
 
 On both, everything that the compute side queued before `submit` is done before the launch reads or writes memory, so
-a buffer may be handed to a lane straight after it was last used.
+a buffer may be handed to a stream straight after it was last used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Launch = Callable[[bool], "dist.Work | None"]
 """Starts a collective. Its argument is torch's `async_op`: whether to return a handle to wait on."""
 Finish = Callable[[], None]
 Tell = Callable[..., None]
-"""`LaneWatch.communicates` with the collective and the lane filled in."""
+"""`CommStreamWatch.communicates` with the collective and the stream filled in."""
 
 
 class Moment(Enum):
-    """The moments of a collective. On CUDA all but the waits are points on the lane's stream, reached later."""
+    """The moments of a collective. On CUDA all but the waits are points on the CUDA stream, reached later."""
 
     LAUNCHES = "launches"  # about to be started
     LAUNCHED = "launched"  # handed to the back end
@@ -44,8 +44,8 @@ class Moment(Enum):
     WAITED = "waited"  # the compute side goes on
 
 
-class LaneWatch(Protocol):
-    """An observer of the collectives of all lanes; nothing is reported to it while it is false."""
+class CommStreamWatch(Protocol):
+    """An observer of the collectives of all communication streams; nothing is reported to it while it is false."""
 
     def __bool__(self) -> bool:
         """Return whether anybody listens."""
@@ -53,29 +53,29 @@ class LaneWatch(Protocol):
     def number(self) -> int:
         """Return a number for a new collective."""
 
-    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None = None) -> None:
+    def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None = None) -> None:
         """Take note that a collective has reached a moment."""
 
 
-class Ticket(Protocol):
+class Work(Protocol):
     """A handle of one submission; `wait` may be called any number of times."""
 
     def wait(self) -> None:
         """Make the result visible to the code that follows."""
 
 
-class Lane(Protocol):
+class CommStream(Protocol):
     """An ordered queue of collectives."""
 
-    def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Ticket] = ()) -> Ticket:
-        """Queue a collective and the local work on its result, behind submissions to any lane that it reads from."""
+    def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Work] = ()) -> Work:
+        """Queue a collective and the local work on its result, behind submissions to any stream that it reads from."""
 
     def settle(self) -> None:
         """Block the host until everything that was submitted is done."""
 
 
 class StreamApi(Protocol):
-    """The part of `torch.cuda` that a lane uses; a simulated device implements it, too."""
+    """The part of `torch.cuda` that a communication stream uses; a simulated device implements it, too."""
 
     def Stream(self, device: torch.device, priority: int) -> Any:  # noqa: N802 (torch's name)
         """Return a new side stream; of several, the one of the lowest number has precedence."""
@@ -87,7 +87,7 @@ class StreamApi(Protocol):
         """Return a context in which `stream` is the current stream."""
 
 
-class HostTicket:
+class HostWork:
     """A work handle and the local work that follows it, which the first `wait` runs; `tell` hears of its moments."""
 
     def __init__(self, work: dist.Work | None, finish: Finish | None, tell: Tell | None = None) -> None:
@@ -112,34 +112,34 @@ def _nobody(_moment: Moment, work: dist.Work | None = None) -> None:
     """Listen to nothing."""
 
 
-def _teller(watch: LaneWatch | None, lane: str) -> Tell:
+def _teller(watch: CommStreamWatch | None, stream: str) -> Tell:
     """Return what is told of a new collective's moments."""
-    return partial(watch.communicates, watch.number(), lane=lane) if watch else _nobody
+    return partial(watch.communicates, watch.number(), stream=stream) if watch else _nobody
 
 
-class HostLane:
+class HostCommStream:
     """Communication by asynchronous work handles (gloo and other CPU back ends)."""
 
-    def __init__(self, name: str = "", watch: LaneWatch | None = None) -> None:
+    def __init__(self, name: str = "", watch: CommStreamWatch | None = None) -> None:
         self._name = name
         self._watch = watch
 
-    def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Ticket] = ()) -> HostTicket:
-        """Wait for `after`, and start the collective at once; its finish runs when the ticket is waited on."""
-        for ticket in after:
-            ticket.wait()
+    def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Work] = ()) -> HostWork:
+        """Wait for `after`, and start the collective at once; its finish runs when the work is waited on."""
+        for earlier in after:
+            earlier.wait()
         tell = _teller(self._watch, self._name)
         tell(Moment.LAUNCHES)
         work = launch(True)
         tell(Moment.LAUNCHED, work=work)
-        return HostTicket(work, finish, tell)
+        return HostWork(work, finish, tell)
 
     def settle(self) -> None:
-        """Do nothing: what the host waits for is done when a ticket was waited on."""
+        """Do nothing: what the host waits for is done when a `Work` was waited on."""
 
 
-class StreamTicket:
-    """An event recorded on a lane's stream, which the current stream waits for."""
+class CudaWork:
+    """An event recorded on a communication stream, which the current stream waits for."""
 
     def __init__(self, event: Any, current_stream: Callable[[], Any], tell: Tell) -> None:
         self._event, self._current_stream, self._tell = event, current_stream, tell
@@ -152,11 +152,15 @@ class StreamTicket:
         tell(Moment.WAITED)
 
 
-class StreamLane:
+class CudaCommStream:
     """Communication on a CUDA side stream."""
 
     def __init__(
-        self, device: torch.device, name: str = "", watch: LaneWatch | None = None, streams: StreamApi = torch.cuda
+        self,
+        device: torch.device,
+        name: str = "",
+        watch: CommStreamWatch | None = None,
+        streams: StreamApi = torch.cuda,
     ) -> None:
         self._streams = streams
         # Collectives that compute will wait for come before the compute that is queued behind it.
@@ -165,16 +169,16 @@ class StreamLane:
         self._name = name
         self._watch = watch
 
-    def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Ticket] = ()) -> StreamTicket:
+    def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Work] = ()) -> CudaWork:
         """Queue collective and finish behind `after` and what the compute stream holds now."""
         self._stream.wait_stream(self._current_stream())
         tell = _teller(self._watch, self._name)
         with self._streams.stream(self._stream):
-            for ticket in after:
-                ticket.wait()  # on this stream: compute does not wait for what is only prefetched
+            for earlier in after:
+                earlier.wait()  # on this stream: compute does not wait for what is only prefetched
             tell(Moment.LAUNCHES)
-            # A synchronous collective runs on the current stream, this lane's. Only an observer needs a handle, and
-            # pays for it by one more stream and two more events, those of the back end.
+            # A synchronous collective runs on the current stream, which is this one. Only an observer needs a handle,
+            # and pays for it by one more stream and two more events, those of the back end.
             work = launch(tell is not _nobody)
             tell(Moment.LAUNCHED, work=work)
             if work is not None:
@@ -183,7 +187,7 @@ class StreamLane:
             if finish is not None:
                 finish()
             tell(Moment.FINISHED)
-            return StreamTicket(self._stream.record_event(), self._current_stream, tell)
+            return CudaWork(self._stream.record_event(), self._current_stream, tell)
 
     def settle(self) -> None:
         """Block the host until the side stream is empty."""
@@ -191,12 +195,12 @@ class StreamLane:
 
 
 class _Relay:
-    """A collective on one lane, and the local work on its result on another."""
+    """A collective on one stream, and the local work on its result on another."""
 
-    def __init__(self, lane: Lane, launch: Launch, then: Lane, finish: Finish) -> None:
+    def __init__(self, stream: CommStream, launch: Launch, then: CommStream, finish: Finish) -> None:
         self._then, self._finish = then, finish
-        self._last: Ticket | None = None
-        self._first = lane.submit(launch, self._pass_on)
+        self._last: Work | None = None
+        self._first = stream.submit(launch, self._pass_on)
 
     def _pass_on(self) -> None:
         self._last = self._then.submit(lambda _async_op: self._finish())
@@ -207,14 +211,14 @@ class _Relay:
         self._last.wait()
 
 
-def submit_through(lane: Lane, launch: Launch, then: Lane, finish: Finish) -> Ticket:
-    """Queue a collective on a lane, and the local work on its result on another one behind it."""
-    return _Relay(lane, launch, then, finish)
+def submit_through(stream: CommStream, launch: Launch, then: CommStream, finish: Finish) -> Work:
+    """Queue a collective on a communication stream, and the local work on its result on another one behind it."""
+    return _Relay(stream, launch, then, finish)
 
 
-def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = None) -> Lane:
-    """Return a lane for a device: a side stream on CUDA, work handles elsewhere."""
-    return StreamLane(device, name, watch) if device.type == "cuda" else HostLane(name, watch)
+def make_comm_stream(device: torch.device, name: str = "", watch: CommStreamWatch | None = None) -> CommStream:
+    """Return a communication stream for a device: a side stream on CUDA, work handles elsewhere."""
+    return CudaCommStream(device, name, watch) if device.type == "cuda" else HostCommStream(name, watch)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -238,7 +242,7 @@ def _do_nothing() -> None:
 
 
 class Clock(Protocol):
-    """A clock at the place where a lane's tickets are waited for; taking the time never waits."""
+    """A clock at the place where a collective is waited for; taking the time never waits."""
 
     is_host: bool  # whether that is the host, so that times of other threads of the host compare with its own
 
