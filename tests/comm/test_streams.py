@@ -80,17 +80,17 @@ class LoggedStreams:
     """Stands for `torch.cuda`."""
 
     def __init__(self, log: list[str]) -> None:
-        self.stream, self.compute = LoggedStream("the stream", log), LoggedStream("compute", log)
+        self.side, self.compute = LoggedStream("the stream", log), LoggedStream("compute", log)
 
     def Stream(self, _device: torch.device, priority: int) -> LoggedStream:  # noqa: N802 (torch's name)
         assert priority < 0, "compute's streams have priority 0"
-        return self.stream
+        return self.side
 
     def current_stream(self, _device: torch.device) -> LoggedStream:
         return self.compute
 
     def stream(self, stream: LoggedStream) -> AbstractContextManager[None]:
-        assert stream is self.stream
+        assert stream is self.side
         return nullcontext()
 
 

@@ -441,7 +441,7 @@ def ddp(
 
 
 REPLICATED = ddp(overlap_grad_reduce=True, bucket_size=40)
-_OVERLAPPED = dict.fromkeys(["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"], True)
+_OVERLAPPED: Any = dict.fromkeys(["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"], True)
 IN_TURN = ddp(**_OVERLAPPED, bucket_size=40)
 TOGETHER = ddp(**_OVERLAPPED, align_param_gather=True, bucket_size=90)
 EVERY_WAY = (*STRATEGIES, REPLICATED, IN_TURN)

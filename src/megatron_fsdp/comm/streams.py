@@ -1,7 +1,7 @@
 """Communication streams: ordered queues of collectives. Here CPU and CUDA take different ways in a step.
 
 A communication stream takes a *launch* (starts a collective) and a *finish* (local work on its result, such as a sum
-over ranks) and returns a work. Waiting on the work makes the result visible to the code that follows:
+over ranks) and returns a `Work`. Waiting on it makes the result visible to the code that follows:
 
 - `CudaCommStream` (CUDA): launch and finish are queued on a side stream of high priority that first waits for the
   compute stream; waiting on the work queues an event wait on the current stream. The host never blocks.

@@ -229,7 +229,7 @@ class ParameterGroup:
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
         self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
-        self._full_pointers: tuple[int, ...] | None = None  # of views; None: placeholders, or made by a quantizer
+        self._full_storages: tuple[int, ...] | None = None  # of views; None: placeholders, or made by a quantizer
         if not plan.shards_compute_weights:
             self.point_full_to(self.weights.compute.local)
         self._pointers = self._find_pointers()
@@ -287,7 +287,7 @@ class ParameterGroup:
         in a full parameter that no later update reaches; the next forward casts again.
         """
         with plain_attributes():
-            if self._full_pointers is not None and self._full_pointers != self._find_full_pointers():
+            if self._full_storages is not None and self._full_storages != self._find_full_storages():
                 assert self._pointed_to is not None
                 self.point_full_to(self._pointed_to)
             if self._find_pointers() == self._pointers:
@@ -302,8 +302,9 @@ class ParameterGroup:
     def _find_pointers(self) -> tuple[int, ...]:
         return addresses_of(tuple(map(_local_tensor, self.sharded)))
 
-    def _find_full_pointers(self) -> tuple[int, ...]:
-        return addresses_of(tuple(map(local_part, self.full)))
+    def _find_full_storages(self) -> tuple[int, ...]:
+        # Not their addresses, which change where the memory of gathered weights is freed and taken again.
+        return tuple(local_part(param).untyped_storage()._cdata for param in self.full)
 
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
@@ -433,7 +434,7 @@ class ParameterGroup:
                     # views of; the bytes are the same again when backward reads them, so that is no modification.
                     self._point(index, full_view(self.plan.layout, full, index).data)
         if self._wrapping is None:
-            self._pointed_to, self._full_pointers = full, self._find_full_pointers()
+            self._pointed_to, self._full_storages = full, self._find_full_storages()
 
     def _point(self, index: int, memory: Any) -> None:
         param = self.full[index]
@@ -455,7 +456,7 @@ class ParameterGroup:
         with torch.inference_mode(False):
             for index in range(len(self.full)):
                 self._point(index, self._placeholder_for(index))
-        self._pointed_to = self._full_pointers = None
+        self._pointed_to = self._full_storages = None
 
     def _placeholder_for(self, index: int) -> Any:
         """Return the placeholder of a parameter, or of its codes: one element, expanded to the right shape."""
