@@ -14,7 +14,9 @@ from torch import nn
 from torch._inductor import config as inductor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.checkpoint import checkpoint
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
 from megatron_fsdp.automodel.tensor_parallel.plans import STYLE_NAMES
@@ -97,6 +99,62 @@ def test_adapters_of_peft_equal_one_process() -> None:
             model = with_lora(build(kind, **SIZES), targets)
             parallelize_tensors(model, mesh, sequence_parallel=splits_tokens)
             assert_trained_alike(train(model, alone=True), expected)
+
+
+class RecomputedNorm(LlamaRMSNorm):
+    """A norm whose forward recomputes a function of its own weight."""
+
+    use_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2)
+def test_functions_of_own_weights_are_recomputed_as_on_one_process(frozen: bool) -> None:
+    def prepared(use_reentrant: bool) -> nn.Module:
+        model = build("llama", **SIZES)
+        for norm in [part for part in model.modules() if isinstance(part, LlamaRMSNorm)]:
+            norm.__class__ = RecomputedNorm
+            norm.use_reentrant = use_reentrant
+            norm.requires_grad_(not frozen)
+        return model
+
+    for use_reentrant in (False, True):
+        expected = train(prepared(use_reentrant), alone=True)
+        model = prepared(use_reentrant)
+        parallelize_tensors(model, mesh_of((2,), ("tp",)))
+        assert_trained_alike(train(model, alone=True), expected)
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+class ScaledMLP(LlamaMLP):
+    """An MLP with a parameter behind its row-wise layer, which sees the tokens of this rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("told_by", ["the plan", "a mark"])
+@on_ranks(2)
+def test_parameters_that_see_divided_tokens_equal_one_process(told_by: str) -> None:
+    def scaled() -> nn.Module:
+        model = build("llama", **SIZES)
+        for mlp in [part for part in model.modules() if isinstance(part, LlamaMLP)]:
+            mlp.__class__ = ScaledMLP
+            mlp.scale = nn.Parameter(torch.linspace(0.5, 1.5, mlp.hidden_size))
+            mlp.scale.sequence_parallel = told_by == "a mark"
+        return model
+
+    expected = train(scaled(), alone=True)
+    plan = {f"{MLP}.gate_proj": "colwise", f"{MLP}.up_proj": "colwise", f"{MLP}.down_proj": "rowwise"}
+    if told_by == "the plan":
+        plan[f"{MLP}.scale"] = "sequence_parallel"
+    for splits_tokens in (False, True):
+        model = scaled()
+        parallelize_tensors(model, mesh_of((2,), ("tp",)), plan=plan, sequence_parallel=splits_tokens)
+        assert_trained_alike(train(model, alone=True), expected)
 
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

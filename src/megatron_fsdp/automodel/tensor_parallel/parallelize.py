@@ -57,6 +57,7 @@ SEQUENCE_PARALLEL_TYPES = (
 
 _AT_EDGES = (plans.COLWISE | plans.ROWWISE | {"replicated_with_grad_allreduce"}) - {"packed_colwise", "packed_rowwise"}
 
+_SUMMED = ("replicated_with_grad_allreduce", "sequence_parallel")
 _SHOWN = 4
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 
@@ -102,6 +103,7 @@ def parallelize_tensors(
     _check(base, steps, matched, tp_mesh.size())
     head_owners = _head_owners(styles) if plan is not None else ()
     parts = _find_partial(base, steps, matched, tp_mesh.size(), region, head_owners)
+    parts |= _told_partial(base, matched, region)
     # What others have noted on parameters, such as that they are initialized, is kept.
     notes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     _apply(base, steps, matched, tp_mesh)
@@ -205,6 +207,17 @@ def _find_partial(
     )
 
 
+def _told_partial(model: nn.Module, matched: plans.MatchedPlan, region: SequenceRegion | None) -> set[int]:
+    """Return the ids of whole parameters of which the plan, or Megatron's mark, says that gradients are to be summed.
+
+    `sequence_parallel`: the parameter sees this rank's tokens, where these are divided.
+    """
+    summed = _SUMMED[: 1 if region is None else None]
+    found = {id(model.get_parameter(name)) for name, style in matched.parameters.items() if style in summed}
+    marked = model.parameters() if region is not None else ()
+    return found | {id(param) for param in marked if getattr(param, "sequence_parallel", False)}
+
+
 def _advice(model: nn.Module, name: str, steps: Steps) -> str:
     """Suggest a change of the plan for a module that does not fit."""
     block = name
@@ -234,7 +247,9 @@ def _apply(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, mesh: Dev
             found(module, mesh)
     for owner, keys in own.items():  # no style says how the module uses them: stored in parts, and used whole
         module = model.get_submodule(owner)
-        stored = _placements(module, {key: style for key, style in keys.items() if style not in plans.NOT_DIVIDED})
+        stored = _placements(
+            module, {key: style for key, style in keys.items() if style not in plans.NOT_DIVIDED | set(_SUMMED)}
+        )
         if stored:
             local_parts(module, mesh, stored, whole=True)
 

@@ -8,8 +8,10 @@ activation ("equal on every rank", "a part on every rank") is stated where it en
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_iter
 
 from megatron_fsdp.errors import ParallelSizeError
 
@@ -48,28 +51,68 @@ class LocalUse:
         return param.to_local(grad_placements=[self.gradient])
 
 
+_Shown = list[tuple[nn.Module, str, DTensor, Tensor]]
+"""Modules, names of parameters, the parameters, and the plain tensors that are seen in their place."""
+
+
 class _Swap:
-    """The pair of hooks that replaces a module's parameters by plain tensors while it runs."""
+    """The hooks that show a module plain tensors in place of its parameters.
+
+    A function inside of the forward that is recomputed (`checkpoint(lambda x: self.weight * x, ...)`) runs again in
+    backward, outside of the module's call. So the same plain tensors are shown again from the moment when the gradient
+    of an output is known until all of their own gradients are.
+    """
 
     def __init__(self, uses: tuple[LocalUse, ...]) -> None:
         self._uses = uses
-        self._hidden: list[list[tuple[nn.Module, str, DTensor]]] = []
+        self._running: list[_Shown] = []
 
     def before(self, module: nn.Module, _args: Any) -> None:
-        hidden = []
+        shown: _Shown = []
         for use in self._uses:
             owner = module.get_submodule(use.path)
             param: Any = owner._parameters[use.name]
             if isinstance(param, DTensor):
-                hidden.append((owner, use.name, param))
-                values: dict[str, Any] = owner._parameters  # a plain tensor for a while
-                values[use.name] = use.of(param)
-        self._hidden.append(hidden)
+                shown.append((owner, use.name, param, use.of(param)))
+        _show(shown)
+        self._running.append(shown)
 
-    def after(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        for owner, name, param in self._hidden.pop() if self._hidden else ():
-            values: dict[str, Any] = owner._parameters
-            values[name] = param
+    def after(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        shown = self._running.pop() if self._running else []
+        _hide(shown)
+        if not shown or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(partial(_show_in_backward, shown))
+        for owner, name, param, plain in shown:
+            if plain.grad_fn is not None:
+                plain.register_hook(partial(_hide_one, owner, name, param, weakref.ref(plain)))
+
+
+def _show(shown: _Shown) -> None:
+    for owner, name, _, plain in shown:
+        values: dict[str, Any] = owner._parameters  # a plain tensor for a while
+        values[name] = plain
+
+
+def _hide_one(
+    owner: nn.Module, name: str, param: DTensor, plain: weakref.ref[Tensor], _grad: Tensor | None = None
+) -> None:
+    values: dict[str, Any] = owner._parameters
+    if values[name] is plain():  # else whoever shards the model further has put another one there
+        values[name] = param
+
+
+def _hide(shown: _Shown) -> None:
+    for owner, name, param, plain in shown:
+        _hide_one(owner, name, param, weakref.ref(plain))
+
+
+def _show_in_backward(shown: _Shown, _grad: Tensor) -> None:
+    _show([each for each in shown if id(each[0]._parameters[each[1]]) == id(each[2])])
+    if any(plain.grad_fn is None for *_, plain in shown):  # frozen
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_hide, shown))
 
 
 def use_plain_tensors(module: nn.Module, uses: tuple[LocalUse, ...]) -> None:
