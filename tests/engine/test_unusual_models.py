@@ -130,17 +130,18 @@ class Strided(Layers):
 class CastsForGood(nn.Module):
     """Casts a layer inside of its forward, as the router of SwitchTransformers does; the first time counts for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, size * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         self.router = self.router.to(torch.float64)
-        return self.router(x.to(torch.float64)).to(x.dtype)
+        return self.router(x.to(torch.float64)).to(x.dtype).unflatten(-1, (-1, WIDTH)).mean(-2)
 
 
-def three_casts() -> nn.Module:
-    return nn.Sequential(CastsForGood(), CastsForGood(), CastsForGood())
+def casts_of_sizes() -> nn.Module:
+    """Units that take turns in memory of two sizes."""
+    return nn.Sequential(*map(CastsForGood, (1, 4, 1, 8, 1)))
 
 
 def globally_penalised_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -170,7 +171,7 @@ CASES = {
     "returned parameter": ModelCase(Prompted, make_batch, vector_loss, (Prompt, nn.Linear)),
     "gradient hook": ModelCase(Masked, make_batch, vector_loss, (nn.Linear,)),
     "strided": ModelCase(Strided, make_batch, vector_loss, (nn.Linear,)),
-    "cast for good": ModelCase(three_casts, make_batch, vector_loss, (CastsForGood,)),
+    "cast for good": ModelCase(casts_of_sizes, make_batch, vector_loss, (CastsForGood,)),
 }
 
 

@@ -289,7 +289,11 @@ class ParameterGroup:
         with plain_attributes():
             if self._full_storages is not None and self._full_storages != self._find_full_storages():
                 assert self._pointed_to is not None
-                self.point_full_to(self._pointed_to)
+                start, stop = self._pointed_to.storage_offset(), self._pointed_to.untyped_storage().nbytes()
+                if (start + self._pointed_to.numel()) * self._pointed_to.itemsize <= stop:
+                    self.point_full_to(self._pointed_to)
+                else:  # another unit has the memory now; the next gather makes them point to it again
+                    self.invalidate_full()
             if self._find_pointers() == self._pointers:
                 return
         for index, (info, param) in enumerate(zip(self.plan.spec.parameters, self.sharded, strict=True)):
@@ -305,6 +309,11 @@ class ParameterGroup:
     def _find_full_storages(self) -> tuple[int, ...]:
         # Not their addresses, which change where the memory of gathered weights is freed and taken again.
         return tuple(local_part(param).untyped_storage()._cdata for param in self.full)
+
+    @property
+    def is_pointed(self) -> bool:
+        """Whether full parameters point to memory of the unit, or a wrapper of encoded weights sees to that."""
+        return self._wrapping is not None or self._pointed_to is not None
 
     # ---- requires_grad ------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class Unit:
 
         Shards that rest elsewhere are copied there before, on `copy_stream`.
         """
-        if block is not None and block is not self._block:
+        if block is not None and (block is not self._block or not self._are_pointed):
             self._use(block)
         for group, full in zip(self.groups, self.gathered, strict=True):
             # It sends what the gather over the outer ranks writes, on a stream of its own: so it goes behind that.
@@ -163,6 +163,10 @@ class Unit:
         was_any = bool(works)
         works.clear()
         return was_any
+
+    @property
+    def _are_pointed(self) -> bool:
+        return all(group.is_pointed for group in self.groups if group.plan.gathered_bytes)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a view of this unit's gathered weights, where these live in a slot."""
