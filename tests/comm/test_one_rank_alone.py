@@ -307,6 +307,18 @@ def clips_own(*wrong: Any, **given: Any) -> Call:
     return lambda bad: trained(**given).clip_grad_norm_(*(wrong if bad else (1.0,)))
 
 
+def clips_beside(kind: str) -> Call:
+    """Gradients that are clipped by ranks of which none shards with another: they are replicas, or tensor-parallel."""
+
+    def call(bad: bool) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))
+        replicas = {"dp_outer_dim": "all", "hybrid_fsdp_group": dist.group.WORLD}
+        dims = {"tp_dim": "all"} if kind == "tensor-parallel" else replicas
+        trained(device_mesh=mesh, dp_shard_dim="one", **dims).clip_grad_norm_(0.5 if bad else 1.0)
+
+    return call
+
+
 def clips_by_torch(bad: bool) -> None:
     made = trained()
     if bad:
@@ -477,6 +489,9 @@ def calls() -> dict[str, Call]:
             f"clip_grad_norm_({of}, infinity)": clips_own(1.0, math.inf, zero_dp_strategy=strategy),
             f"clip_grad_norm_({of}, other error_if_nonfinite)": clips_own(1.0, 2.0, True, zero_dp_strategy=strategy),
         }
+    table |= {
+        f"clip_grad_norm_({kind}, other max_norm)": clips_beside(kind) for kind in ("replicas", "tensor-parallel")
+    }
     table["clip_grad_norm_(deterministic, infinity)"] = clips_own(1.0, math.inf, deterministic="world")
     for kind in CONFIGS:
         table |= {
@@ -635,6 +650,13 @@ def skips_a_backward(bad: bool) -> None:
     made.finish_grad_sync()
 
 
+def defers(bad: bool) -> None:
+    made = trained()
+    with made.no_sync() if bad else nullcontext():
+        step(made)
+    step(made)
+
+
 def steps_with(rate: Any) -> Call:
     def call(bad: bool) -> None:
         made, optimizer = both()
@@ -684,6 +706,7 @@ def only_there(act: Callable[[MegatronFSDP], Any], **given: Any) -> Call:
 TOLD: dict[str, Call] = {
     "an image": sees_images_alone,
     "a backward is skipped": skips_a_backward,
+    "no_sync": defers,
     "lr": steps_with("x"),
     "data": assigns(torch.ones(3)),
     "dtype of data": assigns(torch.ones(8, 8, dtype=torch.float64)),

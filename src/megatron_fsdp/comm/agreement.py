@@ -476,4 +476,4 @@ class Companion:
             raise _agreed(ConfigurationError(told), num_ranks)
         if self.error is not None:
             raise self.error
-        return torch.where(are_same, 1.0, math.nan)
+        return torch.ones_like(first[0]).masked_fill(~are_same, math.nan)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.streams import Moment
@@ -231,25 +232,29 @@ _HANG_ADVICE = (
 
 
 def explain(error: BaseException, where: str, observers: Observers) -> None:
-    """Add notes to an error of a collective, such as a timeout; other errors stay as they are.
+    """Put words before the text of an error of a collective, such as a timeout; other errors stay as they are.
+
+    They stand in the text, since many programs print no notes. Where an error passes again, it gets a note.
 
     Args:
         error: What was raised.
         where: During what.
         observers: Observers that may know what other ranks do.
     """
-    if not isinstance(error, RuntimeError) or isinstance(error, MegatronFSDPError):
+    if not isinstance(error, RuntimeError) or isinstance(error, MegatronFSDPError | torch.OutOfMemoryError):
+        return
+    if hasattr(error, "__explained__"):
+        error.add_note(where)
         return
     explanations = observers.explanations()
-    is_advised = bool(explanations) or any(_HANG_ADVICE in note for note in getattr(error, "__notes__", ()))
-    error.add_note(where if is_advised else f"{where}; {_HANG_ADVICE}")
-    for text in explanations:
-        error.add_note(text)
+    words = [where, *explanations] if explanations else [f"{where}; {_HANG_ADVICE}"]
+    error.args = ("\n".join([*words, str(error)]), *error.args[1:])
+    error.__explained__ = True  # type: ignore[attr-defined]
 
 
 @contextmanager
 def explained(where: str, observers: Observers) -> Iterator[None]:
-    """Add the notes of `explain` to errors raised inside of a block."""
+    """Do what `explain` does to errors raised inside of a block."""
     try:
         yield
     except RuntimeError as error:
