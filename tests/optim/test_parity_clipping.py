@@ -17,7 +17,7 @@ from tests.conftest import RunRanks
 from tests.support.api_net import backward, batches, wrap
 from tests.support.case import IN_TURN, REPLICATED, Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.zoo import MODEL_CASES, ModelName, ScalarBlock
+from tests.support.zoo import MODEL_CASES, ScalarBlock
 
 SMALL = 0.05
 """A norm that every gradient exceeds."""
@@ -26,57 +26,37 @@ WAYS = [(False, 1.0), (False, 2.0), (True, 1.0), (False, math.inf), (True, 2.0),
 """By the model or by torch, and p."""
 
 
-class Clip:
-    """A script that clips with one norm, by torch's function or (`by_model`) the model's own."""
-
-    def __init__(self, norm_type: float, by_model: bool) -> None:
-        self.norm_type = norm_type
-        self.by_model = by_model
-        self.__name__ = f"clip by {'model' if by_model else 'torch'}, norm {norm_type}"
-
-    def __call__(self, run: Run) -> None:
-        for step, max_norm in enumerate((SMALL, math.inf, SMALL)):
-            run.loss(step).backward()
-            run.note("norm", {"norm": self.clip(run, max_norm)})
-            run.step()
-
-    def clip(self, run: Run, max_norm: float) -> torch.Tensor:
-        if self.by_model and run.sharded is not None:
-            return run.sharded.clip_grad_norm_(max_norm, norm_type=self.norm_type)
-        return nn.utils.clip_grad_norm_(run.model.parameters(), max_norm, norm_type=self.norm_type)
+def clip(run: Run, max_norm: float, norm_type: float, by_model: bool) -> torch.Tensor:
+    """Clip by torch's function or (`by_model`) the model's own."""
+    if by_model and run.sharded is not None:
+        return run.sharded.clip_grad_norm_(max_norm, norm_type=norm_type)
+    return nn.utils.clip_grad_norm_(run.model.parameters(), max_norm, norm_type=norm_type)
 
 
-def _check(run_ranks: RunRanks, num_ranks: int, clip: Clip, models: tuple[ModelName, ...]) -> None:
-    for model in models:
-        settings = (Setting(1), Setting(2)) if model == "transformer" else (Setting(0), Setting(3), REPLICATED, IN_TURN)
-        check_strategies(run_ranks, num_ranks, Scenario(clip, MODEL_CASES[model]), settings)
+def clip_in_turn(norm_type: float, by_model: bool, run: Run) -> None:
+    for step, max_norm in enumerate((SMALL, math.inf, SMALL)):
+        run.loss(step).backward()
+        run.note("norm", {"norm": clip(run, max_norm, norm_type, by_model)})
+        run.step()
 
 
-@pytest.mark.full(short=["False-2.0", "True-3.5"])
+@pytest.mark.full(short=["2-False-2.0", "2-True-3.5", "3-False-1.0", "3-True-inf"])
 @pytest.mark.parametrize(("by_model", "norm_type"), WAYS)
-def test_clipping_equals_one_process(run_ranks: RunRanks, by_model: bool, norm_type: float) -> None:
-    _check(run_ranks, 2, Clip(norm_type, by_model), ("transformer", "unused"))
-
-
-@pytest.mark.full(short=["False-1.0", "True-inf"])
-@pytest.mark.parametrize(("by_model", "norm_type"), WAYS)
-def test_ranks_with_nothing_of_a_parameter_take_part_in_the_norm(
-    run_ranks: RunRanks, by_model: bool, norm_type: float
-) -> None:
-    """2-row matrices and scalars on 3 ranks: some ranks hold nothing of them."""
-    _check(run_ranks, 3, Clip(norm_type, by_model), ("odd_shapes", "scalars"))
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_clipping_equals_one_process(run_ranks: RunRanks, num_ranks: int, by_model: bool, norm_type: float) -> None:
+    """On 3 ranks some hold nothing of 2-row matrices and of scalars, and take part in the norm all the same."""
+    script, settings = partial(clip_in_turn, norm_type, by_model), (Setting(0), Setting(3), REPLICATED, IN_TURN)
+    if num_ranks == 2:
+        check_strategies(run_ranks, 2, Scenario(script, MODEL_CASES["transformer"]), (Setting(1), Setting(2)))
+    for name in ("unused",) if num_ranks == 2 else ("odd_shapes", "scalars"):
+        check_strategies(run_ranks, num_ranks, Scenario(script, MODEL_CASES[name]), settings)
 
 
 def clip_between_microbatches(run: Run) -> None:
     """The clipped gradient is what the next backward adds to."""
-    clip = partial(nn.utils.clip_grad_norm_, max_norm=SMALL)
-    run.loss(0).backward()
-    clip(run.model.parameters())
-    run.loss(1).backward()
-    if run.sharded is not None:
-        run.sharded.clip_grad_norm_(SMALL)
-    else:
-        clip(run.model.parameters())
+    for by_model in (False, True):
+        run.loss(int(by_model)).backward()
+        clip(run, SMALL, 2.0, by_model)
     run.train(2)
 
 
@@ -95,7 +75,7 @@ def scale_and_clip(run: Run) -> None:
         run.scale(1.0 / factor)
         run.loss(3 * index + 2).backward()
         run.scale(factor)
-        run.note("norm", {"norm": Clip(3.5, by_model=True).clip(run, SMALL)})
+        run.note("norm", {"norm": clip(run, SMALL, 3.5, by_model=True)})
         run.step()
 
 

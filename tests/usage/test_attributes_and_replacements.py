@@ -1,5 +1,6 @@
-"""Losses that units leave in attributes are trained; modules that join after sharding are refused by name."""
+"""Losses that units leave in attributes, modules that join after sharding, and modules that are called on their own."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +11,9 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.engine.hooks import ForwardGraph
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
+from tests.support import api_net
 from tests.support.case import Run, Scenario, Setting, check_strategies
-from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal
 from tests.support.zoo import FEATURES, Layer, Ordered, Penalised, SideLoss, vector_case
 
 ALL = tuple(Setting(strategy) for strategy in range(4))
@@ -123,9 +125,7 @@ def test_what_would_train_unseen_is_refused_by_name() -> None:
         model, x = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer]), torch.ones(2, FEATURES)
         model(x)
         change(model.module)
-        with pytest.raises(ConfigurationError) as raised:
-            model(x)
-        message = same_on_ranks(str(raised.value))
+        message = refusal(model, x, error=ConfigurationError)
         assert what in message
         assert "put there after the model was sharded" in message
 
@@ -139,3 +139,50 @@ def test_wrappers_frozen_parts_and_modules_without_parameters_are_let_through() 
     module.layers[1].probe = nn.Linear(3, 3).requires_grad_(False)
     module.extra = nn.Tanh()
     assert torch.equal(model(x), before)
+
+
+# ---- modules inside that are called on their own ---------------------------------------------------------------------
+
+
+class Outer(nn.Module):
+    """Hides the network one level further down, as adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = api_net.build()
+        self.extra = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.extra(self.inner(x))
+
+
+X = torch.linspace(-1, 1, 20).view(4, 5)
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(2)
+def test_inner_modules_compute_and_train_on_their_own(strategy: int) -> None:
+    torch.manual_seed(0)
+    plain = Outer()
+    module = copy.deepcopy(plain)
+    model = fully_shard_model(module, fsdp_unit_modules=[api_net.Layer], zero_dp_strategy=strategy)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.allclose(module.inner(X), plain.inner(X), atol=1e-6)
+            assert torch.allclose(module.inner.head(X), plain.inner.head(X), atol=1e-6)
+        assert torch.allclose(model(X), plain(X), atol=1e-6)
+    for each in (plain, module):
+        each.inner(X).square().sum().backward()
+    gradients = model.full_gradients()
+    assert gradients["extra.weight"] is None
+    found = {name: grad for name, grad in gradients.items() if grad is not None}
+    wanted = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+    assert_equal_tensors(found, wanted, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_failed_call_leaves_the_model_at_rest() -> None:
+    model = fully_shard_model(api_net.build(), fsdp_unit_modules=[api_net.Layer])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.module.head(torch.ones(2, 7))
+    torch.testing.assert_close(model(X), api_net.build()(X))
