@@ -1,5 +1,6 @@
 """Embeddings and heads as units of their own: equal to one process, gathered no more often, never read silently."""
 
+import copy
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fsdp import fully_shard_model
 from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies, shard, three_steps
@@ -271,9 +273,10 @@ def test_a_weight_that_is_read_where_its_unit_does_not_run_is_refused_by_name(nu
             with torch.enable_grad() if grad else torch.inference_mode():
                 message = refusal(case.loss, model, batches[dist.get_rank()])
             assert message.endswith(
-                f"; {parameter} belongs to unit {parameter.split('.')[0]}, whose weights are whole only while it runs: "
-                "call the module, or give fsdp_unit_modules=[Block], so that the weight stays with the root, which is "
-                "whole during the whole forward"
+                f"; {parameter} belongs to unit {parameter.split('.')[0]}, whose weights are whole only while it runs, "
+                f"and was read in the forward of {type(model.module).__name__}: call the module, or give "
+                "fsdp_unit_modules=[Block], so that the weight stays with the root, which is whole during the whole "
+                "forward"
             )
             gc.collect()  # torch 2.11 leaves its hooks of recomputation on until the frames of the error are gone
             model.reset()
@@ -304,6 +307,25 @@ def test_parameters_of_equal_shape_are_told_apart() -> None:
         message = refusal(model, torch.ones(2, 4), f"{name}.weight")
         assert f"; {name}.weight belongs to unit {name}, whose" in message
         model.reset()
+
+
+@pytest.mark.unmerged
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+@on_ranks(2)
+def test_the_cure_for_a_block_that_another_module_reads_from_is_told(strategy: int) -> None:
+    with fixed_seed(0):
+        plain = EqualEnds()
+    x, name = torch.ones(2, 4), "blocks.0.weight"
+    model = fully_shard_model(copy.deepcopy(plain), zero_dp_strategy=strategy)
+    assert refusal(model, x, name).endswith(
+        "whose weights are whole only while it runs, and was read in the forward of EqualEnds: call the module, or "
+        "give fsdp_unit_modules=[], without Linear, so that the weight stays with the root, which is whole during the "
+        "whole forward"
+    )
+    model = fully_shard_model(copy.deepcopy(plain), zero_dp_strategy=strategy, fsdp_unit_modules=[])
+    for each in (plain, model):
+        each(x, name).square().sum().backward()
+    torch.testing.assert_close(model.full_gradients()[name], plain.get_parameter(name).grad)
 
 
 def test_the_remedy_of_the_message_works(run_ranks: RunRanks) -> None:

@@ -92,6 +92,7 @@ def _total(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
         raise ShardOperationError(
             f"{func} over dim={named.get('dim')}, keepdim={named.get('keepdim')} cannot run on a tensor of shape "
             f"{tuple(tensor.shape)} that is sharded over ranks; reduce all dimensions, or use full_tensor()"
+            f"{tensor.shard_frame.advice}"
         )
     return _numbers([tensor], [_reduction(_name(func), tensor, named)], bool(named.get("keepdim")))[0]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -160,7 +162,22 @@ class ShardFrame:
         if self.belongs is None:
             return ""
         name, owner = self.belongs
-        return f"; {name} belongs to unit {owner.label}, whose weights are whole only while it runs: {owner.remedy}"
+        reader = _running_module()
+        read = f", and was read in the forward of {reader}" if reader else ""
+        return (
+            f"; {name} belongs to unit {owner.label}, whose weights are whole only while it runs{read}: {owner.remedy}"
+        )
+
+
+def _running_module() -> str:
+    """Return the class of the module whose forward runs, by the call stack; empty where none does."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(found, nn.Module):
+            return type(found).__name__
+        frame = frame.f_back
+    return ""
 
 
 def _placements(description: ShardDescription) -> tuple[Placement, ...]:

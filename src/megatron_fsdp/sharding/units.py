@@ -133,12 +133,13 @@ class UnitPlan:
 
     def remedy(self, unit: UnitSpec) -> str:
         """Say what to do where a forward reads a weight of a unit without calling it."""
-        if unit.is_end:
-            return (
-                f"call the module, or give fsdp_unit_modules=[{', '.join(self.block_classes)}], so that the weight "
-                "stays with the root, which is whole during the whole forward"
-            )
-        return "call the module, or let fsdp_unit_modules name classes that leave the weight to the root"
+        classes = self.block_classes or {each.class_name: None for each in self.units[ROOT_UNIT + 1 :]}
+        others = [name for name in classes if unit.is_end or name != unit.class_name]
+        without = "" if unit.is_end else f", without {unit.class_name}"
+        return (
+            f"call the module, or give fsdp_unit_modules=[{', '.join(others)}]{without}, so that the weight stays with "
+            "the root, which is whole during the whole forward"
+        )
 
 
 def find_units(
