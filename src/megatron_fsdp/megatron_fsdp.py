@@ -316,7 +316,7 @@ class MegatronFSDP(nn.Module):
     @property
     def is_param_fsdp_distributed(self) -> bool:
         """Whether the modules hold the sharded parameters; inside their forward and backward they do not."""
-        return not self._engine.full_units and not any(unit.shows_unsharded for unit in self._engine.units)
+        return not self._engine.full_units and not any(unit.is_unsharded for unit in self._engine.units)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Return mesh and process groups."""
@@ -517,11 +517,11 @@ class MegatronFSDP(nn.Module):
 
     def _replace_param_with_distributed_if_needed(self) -> None:
         for unit in self._engine.units:
-            unit.show_sharded()
+            unit.to_sharded()
 
     def _replace_param_with_raw_if_needed(self) -> None:
         for unit in self._engine.units:
-            unit.show_unsharded()
+            unit.to_unsharded()
 
     def save_pretrained(self, *_args: Any, **_options: Any) -> None:
         """Refuse; the method of transformers and of peft would write this rank's shards.

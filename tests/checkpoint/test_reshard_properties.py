@@ -17,7 +17,7 @@ from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import LocalChunks
 from megatron_fsdp.engine.group_plan import Sharding, part_of
-from megatron_fsdp.sharding.mesh import Domain
+from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.shards import Box, ShardDescription
 from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, group_parameters
 
@@ -79,13 +79,13 @@ def _on_rank(
     axes = tuple(Axis(None, place, size, Traffic()) for place, size in list(zip(at, sizes, strict=True))[:num_axes])
     tensor_mesh: Any = _Mesh([arrangement.tensor], [at[-1]]) if arrangement.tensor else None
     described: Any = _Mesh(sizes, at)
-    domain = Domain(axes, ("dp_outer", "dp_shard")[-num_axes:], None, tensor_mesh, described)
+    rank_mesh = RankMesh(axes, ("dp_outer", "dp_shard")[-num_axes:], None, tensor_mesh, described)
     sharding = Sharding(
         EngineOptions(
             ShardingStrategy(arrangement.strategy),
             ShardingStrategy(arrangement.outer_strategy if arrangement.outer else 0),
         ),
-        domain,
+        rank_mesh,
         None,
         torch.device("cpu"),
     )

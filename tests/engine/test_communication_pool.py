@@ -190,7 +190,7 @@ def test_the_peak_is_held_from_the_start(strategy: int) -> None:
 def test_what_is_larger_than_planned_gets_memory_of_its_own() -> None:
     pool = CommunicationPool(CPU, plan_pool({Use.BUCKET: [64]}))
     block = pool.make(Use.BUCKET, 0, 65)
-    assert (block.num_bytes, block.is_kept) == (65, False)
+    assert (block.num_bytes, block.is_persistent) == (65, False)
     assert pool.planned(Use.BUCKET, 65) == 0
     assert isinstance(pool.make(Use.SCRATCH, 0, 8), Block)
 

@@ -17,12 +17,12 @@ import pytest
 
 from megatron_fsdp.engine.schedule import (
     Operation,
-    Reach,
     RecordedOrder,
     ScheduleConfig,
     Scheduler,
     StepLength,
     SyncMode,
+    SyncScope,
 )
 from megatron_fsdp.errors import ScheduleError
 
@@ -548,9 +548,9 @@ def test_switches_decide_when_gradients_are_reduced() -> None:
     for auto_sync, last, defer_all, syncs, reduces_whole, reduces_shards in TABLE:
         mode = SyncMode(auto_sync, last, defer_all)
         assert mode.syncs is syncs
-        assert (mode.reach(accumulates_shards=False) is not Reach.NOWHERE) is reduces_whole
-        assert (mode.reach(accumulates_shards=True) is not Reach.NOWHERE) is reduces_shards
-        assert (mode.reach(accumulates_shards=True) is Reach.EVERYWHERE) is syncs
+        assert (mode.sync_scope(accumulates_shards=False) is not SyncScope.NOWHERE) is reduces_whole
+        assert (mode.sync_scope(accumulates_shards=True) is not SyncScope.NOWHERE) is reduces_shards
+        assert (mode.sync_scope(accumulates_shards=True) is SyncScope.EVERYWHERE) is syncs
 
 
 def test_changes_last_for_a_block_and_what_is_not_named_stays() -> None:

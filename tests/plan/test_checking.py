@@ -151,7 +151,7 @@ def test_the_planned_pool_is_that_of_the_engine(strategy: int) -> None:
         simulated_model(tower, num_ranks=ranks, backend="gloo", zero_dp_strategy=strategy, **options) as simulated,
     ):
         told = simulated.model.describe().memory
-    memory = MemoryOptions(WeightAllocator(told.allocator), message_bytes=0, is_kept=True)
+    memory = MemoryOptions(WeightAllocator(told.allocator), message_bytes=0, is_persistent=True)
     found = planned(tower, ranks, strategy, backend="gloo", memory=memory)
     assert plan_dict(found)["memory"]["pool"] == list(told.pool)
     assert found.model.memory.pool is not None

@@ -79,7 +79,7 @@ class MemoryOptions:
     idle: tuple[str, ...] = ()  # for each argument that has no effect a sentence that says so
     user_buffers: UserBufferOptions | None = None  # how communication memory is registered; None: it is not
     # all communication memory is taken at wrap time and keeps its addresses; else it is allocated as it is needed
-    is_kept: bool = False
+    is_persistent: bool = False
 
     def root_group_numel_on(self, num_ranks: int) -> int | None:
         """Return the elements per group of parameters outside of units on that many ranks; None: one group."""
@@ -177,7 +177,7 @@ def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecis
         strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
         outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
         policy=policy,
-        memory=MemoryOptions(user_buffers=_user_buffers(config), is_kept=_is_kept(config)),
+        memory=MemoryOptions(user_buffers=_user_buffers(config), is_persistent=_is_persistent(config)),
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         average_in_collective=config.average_in_collective,
@@ -254,7 +254,7 @@ def resolve_memory_options(given: MemoryArguments, config: DistributedDataParall
         whole_types=whole_types,
         idle=idle,
         user_buffers=_user_buffers(config),
-        is_kept=_is_kept(config),
+        is_persistent=_is_persistent(config),
     )
 
 
@@ -275,7 +275,7 @@ def _message_bytes(allocator: WeightAllocator) -> int | None:
     return None if given is None else int(given)
 
 
-def _is_kept(config: DistributedDataParallelConfig) -> bool:
+def _is_persistent(config: DistributedDataParallelConfig) -> bool:
     return config.nccl_ub or config.megatron_fsdp_cuda_graph_mode
 
 

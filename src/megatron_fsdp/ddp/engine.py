@@ -58,7 +58,7 @@ class BucketEngine(Engine):
 
     def gather_all(self) -> None:
         """Gather and show all weights, while it is not known which module reads what."""
-        if all(unit.shows_unsharded for unit in self._buckets):
+        if all(unit.is_unsharded for unit in self._buckets):
             return
         self.executor.run(self.scheduler.everything())
         self._show(self._buckets)
@@ -67,7 +67,7 @@ class BucketEngine(Engine):
         """Gather and show the buckets that a module is about to read."""
         if self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.run(self.scheduler.weights_read(buckets))
-            self._show([self.units[bucket] for bucket in buckets if not self.units[bucket].shows_unsharded])
+            self._show([self.units[bucket] for bucket in buckets if not self.units[bucket].is_unsharded])
 
     def post_forward(
         self,
@@ -84,7 +84,7 @@ class BucketEngine(Engine):
                 self.executor.run(self.scheduler.forward_closes())
             for unit in self._buckets:
                 if unit.index not in self.full_units:
-                    unit.show_sharded()
+                    unit.to_sharded()
         return call
 
     def prefetch_weights(self, wait: bool) -> None:
@@ -101,7 +101,7 @@ class BucketEngine(Engine):
     def _show(self, units: Sequence[Unit]) -> None:
         for unit in units:
             if unit.index not in self.full_units:
-                self._show_unsharded(unit.index)
+                self._to_unsharded(unit.index)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class BucketEngine(Engine):
         """Gather and show all weights, which recomputation may read, before the model's backward."""
         super().pre_backward(call)
         if not self._unsharded_for_backward.issuperset(unit.index for unit in self._buckets):
-            self.executor.run(self.scheduler.everything(), self.reach)
+            self.executor.run(self.scheduler.everything(), self.sync_scope)
             self._show(self._buckets)
             self._unsharded_for_backward.update(unit.index for unit in self._buckets)
 
@@ -131,7 +131,7 @@ class BucketEngine(Engine):
         """Count a gradient that is in its bucket, and reduce the buckets that are complete."""
         operations = self.scheduler.gradient_counted(unit_index, index)
         if operations:
-            self.executor.run(operations, self.reach)
+            self.executor.run(operations, self.sync_scope)
 
     def _post_backward(self) -> None:
         learnt = self.scheduler.learns

@@ -79,9 +79,11 @@ def axes_of(engine: Engine) -> tuple[AxisDescription, ...]:
     dense, experts = engine.sharding.dense, engine.sharding.experts
     found = [
         _axis(name, kind + role, axis.group, axis.rank, axis.num_ranks, axis.gather_group)
-        for kind, domain in (("", dense), ("expert ", experts))
-        if domain is not None
-        for name, role, axis in zip(domain.names, ("outer", "shard")[-len(domain.axes) :], domain.axes, strict=True)
+        for kind, rank_mesh in (("", dense), ("expert ", experts))
+        if rank_mesh is not None
+        for name, role, axis in zip(
+            rank_mesh.names, ("outer", "shard")[-len(rank_mesh.axes) :], rank_mesh.axes, strict=True
+        )
     ]
     mesh = dense.tensor_parallel
     if mesh is not None:

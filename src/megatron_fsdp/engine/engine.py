@@ -37,7 +37,7 @@ from megatron_fsdp.engine.memory import on_device, weakly
 from megatron_fsdp.engine.memory_plan import MemoryPlan, bucket_count, prefetch_depth, unit_numels
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup, agree_on_amaxes
-from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
+from megatron_fsdp.engine.schedule import Action, Operation, Scheduler, SyncMode, SyncScope
 from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement, placements_for
@@ -108,9 +108,9 @@ class Engine:
         self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
         self._usage = {
-            is_expert: UsageAgreement(domain, self.device, options.find_unused_parameters)
-            for is_expert, domain in ((False, self.sharding.dense), (True, self.sharding.experts))
-            if domain is not None
+            is_expert: UsageAgreement(rank_mesh, self.device, options.find_unused_parameters)
+            for is_expert, rank_mesh in ((False, self.sharding.dense), (True, self.sharding.experts))
+            if rank_mesh is not None
         }
         # A deterministic sum takes each microbatch on its own: none is added to another on a rank.
         self._accumulates_shards = (
@@ -168,7 +168,7 @@ class Engine:
                 for unit in self.units:
                     unit.expect_outer_update()
             self._match_after_reset()
-            self._defers |= self.reach is not Reach.EVERYWHERE
+            self._defers |= self.sync_scope is not SyncScope.EVERYWHERE
             # Only now, not after the step: the gather over the outer ranks is in place, and would undo what somebody
             # writes into main weights in between.
             self.refresh_weights()
@@ -186,7 +186,7 @@ class Engine:
         self.executor.run(self.scheduler.forward_begins(unit_index))
         if opens:
             self._show_local_weights()
-        self._show_unsharded(unit_index, module_index)
+        self._to_unsharded(unit_index, module_index)
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, unit_index)
 
@@ -245,7 +245,7 @@ class Engine:
         if depth == 1:
             # A recomputation may run while the backward of a neighbour in the unit goes on, and needs its parameters.
             if unit_index not in self._unsharded_for_backward:
-                unit.show_sharded()
+                unit.to_sharded()
             if not self.executor.is_broken:
                 unit.check_untouched(module_index)
         if self.scheduler.in_forward or self.scheduler.in_backward:
@@ -272,23 +272,23 @@ class Engine:
                 and not any(group.plan.is_encoded for group in unit.groups)
             }
         for index in self._local_weights if units is None else self._local_weights.keys() & units:
-            if not (index in self._shows_local or index in self.full_units or self.units[index].shows_unsharded):
+            if not (index in self._shows_local or index in self.full_units or self.units[index].is_unsharded):
                 self.units[index].show_copies(self._local_weights[index])
                 self._shows_local.add(index)
 
     def _hide_local_weights(self) -> None:
         """Show the sharded parameters, and not their copies in the compute dtype: the pass is over."""
         for index in self._shows_local - self.full_units:
-            if not self.units[index].shows_unsharded:
-                self.units[index].show_sharded()
+            if not self.units[index].is_unsharded:
+                self.units[index].to_sharded()
         self._shows_local.clear()
 
-    def _show_unsharded(self, unit_index: int, module_index: int | None = None) -> None:
+    def _to_unsharded(self, unit_index: int, module_index: int | None = None) -> None:
         """Put full parameters into a unit's modules, or into the one at `module_index`."""
         if unit_index in self._shows_local:
             self._shows_local.discard(unit_index)
-            self.units[unit_index].show_sharded()
-        self.units[unit_index].show_unsharded(module_index)
+            self.units[unit_index].to_sharded()
+        self.units[unit_index].to_unsharded(module_index)
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
@@ -429,10 +429,10 @@ class Engine:
                 "zero_dp_strategy 0 to 2"
             )
         operations = self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights)
-        self.executor.run(operations, self.reach)
+        self.executor.run(operations, self.sync_scope)
         if not call.reads_weights:
             return
-        self._show_unsharded(call.unit, call.module_index)  # recomputation inside the module calls no hooks of it
+        self._to_unsharded(call.unit, call.module_index)  # recomputation inside the module calls no hooks of it
         self._unsharded_for_backward.add(call.unit)
         if self.observers.active:
             self.observers.begins(Phase.BACKWARD, call.unit)
@@ -479,7 +479,7 @@ class Engine:
         """Give a group of a unit memory for the gradients of this backward."""
         gradients = self.units[unit_index].groups[group_index].gradients
         assert gradients is not None
-        self.executor.begin_filling(self.units[unit_index], group_index, self.reach)
+        self.executor.begin_filling(self.units[unit_index], group_index, self.sync_scope)
         if self.observers.active or self.gradient_checks:
             gradients.forbid_direct_copies()
 
@@ -500,9 +500,9 @@ class Engine:
         return self.sharding.options.deterministic is not None
 
     @property
-    def reach(self) -> Reach:
+    def sync_scope(self) -> SyncScope:
         """How far gradients of this backward are reduced."""
-        return self.mode.reach(self._accumulates_shards)
+        return self.mode.sync_scope(self._accumulates_shards)
 
     def _begin_backward(self) -> None:
         if self._callback_queued:
@@ -515,7 +515,7 @@ class Engine:
         self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
         self._show_local_weights()
         self._callback_queued = self._has_unattached = True
-        self._defers |= self.reach is not Reach.EVERYWHERE
+        self._defers |= self.sync_scope is not SyncScope.EVERYWHERE
         self.backward_number += 1
         self._backward_thread = threading.get_ident()
         for check in self.gradient_checks:
@@ -538,7 +538,7 @@ class Engine:
     def _post_backward(self) -> None:
         self.observers.backward_pauses()
         for unit_index in self._unsharded_for_backward:
-            self.units[unit_index].show_sharded()
+            self.units[unit_index].to_sharded()
         self._unsharded_for_backward.clear()
         self._hide_local_weights()
         self._callback_queued = False
@@ -547,7 +547,7 @@ class Engine:
             for operation in self.scheduler.backward_ends():
                 if self.delayed is not None and operation.action is Action.REDUCE:
                     self._fill_late(operation.unit, self.delayed)
-                self.executor.run((operation,), self.reach)
+                self.executor.run((operation,), self.sync_scope)
         finally:
             self._ending = False
         for check in self.gradient_checks:
@@ -566,10 +566,10 @@ class Engine:
                 delayed.accumulate(param)
                 self.take_gradient(unit_index, group_index, index, param)
 
-    def show_sharded(self) -> None:
+    def to_sharded(self) -> None:
         """Put the sharded parameters into all modules."""
         for unit in self.units:
-            unit.show_sharded()
+            unit.to_sharded()
         self._unsharded_for_backward.clear()
         self._shows_local.clear()
 
@@ -724,7 +724,7 @@ class Engine:
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())
         for unit in self.units:
-            unit.show_sharded()
+            unit.to_sharded()
             for group in unit.groups:
                 for param in group.full:
                     param.grad = None
@@ -738,7 +738,7 @@ class Engine:
         for is_expert in self._usage:
             with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 gradients = [each for group, each in self.groups_with_gradients() if group.plan.is_expert is is_expert]
-                match_waiting_sums(gradients, self.sharding.domain(is_expert), self.device)
+                match_waiting_sums(gradients, self.sharding.rank_mesh(is_expert), self.device)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -866,7 +866,7 @@ class Engine:
         """Reduce the units' gradients that have arrived; those that have not count as zero."""
         for unit in self.units_of(params):
             if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
-                self.executor.run(self.scheduler.gradients_ready(unit.index), self.reach)
+                self.executor.run(self.scheduler.gradients_ready(unit.index), self.sync_scope)
 
     def broadcast_whole_weights(self) -> None:
         """Broadcast main weights that every rank holds whole from the first rank."""

@@ -18,7 +18,7 @@ from megatron_fsdp.comm.streams import Work, make_comm_stream
 from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, weakly
 from megatron_fsdp.engine.memory_plan import OUTER_REDUCTIONS, MemoryPlan, Use, outer_buffer_offsets
 from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase, explain, explained
-from megatron_fsdp.engine.schedule import Action, Operation, Reach
+from megatron_fsdp.engine.schedule import Action, Operation, SyncScope
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
@@ -56,7 +56,7 @@ class _Reduction:
     """A unit's reduction over the inner ranks in flight, and the memory it borrowed."""
 
     unit: Unit
-    reach: Reach
+    sync_scope: SyncScope
     works: list[tuple[Work, tuple[torch.Tensor, ...]]]  # and memory to be kept until they are waited for
     bucket: Block
     pool: BucketPool
@@ -159,23 +159,23 @@ class Executor:
         """One for each reduction that may be in flight while another bucket fills."""
         return max(1, self.bucket_count - 1)
 
-    def run(self, operations: Iterable[Operation], reach: Reach = Reach.EVERYWHERE) -> None:
+    def run(self, operations: Iterable[Operation], sync_scope: SyncScope = SyncScope.EVERYWHERE) -> None:
         """Carry out operations in order.
 
         Args:
             operations: Operations of the scheduler.
-            reach: How far gradients that are ready are reduced.
+            sync_scope: How far gradients that are ready are reduced.
         """
         observers = self.observers
         for action, unit_index, slot in operations:
             unit = self._units[unit_index]
-            if action is _GATHER or (action is _REDUCE and reach is not Reach.NOWHERE):
+            if action is _GATHER or (action is _REDUCE and sync_scope is not SyncScope.NOWHERE):
                 self._fold(action, unit_index)
             before, self.is_broken = self.is_broken, True
             try:
                 if observers.active:
                     observers.begins(PHASE_OF[action], unit_index)
-                self._carry_out(action, unit, slot, reach)
+                self._carry_out(action, unit, slot, sync_scope)
                 if observers.active:
                     observers.ends(PHASE_OF[action], unit_index)
                 self.is_broken = before
@@ -185,7 +185,7 @@ class Executor:
                 explain(error, f"during {action.value!r} of unit {unit.label}", self.observers)
                 raise
 
-    def _carry_out(self, action: Action, unit: Unit, slot: int | None, reach: Reach) -> None:
+    def _carry_out(self, action: Action, unit: Unit, slot: int | None, sync_scope: SyncScope) -> None:
         if action is _GATHER:
             unit.all_gather_outer(self._outer_stream)
             unit.unshard(self._gather_stream, self._block_for(unit, slot), self.coming_stream)
@@ -194,7 +194,7 @@ class Executor:
         elif action is _RELEASE:
             unit.reshard(loses_memory=self.weight_memory.give_back(unit.index))
         elif action is _REDUCE:
-            self.reduce(unit, reach)
+            self.reduce(unit, sync_scope)
         else:
             self.retire_all()
             self.is_broken = False  # `finalise` may raise, but communication is over
@@ -241,20 +241,20 @@ class Executor:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def begin_filling(self, unit: Unit, group_index: int, reach: Reach) -> None:
+    def begin_filling(self, unit: Unit, group_index: int, sync_scope: SyncScope) -> None:
         """Give a group of a unit memory for the gradients of this backward, waiting for others' if need be."""
         with explained(f"while gradients of unit {unit.label} need memory", self.observers):
-            self._begin_filling(unit, group_index, reach)
+            self._begin_filling(unit, group_index, sync_scope)
 
-    def _begin_filling(self, unit: Unit, group_index: int, reach: Reach) -> None:
+    def _begin_filling(self, unit: Unit, group_index: int, sync_scope: SyncScope) -> None:
         gradients = unit.groups[group_index].gradients
         assert gradients is not None
-        borrows = gradients.needs_bucket(reach is Reach.NOWHERE)
+        borrows = gradients.needs_bucket(sync_scope is SyncScope.NOWHERE)
         gradients.begin(unit.bucket_of(group_index, self._bucket(unit)) if borrows else None)
 
-    def reduce(self, unit: Unit, reach: Reach) -> None:
+    def reduce(self, unit: Unit, sync_scope: SyncScope) -> None:
         """Start to reduce all gradients of a unit, or keep them where the reduction is deferred."""
-        if reach is Reach.NOWHERE:
+        if sync_scope is SyncScope.NOWHERE:
             self._defer(unit)
             return
         if self.in_backward is not None:
@@ -267,7 +267,7 @@ class Executor:
             if gradients is None or not group.reduces:
                 continue
             if not gradients.is_filling and not gradients.has_deferred_sum:
-                self._begin_filling(unit, group_index, reach)
+                self._begin_filling(unit, group_index, sync_scope)
             received = None if scratch is None else unit.bucket_of(group_index, scratch)
             works.append(
                 gradients.reduce(
@@ -275,7 +275,7 @@ class Executor:
                 )
             )
         del self._borrowed[unit.index]
-        self.in_flight.append(_Reduction(unit, reach, works, bucket, self._pool(unit), scratch))
+        self.in_flight.append(_Reduction(unit, sync_scope, works, bucket, self._pool(unit), scratch))
 
     def reduce_outer(self, unit: Unit) -> bool:
         """Start to reduce over the outer ranks what the inner ones have summed; returns whether there is anything."""
@@ -311,7 +311,7 @@ class Executor:
             if group.gradients is None or not group.reduces:
                 continue
             if not group.gradients.is_filling and not group.gradients.has_deferred_sum:
-                self._begin_filling(unit, group_index, Reach.NOWHERE)
+                self._begin_filling(unit, group_index, SyncScope.NOWHERE)
             group.gradients.stop_filling()
 
     def _pool(self, unit: Unit) -> BucketPool:
@@ -347,7 +347,7 @@ class Executor:
         if reduction.scratch is not None:
             self.observers.takes_back(BorrowedMemory.SCRATCH, reduction.unit.index, reduction.scratch)
             self._scratch.give_back(reduction.scratch)
-        if reduction.reach is Reach.EVERYWHERE:
+        if reduction.sync_scope is SyncScope.EVERYWHERE:
             is_on_its_way = self.reduce_outer(reduction.unit)
             if self.in_backward is not None and not is_on_its_way:
                 self.in_backward.unit_is_reduced(reduction.unit)

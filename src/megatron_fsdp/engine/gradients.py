@@ -32,7 +32,7 @@ from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, piece_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.sharding.mesh import Domain
+from megatron_fsdp.sharding.mesh import RankMesh
 
 # The gradient of a sharded parameter is in `.grad`, or in `.decoupled_grad`, which torch does not use: torch requires
 # that `.grad` has the dtype of its parameter, and a further attribute may have any.
@@ -614,23 +614,23 @@ def _zero(tensors: list[torch.Tensor]) -> None:
 
 
 class UsageAgreement:
-    """Agrees over the ranks of a domain which parameters got a gradient on any rank.
+    """Agrees over the ranks of a rank mesh which parameters got a gradient on any rank.
 
     Foreign groups hold other parameters in the place of these, as expert-parallel ranks do: if any of them shows a
     gradient, all do, so that all join a norm that spans them. They ask at every sync.
 
     Args:
-        domain: The ranks.
+        rank_mesh: The ranks.
         device: Where the flags travel.
         always: Ask at every sync, also after all parameters were used once.
     """
 
-    def __init__(self, domain: Domain, device: torch.device, always: bool) -> None:
-        self._group = domain.group
-        self._foreign_groups = domain.foreign_groups
+    def __init__(self, rank_mesh: RankMesh, device: torch.device, always: bool) -> None:
+        self._group = rank_mesh.group
+        self._foreign_groups = rank_mesh.foreign_groups
         self._device = device
-        self.never_knows = always or bool(domain.foreign_groups)  # ranks ask at every sync
-        self.is_alone = domain.group is None and not domain.foreign_groups  # there is no other rank to ask
+        self.never_knows = always or bool(rank_mesh.foreign_groups)  # ranks ask at every sync
+        self.is_alone = rank_mesh.group is None and not rank_mesh.foreign_groups  # there is no other rank to ask
         self.is_known = False  # every parameter was used once, so that nobody asks any more
 
     @property
@@ -679,13 +679,13 @@ class UsageAgreement:
         return used if any(used) or not bool(anything.item()) else [True, *used[1:]]
 
 
-def match_waiting_sums(gradients: Sequence[GradientBuffers], domain: Domain, device: torch.device) -> None:
+def match_waiting_sums(gradients: Sequence[GradientBuffers], rank_mesh: RankMesh, device: torch.device) -> None:
     """Make every rank hold sums that wait for the same groups, so that all reduce the same later. Collective."""
-    if domain.group is None or not gradients:
+    if rank_mesh.group is None or not gradients:
         return
     flags = torch.tensor(
         [[each.has_deferred_sum, each.has_inner_sum] for each in gradients], dtype=torch.int32, device=device
     )
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=domain.group)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=rank_mesh.group)
     for each, (deferred, inner) in zip(gradients, flags.tolist(), strict=True):
         each.ensure_sums(bool(deferred), bool(inner))

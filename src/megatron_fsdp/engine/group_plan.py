@@ -36,7 +36,7 @@ from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import Layout, plan_layout
-from megatron_fsdp.sharding.mesh import Domain, FlatAxis
+from megatron_fsdp.sharding.mesh import FlatAxis, RankMesh
 from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, placements_for, shard_count
 from megatron_fsdp.sharding.shards import MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.sharding.units import (
@@ -384,8 +384,8 @@ class Sharding:
     """The ranks and options by which the parameters of a model are sharded."""
 
     options: EngineOptions
-    dense: Domain
-    experts: Domain | None  # None where they are sharded as everything else
+    dense: RankMesh
+    experts: RankMesh | None  # None where they are sharded as everything else
     device: torch.device
     weight_formats: Mapping[str, WeightFormat] = field(default_factory=dict)  # by canonical name
     lookups: frozenset[str] = frozenset()  # canonical names of what `looked_up` finds
@@ -426,7 +426,7 @@ class Sharding:
         """Whether this is the first rank of the model."""
         return not any(dist.get_rank(group) for group in self.reaching_all if group is not None)
 
-    def domain(self, is_expert: bool) -> Domain:
+    def rank_mesh(self, is_expert: bool) -> RankMesh:
         """Return the ranks of parameters of one kind."""
         return self.experts if is_expert and self.experts is not None else self.dense
 
@@ -447,26 +447,26 @@ class Sharding:
 
     def plan_group(self, spec: ParameterGroupSpec, parts: tuple[TensorParallelPart | None, ...]) -> GroupPlan:
         """Plan layout, dtypes, placements and factors of one group, whose parameters were cut as `parts` before."""
-        domain = self.domain(spec.key.is_expert)
+        rank_mesh = self.rank_mesh(spec.key.is_expert)
         placements = self._placements(spec)
         if spec.key.requires_grad:
             precision = self.precision(spec.key)
         else:
             precision = ResolvedPrecision(*(spec.key.dtype,) * 4, has_main_copy=False)
-        layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, domain.axes))
+        layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, rank_mesh.axes))
         return GroupPlan(
             spec,
             layout,
             precision,
-            self._reduction(domain, precision),
+            self._reduction(rank_mesh, precision),
             placements,
-            domain.axes,
-            domain.described_mesh,
+            rank_mesh.axes,
+            rank_mesh.described_mesh,
             self.device,
             parts,
             layouts,
-            domain.foreign_groups,
-            domain.flat,
+            rank_mesh.foreign_groups,
+            rank_mesh.flat,
         )
 
     def plan_training(self, plan: GroupPlan) -> GroupPlan:
@@ -474,13 +474,13 @@ class Sharding:
         key = replace(plan.spec.key, requires_grad=True)
         infos = tuple(replace(info, key=key) for info in plan.spec.parameters)
         precision = self.precision(key)
-        reduction = self._reduction(self.domain(key.is_expert), precision)
+        reduction = self._reduction(self.rank_mesh(key.is_expert), precision)
         return replace(plan, spec=ParameterGroupSpec(key, infos), precision=precision, reduction=reduction)
 
-    def _reduction(self, domain: Domain, precision: ResolvedPrecision) -> GradientReduction:
+    def _reduction(self, rank_mesh: RankMesh, precision: ResolvedPrecision) -> GradientReduction:
         reduction = gradient_reduction(
             self.dense.num_ranks,
-            domain.num_ranks,
+            rank_mesh.num_ranks,
             average_in_collective=self.options.average_in_collective,
             calculate_per_token_loss=self.options.calculate_per_token_loss,
             comm_dtype=precision.grad_comm,
@@ -523,7 +523,7 @@ class Sharding:
                 **rows_only,
             )
 
-        mesh = self.domain(spec.key.is_expert).tensor_parallel
+        mesh = self.rank_mesh(spec.key.is_expert).tensor_parallel
         num_parts = 1 if mesh is None else mesh.size()
         by_parameter = [
             (info.shape,) * num_parts if part is None else part.shapes_by_rank(info.shape)
@@ -576,7 +576,7 @@ def plan_groups(
     known: dict[object, GroupPlan] = {}
 
     def plan_group(spec: ParameterGroupSpec) -> GroupPlan:
-        mesh = sharding.domain(spec.key.is_expert).tensor_parallel
+        mesh = sharding.rank_mesh(spec.key.is_expert).tensor_parallel
         parts = tuple(part_of(info.name, originals[info.name], mesh) for info in spec.parameters)
         alike = (spec.key, tuple(info.shape for info in spec.parameters), parts)
         if alike not in known:

@@ -155,7 +155,7 @@ class Block:
     """
 
     def __init__(self, num_bytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
-        self.is_kept = memory is not None
+        self.is_persistent = memory is not None
         with torch.inference_mode(False):
             # `data`: writes into one part must not count as modifications of what autograd saved of another.
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device) if memory is None else memory.data
@@ -171,16 +171,16 @@ class Block:
     @property
     def held_bytes(self) -> int:
         """Bytes allocated now: its size, or 0 while it is empty."""
-        return self.num_bytes if self.is_kept else self._bytes.untyped_storage().nbytes()
+        return self.num_bytes if self.is_persistent else self._bytes.untyped_storage().nbytes()
 
     def empty(self) -> None:
         """Free the memory. Views must not be read until it is refilled."""
-        if not self.is_kept:
+        if not self.is_persistent:
             self._bytes.untyped_storage().resize_(0)
 
     def hold(self, num_bytes: int) -> None:
         """Allocate memory for views that end at `num_bytes`; memory of that size stays as it is."""
-        if self.held_bytes != num_bytes and not self.is_kept:
+        if self.held_bytes != num_bytes and not self.is_persistent:
             storage = self._bytes.untyped_storage()
             storage.resize_(0)  # else old and new memory would exist at a time, and the content would be copied
             storage.resize_(num_bytes)
@@ -311,7 +311,7 @@ class BucketPool:
     def set_count(self, count: int) -> None:
         """Change the number of blocks; those too many are dropped when they are not out, unless they are kept."""
         self._count = count
-        while self._free and len(self._made) > count and not self._free[-1].is_kept:
+        while self._free and len(self._made) > count and not self._free[-1].is_persistent:
             dropped = self._free.pop()
             self._made = [block for block in self._made if block is not dropped]
 

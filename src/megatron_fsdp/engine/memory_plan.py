@@ -201,7 +201,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
             slots = max(slots, depth + 1)
         forward = backward = min(depth, slots - 1)
         buckets = bucket_count(options.communication_unit_numel, units)
-    weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, options.is_kept)
+    weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, options.is_persistent)
     groups = [group for unit in units for group in unit]
     resized = frozenset(weights.units_in(WeightStorage.RESIZED))
     schedule = ScheduleConfig(
@@ -222,7 +222,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
         ),
     )
     at_a_time = buckets if reduces_early else max(buckets, sum(schedule.trainable[ROOT_UNIT + 1 :]))
-    pool = plan_pool(_block_sizes(weights, buckets, at_a_time, units)) if options.is_kept else None
+    pool = plan_pool(_block_sizes(weights, buckets, at_a_time, units)) if options.is_persistent else None
     return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow, pool)
 
 

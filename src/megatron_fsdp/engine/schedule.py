@@ -107,7 +107,7 @@ class StepLength:
         self._backwards = 0
 
 
-class Reach(Enum):
+class SyncScope(Enum):
     """How far the gradients of a backward are reduced."""
 
     NOWHERE = "nowhere"  # kept as full sums
@@ -128,15 +128,15 @@ class SyncMode:
         """Whether the end of the next backward is a gradient sync."""
         return not self.defer_all and (self.auto_sync or bool(self.is_last_microbatch))
 
-    def reach(self, accumulates_shards: bool) -> Reach:
+    def sync_scope(self, accumulates_shards: bool) -> SyncScope:
         """Return how far gradients are reduced in the next backward.
 
         `accumulates_shards`: they are held as shards between syncs (strategies 2 and 3), so they have to be reduced
         over the inner ranks each time unless everything is deferred.
         """
         if self.syncs:
-            return Reach.EVERYWHERE
-        return Reach.INSIDE if accumulates_shards and not self.defer_all else Reach.NOWHERE
+            return SyncScope.EVERYWHERE
+        return SyncScope.INSIDE if accumulates_shards and not self.defer_all else SyncScope.NOWHERE
 
     @contextmanager
     def changed(

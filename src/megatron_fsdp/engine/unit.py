@@ -51,7 +51,7 @@ class Unit:
         # what all-gathers write
         self.gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
         self._block: Block | None = None
-        self.shows_unsharded = False  # the module tree holds the full parameters now
+        self.is_unsharded = False  # the module tree holds the full parameters now
         self._swapped = set(range(len(self._swaps)))  # modules that may not hold the sharded parameters
         self.works: list[Work] = []  # all-gathers that nothing has waited for yet
         self._outer_works: list[Work] = []
@@ -202,12 +202,12 @@ class Unit:
             self.gathered[group_index] = full
             group.point_full_to(full)
 
-    def show_unsharded(self, module_index: int | None = None) -> None:
+    def to_unsharded(self, module_index: int | None = None) -> None:
         """Put the full parameters into all modules, or into the one at `module_index`.
 
         Something else that has been put there, by `torch.func.functional_call` or by hand, is refused.
         """
-        self.shows_unsharded = True
+        self.is_unsharded = True
         chosen = range(len(self._swaps)) if module_index is None else (module_index,)
         self._swapped.update(chosen)
         # Written into the modules' own dictionaries: `nn.Module.__setattr__` takes most of the time of a swap.
@@ -235,9 +235,9 @@ class Unit:
                 "when they are released; modify parameters between forwards instead"
             )
 
-    def show_sharded(self) -> None:
+    def to_sharded(self) -> None:
         """Put the sharded parameters into the module tree."""
-        self.shows_unsharded = False
+        self.is_unsharded = False
         while self._swapped:
             for module, namespace, attribute, _, param, is_plain in self._swaps[self._swapped.pop()]:
                 if is_plain:

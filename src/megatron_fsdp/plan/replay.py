@@ -19,7 +19,7 @@ from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import pack_bytes
-from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
+from megatron_fsdp.engine.schedule import Action, Operation, Scheduler, SyncMode, SyncScope
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
@@ -445,8 +445,8 @@ class _Replay:
             self._run(scheduler.backward_ends())
 
     @property
-    def _reach(self) -> Reach:
-        return self._mode.reach(self._setup.strategy >= 2)
+    def _reach(self) -> SyncScope:
+        return self._mode.sync_scope(self._setup.strategy >= 2)
 
     def _run(self, operations: Iterable[Operation]) -> None:
         self._executor.run(operations, self._reach)

@@ -25,7 +25,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, Piece, Setup
-from megatron_fsdp.sharding.mesh import Domain
+from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.wrap.wrap import plan_units
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
@@ -118,8 +118,8 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
     sharding = Sharding(
         EngineOptions(setup.strategy, setup.outer or ShardingStrategy.no_shard, setup.policy, offload=setup.offload),
-        _domain(setup, ranks.inner),
-        _domain(setup, ranks.inner // ranks.ep) if ranks.ep > 1 else None,
+        _rank_mesh(setup, ranks.inner),
+        _rank_mesh(setup, ranks.inner // ranks.ep) if ranks.ep > 1 else None,
         _META,
         encoded_parameters(module, setup.policy, setup.strategy, keeps_transposed=setup.keep_fp8_transpose_cache),
         looked_up(module),
@@ -134,14 +134,14 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     return PlannedModel(setup, units, found.source, memory, matrices)
 
 
-def _domain(setup: Setup, inner: int) -> Domain:
+def _rank_mesh(setup: Setup, inner: int) -> RankMesh:
     """Build the engine's axes without process groups; the last one has `inner` ranks."""
     position_outer, position_inner = divmod(setup.device_rank, setup.ranks.inner)
     places = {"dp_outer": (position_outer, setup.ranks.dp_outer)} if setup.ranks.dp_outer > 1 else {}
     places["dp_shard"] = (position_inner * inner // setup.ranks.inner, inner)
     axes = tuple(Axis(None, *place, sums_locally=setup.backend == "gloo") for place in places.values())
     nowhere: Any = None
-    return Domain(axes, tuple(places), None, None, nowhere)
+    return RankMesh(axes, tuple(places), None, None, nowhere)
 
 
 # ---- memory of a rank between steps ---------------------------------------------------------------------------------

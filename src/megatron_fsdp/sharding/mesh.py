@@ -469,7 +469,7 @@ class FlatAxis:
 
 
 @dataclass(frozen=True)
-class Domain:
+class RankMesh:
     """The ranks that share parameters of one kind: dense ones, or experts, which have a mesh of their own."""
 
     axes: tuple[Axis, ...]  # data-parallel, outermost first; the last one is the sharding axis
@@ -494,14 +494,14 @@ class Domain:
 
 
 @real_values()
-def make_domain(
+def make_rank_mesh(
     index: FSDPDistributedIndex,
     traffic: Mapping[str, Traffic],
     is_expert: bool = False,
     sums_locally: bool = False,
     one_by_one: bool = False,
-) -> Domain:
-    """Build the domain of one kind of parameters from an index."""
+) -> RankMesh:
+    """Build the rank mesh of one kind of parameters from an index."""
     assert index.dp_shard_dim is not None
     names = tuple(name for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None)
     axes = tuple(replace(_axis(index, name, traffic[name], is_expert), sums_locally=sums_locally) for name in names)
@@ -509,7 +509,7 @@ def make_domain(
     described = names if index.tp_dim is None else (*names, index.tp_dim)
     num_ranks = prod(axis.num_ranks for axis in axes)
     group = index.get_dp_group(is_expert) if num_ranks > 1 else None
-    return Domain(
+    return RankMesh(
         axes=axes,
         names=names,
         group=group,

@@ -18,11 +18,11 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.sharding.expert_names import Numbering, number_parameters, plan_experts
-from megatron_fsdp.sharding.mesh import Domain
+from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.shards import MeshUse, TensorParallelCut
 
 
-def find_expert_names(units: Sequence[Unit], experts: Domain | None, mesh: DeviceMesh | None) -> ExpertNames:
+def find_expert_names(units: Sequence[Unit], experts: RankMesh | None, mesh: DeviceMesh | None) -> ExpertNames:
     """Compare the experts of all expert-parallel ranks. Collective: one small message per such dimension.
 
     Parameters that would share a name with others in a checkpoint raise when they are saved.
@@ -66,7 +66,7 @@ def _problem(name: str, reason: str | None) -> str:
     )
 
 
-def _stacked_frame(frame: ShardFrame, edges: tuple[int, ...], experts: Domain, mesh: DeviceMesh) -> ShardFrame | str:
+def _stacked_frame(frame: ShardFrame, edges: tuple[int, ...], experts: RankMesh, mesh: DeviceMesh) -> ShardFrame | str:
     """Return the frame of all ranks' experts in one tensor; or a text that says why there is none."""
     description = frame.description
     if description.tensor_cut is not None or description.other_cuts:

@@ -107,7 +107,7 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
     finally:
         for unit in units:
             engine.full_units.discard(unit.index)
-            unit.show_sharded()
+            unit.to_sharded()
 
 
 def _check_between_steps(engine: Engine, what: str) -> None:
@@ -182,7 +182,7 @@ def _compare(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     """Refuse values that differ between ranks, since each rank would keep its own part of them."""
     named: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
     for group, params in _of_groups(units, copies):
-        ranks = engine.sharding.domain(group.plan.is_expert).group
+        ranks = engine.sharding.rank_mesh(group.plan.is_expert).group
         if ranks is not None:
             parts = zip(group.names, (local_part(param.detach()) for param in params), strict=True)
             named.setdefault(ranks, {}).update((name, part) for name, part in parts if part.numel())

@@ -120,7 +120,7 @@ def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
     engine = live_engine(reference)
     engine.refuse_open_pass("a state dict was taken")
     if not engine.scheduler.in_forward and not engine.full_units:
-        engine.show_sharded()
+        engine.to_sharded()
 
 
 def _before_load(

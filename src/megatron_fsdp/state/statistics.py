@@ -215,7 +215,7 @@ def shared_out_over(engine: Engine, group: ParameterGroup, index: int) -> Proces
     if part is not None and part.is_cut:
         over.append(part.mesh.get_group())
     if plan.is_expert:
-        over += engine.sharding.domain(True).foreign_groups
+        over += engine.sharding.rank_mesh(True).foreign_groups
     return tuple(over)
 
 

@@ -45,7 +45,7 @@ from megatron_fsdp.formats.tensor_extensions import (
     find_tensor_extensions,
     tensor_extension_of,
 )
-from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_domain
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_rank_mesh
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
     ParameterSites,
@@ -214,8 +214,8 @@ def _capture_lack(sharding: Sharding) -> str:
         return f"the model is on {sharding.device.type}"
     if sharding.experts is not None and sharding.experts.foreign_groups:
         return "ranks with different experts agree in every step, on the host, on which were used"
-    domains = (sharding.dense, sharding.experts)
-    groups = [axis.group for domain in domains if domain is not None for axis in domain.axes]
+    rank_meshes = (sharding.dense, sharding.experts)
+    groups = [axis.group for rank_mesh in rank_meshes if rank_mesh is not None for axis in rank_mesh.axes]
     waiting = {backend_of(group) for group in groups if group is not None and not is_simulated(group)} - {"nccl"}
     return f"ranks communicate by {', '.join(sorted(waiting))}, which waits on the host" if waiting else ""
 
@@ -270,8 +270,8 @@ def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: 
     placements_for(options.strategy, options.outer_strategy if has_outer else None)  # refuses impossible combinations
     return Sharding(
         options,
-        make_domain(dist_index, traffic, sums_locally=sums_locally, one_by_one=one_by_one),
-        make_domain(dist_index, traffic, is_expert=True, sums_locally=sums_locally)
+        make_rank_mesh(dist_index, traffic, sums_locally=sums_locally, one_by_one=one_by_one),
+        make_rank_mesh(dist_index, traffic, is_expert=True, sums_locally=sums_locally)
         if dist_index.expt_device_mesh is not None
         else None,
         device,
@@ -289,7 +289,7 @@ def _plan_together(
         check_module(module, options.init_model_with_meta_device)
         params = dict(module.named_parameters())
         for name, param in params.items():
-            part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
+            part_of(name, param, sharding.rank_mesh(sharding.is_expert(name, param)).tensor_parallel)
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
         formats = encoded_parameters(
             module, options.policy, options.strategy, keeps_transposed=options.keep_fp8_transpose_cache
@@ -478,7 +478,7 @@ def _shard(
             groups.append(ParameterGroup(group, params, frames, memory, quantizer))
             del params
         unit = Unit(unit_index, spec.name, groups, group_sites, spec.modules)
-        unit.show_sharded()
+        unit.to_sharded()
         if unit_index:  # the root is whole wherever a forward can read its weights
             unit.set_error_owner(plan.remedy(spec))
         yield unit
@@ -584,9 +584,9 @@ def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
     experts = {name: tensor for name, tensor in held.items() if sharding.is_expert(name, tensor)}
     dense = {name: tensor for name, tensor in held.items() if name not in experts}
     differing: set[str] = set()
-    for tensors, domain in ((dense, sharding.dense), (experts, sharding.experts)):
+    for tensors, rank_mesh in ((dense, sharding.dense), (experts, sharding.experts)):
         # Over the inner ranks first: then all ranks of an inner group equal its first one.
-        for axis in reversed(domain.axes if domain is not None else ()):
+        for axis in reversed(rank_mesh.axes if rank_mesh is not None else ()):
             if axis.group is not None:
                 differing.update(_match(_plain(tensors), axis.group, sharding.device))
     if differing:
