@@ -150,16 +150,18 @@ def text(operations: Iterable[Operation]) -> str:
 
 def test_weights_are_gathered_as_the_mode_says() -> None:
     scheduler = make(GatherMode.AT_ONCE)
-    assert text(scheduler.forward_opens()) == "gather0 gather1 gather2 gather3 gather4 wait0 wait1 wait2 wait3 wait4"
+    assert (
+        text(scheduler.forward_opens()) == "unshard0 unshard1 unshard2 unshard3 unshard4 wait0 wait1 wait2 wait3 wait4"
+    )
     assert text(scheduler.weights_read({2, 3})) == ""
     assert text(scheduler.forward_closes()) == ""
     scheduler = make(GatherMode.TOGETHER)
-    assert text(scheduler.forward_opens()) == "gather0 gather1 gather2 gather3 gather4"
+    assert text(scheduler.forward_opens()) == "unshard0 unshard1 unshard2 unshard3 unshard4"
     assert [text(scheduler.weights_read(read)) for read in ({2, 1}, {2, 4})] == ["wait1 wait2", "wait4"]
     scheduler = make(GatherMode.IN_TURN)
-    assert text(scheduler.forward_opens()) == "gather0 gather1"
+    assert text(scheduler.forward_opens()) == "unshard0 unshard1"
     found = [text(scheduler.weights_read(read)) for read in ({1}, {1}, {2}, {3, 4})]
-    assert found == ["gather2 wait1", "", "gather3 wait2", "gather4 wait3 wait4"]
+    assert found == ["unshard2 wait1", "", "unshard3 wait2", "unshard4 wait3 wait4"]
 
 
 def test_weights_that_changed_are_gathered_again_and_whole_ones_never() -> None:
@@ -168,8 +170,8 @@ def test_weights_that_changed_are_gathered_again_and_whole_ones_never() -> None:
     for bucket in range(1, BUCKETS + 1):
         scheduler.weights_read({bucket})
     assert text(scheduler.forward_opens()) == ""
-    assert text(scheduler.weights_changed()) == "wait0 release0 release1 release2 release3 release4"
-    assert text(scheduler.forward_opens()) == "gather0 gather1"
+    assert text(scheduler.weights_changed()) == "wait0 reshard0 reshard1 reshard2 reshard3 reshard4"
+    assert text(scheduler.forward_opens()) == "unshard0 unshard1"
     for mode in GatherMode:
         scheduler = make(mode, gathers=False)
         assert not [*scheduler.forward_opens(), *scheduler.weights_read({1, 4})]
@@ -187,7 +189,7 @@ def test_whatever_is_read_gathers_run_in_one_order_and_before_they_are_needed(
         waited = {operation.unit for operation in started if operation.action.value == "wait"}
         assert units <= waited
     started += scheduler.forward_closes()
-    gathers = [operation.unit for operation in started if operation.action.value == "gather"]
+    gathers = [operation.unit for operation in started if operation.action.value == "unshard"]
     assert gathers == list(range(BUCKETS + 1))
 
 

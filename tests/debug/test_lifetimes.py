@@ -233,7 +233,7 @@ def _release_skipped() -> Any:
 
     def dropping(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
         found = original(self, *args, **kwargs)
-        return type(found)(operation for operation in found if operation.action is not Action.RELEASE)
+        return type(found)(operation for operation in found if operation.action is not Action.RESHARD)
 
     return mock.patch.object(Scheduler, "_release", dropping)
 
@@ -244,7 +244,7 @@ def _released_inside_its_forward() -> Any:
     def releasing(self: Floor, x: torch.Tensor) -> torch.Tensor:
         model = MODELS[-1]
         if self is model.module.floors[2]:
-            engine_of(model).executor.run((Operation(Action.RELEASE, 3),))
+            engine_of(model).executor.run((Operation(Action.RESHARD, 3),))
         return x + self.down(torch.relu(self.up(x)))
 
     return mock.patch.object(Floor, "forward", releasing)

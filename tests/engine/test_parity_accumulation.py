@@ -144,7 +144,7 @@ def replace_between_microbatches(run: Run) -> None:
     run.train(1)
 
 
-def scale_below_deferred_sums(run: Run) -> None:
+def scale_below_unreduced_gradients(run: Run) -> None:
     run.loss(0).backward()
     with torch.no_grad():
         for param in run.parameters().values():
@@ -177,7 +177,7 @@ def scale_all(run: Run) -> None:
         clear_one_parameter,
         scale_between_microbatches,
         replace_between_microbatches,
-        scale_below_deferred_sums,
+        scale_below_unreduced_gradients,
         scale_all,
     ],
 )

@@ -106,9 +106,9 @@ FORWARD_OF_TWO = "F0> F1> F1< F2> F2< F0<"
 FORWARD_OF_FOUR = "F0> F1> F1< F2> F2< F3> F3< F4> F4< F0<"
 
 # What a pass asks for once its order is known.
-STEADY_FORWARD = "gather0 gather1@0 wait0 gather2@1 wait1 release1 gather3@0 wait2 wait3"
-STEADY_BACKWARD = "reduce3 release3 gather1@0 reduce2 wait1 reduce1 reduce0 finalise"
-STEADY = f"{STEADY_FORWARD} {STEADY_BACKWARD} release0 release1 release2"
+STEADY_FORWARD = "unshard0 unshard1@0 wait0 unshard2@1 wait1 reshard1 unshard3@0 wait2 wait3"
+STEADY_BACKWARD = "reduce3 reshard3 unshard1@0 reduce2 wait1 reduce1 reduce0 finalise"
+STEADY = f"{STEADY_FORWARD} {STEADY_BACKWARD} reshard0 reshard1 reshard2"
 
 SWAPPED = "F0> F2> F2< F1> F1< F3> F3< F0<"
 SKIPPING = "F0> F1> F1< F3> F3< F0<"
@@ -142,7 +142,7 @@ def after_one_step(**options: object) -> Play:
 CASES = {
     # the plain case
     "first_forward_gathers_each_unit_when_it_is_needed": case(
-        (FORWARD, "gather0 wait0 gather1@0 wait1 gather2@1 wait2 release1 gather3@0 wait3")
+        (FORWARD, "unshard0 wait0 unshard1@0 wait1 unshard2@1 wait2 reshard1 unshard3@0 wait3")
     ),
     "a_backward_that_reads_no_weights_gathers_none_and_is_not_prefetched": case(
         STEP.replace("B1>", "b1>"),
@@ -150,17 +150,17 @@ CASES = {
         (BACKWARD.replace("B1>", "b1>"), "reduce3 reduce2 reduce1 reduce0 finalise"),
     ),
     "first_backward_finds_the_units_used_last_and_gathers_the_others_when_needed": case(
-        FORWARD, (BACKWARD, "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise")
+        FORWARD, (BACKWARD, "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise")
     ),
     "every_later_step_gathers_one_unit_ahead_into_the_slot_it_had": case(
         STEP, (STEP, STEADY), (STEP, STEADY), (STEP, STEADY)
     ),
     # weights that do and do not change
     "accumulation_keeps_the_root_and_the_units_used_last": case(
-        f"{FORWARD} {BACKWARD}", (FORWARD, "release1 gather3@0 wait3"), (BACKWARD, STEADY_BACKWARD)
+        f"{FORWARD} {BACKWARD}", (FORWARD, "reshard1 unshard3@0 wait3"), (BACKWARD, STEADY_BACKWARD)
     ),
     "a_gather_under_way_is_waited_for_before_its_unit_is_released": case(
-        STEP, "F0> F0<", ("W", "release0 wait1 release1")
+        STEP, "F0> F0<", ("W", "reshard0 wait1 reshard1")
     ),
     "weights_that_change_inside_a_forward_are_refused": case(
         "F0> F1>", ("W", ScheduleError("the weights were changed inside a forward"))
@@ -170,39 +170,39 @@ CASES = {
     ),
     "evaluation_gathers_in_forward_order_and_reduces_nothing": case(
         EVALUATION,
-        (EVALUATION, "release3 gather1@0 wait1 release1 gather3@0 wait3"),
+        (EVALUATION, "reshard3 unshard1@0 wait1 reshard1 unshard3@0 wait3"),
     ),
     # orders
     "a_pass_in_another_order_gathers_on_demand_and_is_recorded_anew": case(
         STEP,
         # Unit 1 had been gathered ahead at the root, in vain for now; afterwards nothing is gathered ahead.
-        (SWAPPED, "gather0 gather1@0 wait0 gather2@1 wait2 wait1 release1 gather3@0 wait3"),
+        (SWAPPED, "unshard0 unshard1@0 wait0 unshard2@1 wait2 wait1 reshard1 unshard3@0 wait3"),
         "B0> B3> G3 B1> G1 B2> G2 E W",
-        (SWAPPED, "gather0 gather2@1 wait0 gather1@0 wait2 wait1 release1 gather3@0 wait3"),
+        (SWAPPED, "unshard0 unshard2@1 wait0 unshard1@0 wait2 wait1 reshard1 unshard3@0 wait3"),
     ),
     "a_skipped_unit_is_gathered_in_vain_once": case(
         STEP,
-        (SKIPPING, "gather0 gather1@0 wait0 gather2@1 wait1 release1 gather3@0 wait3"),
+        (SKIPPING, "unshard0 unshard1@0 wait0 unshard2@1 wait1 reshard1 unshard3@0 wait3"),
         "B0> B3> G3 B1> G1 E W",
         # Unit 3 cannot be gathered ahead of its use: unit 1, in use, has its slot.
-        (SKIPPING, "gather0 gather1@0 wait0 wait1 release1 gather3@0 wait3"),
+        (SKIPPING, "unshard0 unshard1@0 wait0 wait1 reshard1 unshard3@0 wait3"),
     ),
     "a_backward_in_another_order_gathers_on_demand": case(
         STEP,
         FORWARD,
-        ("B0> B2> G2 B3> G3 B1> G1 E", "reduce2 reduce3 release3 gather1@0 wait1 reduce1 reduce0 finalise"),
+        ("B0> B2> G2 B3> G3 B1> G1 E", "reduce2 reduce3 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise"),
     ),
     # gradients
     "frozen_unit_is_gathered_for_backward_and_issues_no_reduce": case(
         FORWARD,
-        ("B0> B3> G3 B2> G2 B1> E", "reduce3 reduce2 release3 gather1@0 wait1 reduce0 finalise"),
+        ("B0> B3> G3 B2> G2 B1> E", "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce0 finalise"),
         trainable=(True, False, True, True),
     ),
     "unit_with_missing_gradients_is_settled_when_the_next_unit_begins": case(
-        FORWARD, ("B0> B3> G3 B2> g2", "reduce3"), ("B1>", "reduce2 release3 gather1@0 wait1")
+        FORWARD, ("B0> B3> G3 B2> g2", "reduce3"), ("B1>", "reduce2 reshard3 unshard1@0 wait1")
     ),
     "unit_without_any_gradient_is_settled_too": case(
-        FORWARD, ("B0> B3> B2> B1> E", "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise")
+        FORWARD, ("B0> B3> B2> B1> E", "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise")
     ),
     "unit_that_backward_never_reached_issues_no_reduce": case(
         FORWARD_OF_TWO, ("B0> B2> G2 E", "reduce2 reduce0 finalise"), units=3
@@ -218,14 +218,14 @@ CASES = {
     ),
     "late_reduction_reduces_everything_when_backward_is_over": case(
         FORWARD,
-        ("B0> B3> G3 B2> G2 B1> G1", "release3 gather1@0 wait1"),
+        ("B0> B3> G3 B2> G2 B1> G1", "reshard3 unshard1@0 wait1"),
         ("E", "reduce3 reduce2 reduce1 reduce0 finalise"),
         reduces_early=False,
     ),
     # recomputation
     "recomputing_a_unit_inside_its_backward_asks_for_nothing_more": case(
         FORWARD,
-        (RECOMPUTING, "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise"),
+        (RECOMPUTING, "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise"),
         f"W {FORWARD}",
         (RECOMPUTING, STEADY_BACKWARD),
     ),
@@ -234,7 +234,7 @@ CASES = {
         ("B0> F3> F3< F4> F4< B4> G4 B3> G3", "reduce4 reduce3"),
         (
             "F1> F1< F2> F2< B2> G2 B1> G1 E",
-            "release3 gather1@0 wait1 release4 gather2@1 wait2 reduce2 reduce1 reduce0 finalise",
+            "reshard3 unshard1@0 wait1 reshard4 unshard2@1 wait2 reduce2 reduce1 reduce0 finalise",
         ),
         units=5,
     ),
@@ -243,18 +243,18 @@ CASES = {
         (
             "B0> F1> F1< F2> F2< F3> F3< B3> G3 B2> G2 B1> G1 E",
             (
-                "release3 gather1@0 wait1 release1 gather3@0 wait3 "
-                "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise"
+                "reshard3 unshard1@0 wait1 reshard1 unshard3@0 wait3 "
+                "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise"
             ),
         ),
     ),
     # strategies
     "replicated_weights_are_gathered_in_place_once_per_step": case(
-        (FORWARD, "gather0 wait0 gather1 wait1 gather2 wait2 gather3 wait3"),
+        (FORWARD, "unshard0 wait0 unshard1 wait1 unshard2 wait2 unshard3 wait3"),
         (BACKWARD, "reduce3 reduce2 reduce1 reduce0 finalise"),
         (f"{FORWARD} {BACKWARD}", "reduce3 reduce2 reduce1 reduce0 finalise"),
-        ("W", "release0 release1 release2 release3"),
-        (FORWARD, "gather0 gather1 wait0 gather2 wait1 gather3 wait2 wait3"),
+        ("W", "reshard0 reshard1 reshard2 reshard3"),
+        (FORWARD, "unshard0 unshard1 wait0 unshard2 wait1 unshard3 wait2 wait3"),
         shares_slots=False,
     ),
     "whole_weights_are_never_gathered": case(
@@ -267,10 +267,13 @@ CASES = {
     # more slots, more depth
     "three_slots_and_depth_two_gather_two_units_ahead": case(
         f"{FORWARD_OF_FOUR} B0> B4> G4 B3> G3 B2> G2 B1> G1 E W",
-        (FORWARD_OF_FOUR, "gather0 gather1@0 gather2@1 wait0 gather3@2 wait1 release1 gather4@0 wait2 wait3 wait4"),
+        (
+            FORWARD_OF_FOUR,
+            "unshard0 unshard1@0 unshard2@1 wait0 unshard3@2 wait1 reshard1 unshard4@0 wait2 wait3 wait4",
+        ),
         (
             "B0> B4> G4 B3> G3 B2> G2 B1> G1 E",
-            "reduce4 release4 gather1@0 reduce3 reduce2 wait1 reduce1 reduce0 finalise",
+            "reduce4 reshard4 unshard1@0 reduce3 reduce2 wait1 reduce1 reduce0 finalise",
         ),
         units=5,
         slots=3,
@@ -279,15 +282,15 @@ CASES = {
     ),
     # asked from outside, broken off
     "weights_wanted_ahead_are_only_waited_for_by_the_forward": case(
-        ("P0 P1 P2", "gather0 gather1@0 gather2@1"), ("F0> F1>", "wait0 wait1")
+        ("P0 P1 P2", "unshard0 unshard1@0 unshard2@1"), ("F0> F1>", "wait0 wait1")
     ),
     "forward_from_before_a_reset_cannot_be_run_backward": case(
         f"{FORWARD} R", ("B3>", ScheduleError("before the weights were changed"))
     ),
     # units that call other units
     "a_unit_that_calls_another_keeps_its_weights": case(
-        ("F0> F1> F2> F2<", "gather0 wait0 gather1@0 wait1 gather2@1 wait2"),  # a slot more than asked for
-        ("F1< F3> F3< F0<", "release1 gather3@0 wait3"),
+        ("F0> F1> F2> F2<", "unshard0 wait0 unshard1@0 wait1 unshard2@1 wait2"),  # a slot more than asked for
+        ("F1< F3> F3< F0<", "reshard1 unshard3@0 wait3"),
         units=4,
         slots=1,
     ),
@@ -297,8 +300,8 @@ CASES = {
     "an_outer_unit_with_memory_of_its_own_makes_room_for_an_inner_one": case(
         # In backward unit 1 takes the slot that was used least recently, where unit 2 lives; it is only counted there.
         "F0> F1> F2> F2< F1< F3> F3< F4> F4< F0<",
-        ("B0> B4> G4 B3> G3 B1>", "reduce4 reduce3 release4 gather1@1 wait1"),
-        ("B2> G2 G1 E", "release3 gather2@1 wait2 reduce2 reduce1 reduce0 finalise"),
+        ("B0> B4> G4 B3> G3 B1>", "reduce4 reduce3 reshard4 unshard1@1 wait1"),
+        ("B2> G2 G1 E", "reshard3 unshard2@1 wait2 reduce2 reduce1 reduce0 finalise"),
         units=5,
         resized=frozenset({1}),
     ),
@@ -307,15 +310,15 @@ CASES = {
         ("F1>", ScheduleError("unit 1 is needed while unit 3, which shares its memory, is in use")),
     ),
     "a_unit_without_an_open_forward_may_move_to_another_slot": case(
-        "F0> F1> f1< F2> f2< F3>", ("F1>", "release2 gather1@1 wait1")
+        "F0> F1> f1< F2> f2< F3>", ("F1>", "reshard2 unshard1@1 wait1")
     ),
     # memory of its own, or that is given back
     "private_units_take_no_slot_and_give_way_to_nobody": case(
-        (FORWARD, "gather0 wait0 gather1@0 wait1 gather2 wait2 release1 gather3@0 wait3"),
-        (BACKWARD, "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise"),
-        ("W", "release0 release1 release2"),
+        (FORWARD, "unshard0 wait0 unshard1@0 wait1 unshard2 wait2 reshard1 unshard3@0 wait3"),
+        (BACKWARD, "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise"),
+        ("W", "reshard0 reshard1 reshard2"),
         # The kept one is gathered ahead although the only slot is taken.
-        ("F0> F1>", "gather0 gather1@0 wait0 gather2 wait1"),
+        ("F0> F1>", "unshard0 unshard1@0 wait0 unshard2 wait1"),
         kept=frozenset({2}),
         slots=1,
     ),
@@ -338,9 +341,9 @@ def test_answers(case: Case) -> None:
 def test_reset_in_forward_brings_everything_to_rest() -> None:
     player = play()
     player("F0> F1> F1< F2>")
-    assert player("R") == "release0 release1 release2"
+    assert player("R") == "reshard0 reshard1 reshard2"
     assert not player.scheduler.in_forward
-    assert player(FORWARD) == "gather0 wait0 gather1@0 wait1 gather2@1 wait2 release1 gather3@0 wait3"
+    assert player(FORWARD) == "unshard0 wait0 unshard1@0 wait1 unshard2@1 wait2 reshard1 unshard3@0 wait3"
 
 
 def test_reset_in_backward_forgets_what_was_not_reduced_and_learnt() -> None:
@@ -358,14 +361,14 @@ def test_an_outer_unit_keeps_its_weights_while_others_are_gathered_ahead_in_back
     step = "F0> F1> F2> F2< F1< F3> F2> F2< F3< F0< B0> B3> B2> g2"
     player = play()
     player(f"{step} G3 B1> B2> G2 G1 E")
-    assert "release3" not in player(step).split()
+    assert "reshard3" not in player(step).split()
 
 
 def test_a_forward_that_failed_ends_those_inside_it() -> None:
     player = play()
     player("F0> F1> F2> f0<")
     assert not player.scheduler.in_forward
-    assert player("F0> F1> F1< F2> F2< F3> F3< F0<") == "release1 gather3@0 wait3"
+    assert player("F0> F1> F1< F2> F2< F3> F3< F0<") == "reshard1 unshard3@0 wait3"
 
 
 # ---- memory of its own, or that is given back ----------------------------------------------------------------------
@@ -387,9 +390,9 @@ def resized(**options: object) -> Play:
 
 def test_memory_that_is_given_back_is_released_when_the_backward_is_over() -> None:
     player = resized()
-    assert numberless(player(FORWARD)) == "gather0 gather1 wait0 gather2 wait1 release1 gather3 wait2 wait3"
-    assert numberless(player("B0> B3> G3 B2> G2 B1> G1")) == "reduce3 release3 gather1 reduce2 wait1 reduce1"
-    assert player("E") == "release0 release1 release2 reduce0 finalise"
+    assert numberless(player(FORWARD)) == "unshard0 unshard1 wait0 unshard2 wait1 reshard1 unshard3 wait2 wait3"
+    assert numberless(player("B0> B3> G3 B2> G2 B1> G1")) == "reduce3 reshard3 unshard1 reduce2 wait1 reduce1"
+    assert player("E") == "reshard0 reshard1 reshard2 reduce0 finalise"
     assert player("W") == ""
 
 
@@ -403,17 +406,17 @@ def given_back_per_step(microbatches: int = 1) -> Play:
     """The root's memory is given back when the last backward of a step is over; one step has been seen."""
     player = play(returned_before_step=frozenset({0}))
     first = player(" ".join([FORWARD, BACKWARD] * microbatches))
-    assert "release0" not in first.split()  # nothing is known of the first step
-    assert player("W").startswith("release0 ")
+    assert "reshard0" not in first.split()  # nothing is known of the first step
+    assert player("W").startswith("reshard0 ")
     return player
 
 
 def test_the_root_is_released_when_the_last_backward_of_a_step_is_over_before_its_own_reduction() -> None:
     player = given_back_per_step()
     player(f"{FORWARD} B0> B3> G3 B2> G2 B1> G1")
-    assert player("E") == "release0 reduce0 finalise"
-    assert player("W") == "release1 release2"
-    assert player("F0>").startswith("gather0 ")
+    assert player("E") == "reshard0 reduce0 finalise"
+    assert player("W") == "reshard1 reshard2"
+    assert player("F0>").startswith("unshard0 ")
 
 
 def test_between_the_microbatches_of_a_step_the_root_stays() -> None:
@@ -424,29 +427,29 @@ def test_between_the_microbatches_of_a_step_the_root_stays() -> None:
     for _ in range(2):
         assert player(f"{FORWARD} {BACKWARD}") == plain(f"{FORWARD} {BACKWARD}")
     assert player(FORWARD) == plain(FORWARD)
-    assert player(BACKWARD) == plain(BACKWARD).replace("reduce0", "release0 reduce0")
+    assert player(BACKWARD) == plain(BACKWARD).replace("reduce0", "reshard0 reduce0")
 
 
 def test_a_step_with_more_backwards_than_the_one_before_gathers_the_root_once_more() -> None:
     player = given_back_per_step()
-    gathers = [player(f"{FORWARD} {BACKWARD}").split().count("gather0") for _ in range(3)]
+    gathers = [player(f"{FORWARD} {BACKWARD}").split().count("unshard0") for _ in range(3)]
     assert gathers == [1, 1, 0]
     player("W")
-    gathers = [player(f"{FORWARD} {BACKWARD}").split().count("gather0") for _ in range(3)]
+    gathers = [player(f"{FORWARD} {BACKWARD}").split().count("unshard0") for _ in range(3)]
     assert gathers == [1, 0, 0]
 
 
 def test_a_reset_forgets_how_long_steps_are() -> None:
     player = given_back_per_step()
     player("R")
-    assert "release0" not in player(f"{FORWARD} {BACKWARD}").split()
+    assert "reshard0" not in player(f"{FORWARD} {BACKWARD}").split()
 
 
 def test_a_unit_with_memory_of_its_own_needs_no_particular_slot() -> None:
     player = resized()
     player("F0> F1> F1< F2> F2< F3> F3< F0<")
     # Unit 1 shared a slot in forward with unit 3, which is in use.
-    assert numberless(player("B0> B3> A1")) == "release2 gather1 wait1"
+    assert numberless(player("B0> B3> A1")) == "reshard2 unshard1 wait1"
     in_slots = play()
     in_slots(FORWARD)
     with pytest.raises(ScheduleError, match="which shares its memory, is in use"):
@@ -455,7 +458,7 @@ def test_a_unit_with_memory_of_its_own_needs_no_particular_slot() -> None:
 
 def test_what_a_forward_uses_is_not_given_back_by_a_backward_inside_it() -> None:
     player = resized()
-    assert numberless(player("F0> F1> F1< F2> B1> G1 E")).endswith("reduce1 release1 reduce0 finalise")
+    assert numberless(player("F0> F1> F1< F2> B1> G1 E")).endswith("reduce1 reshard1 reduce0 finalise")
 
 
 def test_looking_further_ahead_adds_slots_where_allowed() -> None:
@@ -463,7 +466,7 @@ def test_looking_further_ahead_adds_slots_where_allowed() -> None:
     player.scheduler.look_ahead(2, may_grow=True)
     player(STEP)
     assert player.scheduler.config.slots == 3
-    assert player(FORWARD) == "gather0 gather1@0 gather2@1 wait0 gather3@2 wait1 wait2 wait3"
+    assert player(FORWARD) == "unshard0 unshard1@0 unshard2@1 wait0 unshard3@2 wait1 wait2 wait3"
 
 
 def test_looking_further_ahead_stays_within_the_slots_where_they_are_fixed() -> None:

@@ -130,12 +130,12 @@ class Machine:
 
     def run(self, operations: tuple[Operation, ...]) -> None:
         for action, unit, slot in operations:
-            if action is Action.GATHER:
+            if action is Action.UNSHARD:
                 self._gather(unit, slot)
             elif action is Action.WAIT:
                 assert unit in self.under_way, "a wait without a gather"
                 self.under_way.remove(unit)
-            elif action is Action.RELEASE:
+            elif action is Action.RESHARD:
                 assert unit in self.place, "released without having been gathered"
                 assert unit not in self.under_way, "released before it arrived"
                 assert unit not in self.computing, "released while in use"

@@ -54,8 +54,8 @@ class Trace:
         """The most units that were on their way, beside the one waited for, at any wait."""
         under_way: set[str] = set()
         most = 0
-        for event in self.of("gather", "wait"):
-            unit = event.lstrip("gatherwi")
+        for event in self.of("unshard", "wait"):
+            unit = event.rpartition("unshard")[2].removeprefix("wait")
             if event.startswith("wait"):
                 under_way.discard(unit)
                 most = max(most, len(under_way))
@@ -122,7 +122,7 @@ def test_gradients_are_reduced_during_backward_or_after_it(strategy: int, overla
 @on_ranks(2)
 def test_weights_are_gathered_ahead_or_on_demand(overlap: bool) -> None:
     found = [trace_of({"zero_dp_strategy": each, "overlap_param_gather": overlap}) for each in (0, 1, 3)]
-    assert found[0].of("gather", "wait") == []
+    assert found[0].of("unshard", "wait") == []
     assert [trace.ahead for trace in found[1:]] == [int(overlap), 1]
 
 
@@ -148,16 +148,16 @@ def test_so_many_units_are_gathered_ahead_as_asked_for() -> None:
 @pytest.mark.parametrize(
     ("ahead", "backward"),
     [
-        (0, "reduce5 reduce4 reduce3 gather2 wait2 reduce2 gather1 wait1 reduce1 reduce0"),
+        (0, "reduce5 reduce4 reduce3 unshard2 wait2 reduce2 unshard1 wait1 reduce1 reduce0"),
         # Unit 2 is gathered as soon as the backward of unit 4 begins, and unit 1 with that of unit 3.
-        (2, "reduce5 gather2 reduce4 gather1 reduce3 wait2 reduce2 wait1 reduce1 reduce0"),
+        (2, "reduce5 unshard2 reduce4 unshard1 reduce3 wait2 reduce2 wait1 reduce1 reduce0"),
     ],
 )
 @on_ranks(2)
 def test_backward_looks_ahead_by_itself(ahead: int, backward: str) -> None:
     options = {"max_gathered_units": 3, "forward_prefetch_units": 0, "backward_prefetch_units": ahead}
-    forward = " ".join(f"gather{unit} wait{unit}" for unit in range(FLOORS + 1))
-    assert " ".join(trace_of(options).of("gather", "wait", "reduce")) == f"{forward} {backward}"
+    forward = " ".join(f"unshard{unit} wait{unit}" for unit in range(FLOORS + 1))
+    assert " ".join(trace_of(options).of("unshard", "wait", "reduce")) == f"{forward} {backward}"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def defer_everything_then_sync(run: Run) -> None:
     run.step()
 
 
-def test_deferred_sums_of_units_that_some_ranks_skipped_are_reduced_on_all(run_ranks: RunRanks) -> None:
+def test_unreduced_gradients_of_units_that_some_ranks_skipped_are_reduced_on_all(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 2, Scenario(defer_everything_then_sync, EXPERTS), ALL[1::2])
 
 

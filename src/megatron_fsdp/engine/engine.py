@@ -128,7 +128,7 @@ class Engine:
         self._agreed_since_change = False  # there was a sync since parameters were last frozen or unfrozen
         self._has_unattached = False  # there was a backward since the last sync
         self._defers = False  # some backward since the last sync defers its reduction
-        self._may_differ = False  # since a reset, ranks may hold deferred sums for different groups
+        self._may_differ = False  # since a reset, ranks may hold unreduced gradients for different groups
         self._unsharded_for_backward: set[int] = set()  # units whose modules hold full parameters for the backward
         self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] | None = None  # made in the first pass
         self._shows_local: set[int] = set()  # units whose local weights are in the modules
@@ -597,7 +597,9 @@ class Engine:
     @property
     def has_deferred_gradients(self) -> bool:
         """True if gradients wait to be reduced, by the next backward that synchronises or by `finish_grad_sync`."""
-        return any(found.has_deferred_sum or found.has_inner_sum for _, found in self.groups_with_gradients())
+        return any(
+            found.has_unreduced_gradient or found.has_partly_reduced for _, found in self.groups_with_gradients()
+        )
 
     def _finalise(self) -> None:
         """End a backward whose reductions are done."""
@@ -630,7 +632,7 @@ class Engine:
             check.begin()
         self._match_after_reset()
         for unit in reversed(self.units):
-            if any(group.gradients is not None and group.gradients.has_deferred_sum for group in unit.groups):
+            if any(group.gradients is not None and group.gradients.has_unreduced_gradient for group in unit.groups):
                 concludes = True
                 self.executor.run((Operation(Action.REDUCE, unit.index),))
             else:
@@ -731,7 +733,7 @@ class Engine:
         self._may_differ = self._defers
 
     def _match_after_reset(self) -> None:
-        """Agree on deferred sums before anything else is sent: ranks may have been stopped at different points."""
+        """Agree on unreduced gradients first: ranks may have been stopped at different points."""
         if not self._may_differ:
             return
         self._may_differ = False

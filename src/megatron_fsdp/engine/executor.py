@@ -47,7 +47,7 @@ def communicated_bytes(phase: Phase, unit: Unit) -> int:
     return 0
 
 
-_GATHER, _WAIT, _RELEASE, _REDUCE, _FINALISE = Action  # looking these up for each operation takes time
+_UNSHARD, _WAIT, _RESHARD, _REDUCE, _FINALISE = Action  # looking these up for each operation takes time
 _DIGEST_LIMIT = 2**61 - 1
 
 
@@ -169,7 +169,7 @@ class Executor:
         observers = self.observers
         for action, unit_index, slot in operations:
             unit = self._units[unit_index]
-            if action is _GATHER or (action is _REDUCE and sync_scope is not SyncScope.NOWHERE):
+            if action is _UNSHARD or (action is _REDUCE and sync_scope is not SyncScope.NOWHERE):
                 self._fold(action, unit_index)
             before, self.is_broken = self.is_broken, True
             try:
@@ -186,12 +186,12 @@ class Executor:
                 raise
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, sync_scope: SyncScope) -> None:
-        if action is _GATHER:
+        if action is _UNSHARD:
             unit.all_gather_outer(self._outer_stream)
             unit.unshard(self._gather_stream, self._block_for(unit, slot), self.coming_stream)
         elif action is _WAIT:
             unit.wait_for_unshard()
-        elif action is _RELEASE:
+        elif action is _RESHARD:
             unit.reshard(loses_memory=self.weight_memory.give_back(unit.index))
         elif action is _REDUCE:
             self.reduce(unit, sync_scope)
@@ -266,7 +266,7 @@ class Executor:
             gradients = group.gradients
             if gradients is None or not group.reduces:
                 continue
-            if not gradients.is_filling and not gradients.has_deferred_sum:
+            if not gradients.is_filling and not gradients.has_unreduced_gradient:
                 self._begin_filling(unit, group_index, sync_scope)
             received = None if scratch is None else unit.bucket_of(group_index, scratch)
             works.append(
@@ -279,7 +279,7 @@ class Executor:
 
     def reduce_outer(self, unit: Unit) -> bool:
         """Start to reduce over the outer ranks what the inner ones have summed; returns whether there is anything."""
-        if not any(group.gradients is not None and group.gradients.has_inner_sum for group in unit.groups):
+        if not any(group.gradients is not None and group.gradients.has_partly_reduced for group in unit.groups):
             return False
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:
             self._finish_outer_reduction()
@@ -290,7 +290,7 @@ class Executor:
                     self._outer_stream, group.sharded, self.going_stream, unit.outer_buffer_of(group_index, block)
                 )
                 for group_index, group in enumerate(unit.groups)
-                if group.gradients is not None and group.gradients.has_inner_sum
+                if group.gradients is not None and group.gradients.has_partly_reduced
             ]
         self._outer_reductions.append((unit.index, block, started))
         return True
@@ -306,11 +306,11 @@ class Executor:
             self.in_backward.unit_is_reduced(self._units[index])
 
     def _defer(self, unit: Unit) -> None:
-        """Keep deferred sums, of zeros where no gradient came: ranks must agree on what there is to reduce later."""
+        """Keep unreduced gradients, zeros where none came: ranks must agree on the reductions to come."""
         for group_index, group in enumerate(unit.groups):
             if group.gradients is None or not group.reduces:
                 continue
-            if not group.gradients.is_filling and not group.gradients.has_deferred_sum:
+            if not group.gradients.is_filling and not group.gradients.has_unreduced_gradient:
                 self._begin_filling(unit, group_index, SyncScope.NOWHERE)
             group.gradients.stop_filling()
 
@@ -375,7 +375,7 @@ class Executor:
             unit.wait_for_unshard()
             for group in unit.groups:
                 if group.gradients is not None:
-                    group.gradients.stop_filling()  # deferred sums of earlier backwards stay
+                    group.gradients.stop_filling()  # unreduced gradients of earlier backwards stay
         self._borrowed.clear()
         for pool in self._pools:
             pool.reclaim()

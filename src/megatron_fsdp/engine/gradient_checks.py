@@ -341,7 +341,9 @@ class UnreducedGradients:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         gradients = [group_and_index[id(param)][0].gradients for param in params if id(param) in group_and_index]
-        waits = any(found is not None and (found.has_deferred_sum or found.has_inner_sum) for found in gradients)
+        waits = any(
+            found is not None and (found.has_unreduced_gradient or found.has_partly_reduced) for found in gradients
+        )
         if waits and all(param.grad is None for param in params):
             self._warned = True
             warn_caller(

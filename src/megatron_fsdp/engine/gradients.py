@@ -1,9 +1,9 @@
 """The gradients of a parameter group: from autograd into a bucket, through the reduction, into the main gradient.
 
     autograd's gradient  -> copied, cast ->  bucket (full, grad_comm dtype)  -> reduced ->  main gradient  -> `.grad`
-    where all reduction is deferred:  -> added ->  deferred sum (full, main_grads dtype)  -> cast ->  bucket
-    where there is an outer axis:  bucket  -> reduced inside, added ->  inner sum (an inner rank's shard, main_grads
-        dtype)  -> cast, reduced across, at the sync ->  main gradient
+    where all reduction is deferred:  -> added ->  unreduced gradient (full, main_grads dtype)  -> cast ->  bucket
+    where there is an outer axis:  bucket  -> reduced inside, added ->  partly reduced gradient (an inner rank's shard,
+        main_grads dtype)  -> cast, reduced across, at the sync ->  main gradient
 
 A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
 overwrites, else it adds; so clearing gradients in any of the usual ways is right. `.grad` is read when the reduction
@@ -243,7 +243,7 @@ def direct_hook(gradient: ParameterGradient, take: Take, count: Callable[[], obj
 
 
 class GradientBuffers:
-    """Main gradient, bucket and deferred sums of one trainable parameter group."""
+    """Main gradient, bucket and unreduced gradients of one trainable parameter group."""
 
     def __init__(self, plan: GroupPlan) -> None:
         self.layout = plan.layout
@@ -257,8 +257,8 @@ class GradientBuffers:
         # each bucket that was filled, and the views of its tensors, by its id; the memory beneath comes and goes
         self.bucket_views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._filling: torch.Tensor | None = None
-        self._deferred_sum: torch.Tensor | None = None
-        self._inner_sum: torch.Tensor | None = None
+        self._unreduced_gradient: torch.Tensor | None = None
+        self._partly_reduced: torch.Tensor | None = None
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
     def change_precision(self, plan: GroupPlan) -> None:
@@ -274,34 +274,34 @@ class GradientBuffers:
         return self._filling is not None
 
     @property
-    def has_deferred_sum(self) -> bool:
-        """Whether there are deferred sums of earlier backwards that are not reduced."""
-        return self._deferred_sum is not None
+    def has_unreduced_gradient(self) -> bool:
+        """Whether there are unreduced gradients of earlier backwards that are not reduced."""
+        return self._unreduced_gradient is not None
 
     @property
-    def has_inner_sum(self) -> bool:
+    def has_partly_reduced(self) -> bool:
         """Whether there are sums that are not reduced over the outer ranks yet."""
-        return self._inner_sum is not None
+        return self._partly_reduced is not None
 
     @property
     def is_busy(self) -> bool:
         """Whether gradients are anywhere on the way to the main gradient."""
-        return self.is_filling or self.has_deferred_sum or self.has_inner_sum
+        return self.is_filling or self.has_unreduced_gradient or self.has_partly_reduced
 
     def needs_bucket(self, defer: bool) -> bool:
         """Return whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
-        return not defer and self._deferred_sum is None
+        return not defer and self._unreduced_gradient is None
 
     def begin(self, bucket: torch.Tensor | None) -> None:
-        """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or None: deferred sums."""
+        """Send the next gradients to a bucket (numel,) in the communication dtype; None: to the unreduced gradient."""
         if bucket is not None:
             _zero([bucket[start:stop] for start, stop in self._padding])
             self._filling, targets = bucket, self._views_in(bucket)
         else:
-            if self._deferred_sum is None:
-                self._deferred_sum = self._zeros(self.layout.numel)
-            self._filling = self._deferred_sum
-            targets = self._make_views(self._deferred_sum)
+            if self._unreduced_gradient is None:
+                self._unreduced_gradient = self._zeros(self.layout.numel)
+            self._filling = self._unreduced_gradient
+            targets = self._make_views(self._unreduced_gradient)
         is_direct = bucket is not None and self.reducer.reduction.pre_factor == 1.0
         for each, target in zip(self.of_parameter, targets, strict=True):
             each.target, each.direct, each.filled = target, target if is_direct else None, False
@@ -319,7 +319,7 @@ class GradientBuffers:
         """Copy the gradient of parameter `index` (its own shape, any dtype) into its target, with the cast."""
         own, factor = self.of_parameter[index], self.reducer.reduction.pre_factor
         assert own.target is not None
-        if self._filling is self._deferred_sum:
+        if self._filling is self._unreduced_gradient:
             own.target.add_(grad)
         elif own.filled:
             own.target.add_(grad, alpha=factor)
@@ -336,7 +336,7 @@ class GradientBuffers:
             each.direct = None
 
     def stop_filling(self) -> None:
-        """Let go of the bucket, or keep the new gradients in the deferred sum that they were added to."""
+        """Let go of the bucket, or keep the new gradients in the unreduced gradient that they were added to."""
         self._filling = None
         for each in self.of_parameter:
             each.target = each.direct = None
@@ -355,7 +355,8 @@ class GradientBuffers:
 
         Args:
             stream: Where the collective runs.
-            bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast deferred sums into.
+            bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast unreduced gradients
+                into.
             scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
             params: The sharded parameters, whose `.grad` decides between overwriting and adding.
             copy_stream: Where a main gradient that rests elsewhere comes and goes.
@@ -363,9 +364,9 @@ class GradientBuffers:
         Returns:
             The work, and memory besides bucket and scratch that has to be kept until it was waited for.
         """
-        if self._deferred_sum is not None:
-            put_scaled(self._deferred_sum, self.reducer.reduction.pre_factor, bucket)
-            self._deferred_sum = None
+        if self._unreduced_gradient is not None:
+            put_scaled(self._unreduced_gradient, self.reducer.reduction.pre_factor, bucket)
+            self._unreduced_gradient = None
         else:
             _zero([each.target for each in self.of_parameter if each.target is not None and not each.filled])
         self.stop_filling()
@@ -376,16 +377,16 @@ class GradientBuffers:
         if not self.reducer.reduces_outer:
             self._take_back(params)
             return self._submit(stream, stage, copy_stream), stage.memory
-        if self._inner_sum is None:
-            self._inner_sum = self._zeros(self.reducer.first_region.numel)
+        if self._partly_reduced is None:
+            self._partly_reduced = self._zeros(self.reducer.first_region.numel)
             if self.reducer.reduction.one_by_one:
-                self._move_into(self._inner_sum, params)
-        inner_sum = self._inner_sum
+                self._move_into(self._partly_reduced, params)
+        partly_reduced = self._partly_reduced
         rows = stage.rows if self.reducer.reduction.one_by_one else None
 
         def add_to_pending() -> None:
             for row in rows or (stage.result(),):
-                inner_sum.add_(row)
+                partly_reduced.add_(row)
 
         return stream.submit(stage.launch, add_to_pending), stage.memory
 
@@ -395,14 +396,14 @@ class GradientBuffers:
             return submit_through(stream, stage.launch, copy_stream, lambda: self._accumulate(stage))
         return stream.submit(stage.launch, lambda: self._accumulate(stage))
 
-    def _move_into(self, inner_sum: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
+    def _move_into(self, partly_reduced: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
         """Move this rank's part of the main gradient into a sum, so that what comes is added to that one by one."""
         self._take_back(params)
         if not any(each.counts for each in self.of_parameter):
-            inner_sum.fill_(-0.0)  # which leaves every number that is added to it as it is, -0.0 too
+            partly_reduced.fill_(-0.0)  # which leaves every number that is added to it as it is, -0.0 too
         else:
             self._zero_what_does_not_count(self.main.local)
-            inner_sum.copy_(self.main.local[self.reducer.first_region.within(self.main.region)])
+            partly_reduced.copy_(self.main.local[self.reducer.first_region.within(self.main.region)])
         for each in self.of_parameter:
             each.counts = False
 
@@ -422,21 +423,21 @@ class GradientBuffers:
         copy_stream: CommStream,
         outer_buffer: Sequence[torch.Tensor],
     ) -> tuple[Work, tuple[torch.Tensor, ...]]:
-        """Start to reduce the inner sums over the outer ranks; returns a work and memory, as `reduce` does.
+        """Start to reduce partly reduced gradients over the outer ranks; return a work and memory, as `reduce`.
 
         `outer_buffer`: what to send from, in the communication dtype, and what to receive into, where they are taken.
         """
-        inner_sum, self._inner_sum = self._inner_sum, None
-        assert inner_sum is not None
+        partly_reduced, self._partly_reduced = self._partly_reduced, None
+        assert partly_reduced is not None
         self._take_back(params)
         if self.reducer.reduction.one_by_one:
-            stage = self.reducer.reduce_outer(inner_sum)  # a sum already, which must not be rounded
+            stage = self.reducer.reduce_outer(partly_reduced)  # a sum already, which must not be rounded
         elif outer_buffer:
             stage = self.reducer.reduce_outer(
-                outer_buffer[0].copy_(inner_sum), outer_buffer[1] if len(outer_buffer) > 1 else None
+                outer_buffer[0].copy_(partly_reduced), outer_buffer[1] if len(outer_buffer) > 1 else None
             )
         else:
-            stage = self.reducer.reduce_outer(inner_sum.to(self.precision.grad_comm))
+            stage = self.reducer.reduce_outer(partly_reduced.to(self.precision.grad_comm))
         return self._submit(stream, stage, copy_stream), stage.memory
 
     def _accumulate(self, stage: Stage) -> None:
@@ -554,24 +555,33 @@ class GradientBuffers:
                 grad.mul_(factor)  # a copy in another dtype, or set by the user
             if self.grad_attribute != GRAD and param.grad is not None:
                 param.grad.mul_(factor)  # set by autograd, and not added yet
-        for waiting in (self._deferred_sum, self._inner_sum):
+        for waiting in (self._unreduced_gradient, self._partly_reduced):
             if waiting is not None:
                 waiting.mul_(factor)
 
     @property
+    def waits_for_reduction(self) -> bool:
+        """True if a reduction, or its second stage, is deferred."""
+        return self.has_unreduced_gradient or self.has_partly_reduced
+
+    @property
     def has_unattached(self) -> bool:
         """Whether any gradient was accumulated that is not attached as `.grad`."""
-        return self.has_deferred_sum or self.has_inner_sum or not all(each.attached for each in self.of_parameter)
+        return (
+            self.has_unreduced_gradient
+            or self.has_partly_reduced
+            or not all(each.attached for each in self.of_parameter)
+        )
 
     def drop_unattached(self, index: int) -> None:
         """Drop what was accumulated for one parameter and is not attached as its `.grad` yet."""
         own = self.of_parameter[index]
         if not own.attached:
             own.counts = own.was_set = own.arrived = False
-        if self._deferred_sum is not None:
-            full_view(self.layout, self._deferred_sum, index).zero_()
-        if self._inner_sum is not None:
-            piece_view(self.layout, self.reducer.first_region, self._inner_sum, index).zero_()
+        if self._unreduced_gradient is not None:
+            full_view(self.layout, self._unreduced_gradient, index).zero_()
+        if self._partly_reduced is not None:
+            piece_view(self.layout, self.reducer.first_region, self._partly_reduced, index).zero_()
 
     def release(self, params: Sequence[nn.Parameter]) -> None:
         """Free the memory of the main gradient where no gradient is set and none counts.
@@ -588,14 +598,14 @@ class GradientBuffers:
         """Drop all accumulated and all deferred gradients."""
         for each in self.of_parameter:
             each.counts = each.attached = each.was_set = each.arrived = False
-        self._deferred_sum = self._inner_sum = None
+        self._unreduced_gradient = self._partly_reduced = None
 
     def ensure_sums(self, deferred: bool, inner: bool) -> None:
         """Make sums, of zeros, where there are none, because another rank has some and will reduce them."""
-        if deferred and self._deferred_sum is None:
-            self._deferred_sum = self._zeros(self.layout.numel)
-        if inner and self._inner_sum is None:
-            self._inner_sum = self._zeros(self.reducer.first_region.numel)
+        if deferred and self._unreduced_gradient is None:
+            self._unreduced_gradient = self._zeros(self.layout.numel)
+        if inner and self._partly_reduced is None:
+            self._partly_reduced = self._zeros(self.reducer.first_region.numel)
 
     def _zeros(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=self.precision.main_grads, device=self.main.device)
@@ -684,7 +694,7 @@ def match_waiting_sums(gradients: Sequence[GradientBuffers], rank_mesh: RankMesh
     if rank_mesh.group is None or not gradients:
         return
     flags = torch.tensor(
-        [[each.has_deferred_sum, each.has_inner_sum] for each in gradients], dtype=torch.int32, device=device
+        [[each.has_unreduced_gradient, each.has_partly_reduced] for each in gradients], dtype=torch.int32, device=device
     )
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=rank_mesh.group)
     for each, (deferred, inner) in zip(gradients, flags.tolist(), strict=True):

@@ -75,7 +75,13 @@ def close_phase(begun: list[Open], phase: Phase | str, unit: int) -> list[Open]:
     return ended
 
 
-PHASE_OF: dict[Action, Phase] = {action: Phase(action.value) for action in Action}
+PHASE_OF: dict[Action, Phase] = {
+    Action.UNSHARD: Phase.GATHER,
+    Action.WAIT: Phase.WAIT,
+    Action.RESHARD: Phase.RELEASE,
+    Action.REDUCE: Phase.REDUCE,
+    Action.FINALISE: Phase.FINALISE,
+}
 
 
 class Observer:

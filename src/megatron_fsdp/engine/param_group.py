@@ -331,7 +331,7 @@ class ParameterGroup:
     def reduces(self) -> bool:
         """Whether it takes part in the next reduction of its unit: gradients come, or wait to be reduced."""
         return self.gradients is not None and (
-            any(self.trainable) or self.gradients.is_filling or self.gradients.has_deferred_sum
+            any(self.trainable) or self.gradients.is_filling or self.gradients.has_unreduced_gradient
         )
 
     def set_trainable(self, trainable: Sequence[bool], has_unattached: bool) -> None:

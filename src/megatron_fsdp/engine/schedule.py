@@ -159,9 +159,9 @@ class SyncMode:
 class Action(Enum):
     """What an operation does to its unit."""
 
-    GATHER = "gather"  # start to all-gather the weights into the slot
+    UNSHARD = "unshard"  # start to all-gather the weights into the slot
     WAIT = "wait"  # make the gathered weights usable by compute
-    RELEASE = "release"  # the gathered weights are no longer valid; their slot may be overwritten
+    RESHARD = "reshard"  # the gathered weights are no longer valid; their slot may be overwritten
     REDUCE = "reduce"  # missing gradients are zero; start to reduce (or, deferred, keep) the bucket
     FINALISE = "finalise"  # the backward is over: wait for reductions, set gradients
 
@@ -174,7 +174,7 @@ class Operation(NamedTuple):
     slot: int | None = None
 
     def __str__(self) -> str:
-        """Format for tests and traces, such as `gather3@1`."""
+        """Format for tests and traces, such as `unshard3@1`."""
         if self.action is Action.FINALISE:
             return "finalise"
         return f"{self.action.value}{self.unit}" + (f"@{self.slot}" if self.slot is not None else "")
@@ -184,12 +184,12 @@ class Residence(Enum):
     """Where a unit's full compute weights are."""
 
     SHARDED = "sharded"  # not gathered, or stale
-    GATHERING = "gathering"
+    UNSHARDING = "unsharding"
     READY = "ready"
 
 
-_GATHER, _WAIT, _RELEASE, _REDUCE, _FINALISE = Action  # looking these up takes longer than most decisions
-_SHARDED, _GATHERING, _READY = Residence
+_UNSHARD, _WAIT, _RESHARD, _REDUCE, _FINALISE = Action  # looking these up takes longer than most decisions
+_SHARDED, _UNSHARDING, _READY = Residence
 
 
 @dataclass
@@ -320,7 +320,7 @@ class Scheduler:
         if self._in_backward and self._step_length.note_backward():
             returned = returned | self.config.returned_before_step
         done = [unit for unit in sorted(returned) if unit not in self._forward_stack]
-        operations = [operation for unit in done for operation in self._release(unit)]
+        operations = [operation for unit in done for operation in self._reshard(unit)]
         for unit in range(len(self._units) - 1, -1, -1):
             state = self._units[unit]
             began = state.in_backward or (unit == ROOT_UNIT and self._in_backward)
@@ -335,14 +335,14 @@ class Scheduler:
 
     def prefetch_requested(self, unit: int) -> tuple[Operation, ...]:
         """Start to gather a unit ahead of its forward where there is room."""
-        return tuple(self._gather(unit, spare=range(len(self._units)), must=False)) if self.config.gathers else ()
+        return tuple(self._unshard(unit, spare=range(len(self._units)), must=False)) if self.config.gathers else ()
 
     def weights_requested(self, unit: int) -> tuple[Operation, ...]:
         """Gather a unit that is needed now, outside of its forward, and wait for it."""
         if not self.config.gathers:
             return ()
-        operations = self._gather(unit, spare=(unit,), must=True)
-        if self._units[unit].residence is _GATHERING:
+        operations = self._unshard(unit, spare=(unit,), must=True)
+        if self._units[unit].residence is _UNSHARDING:
             operations.append(Operation(_WAIT, unit))
             self._units[unit].residence = _READY
         return tuple(operations)
@@ -350,7 +350,7 @@ class Scheduler:
     def release_requested(self, unit: int) -> tuple[Operation, ...]:
         """Release a unit that a caller does not need any more, unless it is in use or the root."""
         in_use = unit in (ROOT_UNIT, self._backward_unit) or unit in self._forward_stack
-        return () if in_use or not self.config.shares_slots else tuple(self._release(unit))
+        return () if in_use or not self.config.shares_slots else tuple(self._reshard(unit))
 
     def weights_changed(self) -> tuple[Operation, ...]:
         """Release all units, since main weights are newer: all have to be gathered again before their next use."""
@@ -360,14 +360,14 @@ class Scheduler:
         self._step_length.note_step()
         for state in self._units:
             state.open_forwards = 0
-        return tuple(operation for unit in range(len(self._units)) for operation in self._release(unit))
+        return tuple(operation for unit in range(len(self._units)) for operation in self._reshard(unit))
 
     def weights_may_have_changed(self) -> tuple[Operation, ...]:
         """Release all units between passes: a replayed graph may have changed weights, and its gathers are not known.
 
         Forwards whose backward has not begun stay as they are: their weights are gathered again for it.
         """
-        return tuple(operation for unit in range(len(self._units)) for operation in self._release(unit))
+        return tuple(operation for unit in range(len(self._units)) for operation in self._reshard(unit))
 
     def reset(self) -> tuple[Operation, ...]:
         """Drop passes that were interrupted; every unit is sharded afterwards.
@@ -430,11 +430,11 @@ class Scheduler:
             return ()
         upcoming = order.upcoming(depth)
         state = self._units[unit]
-        operations = self._gather(unit, spare=(unit,), must=True)
+        operations = self._unshard(unit, spare=(unit,), must=True)
         for position, ahead in enumerate(upcoming):
             if self._units[ahead].residence is _SHARDED:
-                operations += self._gather(ahead, spare=(unit, *upcoming[: position + 1]), must=False)
-        if state.residence is _GATHERING:
+                operations += self._unshard(ahead, spare=(unit, *upcoming[: position + 1]), must=False)
+        if state.residence is _UNSHARDING:
             operations.append(Operation(_WAIT, unit))
             state.residence = _READY
         if state.slot is not None:
@@ -457,7 +457,7 @@ class Scheduler:
         state.reduced = True
         return [Operation(_REDUCE, unit)]
 
-    def _gather(self, unit: int, spare: Collection[int], must: bool) -> list[Operation]:
+    def _unshard(self, unit: int, spare: Collection[int], must: bool) -> list[Operation]:
         state = self._units[unit]
         if state.residence is not _SHARDED:
             return []
@@ -467,11 +467,11 @@ class Scheduler:
             if slot is None:
                 return []
             if (occupant := self._slots[slot].unit) is not None:
-                operations += self._release(occupant)
+                operations += self._reshard(occupant)
             self._slots[slot] = _SlotState(unit, self._clock)
             state.slot = slot
-        state.residence = _GATHERING
-        operations.append(Operation(_GATHER, unit, state.slot))
+        state.residence = _UNSHARDING
+        operations.append(Operation(_UNSHARD, unit, state.slot))
         return operations
 
     def _choose_slot(self, unit: int, spare: Collection[int], must: bool) -> int | None:
@@ -515,12 +515,12 @@ class Scheduler:
             return False  # its backward continues after that of the unit it called
         return unit not in spare and unit not in self._forward_stack and unit != self._backward_unit
 
-    def _release(self, unit: int) -> list[Operation]:
+    def _reshard(self, unit: int) -> list[Operation]:
         state = self._units[unit]
         if state.residence is _SHARDED:
             return []
-        operations = [Operation(_WAIT, unit)] if state.residence is _GATHERING else []
+        operations = [Operation(_WAIT, unit)] if state.residence is _UNSHARDING else []
         state.residence = _SHARDED
         if state.slot is not None and self._slots[state.slot].unit == unit:
             self._slots[state.slot].unit = None
-        return [*operations, Operation(_RELEASE, unit)]
+        return [*operations, Operation(_RESHARD, unit)]

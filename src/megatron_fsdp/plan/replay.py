@@ -215,7 +215,7 @@ class _Unit:
         kept = [info for group in groups if group.keeps_transposed for info in group.spec.parameters]
         self.transposable = {info.name: prod(info.shape) for info in kept}
         self.transposed: dict[str, int] = {}  # bytes of codes that are kept transposed, by name
-        self.is_filling = self.has_deferred_sum = self.has_inner_sum = self.has_main = False
+        self.is_filling = self.has_unreduced_gradient = self.has_partly_reduced = self.has_main = False
         self.needs_outer_all_gather = False
         self.begin_step()
 
@@ -261,13 +261,13 @@ class _Unit:
     outer_buffer_of = bucket_of
 
     def needs_bucket(self, defer: bool) -> bool:
-        return not defer and not self.has_deferred_sum
+        return not defer and not self.has_unreduced_gradient
 
     def begin(self, bucket: object) -> None:
         """Allocate gradients: a bucket, or whole gradients if reduction is deferred."""
         self.is_filling = True
-        if bucket is None and not self.has_deferred_sum:
-            self.has_deferred_sum = True
+        if bucket is None and not self.has_unreduced_gradient:
+            self.has_unreduced_gradient = True
             self._passing.add(self._whole_bytes)
 
     def stop_filling(self) -> None:
@@ -275,13 +275,13 @@ class _Unit:
 
     def reduce(self, *_memory: object) -> _Started:
         """Reduce over the inner ranks."""
-        if self.has_deferred_sum:
+        if self.has_unreduced_gradient:
             self._passing.add(-self._whole_bytes)
-        self.is_filling = self.has_deferred_sum = False
+        self.is_filling = self.has_unreduced_gradient = False
         if not self.reduces_outer:
             self.has_main = True
-        elif not self.has_inner_sum:
-            self.has_inner_sum = True
+        elif not self.has_partly_reduced:
+            self.has_partly_reduced = True
             self._passing.add(self._pending_bytes)
         end_s = self._send(INNER, is_gather=False)
 
@@ -293,7 +293,7 @@ class _Unit:
 
     def reduce_outer(self, _stream: object, _sharded: object, _copy_stream: object, block: object) -> _Started:
         """Reduce over the outer ranks; a block of the pool replaces an allocation."""
-        self.has_inner_sum, self.has_main = False, True
+        self.has_partly_reduced, self.has_main = False, True
         allocated = self._across_bytes if block is None else 0
         self._passing.add(allocated)
         end_s = self._send(OUTER, is_gather=False)
@@ -456,7 +456,7 @@ class _Replay:
         if not self._mode.syncs:
             return
         for unit in reversed(self._units):
-            if unit.has_deferred_sum:
+            if unit.has_unreduced_gradient:
                 self._executor.run((Operation(Action.REDUCE, unit.index),))
             else:
                 self._executor.reduce_outer(cast(Any, unit))
