@@ -15,11 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.automodel import accumulation_context
-from megatron_fsdp.automodel.gradients import (
-    clip_grad_norm_,
-    count_label_tokens,
-    scale_per_token_loss,
-)
+from megatron_fsdp.automodel.gradients import clip_grad_norm_, count_label_tokens, scale_per_token_loss
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import (

@@ -11,9 +11,8 @@ import transformers
 from megatron_fsdp.automodel import AutoModelForCausalLM, PipelineConfig
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import assert_trained_alike, managed, parameters_of, reference, strategy, train
-from tests.conftest import RunRanks
 from tests.support.language_models import FAMILIES, build
-from tests.support.on_ranks import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, once
 
 
 @dataclass(frozen=True)
@@ -222,13 +221,14 @@ SHORT = [
 
 
 @pytest.mark.full(short=SHORT)
-@pytest.mark.parametrize(("ranks", "cases"), TABLE.values(), ids=TABLE)
-def test_ranks_train_as_one_process(run_ranks: RunRanks, ranks: int, cases: list[Case]) -> None:
+@pytest.mark.parametrize(("num_ranks", "cases"), TABLE.values(), ids=TABLE)
+@on_ranks()
+def test_ranks_train_as_one_process(cases: list[Case]) -> None:
     for case in cases:
         if case.edit in UNUSED:
             gradient = case.expected().gradients[0]["model.layers.1.mlp.experts.down_proj"]
             assert [e for e in range(4) if not gradient[e].any()] == UNUSED[case.edit]
-    run_ranks(ranks, check, cases, timeout_s=300.0)
+    check(cases)
 
 
 FILES: dict[str, tuple[int, Case]] = {
@@ -248,20 +248,17 @@ FILES: dict[str, tuple[int, Case]] = {
 }
 
 
-def load_train_and_save(case: Case, folder: str) -> None:
-    options = {"distributed_config": strategy(case.name, **case.fields), "pipeline_config": case.pipeline}
-    with groups_destroyed():
-        model = AutoModelForCausalLM.from_pretrained(f"{folder}/in", dtype="float32", **options, **case.sizes)
-        assert_trained_alike(train(model, steps=1), case.expected())
-        model.save_pretrained(f"{folder}/out", max_shard_size="20KB")
-        again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/out", dtype="float32")
-        assert_equal_tensors(dict(again.named_parameters()), parameters_of(model))
-
-
 @pytest.mark.full(short=["tensors-engine", "experts-slices"])
-@pytest.mark.parametrize(("ranks", "case"), FILES.values(), ids=FILES)
-def test_files_are_read_into_any_mesh_and_written_whole(
-    run_ranks: RunRanks, tmp_path: Path, ranks: int, case: Case
-) -> None:
-    build(case.kind, **case.changes).save_pretrained(tmp_path / "in")
-    run_ranks(ranks, load_train_and_save, case, str(tmp_path), timeout_s=300.0)
+@pytest.mark.parametrize(("num_ranks", "case"), FILES.values(), ids=FILES)
+@on_ranks()
+def test_files_are_read_into_any_mesh_and_written_whole(tmp_path: Path, case: Case) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    once(lambda: build(case.kind, **case.changes).save_pretrained(source))
+    options = {"pipeline_config": case.pipeline, "dtype": "float32", **case.sizes}
+    with groups_destroyed():
+        config = strategy(case.name, **case.fields)
+        model = AutoModelForCausalLM.from_pretrained(str(source), distributed_config=config, **options)
+        assert_trained_alike(train(model, steps=1), case.expected())
+        model.save_pretrained(target, max_shard_size="20KB")
+        again = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="float32")
+        assert_equal_tensors(dict(again.named_parameters()), parameters_of(model))

@@ -18,7 +18,7 @@ from tests.checkpoint.test_reshard import adamw
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
 from tests.support.case import Run, Scenario, Setting
-from tests.support.dcp_contents import assert_same_contents, contents, state_of
+from tests.support.dcp_contents import assert_same_contents, contents, load_state, state_of
 from tests.support.experts import Experts, ListedExperts, Sizes, build_with_experts, experts_of
 from tests.support.on_ranks import assert_equal_tensors, of_ranks, on_ranks
 from tests.support.zoo import ModelCase, token_case
@@ -66,10 +66,7 @@ def save(kind: str, arrangement: Arrangement, strategy: int, folder: str, outer:
 def load_and_save(kind: str, arrangement: Arrangement, strategy: int, source: str, target: str) -> dict[str, str]:
     """Load by plain calls into a job that has stepped, and by the library into fresh ones; save again, and go on."""
     run = trained(kind, arrangement, strategy, (5,))
-    state = state_of(run.model, run.optimizer)
-    dcp.load(state, checkpoint_id=f"{source}/plain")
-    run.model.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
+    load_state(run.model, run.optimizer, f"{source}/plain")
     dcp.save(state_of(run.model, run.optimizer), checkpoint_id=f"{target}/by calls")
     run.train(7)
     told = {}

@@ -17,7 +17,7 @@ from megatron_fsdp import ChainedOptimizer, MegatronFSDP, fully_shard, fully_sha
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.dcp_contents import assert_same_contents, contents, state_of
+from tests.support.dcp_contents import assert_same_contents, contents, load_state, state_of
 from tests.support.on_ranks import of_ranks, on_ranks
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -124,10 +124,7 @@ def load_all(strategy: int, fresh: bool, source: str, target: str) -> None:
             step(model, optimizer, 5)
         elif name == "third-party":  # nobody knows its state before its first step
             load_checkpoint(model, optimizer, f"{source}/{name}", with_rng=False, strict=False)
-        state = state_of(model, optimizer)
-        dcp.load(state, checkpoint_id=f"{source}/{name}")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_state(model, optimizer, f"{source}/{name}")
         dcp.save(state_of(model, optimizer), checkpoint_id=f"{target}/{name}")
         step(model, optimizer, 6)
 
@@ -201,10 +198,7 @@ def test_ranks_without_state_for_an_empty_shard_save_and_load(tmp_path: Path) ->
     step(other, loaded, 2)
     if dist.get_rank() % 2:
         drop_empty_state(loaded)
-    state = state_of(other, loaded)
-    dcp.load(state, checkpoint_id=tmp_path / "saved")
-    other.load_state_dict(state["model"])
-    loaded.load_state_dict(state["optimizer"])
+    load_state(other, loaded, tmp_path / "saved")
     dcp.save(state_of(other, loaded), checkpoint_id=tmp_path / "again")
     assert_same_contents(contents(str(tmp_path / "again")), contents(str(tmp_path / "saved")))
     step(other, loaded, 3)
@@ -310,10 +304,7 @@ def test_state_that_belongs_to_no_parameter_is_kept_saved_and_loaded(how: str, t
         elif folder == "extra":
             load_checkpoint(other, None, tmp_path / folder, extra={"optimizer 2": loaded})
         else:
-            state = state_of(other, loaded)
-            dcp.load(state, checkpoint_id=tmp_path / folder)
-            other.load_state_dict(state["model"])
-            loaded.load_state_dict(state["optimizer"])
+            load_state(other, loaded, tmp_path / folder)
         assert shared_state(loaded) == [8, [2.0, 2.0]], folder
         step(other, loaded, 2)
         assert shared_state(loaded) == [9, [4.0, 4.0]], folder
@@ -360,10 +351,7 @@ def restarted(kind: Make, frozen: str | None, folder: Path, with_ours: bool = Fa
         if with_ours:
             load_checkpoint(model, optimizer, folder / frozen, with_rng=False)
         else:
-            state = state_of(model, optimizer)
-            dcp.load(state, checkpoint_id=folder / frozen)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            load_state(model, optimizer, folder / frozen)
         module.first.requires_grad_(requires_grad=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

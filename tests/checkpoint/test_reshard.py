@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, divide_tensors_and_sequences, hybrid, tensor_parallel
 from tests.support.case import Run, Scenario, Setting, whole_moments
-from tests.support.dcp_contents import contents, state_of
+from tests.support.dcp_contents import contents, load_state, state_of
 from tests.support.zoo import DENSE, MODEL_CASES, ModelCase
 
 Places = dict[str, tuple[int, Setting]]
@@ -79,10 +79,7 @@ def load_each(case: ModelCase, setting: Setting, folders: Collection[str]) -> di
     run = trained(case, setting, 5)
     told = {}
     for folder in folders:
-        state = state_of(run.model, run.optimizer)
-        dcp.load(state, checkpoint_id=folder)
-        run.model.load_state_dict(state["model"])
-        run.optimizer.load_state_dict(state["optimizer"])
+        load_state(run.model, run.optimizer, folder)
         told[folder] = differences(whole_state(run), contents(folder)), loss_of(run)
     return told
 

@@ -42,7 +42,10 @@ def whole_tensors(case: ModelCase, seed: int) -> dict[str, Tensor]:
     return {f"module.{name}": value for name, value in case.build().state_dict().items()}
 
 
-def load_whole(place: str) -> None:
+@pytest.mark.full(short=["strategy 0", "HFSDP"])
+@pytest.mark.parametrize(("place", "num_ranks"), [(place, ranks) for place, (ranks, _) in PLACES.items()], ids=PLACES)
+@on_ranks()
+def test_whole_tensors_load_and_may_be_mixed_with_shards(place: str) -> None:
     case, (_, setting) = case_at(place), PLACES[place]
     run = trained(case, setting, 0)
     wanted = whole_tensors(case, 3)
@@ -56,12 +59,6 @@ def load_whole(place: str) -> None:
     half = {**wanted, **{key: value for key, value in run.model.state_dict().items() if "weight" in key}}
     run.model.load_state_dict(half)
     assert_equal_tensors({f"module.{name}": value for name, value in run.sharded.full_parameters().items()}, wanted)
-
-
-@pytest.mark.full(short=["strategy 0", "HFSDP"])
-@pytest.mark.parametrize("place", PLACES)
-def test_whole_tensors_load_and_may_be_mixed_with_shards(run_ranks: RunRanks, place: str) -> None:
-    run_ranks(PLACES[place][0], load_whole, place)
 
 
 class WithState(nn.Module):
@@ -166,13 +163,13 @@ def test_the_missing_prefix_is_named_and_strict_false_only_where_it_helps() -> N
 
 # ---- torch's own functions -------------------------------------------------------------------------------------------
 
-FULL: Places = {
-    **{f"strategy {strategy}": (2, Setting(strategy)) for strategy in (0, 1, 2, 3)},
-    "HSDP": HYBRID["HSDP"],
-}
+FULL: Places = {**{f"strategy {strategy}": (2, Setting(strategy)) for strategy in (0, 1, 2, 3)}, "HSDP": HYBRID["HSDP"]}
 
 
-def set_full_state(place: str) -> None:
+@pytest.mark.full(short=["strategy 3", "HSDP"])
+@pytest.mark.parametrize(("place", "num_ranks"), [(place, ranks) for place, (ranks, _) in FULL.items()], ids=FULL)
+@on_ranks()
+def test_torch_sets_whole_state_dicts(place: str) -> None:
     """Whole tensors of every rank, or of the first alone, into a model and an optimizer, stepped or new."""
     _, setting = FULL[place]
     source = trained(ODD, setting, 0, 1)
@@ -192,12 +189,6 @@ def set_full_state(place: str) -> None:
             assert torch.equal(ours["step"], theirs["step"])
 
 
-@pytest.mark.full(short=["strategy 3", "HSDP"])
-@pytest.mark.parametrize("place", FULL)
-def test_torch_sets_whole_state_dicts(run_ranks: RunRanks, place: str) -> None:
-    run_ranks(FULL[place][0], set_full_state, place)
-
-
 @on_ranks(2)
 def test_a_whole_tensor_of_another_shape_is_refused() -> None:
     model = wrap()
@@ -215,7 +206,10 @@ def through_a_file(value: Any) -> Any:
     return torch.load(io.BytesIO(saved_bytes(value)), weights_only=True)
 
 
-def save_and_load(place: str) -> None:
+@pytest.mark.full(short=["FSDP x TP"])
+@pytest.mark.parametrize(("place", "num_ranks"), [(place, ranks) for place, (ranks, _) in PLACES.items()], ids=PLACES)
+@on_ranks()
+def test_torch_save_keeps_each_ranks_shards(place: str) -> None:
     case, (_, setting) = case_at(place), PLACES[place]
     run = trained(case, setting, 0, 1)
     expected = whole_state(run)
@@ -235,12 +229,6 @@ def save_and_load(place: str) -> None:
     size = len(saved_bytes(run.model.state_dict()))
     elements = sum(value.to_local().numel() for value in run.model.state_dict().values())  # type: ignore[attr-defined]
     assert size < 4 * elements + 3000 * len(model)  # a rank's shards, not the buffers they are views of
-
-
-@pytest.mark.full(short=["FSDP x TP"])
-@pytest.mark.parametrize("place", PLACES)
-def test_torch_save_keeps_each_ranks_shards(run_ranks: RunRanks, place: str) -> None:
-    run_ranks(PLACES[place][0], save_and_load, place)
 
 
 def save_files(folder: str) -> None:

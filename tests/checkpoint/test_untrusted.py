@@ -105,10 +105,7 @@ TAMPERING: dict[str, bytes] = {
 @pytest.mark.parametrize("kind", sorted(TAMPERING))
 def test_classes_and_functions_stay_as_they_are(kind: str) -> None:
     raw = TAMPERING[kind]
-    for read in (
-        lambda: load_metadata(raw, "here"),
-        lambda: load_object(hostile.archive_of(raw), "here"),
-    ):
+    for read in (lambda: load_metadata(raw, "here"), lambda: load_object(hostile.archive_of(raw), "here")):
         with pytest.raises(CheckpointError, match="here"):
             read()
     assert not pathlib.PurePosixPath("x").is_absolute()

@@ -1,6 +1,7 @@
 """Everything that a checkpoint of torch.distributed.checkpoint holds, read by one process without ranks."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what plain calls save and load."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Load what a folder holds into a model and an optimizer, by plain calls. Collective where there are ranks."""
+    state = state_of(model, optimizer)
+    load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
 
 
 def contents(folder: str) -> dict[str, Any]:

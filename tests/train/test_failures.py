@@ -96,10 +96,7 @@ def test_torchrun_is_told_a_sentence_and_no_traceback(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.delenv("MEGATRON_FSDP_MEETING", raising=False)
-    for error, shown in (
-        (ConfigurationError("no text"), "error: no text\n"),
-        (NotSavedError("no"), "rank 0: no\n"),
-    ):
+    for error, shown in ((ConfigurationError("no text"), "error: no text\n"), (NotSavedError("no"), "rank 0: no\n")):
         report_failure(raised(error), rank=0)
         assert capsys.readouterr().err == shown
         assert failed(0, tmp_path / "error.json").message["extraInfo"]["py_callstack"] == f"error: {error}"  # type: ignore[index]

@@ -73,8 +73,7 @@ def trainer_that_notes_back_ends(argv: Sequence[str]) -> int:
 
 @pytest.mark.full(short=["option1-gloo"])
 @pytest.mark.parametrize(
-    ("option", "met_by"),
-    [((), "the one for this device"), (("--distributed-backend", "gloo"), "gloo")],
+    ("option", "met_by"), [((), "the one for this device"), (("--distributed-backend", "gloo"), "gloo")]
 )
 def test_ranks_meet_by_the_back_end_that_was_asked_for(option: tuple[str, ...], met_by: str, tmp_path: Path) -> None:
     text, out = str(write_text(tmp_path / "text.txt")), tmp_path / "out"

@@ -19,6 +19,7 @@ from megatron_fsdp.train.failures import OutOfMemoryError
 from megatron_fsdp.train.ranks import Rank, is_first_here, restarts_so_far, work_on_machines
 from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, children_of
+from tests.support.on_ranks import on_ranks
 from tests.support.train_program import (
     LIMIT_S,
     OPTIONS,
@@ -74,18 +75,13 @@ def test_what_goes_wrong_on_one_machine_is_raised_on_all(run_ranks: RunRanks, ki
     assert found == [(True, said), (False, said), (True, said)]
 
 
-def agreed(counts: list[str]) -> int:
+@on_ranks(2)
+def test_ranks_agree_on_restarts_where_an_agent_came_back_and_counts_anew() -> None:
     rank = this_rank()
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[rank.index]
-    try:
-        return restarts_so_far(rank)
-    finally:
-        del os.environ["TORCHELASTIC_RESTART_COUNT"]
-
-
-def test_ranks_agree_on_restarts_where_an_agent_came_back_and_counts_anew(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, agreed, ["1", "0"]) == [1, 1]
-    assert run_ranks(2, agreed, ["0", "0"]) == [0, 0]
+    for counts, agreed in ((("1", "0"), 1), (("0", "0"), 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHELASTIC_RESTART_COUNT", counts[rank.index])
+            assert restarts_so_far(rank) == agreed
 
 
 # ---- two hosts on one machine: two loopback addresses ---------------------------------------------------------------

@@ -60,10 +60,7 @@ def test_header_says_what_was_given_by_whom_and_what_became_of_it(tmp_path: Path
         ("engine", "megatron_fsdp, optim_grads_params"),
         ("ranks", "2 on cpu"),
         ("batch", "global 8 = 2 ranks x 1 microbatch x 4"),
-        (
-            "dtypes",
-            "compute float32, main weights float32, main gradients float32, gradient communication float32",
-        ),
+        ("dtypes", "compute float32, main weights float32, main gradients float32, gradient communication float32"),
         ("text", "source of the Python standard library"),
         ("tokens", "1,000 to train on, 100 held out"),
         ("steps", "20 of 512 tokens and 0.000409 TFLOP"),
@@ -86,15 +83,9 @@ def test_header_says_what_was_given_by_whom_and_what_became_of_it(tmp_path: Path
     ("flags", "expected"),
     [
         (("--bf16", "--grad-reduce-in-bf16"), ("bfloat16", "float32", "float32", "bfloat16")),
-        (
-            ("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"),
-            ("bfloat16", "bfloat16", "float32", "float32"),
-        ),
+        (("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"), ("bfloat16", "bfloat16", "float32", "float32")),
         (("--fp16",), ("float16", "float32", "float32", "float32")),
-        (
-            ("--bf16", "--accumulate-allreduce-grads-in-fp32"),
-            ("bfloat16", "float32", "float32", "float32"),
-        ),
+        (("--bf16", "--accumulate-allreduce-grads-in-fp32"), ("bfloat16", "float32", "float32", "float32")),
     ],
 )
 def test_dtypes_are_those_that_the_engine_will_use(flags: tuple[str, ...], expected: tuple[str, ...]) -> None:

@@ -18,11 +18,7 @@ from megatron_fsdp.hang.log_file import process_of
 from megatron_fsdp.train import run_job
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recorder import METRICS_FILE, to_json
-from megatron_fsdp.train.run_job import (
-    SUMMARY_FILE,
-    claim_results,
-    end_summary,
-)
+from megatron_fsdp.train.run_job import SUMMARY_FILE, claim_results, end_summary
 from tests.conftest import RunRanks
 from tests.support.train_program import job_of, refusal, train, write_text
 

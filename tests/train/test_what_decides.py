@@ -50,19 +50,11 @@ def facts(*options: str) -> dict[str, str]:
             "--megatron-fsdp-main-grads-dtype bf16",
             ["the dtype of main gradients was float32 and is bfloat16"],
         ),
-        (
-            "--bf16",
-            "--megatron-fsdp-main-params-dtype auto",
-            ["the dtype of main weights was float32 and is bfloat16"],
-        ),
+        ("--bf16", "--megatron-fsdp-main-params-dtype auto", ["the dtype of main weights was float32 and is bfloat16"]),
         ("--bf16 --use-torch-fsdp2", "", []),
         ("", "--rotary-base 500", ["rotary_base of the model was 10000.0 and is 500.0"]),
         ("", "--norm-epsilon 0.1", ["norm_epsilon of the model was 1e-05 and is 0.1"]),
-        (
-            "--no-qk-layernorm",
-            "--num-attention-heads 1",
-            HEADS,
-        ),
+        ("--no-qk-layernorm", "--num-attention-heads 1", HEADS),
         ("", "--normalization LayerNorm", ["normalization of the model was RMSNorm and is LayerNorm"]),
         (
             "--transformer-impl transformers --num-experts 4 --no-qk-layernorm",

@@ -111,10 +111,7 @@ def test_trackers_that_nobody_asked_for_are_not_imported(tmp_path: Path, monkeyp
     assert (tmp_path / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("flag", "package"),
-    [("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")],
-)
+@pytest.mark.parametrize(("flag", "package"), [("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")])
 def test_a_missing_package_is_refused_in_words(flag: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else pytest.fail(name))
     monkeypatch.delitem(sys.modules, package, raising=False)

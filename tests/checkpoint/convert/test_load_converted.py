@@ -13,8 +13,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint.convert.convert import Steps, convert
 from megatron_fsdp.checkpoint.load import load_checkpoint
 from tests.checkpoint.tools.builders import dcp_load
-from tests.conftest import RunRanks
-from tests.support.on_ranks import assert_equal_tensors
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, once
 from tests.support.torch_dist import (
     SLOTS,
     STEP,
@@ -109,11 +108,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-SPECS = {
-    "dense": GptSpec(layers=3),
-    "gelu": GptSpec(swiglu=False),
-    "mixture": GptSpec(experts=2),
-}
+SPECS = {"dense": GptSpec(layers=3), "gelu": GptSpec(swiglu=False), "mixture": GptSpec(experts=2)}
 SAMPLES = 30  # divides among 1, 2, 3 and 5 ranks
 GOLDEN_LOSS = 3.20144
 """Of the dense model, when this test was written."""
@@ -169,40 +164,30 @@ def plain_run(truth: Truth) -> list[float]:
     return train(model, optimizer, truth.spec)
 
 
-def load_and_train(path: str, spec: GptSpec) -> tuple[Any, ...]:
-    """Load strictly, into a fresh optimizer with other options; weights, states (whole), and mean losses of steps."""
-    bare = MegatronGpt(spec)
-    decayed = [p for p in bare.parameters() if p.ndim > 1]
-    kept = [p for p in bare.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW([{"params": part} for part in (decayed, kept) if part], lr=1.0, weight_decay=1.0)
-    model, optimizer = fully_shard(bare, optimizer, fsdp_unit_modules=[MegatronLayer])
-    report = load_checkpoint(model, optimizer, path, verify=True)
-    live = {name.removeprefix("module."): param for name, param in model.named_parameters()}
-    weights = {name.removeprefix("module."): tensor for name, tensor in model.full_parameters().items()}
-    whole = {slot: whole_state(model, live, slot, optimizer) for slot in SLOTS}
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    losses = torch.tensor(train(model, optimizer, spec, rank, ranks))
-    dist.all_reduce(losses)
-    return str(report), weights, whole, (losses / ranks).tolist()
-
-
 @pytest.mark.full(short=["2-dense", "3-gelu", "2-mixture"])
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_converted_checkpoint_loads_strictly_and_trains_on(
-    run_ranks: RunRanks, tmp_path: Path, name: str, ranks: int
-) -> None:
-    truth = make_truth(SPECS[name])
-    options = WriteOptions(tp=2, generation=ranks)  # all three generations
-    source, run = write_torch_dist(tmp_path / "iter_0000007", truth, options), tmp_path / "run"
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks()
+def test_a_converted_checkpoint_loads_strictly_and_trains_on(tmp_path: Path, name: str, num_ranks: int) -> None:
+    """Into a fresh optimizer with other options."""
+    truth, source, run = make_truth(SPECS[name]), tmp_path / "iter_0000007", tmp_path / "run"
+    spec = truth.spec
+    once(lambda: write_torch_dist(source, truth, WriteOptions(tp=2, generation=num_ranks)))  # all three generations
     convert(source, run / "iter_0000007", steps=Steps(write_tracker=True))
-    plain = plain_run(truth)
-    for report, weights, states, losses in run_ranks(ranks, load_and_train, str(run), truth.spec):
-        assert "0 missing, 0 unexpected, 0 of another shape" in report
-        assert_equal_tensors(weights, split_halves(truth.masters, truth.spec.swiglu))
-        for slot in SLOTS:
-            assert_equal_tensors(states[slot], split_halves(truth.states[slot], truth.spec.swiglu))
-        assert losses == pytest.approx(plain, rel=1e-5)
+    bare = MegatronGpt(spec)
+    groups = [[p for p in bare.parameters() if (p.ndim > 1) == is_decayed] for is_decayed in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": part} for part in groups if part], lr=1.0, weight_decay=1.0)
+    model, optimizer = fully_shard(bare, optimizer, fsdp_unit_modules=[MegatronLayer])
+    assert "0 missing, 0 unexpected, 0 of another shape" in str(load_checkpoint(model, optimizer, run, verify=True))
+    live = {name.removeprefix("module."): param for name, param in model.named_parameters()}
+    weights = {name.removeprefix("module."): tensor for name, tensor in model.full_parameters().items()}
+    assert_equal_tensors(weights, split_halves(truth.masters, spec.swiglu))
+    for slot in SLOTS:
+        states = split_halves(truth.states[slot], spec.swiglu)
+        assert_equal_tensors(whole_state(model, live, slot, optimizer), states)
+    losses = torch.tensor(train(model, optimizer, spec, dist.get_rank(), num_ranks))
+    dist.all_reduce(losses)
+    assert (losses / num_ranks).tolist() == pytest.approx(plain_run(truth), rel=1e-5)
 
 
 def test_the_first_loss_after_conversion_is_the_last_one_before_it(tmp_path: Path) -> None:

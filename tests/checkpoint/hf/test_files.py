@@ -192,10 +192,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
         _index({"a": FIRST, "b": FIRST, "c": SECOND, "d": SECOND}),
         f"'d' is in {SECOND}, and it is in none",
     ),
-    "a tensor that the index lacks": (
-        _index({"a": FIRST, "c": SECOND}),
-        f"'b' is in no file, and it is in {FIRST}",
-    ),
+    "a tensor that the index lacks": (_index({"a": FIRST, "c": SECOND}), f"'b' is in no file, and it is in {FIRST}"),
     "a tensor in another file": (
         _index({"a": SECOND, "b": FIRST, "c": SECOND}),
         f"'a' is in {SECOND}, and it is in {FIRST}",

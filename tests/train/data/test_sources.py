@@ -76,12 +76,7 @@ def test_a_saved_data_set_is_known_by_its_files(tmp_path: Path, marks: list[str]
 def test_links_to_folders_are_followed_and_each_folder_is_entered_once(tmp_path: Path) -> None:
     write_files(tmp_path, {"sources/a": b"", "sources/in/b": b"", "elsewhere/c": b""})
     sources = tmp_path / "sources"
-    for name, target in {
-        "away": "elsewhere",
-        "circle": "sources",
-        "in/up": "sources",
-        "same": "sources/in",
-    }.items():
+    for name, target in {"away": "elsewhere", "circle": "sources", "in/up": "sources", "same": "sources/in"}.items():
         (sources / name).symlink_to(tmp_path / target, target_is_directory=True)
     assert names(find_source(sources)) == ["a", "away/c", "in/b"]
 
@@ -216,8 +211,7 @@ def test_without_the_package_a_data_set_is_refused_in_words(tmp_path: Path, monk
     (tmp_path / "dataset_dict.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
-        ConfigurationError,
-        match=r"needs the package datasets, which is not installed; run .*, or give text",
+        ConfigurationError, match=r"needs the package datasets, which is not installed; run .*, or give text"
     ):
         read(tmp_path)
 

@@ -9,15 +9,7 @@ from megatron_fsdp.train.failures import NonFiniteStepError
 from megatron_fsdp.train.loop import train
 from megatron_fsdp.train.models.trained import GROWTH_INTERVAL, LossScale
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
-from tests.train.models.runs import (
-    DECODER,
-    LLAMA,
-    NoCheckpoints,
-    Silent,
-    expected,
-    prepare,
-    whole_weights,
-)
+from tests.train.models.runs import DECODER, LLAMA, NoCheckpoints, Silent, expected, prepare, whole_weights
 
 HALF = {"fp16": True, "initial_loss_scale": 2.0**10}
 UNITS = {"use_megatron_fsdp": True}

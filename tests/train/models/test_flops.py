@@ -41,10 +41,7 @@ GELU, GATED = 2 * WIDTH * INNER, 3 * WIDTH * INNER
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            "",
-            by_hand(FULL_HEADS, GELU),
-        ),  # adding biases and looking up vectors cost nothing
+        ("", by_hand(FULL_HEADS, GELU)),  # adding biases and looking up vectors cost nothing
         ("--untie-embeddings-and-output-weights", by_hand(FULL_HEADS, GELU)),
         (f"{ROTARY} --num-query-groups 2", by_hand(GROUPED, GATED)),
         (f"{OTHERS} --num-query-groups 2", by_hand(GROUPED, GATED)),

@@ -13,16 +13,7 @@ from megatron_fsdp.train.models.trained import build_optimizer, token_losses
 from megatron_fsdp.train.options import OptimizerOptions
 from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks
-from tests.train.models.runs import (
-    DECODER,
-    LLAMA,
-    initial_weights,
-    job_of,
-    plain_model,
-    prepare,
-    some_feed,
-    train_here,
-)
+from tests.train.models.runs import DECODER, LLAMA, initial_weights, job_of, plain_model, prepare, some_feed, train_here
 
 
 class _Copies(TorchFunctionMode):
@@ -41,10 +32,7 @@ class _Copies(TorchFunctionMode):
 
 @pytest.mark.parametrize(
     "values",
-    [
-        {**DECODER, "use_megatron_fsdp": True},
-        {**LLAMA, "use_torch_fsdp2": True, "pipeline_model_parallel_size": 2},
-    ],
+    [{**DECODER, "use_megatron_fsdp": True}, {**LLAMA, "use_torch_fsdp2": True, "pipeline_model_parallel_size": 2}],
 )
 @on_ranks(2)
 def test_inputs_targets_and_factors_are_copied_beside_the_host(values: dict[str, Any]) -> None:

@@ -71,10 +71,7 @@ OPTION_CASES: dict[str, Case] = {
     "global_batch_size": Case("--global-batch-size 24", lambda job: (job.batch.total, job.batch.microbatches), (24, 3)),
     "train_iters": Case("--train-iters 30", lambda job: (job.train_iters, job.schedule.decay_steps), (30, 30)),
     "train_samples": Case(
-        "--train-samples 100",
-        lambda job: (job.train_iters, job.schedule.decay_steps),
-        (12, 12.5),
-        IN_SAMPLES,
+        "--train-samples 100", lambda job: (job.train_iters, job.schedule.decay_steps), (12, 12.5), IN_SAMPLES
     ),
     "grad_reduce_in_bf16": Case(
         "--grad-reduce-in-bf16",

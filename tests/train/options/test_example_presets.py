@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.train.options.command_line import parse_options
@@ -32,6 +33,9 @@ def test_a_preset_resolves_without_surprises(name: str) -> None:
     assert job.notices == ()
     assert job.batch.filled == 0
     assert (job.engine, job.ddp.data_parallel_sharding_strategy) == ("megatron_fsdp", "optim_grads_params")
+    ddp = job.ddp
+    assert (job.dtype, ddp.megatron_fsdp_grad_comm_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (ddp.megatron_fsdp_main_params_dtype, ddp.megatron_fsdp_main_grads_dtype) == (torch.float32, torch.float32)
     assert job.options.model.hf_config is not None
     assert json.loads(job.options.model.hf_config.read_text(encoding="utf-8"))["model_type"] in ("llama", "deepseek_v3")
     assert check_environment({}, job, world) == ()

@@ -135,10 +135,7 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
         ("disable_bias_linear: 3\n", "run.yaml:1: invalid --disable-bias-linear 3: give true or false"),
         ("hidden_dropout: 0.1\n", "run.yaml:1: invalid --hidden-dropout 0.1: nothing is dropped"),
         ("vocab_file: a.json\n", "is not supported: give --tokenizer-type HuggingFaceTokenizer"),
-        (
-            "preset: tiny\nlr: 0.1\nlr: 0.2\n",
-            "run.yaml: not YAML: 'lr' is there twice on line 3",
-        ),
+        ("preset: tiny\nlr: 0.1\nlr: 0.2\n", "run.yaml: not YAML: 'lr' is there twice on line 3"),
         ("training: {seed: 1}\nmodel: {}\ntraining: {seed: 2}\n", "'training' is there twice on line 3"),
         ("training:\n  seed: 1\n  seed: 1\n", "'seed' is there twice on line 3"),
         ("preset: huge\n", "argument --preset: invalid choice: 'huge'"),

@@ -75,10 +75,7 @@ def test_each_style_has_its_shape() -> None:
             "--lr 1 --min-lr 0.02 --lr-decay-style WSD --lr-decay-iters 24 --lr-warmup-iters 5 --lr-wsd-decay-iters 7",
             Schedule(1, 0.02, "WSD", 5, 24, 7),
         ),
-        (
-            "--train-iters 100 --lr-warmup-fraction 0.58",
-            Schedule(3e-3, 3e-4, "cosine", 58, 100),
-        ),  # not rounded down
+        ("--train-iters 100 --lr-warmup-fraction 0.58", Schedule(3e-3, 3e-4, "cosine", 58, 100)),  # not rounded down
         (
             "--train-iters 9 --lr-warmup-init 1e-3 --lr-warmup-iters 4",
             Schedule(3e-3, 3e-4, "cosine", 4, 9, initial=1e-3),
