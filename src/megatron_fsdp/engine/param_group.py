@@ -229,7 +229,7 @@ class ParameterGroup:
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
         self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
-        self._full_storages: tuple[int, ...] | None = None  # of views; None: placeholders, or made by a quantizer
+        self._full_pointers: tuple[int, ...] = ()  # addresses of that memory and of its views
         if not plan.shards_compute_weights:
             self.point_full_to(self.weights.compute.local)
         self._pointers = self._find_pointers()
@@ -287,8 +287,7 @@ class ParameterGroup:
         in a full parameter that no later update reaches; the next forward casts again.
         """
         with plain_attributes():
-            if self._full_storages is not None and self._full_storages != self._find_full_storages():
-                assert self._pointed_to is not None
+            if self._pointed_to is not None and self._was_cast(self._pointed_to):
                 start, stop = self._pointed_to.storage_offset(), self._pointed_to.untyped_storage().nbytes()
                 if (start + self._pointed_to.numel()) * self._pointed_to.itemsize <= stop:
                     self.point_full_to(self._pointed_to)
@@ -306,9 +305,20 @@ class ParameterGroup:
     def _find_pointers(self) -> tuple[int, ...]:
         return addresses_of(tuple(map(_local_tensor, self.sharded)))
 
-    def _find_full_storages(self) -> tuple[int, ...]:
-        # Not their addresses, which change where the memory of gathered weights is freed and taken again.
-        return tuple(local_part(param).untyped_storage()._cdata for param in self.full)
+    def _was_cast(self, pointed_to: torch.Tensor) -> bool:
+        """Return whether any full parameter is not a view of its memory any more."""
+        found = self._find_full_pointers(pointed_to)
+        if found == self._full_pointers:
+            return False
+        # Memory that was freed and taken again moves all views alike; those without elements are at 0.
+        moved = found[0] - self._full_pointers[0]
+        if any(new - old != moved and (new or old) for new, old in zip(found, self._full_pointers, strict=True)):
+            return True
+        self._full_pointers = found
+        return False
+
+    def _find_full_pointers(self, pointed_to: torch.Tensor) -> tuple[int, ...]:
+        return addresses_of((pointed_to, *map(local_part, self.full)))
 
     @property
     def is_pointed(self) -> bool:
@@ -443,7 +453,7 @@ class ParameterGroup:
                     # views of; the bytes are the same again when backward reads them, so that is no modification.
                     self._point(index, full_view(self.plan.layout, full, index).data)
         if self._wrapping is None:
-            self._pointed_to, self._full_storages = full, self._find_full_storages()
+            self._pointed_to, self._full_pointers = full, self._find_full_pointers(full)
 
     def _point(self, index: int, memory: Any) -> None:
         param = self.full[index]
@@ -465,7 +475,7 @@ class ParameterGroup:
         with torch.inference_mode(False):
             for index in range(len(self.full)):
                 self._point(index, self._placeholder_for(index))
-        self._pointed_to = self._full_storages = None
+        self._pointed_to = None
 
     def _placeholder_for(self, index: int) -> Any:
         """Return the placeholder of a parameter, or of its codes: one element, expanded to the right shape."""
