@@ -217,7 +217,7 @@ def fully_shard_model(
         preproc_state_dict_for_dcp_ckpt: Attach to the tensors of state dicts which part of the global tensor they
             hold, for torch.distributed.checkpoint. Turn it off only for a checkpoint format of your own.
         report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
-        average_in_collective: Let the collective average in place of a sum and a factor.
+        average_in_collective: Average in the collective instead of a sum and a factor.
         disable_bucketing: Never cut the parameters outside of units into several buckets.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         keep_fp8_transpose_cache: Keep the transposed codes that backward multiplies while weights are gathered, where

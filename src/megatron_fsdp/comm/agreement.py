@@ -1,4 +1,4 @@
-"""The questions that ranks ask each other, so that all go on or all raise the same error.
+"""Agreement of ranks: they exchange facts and errors, so that all go on or all raise the same error.
 
     raise_together  may all go on, and did all do the same?  What a rank met, and facts that differ, are raised on all;
                     `together` is the same around a function, `all_agree` around a block
@@ -37,18 +37,18 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 Raised = TypeVar("Raised", bound=BaseException)
 Groups = Sequence[dist.ProcessGroup | None]
-"""Process groups that together reach all ranks that are to know; None is a group of this rank alone."""
+"""Process groups that together reach all ranks concerned; None is a group of this rank alone."""
 Report = TypeVar("Report")
 Problem = tuple[type[Exception], str]
-"""What all ranks raise: the type of an error, and its text."""
+"""The error that all ranks raise: its type and text."""
 Judge = Callable[[Sequence[Report]], Problem | None]
-"""Says what is wrong with the reports of a group's ranks, in rank order; decides the same on each of them."""
+"""Judges the reports of a group's ranks, in rank order; returns the same problem, or None, on each of them."""
 
 SMALL_BYTES = 1024
-"""Size of the first message; objects that do not fit, with the 8 bytes of their length, take a second collective."""
+"""Bytes of the first message, 8 of which hold the length; larger objects take a second collective."""
 _LENGTH_BYTES = 8
 _MOST_BYTES = 16 << 30
-"""The most that the objects of all ranks may take; more is an error in words, instead of memory that runs out."""
+"""The most bytes that the objects of all ranks may take together; more raises, before memory runs out."""
 _SHOWN = 8
 _SHOWN_DIFFERENCES = 3
 _clock = itertools.count()
@@ -56,7 +56,7 @@ _clock = itertools.count()
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What came of a rank; with words it has failed, and may send this where others send what they were asked for."""
+    """The outcome of a rank; it has failed if there is a text, and may be sent instead of a report."""
 
     rank: int  # global
     doing: str
@@ -69,7 +69,7 @@ class _Outcome:
 
 @real_values()
 def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
-    """Return the values of all ranks, in rank order; one small collective over gloo, where torch's own takes two.
+    """All-gather objects in rank order; one small collective over gloo, where torch's own takes two.
 
     Raises:
         RankError: A group was given, and torch.distributed has been taken down; or a rank has failed.
@@ -78,7 +78,7 @@ def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> lis
 
 
 def gather_over(groups: Groups, value: Result) -> list[Result]:
-    """Return the values of all ranks that the groups reach together, gathered over one after another.
+    """All-gather objects over one group after another.
 
     The last group is the most significant one in the order; None adds no rank.
     """
@@ -89,7 +89,7 @@ def gather_over(groups: Groups, value: Result) -> list[Result]:
 
 @real_values()
 def _gathered(values: list[Any], groups: Groups) -> list[Any]:
-    """Gather lists of values over one group after another, and join them."""
+    """All-gather lists of objects over one group after another, and join them."""
     for group in groups:
         if group is not None and _is_up(group) and dist.get_world_size(group) > 1:
             values = list(itertools.chain.from_iterable(_gather(values, group)))
@@ -116,7 +116,7 @@ def _gather(value: Result, group: dist.ProcessGroup) -> list[Result]:
 
 
 def _gather_bytes(group: dist.ProcessGroup | None, message: bytes, length: int) -> list[bytes]:
-    """Gather the first `length` bytes of every rank's message, padded with zeros."""
+    """All-gather the first `length` bytes of every rank's message, padded with zeros."""
     # Cloned: the thread of gloo may be the last to let go of it, and must not free an object of the interpreter.
     sent = torch.frombuffer(bytearray(message[:length].ljust(length, b"\0")), dtype=torch.uint8).clone()
     received = sent.repeat(dist.get_world_size(group), 1)
@@ -135,7 +135,7 @@ def world_size_of(group: dist.ProcessGroup | None = None) -> int:
 
 
 def _is_up(group: dist.ProcessGroup | None) -> bool:
-    """Return whether there are ranks; a process whose group is gone must not take itself for the only one."""
+    """Return True if torch.distributed is initialised; raise in a process whose group was destroyed."""
     if dist.is_initialized():
         return True
     if group is not None:
@@ -151,7 +151,7 @@ def ask(
     judge: Judge[Report],
     error: BaseException | None = None,
 ) -> list[list[Report]]:
-    """Gather the reports of ranks over one group after another, and raise what is wrong; one collective for each group.
+    """All-gather reports over one group after another, and raise the problem they show, if any; one collective a group.
 
     Args:
         reports: Groups that together reach all ranks that are to know, and what this rank reports in each; None is a
@@ -186,7 +186,7 @@ def ask(
 
 
 def first_problem(problems: Sequence[Problem | None]) -> Problem | None:
-    """Judge by the first problem that a rank reports."""
+    """Return the first problem that a rank reports."""
     return next((problem for problem in problems if problem is not None), None)
 
 
@@ -197,7 +197,7 @@ def raise_together(
     facts: Mapping[str, str] | None = None,
     raises: type[MegatronFSDPError] | None = None,
 ) -> None:
-    """Raise on all ranks what any of them met; one small collective for each group.
+    """Raise the error of any rank on all of them; one small collective for each group.
 
     Args:
         error: What this rank met; None if all went well.
@@ -243,7 +243,7 @@ def _raise_failures(
     raises: type[MegatronFSDPError] | None,
     num_ranks: int | None = None,
 ) -> None:
-    """Raise what ranks have sent of failures, where some have; the same on all that got the same reports."""
+    """Raise the failures among the reports, if any; the same error on all ranks with these reports."""
     outcomes = [each for each in everyone if isinstance(each, _Outcome) and each.words is not None]
     if not outcomes:
         return
@@ -265,7 +265,7 @@ def _raise_failures(
 
 
 def _raise(made: Exception, error: BaseException | None, num_ranks: int) -> NoReturn:
-    """Raise what all ranks raise, or what this rank met if that asks the process to end."""
+    """Raise the common error, or this rank's own if that ends the process (`SystemExit`, Ctrl-C)."""
     try:
         if error is not None and not isinstance(error, Exception):
             raise _agreed(error, num_ranks)
@@ -275,7 +275,7 @@ def _raise(made: Exception, error: BaseException | None, num_ranks: int) -> NoRe
 
 
 def _agreed(error: Raised, num_ranks: int) -> Raised:
-    """Mark an error as known to so many ranks, since now."""
+    """Mark an error as known to a number of ranks."""
     with suppress(AttributeError):  # frozen ones are told twice
         error.__agreed__ = next(_clock), num_ranks  # type: ignore[attr-defined]
     return error
@@ -288,7 +288,7 @@ def all_agree(
     raises: type[MegatronFSDPError] | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, str]]:
-    """Run a block on every rank; then `raise_together` its error, if any, and what differs of facts.
+    """Run a block on every rank, then raise its error, or a difference of facts, on all ranks.
 
     A block may have questions over the same groups inside, and nothing else that waits for other ranks before the last
     of them: who leaves it early answers the next one. An error that these ranks have all raised already passes.
@@ -323,7 +323,7 @@ def together(
     facts: Mapping[str, str] | None = None,
     raises: type[MegatronFSDPError] | None = None,
 ) -> Result:
-    """Run a function on every rank, as the block of `all_agree`, and return only if it succeeded on all of them."""
+    """Run a function on every rank under `all_agree`; return only if it succeeded on all of them."""
     with all_agree(doing, over(group), raises, facts):
         return act()
 
@@ -331,7 +331,7 @@ def together(
 def agreed(
     doing: str, groups_of: Callable[..., Groups], raises: type[MegatronFSDPError] | None = None
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Make a function that all ranks call the block of `all_agree`: an error of one rank alone is that of all.
+    """Run a function under `all_agree` (a decorator): an error on one rank is raised on all.
 
     `groups_of` finds the groups from the arguments, of which it must expect anything.
     """
@@ -348,12 +348,12 @@ def agreed(
 
 
 def over(group: object) -> Groups:
-    """Return the groups of ranks that a group names: itself; all ranks where it is None, or no group at all."""
+    """Return the groups of an argument `group`: itself, or all ranks if it is None or no group."""
     return (group,) if isinstance(group, dist.ProcessGroup) else ()
 
 
 def group_of(*_: object, group: object = None, **__: object) -> Groups:
-    """Return the groups of a function with the keyword `group`."""
+    """Return the groups of the ranks that call a function with the keyword `group`."""
     return over(group)
 
 
@@ -363,7 +363,7 @@ def _reached(groups: Groups) -> int:
 
 
 def by_value(values: Iterable[tuple[int, str]]) -> str:
-    """List the values of ranks, given in pairs, each value once: "True on rank 0, False on ranks 1, 2"."""
+    """List each value once with its ranks, from pairs: "True on rank 0, False on ranks 1, 2"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
@@ -381,7 +381,7 @@ def _digest(facts: Mapping[str, str]) -> bytes:
 
 
 def differences(everyone: Mapping[int, Mapping[str, str]]) -> str:
-    """Say which facts of the ranks differ; the message leaves out what was being done, which may differ, too."""
+    """Return a message about the facts that differ between ranks, or an empty one."""
     names = dict.fromkeys(name for facts in everyone.values() for name in facts)
     values = {name: {rank: facts.get(name, "nothing") for rank, facts in everyone.items()} for name in names}
     differing = [name for name in values if len(set(values[name].values())) > 1]
@@ -439,7 +439,7 @@ _BITS = 4  # small, so that sums of squares over 74,000 ranks are exact in float
 
 @dataclass(frozen=True)
 class Companion:
-    """Facts that have to be the same on all ranks, compared in an all-reduce that these ranks make anyway.
+    """Facts that have to be the same on all ranks, compared in an all-reduce that is made anyway.
 
     A few small numbers d of a digest travel along: in a sum each with its square, since N ranks have the same exactly
     where N * sum(d^2) = sum(d)^2, and in a maximum each with -d. So an agreement costs no message, and no wait.
@@ -451,7 +451,7 @@ class Companion:
     error: Exception | None = None  # what this rank has met before, so that it asks for nothing
 
     def marks(self, like: torch.Tensor, is_max: bool = False) -> torch.Tensor:
-        """Return the numbers, on the device and in the dtype of a tensor."""
+        """Return the hashes of the facts as numbers to reduce, on the device and in the dtype of a tensor."""
         told = self.facts if self.error is None else {"error": text_of(self.error)}
         number = int.from_bytes(_digest(told), "little") & (1 << _MARKS * _BITS) - 1
         shifts = torch.arange(0, _MARKS * _BITS, _BITS, device=like.device)  # there, as a graph may be captured
@@ -459,7 +459,7 @@ class Companion:
         return torch.cat([marks, -marks if is_max else marks * marks]).to(like.dtype)
 
     def check(self, reduced: torch.Tensor, is_max: bool = False) -> torch.Tensor:
-        """Raise on all ranks what one has met or what differs, given the numbers reduced over all groups.
+        """Raise on all ranks if the reduced numbers show a failure or a difference.
 
         Returns:
             1, or NaN where facts differ and the host cannot know without a wait for the device.

@@ -23,39 +23,39 @@ SIMULATED = "simulated_"
 """Prefix of the names of simulated back ends; the back end that they stand in for follows."""
 
 real_values = unset_fake_temporarily
-"""Context manager and decorator in which new tensors have values, also inside of torch's FakeTensorMode."""
+"""Context manager and decorator that leaves torch's FakeTensorMode: new tensors have values."""
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor can be read: it is neither fake nor on the meta device."""
+    """Return True if a tensor is neither fake nor on the meta device."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the address of the first element; for a fake tensor a number that is unique while its storage lives."""
+    """Return the address of the first element; for a fake tensor, an id of its storage plus the offset."""
     if isinstance(tensor, FakeTensor):
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
     return tensor.data_ptr()
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the addresses of several tensors; much faster than one by one where none is fake."""
+    """Return the addresses of several tensors; faster than one by one if none is fake."""
     return tuple(map(address_of if FakeTensor in map(type, tensors) else Tensor.data_ptr, tensors))
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """Return the name of a group's back end; for a simulated group, of the one that it stands in for."""
+    """Return the name of a group's back end; for a simulated group, of the simulated one."""
     return dist.get_backend(group).removeprefix(SIMULATED)
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
-    """Return whether the collectives of a group move nothing."""
+    """Return True if the collectives of a group are simulated: they move nothing."""
     name = dist.get_backend(group)
     return name == dist.Backend.FAKE or name.startswith(SIMULATED)
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as its back end sends it: float8 as bytes, since gloo knows no such numbers; a view."""
+    """Return a view of a tensor for communication: float8 as bytes, since gloo has no such dtype."""
     is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
     return tensor.view(torch.uint8) if is_float8 else tensor
 
@@ -63,7 +63,7 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
 def broadcast(
     tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int = 0, async_op: bool = False
 ) -> dist.Work | None:
-    """Broadcast a tensor from a rank of the group, in place; with `async_op` a handle to wait on is returned."""
+    """Broadcast a tensor from a rank of the group, in place; with `async_op`, return its work."""
     work: dist.Work | None = dist.broadcast(_as_sent(tensor), group_src=source, group=group, async_op=async_op)
     return work
 
@@ -75,7 +75,7 @@ _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single"
 
 @dataclass
 class Traffic:
-    """What this rank has sent since the counters were made; take differences for one step."""
+    """Counters of the collectives and bytes that this rank has sent; take differences for one step."""
 
     gathers: int = 0
     reductions: int = 0
@@ -83,7 +83,7 @@ class Traffic:
     reduce_bytes: int = 0
 
     def copy(self) -> Traffic:
-        """Return a snapshot that later traffic does not change."""
+        """Return a snapshot."""
         return replace(self)
 
     def plus(self, other: Traffic) -> Traffic:
@@ -91,7 +91,7 @@ class Traffic:
         return Traffic(*map(operator.add, astuple(self), astuple(other)))
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Return what was sent after `earlier` was taken."""
+        """Return the traffic since the snapshot `earlier`."""
         return Traffic(*map(operator.sub, astuple(self), astuple(earlier)))
 
 
@@ -109,7 +109,7 @@ class Axis:
 
     @property
     def exchanges_pairwise(self) -> bool:
-        """Whether a reduce-scatter is an all-to-all and a local sum.
+        """True if a reduce-scatter is an all-to-all and a local sum.
 
         gloo's own reduce-scatter moves all-reduce bytes, and its sum of bf16 values rounds at every hop; an
         all-to-all moves the minimum and leaves the sum, in float32 and in rank order, to us. Other back ends do so
@@ -156,14 +156,14 @@ class Axis:
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, average: bool = False, async_op: bool = True
     ) -> dist.Work | None:
-        """Reduce-scatter `full` with the native collective; this rank's part lands in `shard`."""
+        """Reduce-scatter `full` into `shard` with the native collective."""
         self._count_reduce_scatter(full)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         work: dist.Work | None = _reduce_scatter_flat(shard, full, op=op, group=self.group, async_op=async_op)
         return work
 
     def exchange(self, received: torch.Tensor, full: torch.Tensor, async_op: bool = True) -> dist.Work | None:
-        """Run the all-to-all of a reduce-scatter: part r of `full` goes to rank r; row r comes from rank r."""
+        """Run the all-to-all of a reduce-scatter: send part r of `full` to rank r; receive row r from rank r."""
         self._count_reduce_scatter(full)
         return dist.all_to_all_single(received, full, group=self.group, async_op=async_op)
 

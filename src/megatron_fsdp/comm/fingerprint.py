@@ -1,4 +1,4 @@
-"""Fingerprints of the bits of tensors, to compare tensors over ranks without sending them.
+"""Fingerprints (hashes) of tensors' bits, to compare tensors over ranks without sending them.
 
 Those of pieces that add up to that of the whole tensor are digests.
 
@@ -25,7 +25,7 @@ _LOW_33 = 2**33 - 1
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an int64 scalar on the tensor's device that depends on every element's bits and on its position.
+    """Return the hash of a tensor's bits and their positions, an int64 scalar on its device.
 
     On the CPU it is zlib's CRC-32 of the bytes and a sum of their words. Elsewhere the bits are read as words; each
     word is added to a multiple of its position, multiplied, folded and multiplied again, modulo 2 ** 64, and the
@@ -53,14 +53,14 @@ def _of_memory(tensor: torch.Tensor) -> int:
 
 
 def lowest_and_highest(hashes: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smallest and the largest of each number over the ranks, by one all-reduce; int64 of any shape."""
+    """All-reduce the minimum and maximum of each number over the ranks, in one collective; int64 of any shape."""
     both = torch.stack([~hashes, hashes])  # the complement of the smallest is the largest of the complements
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return ~both[0], both[1]
 
 
 def mixed_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the fingerprint of a tensor as computed on devices other than the CPU; works on any."""
+    """Fingerprint a tensor of any device, by the algorithm for accelerators."""
     real = _flat(tensor)
     total = torch.zeros((), dtype=torch.int64, device=real.device)
     for chunk in real.split(_CHUNK_NUMEL):
@@ -89,7 +89,7 @@ def _words(chunk: torch.Tensor) -> torch.Tensor:
 def differing_tensors(
     tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[str, ...]:
-    """Return the names of tensors that are not the same bits on every rank; sends two numbers per tensor.
+    """Return the names of tensors whose bits differ between ranks; sends two numbers per tensor.
 
     Every rank gives the same names in the same order, and no empty tensor; the hashes travel from `device`.
     """
@@ -102,7 +102,7 @@ def differing_tensors(
 
 @torch.no_grad()
 def digest(piece: torch.Tensor, name: str, start: int = 0) -> torch.Tensor:
-    """Return the digest of a piece of a tensor, a scalar int64 on its device.
+    """Return the digest of a local shard, an int64 scalar on its device.
 
     The piece, of any dtype, is contiguous in the flat whole tensor; its first element is element `start` of that.
     """

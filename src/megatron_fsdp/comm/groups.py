@@ -1,4 +1,4 @@
-"""Process groups of a model's own: their collectives cannot swap places with those that others make."""
+"""Process groups owned by one model, whose collectives cannot be matched with anybody else's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOOKS = 3  # in a row at which nothing is to be done
 
 
 def bound_device(backend: str, device: torch.device) -> torch.device | None:
-    """Return the `device_id` for `init_process_group`: the accelerator of this rank, if that is where its ranks meet.
+    """Return the `device_id` for `init_process_group`: this rank's accelerator, if its back end communicates there.
 
     NCCL then connects at once, on the right device, and groups of some of the ranks are split off that. The CPU is none
     to bind, and gloo has nothing to connect.
@@ -37,7 +37,7 @@ def bound_device(backend: str, device: torch.device) -> torch.device | None:
 
 @functools.cache
 def settle_at_exit() -> None:
-    """Let the threads of gloo let go of tensors before the interpreter shuts down.
+    """Wait at exit until gloo's threads have dropped their tensors.
 
     They hold what they have sent for a moment after the wait for it is over. Python ends a thread that frees a tensor
     while it shuts down itself, and C++ then the process: "terminate called without an active exception".
@@ -53,7 +53,7 @@ def _settle() -> None:
 
 
 def _runs(stat: Path) -> bool:
-    """Return whether a thread is one of gloo's that carries out collectives, and has something to do."""
+    """Return True if a thread is a busy worker of gloo."""
     with suppress(OSError):  # it has ended
         name, _, state = stat.read_text().rpartition(")")
         return "(pt_gloo" in name and not state.startswith(" S")
@@ -61,7 +61,7 @@ def _runs(stat: Path) -> bool:
 
 
 class OwnGroups:
-    """The process groups of one model; they are destroyed with it. Every rank of the axes constructs it, in one order.
+    """The process groups of one model, destroyed with it. Every rank of the axes constructs it, in one order.
 
     `axes` are the given ones in order, on groups of the same ranks. A group that a user gave for gathers stays.
     """
@@ -80,7 +80,7 @@ def destroy_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
 
 
 def shared_name(kind: str, *groups: dist.ProcessGroup) -> str:
-    """Return a name for a new group that its ranks share; collective over the groups, one after another.
+    """Return a name for a new group, the same on its ranks; collective over the groups, one after another.
 
     Of several groups, such as those of a mesh's dimensions, ranks that one of them joins have one name after it.
     """
@@ -93,7 +93,7 @@ def shared_name(kind: str, *groups: dist.ProcessGroup) -> str:
 def duplicate_group(
     group: dist.ProcessGroup, name: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
-    """Make a new group of the same ranks in the same order; only these ranks call.
+    """Make a new group of the same ranks in the same order; collective over these ranks only.
 
     torch names a group of some of the ranks by how many groups a rank is in. That may differ between them, and they
     would wait for each other under different names; so the name is given, the same on all ranks and never used before.
@@ -152,7 +152,7 @@ def _over_own_group(axis: Axis, groups: list[dist.ProcessGroup]) -> Axis:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return how long the ranks of a group wait for each other; None where its back end does not tell."""
+    """Return the timeout of a group's collectives; None if its back end has no such attribute."""
     for device in group._device_types:
         timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
@@ -161,7 +161,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def _is_split_from_others(group: dist.ProcessGroup) -> bool:
-    """Return whether torch would split a new NCCL group off the default one, a collective of all its ranks."""
+    """Return True if torch would split a new NCCL group off the default one, which is collective over all ranks."""
     device = distributed_c10d._get_default_group().bound_device_id
     if device is None or device.type not in {kind.type for kind in group._device_types}:
         return False
@@ -169,7 +169,7 @@ def _is_split_from_others(group: dist.ProcessGroup) -> bool:
 
 
 def _destroy(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy groups on this rank alone; other ranks may do so much later, or never."""
+    """Destroy groups on this rank only; other ranks may do so later, or never."""
     for group in groups:
         if not dist.is_initialized() or group not in distributed_c10d._world.pg_map:
             continue  # taken down already, with everything else

@@ -1,4 +1,4 @@
-"""A reduce-scatter that sends values in their own dtype and sums them on the receiver, in float32 and in rank order.
+"""A reduce-scatter that sends values in their own dtype and sums them on the receiver in float32, in rank order.
 
 The engine uses the same exchange and sum; `reduce_scatter_with_fp32_accumulation` offers them to callers with buffers
 of their own. A rank sends `(N - 1) / N` of its input, as in a ring; a ring of bfloat16 values rounds the sum at each
@@ -18,11 +18,11 @@ from megatron_fsdp.comm.streams import HostWork
 from megatron_fsdp.errors import CollectiveArgumentError
 
 _ADDED_AT_ONCE = 1 << 16
-"""Elements that are summed at a time, so that the partial sums stay in the cache."""
+"""Elements per block of a sum, so that partial sums stay in the cache."""
 
 
 def sum_received(received: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Sum the rows that `Axis.exchange` received, one of each rank, in rank order; overwrites `received`.
+    """Sum the rows that `Axis.exchange` received, in rank order; overwrites `received`.
 
     (num_ranks * shard_numel,) become (shard_numel,), in float32 for 16-bit inputs; else in the same dtype, a view of
     the first row. Row after row is added in place, which takes less than half the time of a reduction over the rows and
@@ -36,7 +36,7 @@ def sum_received(received: torch.Tensor, num_ranks: int) -> torch.Tensor:
 
 
 def add_up_into(rows: Sequence[torch.Tensor], out: torch.Tensor, factor: float) -> None:
-    """Write the sum of two or more rows times a factor into a floating tensor that shares no memory with them.
+    """Write the sum of two or more rows, times a factor, into `out`, which shares no memory with them.
 
     The result equals `put_scaled` of the whole sum, bit for bit, and takes no memory where `out` has its dtype.
     """
@@ -53,7 +53,7 @@ def add_up_into(rows: Sequence[torch.Tensor], out: torch.Tensor, factor: float) 
 
 
 def put_scaled(values: torch.Tensor, factor: float, out: torch.Tensor) -> None:
-    """Write values times a factor into a tensor of the same shape and any floating dtype, rounded once, to that dtype.
+    """Write values times a factor into a tensor of any floating dtype, rounding once.
 
     `torch.mul(values, factor, out=out)` alone rounds to the dtype of `values` first, where `out` has a wider one.
     """
@@ -67,7 +67,7 @@ def put_scaled(values: torch.Tensor, factor: float, out: torch.Tensor) -> None:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float32, or the given one where that is wider or not floating."""
+    """Return the accumulation dtype: float32, or the given one if it is wider or not floating."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
@@ -96,7 +96,7 @@ def reduce_scatter_with_fp32_accumulation(
     async_op: bool = False,
     all_to_all_output_tensor: torch.Tensor | None = None,
 ) -> HostWork | None:
-    """Sum `input` over the ranks; part r of the sum, in order of memory, lands in `output` of rank r. Collective.
+    """Reduce-scatter `input` with sums in float32: rank r gets part r, in memory order, in `output`. Collective.
 
     Arguments are checked before anything is sent, except for one thing that a rank cannot see: every rank has to give
     an input of the same size and dtype.
@@ -181,7 +181,7 @@ def _told(tensor: torch.Tensor) -> str:
 
 
 def _share_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether the stretches of memory from first to last element overlap."""
+    """Return True if the memory ranges of two tensors overlap."""
     (first, stop), (other_first, other_stop) = _stretch(left), _stretch(right)
     return first < other_stop and other_first < stop
 

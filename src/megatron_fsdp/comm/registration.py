@@ -1,4 +1,4 @@
-"""Registration of communication memory with the back ends of process groups: NCCL's user buffers.
+"""Registration of communication memory with NCCL (user buffers).
 
 NCCL reads and writes registered memory itself, without copies through buffers of its own; with symmetric windows (the
 same offset on every rank) its collectives need fewer multiprocessors, too. The memory comes from NCCL's own allocator.
@@ -21,7 +21,7 @@ from megatron_fsdp.errors import ConfigurationError
 
 
 class UserBuffers:
-    """The memory of one model that is registered, where it can be.
+    """The communication memory of one model, registered if its back ends can.
 
     Collectives of `axes` use it, which are the same in the same order on every rank; the groups `reaching_all` reach
     every rank together. `symmetric` registers symmetric windows where torch knows how to.
@@ -45,7 +45,7 @@ class UserBuffers:
         self.num_bytes = 0  # of the memory, once there is some
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Allocate zeros of uint8: from the back end's allocator where they can be registered."""
+        """Allocate zeros of uint8, from the back end's allocator if they can be registered."""
         self.num_bytes = num_bytes
         if self.lack:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
@@ -54,7 +54,7 @@ class UserBuffers:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def register(self) -> None:
-        """Register the memory with every group; all ranks call it, once. Nothing happens where something is lacking.
+        """Register the memory with every group, once, if the back ends can. Collective.
 
         Where the library refuses on one rank, every rank raises.
         """
@@ -80,7 +80,7 @@ class UserBuffers:
 
     @property
     def notice(self) -> str:
-        """What became of the request, in one sentence."""
+        """The state of registration, in one sentence."""
         taken = f"{self.num_bytes:,} bytes of communication memory are taken once and keep their addresses"
         if self.lack:
             return f"nccl_ub: {taken}, but nothing is registered, since {self.lack}"
@@ -94,7 +94,7 @@ class UserBuffers:
 
 
 def _lack(groups: Sequence[dist.ProcessGroup], device: torch.device) -> str:
-    """Say why memory cannot be registered with the back ends of all groups; empty where it can."""
+    """Return the reason that memory cannot be registered with all groups; empty if it can."""
     if not groups:
         return "there is only one rank, which sends nothing"
     for group in groups:
@@ -114,7 +114,7 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def _knows_windows(backend: Any) -> bool:
-    """Return whether `register_mem_pool` takes `symm`; its signature stands in its docstring alone."""
+    """Return True if `register_mem_pool` takes `symm`; only its docstring has its signature."""
     return "symm" in (backend.register_mem_pool.__doc__ or "")
 
 

@@ -1,4 +1,4 @@
-"""Communication streams: ordered queues of collectives. Here CPU and CUDA take different ways in a step.
+"""Communication streams: ordered queues of collectives, by side streams on CUDA and work handles elsewhere.
 
 A communication stream takes a *launch* (starts a collective) and a *finish* (local work on its result, such as a sum
 over ranks) and returns a `Work`. Waiting on it makes the result visible to the code that follows:
@@ -27,14 +27,14 @@ import torch.distributed as dist
 from megatron_fsdp.errors import ConfigurationError
 
 Launch = Callable[[bool], "dist.Work | None"]
-"""Starts a collective. Its argument is torch's `async_op`: whether to return a handle to wait on."""
+"""Starts a collective. Its argument is torch's `async_op`; with it, a `dist.Work` is returned."""
 Finish = Callable[[], None]
 Tell = Callable[..., None]
 """`CommStreamWatch.communicates` with the collective and the stream filled in."""
 
 
 class Moment(Enum):
-    """The moments of a collective. On CUDA all but the waits are points on the CUDA stream, reached later."""
+    """The moments of a collective. On CUDA all but the waits are points on the CUDA stream, which it reaches later."""
 
     LAUNCHES = "launches"  # about to be started
     LAUNCHED = "launched"  # handed to the back end
@@ -45,20 +45,20 @@ class Moment(Enum):
 
 
 class CommStreamWatch(Protocol):
-    """An observer of the collectives of all communication streams; nothing is reported to it while it is false."""
+    """Observer of the collectives of all communication streams; it is told nothing while it is false."""
 
     def __bool__(self) -> bool:
-        """Return whether anybody listens."""
+        """Return True if collectives are to be reported."""
 
     def number(self) -> int:
-        """Return a number for a new collective."""
+        """Return the number of a new collective."""
 
     def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None = None) -> None:
-        """Take note that a collective has reached a moment."""
+        """Report a moment of a collective."""
 
 
 class Work(Protocol):
-    """A handle of one submission; `wait` may be called any number of times."""
+    """The work handle of one submission; `wait` may be called any number of times."""
 
     def wait(self) -> None:
         """Make the result visible to the code that follows."""
@@ -68,27 +68,27 @@ class CommStream(Protocol):
     """An ordered queue of collectives."""
 
     def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Work] = ()) -> Work:
-        """Queue a collective and the local work on its result, behind submissions to any stream that it reads from."""
+        """Queue a collective and the local work on its result, behind the submissions whose results it reads."""
 
     def settle(self) -> None:
-        """Block the host until everything that was submitted is done."""
+        """Block the host until all submissions are done."""
 
 
 class StreamApi(Protocol):
-    """The part of `torch.cuda` that a communication stream uses; a simulated device implements it, too."""
+    """The part of `torch.cuda` that communication streams use; a simulated device implements it, too."""
 
     def Stream(self, device: torch.device, priority: int) -> Any:  # noqa: N802 (torch's name)
-        """Return a new side stream; of several, the one of the lowest number has precedence."""
+        """Return a new side stream; lower numbers have higher priority."""
 
     def current_stream(self, device: torch.device) -> Any:
-        """Return the stream that work is queued on now."""
+        """Return the current stream."""
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which `stream` is the current stream."""
 
 
 class HostWork:
-    """A work handle and the local work that follows it, which the first `wait` runs; `tell` hears of its moments."""
+    """A work handle and the local work that follows it, which the first `wait` runs; `tell` reports its moments."""
 
     def __init__(self, work: dist.Work | None, finish: Finish | None, tell: Tell | None = None) -> None:
         self._work, self._finish, self._tell = work, finish, tell or _nobody
@@ -109,23 +109,23 @@ class HostWork:
 
 
 def _nobody(_moment: Moment, work: dist.Work | None = None) -> None:
-    """Listen to nothing."""
+    """Report nothing."""
 
 
 def _teller(watch: CommStreamWatch | None, stream: str) -> Tell:
-    """Return what is told of a new collective's moments."""
+    """Return the callback that reports a collective's progress."""
     return partial(watch.communicates, watch.number(), stream=stream) if watch else _nobody
 
 
 class HostCommStream:
-    """Communication by asynchronous work handles (gloo and other CPU back ends)."""
+    """Communication stream of asynchronous work handles (gloo and other CPU back ends)."""
 
     def __init__(self, name: str = "", watch: CommStreamWatch | None = None) -> None:
         self._name = name
         self._watch = watch
 
     def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Work] = ()) -> HostWork:
-        """Wait for `after`, and start the collective at once; its finish runs when the work is waited on."""
+        """Wait for `after` and start the collective at once; the first `wait` on its work runs `finish`."""
         for earlier in after:
             earlier.wait()
         tell = _teller(self._watch, self._name)
@@ -135,11 +135,11 @@ class HostCommStream:
         return HostWork(work, finish, tell)
 
     def settle(self) -> None:
-        """Do nothing: what the host waits for is done when a `Work` was waited on."""
+        """Do nothing: work is done once it was waited on."""
 
 
 class CudaWork:
-    """An event recorded on a communication stream, which the current stream waits for."""
+    """An event on a communication stream, which the current stream waits for."""
 
     def __init__(self, event: Any, current_stream: Callable[[], Any], tell: Tell) -> None:
         self._event, self._current_stream, self._tell = event, current_stream, tell
@@ -153,7 +153,7 @@ class CudaWork:
 
 
 class CudaCommStream:
-    """Communication on a CUDA side stream."""
+    """Communication stream of a CUDA side stream."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class CudaCommStream:
         self._watch = watch
 
     def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Work] = ()) -> CudaWork:
-        """Queue collective and finish behind `after` and what the compute stream holds now."""
+        """Queue a collective and its `finish` behind `after` and the compute stream's present work."""
         self._stream.wait_stream(self._current_stream())
         tell = _teller(self._watch, self._name)
         with self._streams.stream(self._stream):
@@ -195,7 +195,7 @@ class CudaCommStream:
 
 
 class _Relay:
-    """A collective on one stream, and the local work on its result on another."""
+    """Works of a collective on one stream and of the local work on its result on another."""
 
     def __init__(self, stream: CommStream, launch: Launch, then: CommStream, finish: Finish) -> None:
         self._then, self._finish = then, finish
@@ -212,12 +212,12 @@ class _Relay:
 
 
 def submit_through(stream: CommStream, launch: Launch, then: CommStream, finish: Finish) -> Work:
-    """Queue a collective on a communication stream, and the local work on its result on another one behind it."""
+    """Chain a second submission, on another stream, after a collective."""
     return _Relay(stream, launch, then, finish)
 
 
 def make_comm_stream(device: torch.device, name: str = "", watch: CommStreamWatch | None = None) -> CommStream:
-    """Return a communication stream for a device: a side stream on CUDA, work handles elsewhere."""
+    """Make the communication stream of a device: a side stream on CUDA, work handles elsewhere."""
     return CudaCommStream(device, name, watch) if device.type == "cuda" else HostCommStream(name, watch)
 
 
@@ -227,13 +227,13 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def finish_stream(device: torch.device) -> None:
-    """Block the host until the current stream of a CUDA device is empty; elsewhere do nothing."""
+    """Block the host until the current stream of a CUDA device is empty (no-op elsewhere)."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def reached(device: torch.device) -> Callable[[], None]:
-    """Return what blocks the host until the current stream of a CUDA device has come so far; elsewhere nothing does."""
+    """Record a CUDA event; return its host-side wait (no-op elsewhere)."""
     return torch.cuda.current_stream(device).record_event().synchronize if device.type == "cuda" else _do_nothing
 
 
@@ -242,21 +242,21 @@ def _do_nothing() -> None:
 
 
 class Clock(Protocol):
-    """A clock at the place where a collective is waited for; taking the time never waits."""
+    """The clock of a device; taking the time never waits."""
 
     is_host: bool  # whether that is the host, so that times of other threads of the host compare with its own
 
     def mark(self) -> Any:
-        """Take the time: now on the host; on CUDA when the current stream gets there."""
+        """Take the time: now on the host, on CUDA when the current stream gets there."""
 
     def settle(self) -> None:
-        """Wait until all marks are reached; before that they cannot be read."""
+        """Wait until all marks are reached and can be read."""
 
     def elapsed_ns(self, earlier: Any, later: Any) -> int:
         """Return the nanoseconds between two marks."""
 
     def allocated_bytes(self) -> int | None:
-        """Return the bytes allocated on the device for tensors of this process; None where nothing counts them."""
+        """Return the bytes allocated on the device for tensors of this process; None on the host."""
 
 
 class HostClock:
@@ -273,11 +273,11 @@ class HostClock:
         return later - earlier
 
     def allocated_bytes(self) -> None:
-        """Return None: nothing counts the host's tensors."""
+        """Return None: memory of the host's tensors is not counted."""
 
 
 class StreamClock:
-    """Events on CUDA streams, with a resolution of about half a microsecond."""
+    """Clock of events on CUDA streams, with a resolution of about half a microsecond."""
 
     is_host = False
 
@@ -299,12 +299,12 @@ class StreamClock:
         return round(earlier.elapsed_time(later) * 1e6)
 
     def allocated_bytes(self) -> int:
-        """Return the bytes that the caching allocator has given out."""
+        """Return the bytes allocated by the caching allocator."""
         return torch.cuda.memory_allocated(self._device)
 
 
 def make_clock(device: torch.device) -> Clock:
-    """Return the clock of a device: events on CUDA, the host's clock elsewhere."""
+    """Make the clock of a device: events on CUDA, the host's clock elsewhere."""
     return StreamClock(device) if device.type == "cuda" else HostClock()
 
 

@@ -1,1 +1,1 @@
-"""Configuration as given and resolved: flags, arguments of the published package, YAML, import paths."""
+"""Configuration: flags, arguments of the published package, YAML, import paths, and the resolved options."""

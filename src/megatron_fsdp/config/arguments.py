@@ -1,4 +1,4 @@
-"""Errors for arguments that are misspelt, missing, not implemented yet, or decided elsewhere."""
+"""Errors for arguments that are misspelt, missing, not implemented or set elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_IMPLEMENTED: Mapping[str, str] = {
     "reuse_grad_buf_for_mxfp8_param_ag": "bytes of weight_format='mxfp8' are gathered into the slot of the weights, so "
     "no gradient buffer is needed",
 }
-"""Switches of every front end that have to stay off; and why."""
+"""Switches that have to stay off under every front end, with the reason."""
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
     "grad_reduce_in_fp32": False,
@@ -41,11 +41,11 @@ DECIDED_ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "whoever calls MegatronFSDP has chosen it",
     "use_custom_fsdp": "whoever calls MegatronFSDP has chosen it",
 }
-"""Fields that a foreign configuration (Megatron-Core's) may have at any value: they decide nothing here; and why."""
+"""Fields of a foreign configuration (Megatron-Core's) that are ignored, with the reason."""
 
 
 def refuse_unsupported(given: Mapping[str, Any]) -> None:
-    """Refuse fields of `NOT_IMPLEMENTED` and `CONFIG_DEFAULTS` that are not at their default."""
+    """Raise if a field of `NOT_IMPLEMENTED` or `CONFIG_DEFAULTS` is not at its default."""
     defaults = {**dict.fromkeys(NOT_IMPLEMENTED, False), **CONFIG_DEFAULTS}
     at_fault = [
         f"{name}={given[name]!r} (default {default!r})"
@@ -59,7 +59,7 @@ def refuse_unsupported(given: Mapping[str, Any]) -> None:
 
 
 def nearest_name(given: object, known: Iterable[str], otherwise: str = "") -> str:
-    """Return the end of a sentence that suggests a name for one that does not exist."""
+    """Return a suggestion for a name that does not exist, to end a message with."""
     names = list(known)
     nearest = difflib.get_close_matches(str(given), names, n=1)
     return f"did you mean {nearest[0]!r}?" if nearest else otherwise or f"the fields are {', '.join(names)}."
@@ -68,7 +68,7 @@ def nearest_name(given: object, known: Iterable[str], otherwise: str = "") -> st
 def explains_arguments(
     **cures: str,
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Make a function suggest a name for an unknown keyword, and say what to do about a missing argument.
+    """Make a function's errors suggest a name for an unknown keyword, and the cure for a missing argument.
 
     Its signature stays readable by `inspect`. The errors are TypeErrors, as Python's own.
 
@@ -98,6 +98,6 @@ def explains_arguments(
 
 
 def explains_fields(cls: type[_Class]) -> type[_Class]:
-    """Apply `explains_arguments` to the constructor of a dataclass."""
+    """Apply `explains_arguments` to a dataclass."""
     cls.__init__ = explains_arguments()(cls.__init__)  # type: ignore[method-assign]
     return cls

@@ -1,4 +1,4 @@
-"""Programs of this package: a parser whose errors suggest the nearest name, and Ctrl-C without a traceback."""
+"""The argument parser of this package's programs, and Ctrl-C without a traceback."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT  # as shells have it
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that suggests names and takes no abbreviations, which change with versions."""
+    """An `ArgumentParser` that suggests names and takes no abbreviations, since their meaning changes with versions."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse, and let a command refuse its own unknown arguments, since only it can suggest something."""
+        """Parse; a sub-command refuses its unknown arguments itself, since only it can suggest a name."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong, with a suggestion, and exit with status 2."""
+        """Print the error, with a suggestion, and exit with status 2."""
         self.exit(EXIT_ERROR, f"{self.prog}: error: {self.with_suggestion(message)}\n")
 
     def with_suggestion(self, message: str) -> str:
-        """Return argparse's message in one line, with a suggestion and where to read more."""
+        """Return argparse's message in one line, with a suggestion and a pointer to the help."""
         value = re.search(r"ignored explicit argument (.*)", message)
         if value is not None:
             message = f"{message[: value.start()]}takes no value, and {value[1]} was given"
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def end_quietly() -> None:
-    """Make Ctrl-C end this process at once with 130; for a program's first line, before slow imports.
+    """Make Ctrl-C end this process at once with status 130; call it first, before slow imports.
 
     Where Ctrl-C is ignored, as in background jobs, or has another handler, that stays so.
     """

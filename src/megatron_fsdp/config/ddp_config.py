@@ -1,4 +1,4 @@
-"""`DistributedDataParallelConfig`: its fields, and the values that they may have alone and together.
+"""`DistributedDataParallelConfig`: its fields, their values, and the rules between fields.
 
 A field is checked by its declared type, so no field can be without a check. The combinations that are refused are
 data, from which the documentation is made.
@@ -20,14 +20,14 @@ from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 
 MOST = 2**63 - 1
-"""The largest whole number that a field takes: sizes are counted in 64 bits. Python cannot print all larger ones."""
+"""The largest whole number of a field: sizes are counted in 64 bits, and Python cannot print every larger one."""
 
 FOLLOW = "auto"
-"""How a dtype of None is written in flags and files."""
+"""The word for a dtype of None in flags and files."""
 
 
 class Exclusion(NamedTuple):
-    """Two fields of which at most one may be set, and what both do; that follows "both" in the error."""
+    """Two fields that exclude each other, and their common effect, which follows "both" in the error."""
 
     one: str
     other: str
@@ -35,7 +35,7 @@ class Exclusion(NamedTuple):
 
 
 class Need(NamedTuple):
-    """A switch that means nothing unless other switches are on.
+    """A switch that has an effect only with other switches.
 
     The published class takes those that are not refused in silence, so only a front end refuses them
     (`DistributedDataParallelConfig.idle_settings`).
@@ -71,18 +71,18 @@ IMPLICATIONS = (
     ("megatron_fsdp_max_pool_double_buffer", "fsdp_double_buffer"),
     ("use_custom_fsdp", "use_megatron_fsdp"),
 )
-"""Switches that turn another one on."""
+"""Switches that imply another one."""
 
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "megatron_fsdp_version": (1, 2),
     "data_parallel_sharding_strategy": tuple(strategy.name for strategy in ShardingStrategy),
     "outer_dp_sharding_strategy": (ShardingStrategy.no_shard.name, ShardingStrategy.optim.name),
 }
-"""The only values of a field, as it stores them."""
+"""The allowed values of a field, as stored."""
 
 
 def checked_values(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the values of all fields and bring them into the form in which they are stored."""
+    """Check the values of all fields and return them in their stored form."""
     values: dict[str, Any] = {}
     wrong = []
     for name, value in given.items():
@@ -108,7 +108,7 @@ def checked_values(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[s
 
 
 def missing_of(need: Need, values: Mapping[str, Any]) -> str:
-    """Say what a switch that is on lacks; empty where nothing is."""
+    """Return the missing requirement of a switch that is on; empty if there is none."""
     if not values[need.field]:
         return ""
     return " and ".join(f"{name}=True" for name in need.on if not values[name])
@@ -184,13 +184,13 @@ _CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
     tuple[str, ...]: _patterns,
     torch.dtype | None: _dtype,
 }
-"""Declared type of a field -> what checks its value and gives the form that is stored."""
+"""Declared type of a field -> its check, which returns the stored form."""
 
 
 @explains_fields
 @dataclass
 class DistributedDataParallelConfig:
-    """How to reduce gradients and shard a model over data-parallel ranks.
+    """Configuration of gradient reduction and sharding over data-parallel ranks.
 
     It holds every field of the published package's class and of Megatron-Core's, and behind them some of its own.
     Holding a field is not a promise that every front end can honour it: what one cannot honour, it refuses when it is
@@ -209,7 +209,7 @@ class DistributedDataParallelConfig:
         overlap_grad_reduce: Reduce gradients during backward.
         overlap_param_gather: Gather parameters during forward.
         align_param_gather: Start the parameter gathers of all pipeline stages together.
-        use_distributed_optimizer: Shard the optimizer: reduce-scatter in place of all-reduce.
+        use_distributed_optimizer: Shard the optimizer: reduce-scatter instead of all-reduce.
         num_distributed_optimizer_instances: Into how many parts data parallelism is cut, each of which shards a whole
             optimizer.
         check_for_nan_in_grad: Check gradients for NaN and infinity before they are reduced.
@@ -221,7 +221,7 @@ class DistributedDataParallelConfig:
         reduce_scatter_with_fp32_accumulation: Send gradients in their dtype, but add them up in float32.
         param_name_patterns_for_fp32_local_accumulation: ``fnmatch`` patterns of parameters whose gradients accumulate
             in float32 on each rank; ``"all"`` is every parameter.
-        average_in_collective: Let the collective average, in place of a sum and a factor.
+        average_in_collective: Average in the collective, instead of a sum and a factor.
         fp8_param_gather: Keep compute weights in float8 and gather them so (``fp8``); needs sharded weights.
         fp4_param_gather: Keep compute weights in 4 bits and gather them so (``nvfp4``); needs sharded weights.
         reuse_grad_buf_for_mxfp8_param_ag: Gather MXFP8 parameters into the gradient buffer; needs
@@ -236,7 +236,7 @@ class DistributedDataParallelConfig:
         keep_fp8_transpose_cache: With ``fp8_param_gather``: linears multiply the float8 weights themselves (as with
             ``weight_format="fp8_compute"``), and what backward needs transposed is kept while they are gathered.
         nccl_ub: Register communication buffers with NCCL; sets ``fsdp_double_buffer``.
-        fsdp_double_buffer: Keep two fixed communication buffers in place of allocating one per use.
+        fsdp_double_buffer: Keep two fixed communication buffers instead of allocating one per use.
         fsdp_db_use_persist_buf_on_alloc_fail: Give units that fit neither buffer one of their own.
         fsdp_all_gather_in_start_param_sync: Only start parameter gathers in ``start_param_sync``; False: wait for each.
         outer_dp_sharding_strategy: ``"no_shard"`` or ``"optim"``, on the outer axis of hybrid sharding.
@@ -248,7 +248,7 @@ class DistributedDataParallelConfig:
         megatron_fsdp_grad_comm_dtype: Dtype in which gradients are sent; None: that of the main gradients.
         megatron_fsdp_use_decoupled_grad: Put gradients into ``param.decoupled_grad``.
         megatron_fsdp_cuda_graph_mode: Keep memory and gradients, so that CUDA graphs can be captured.
-        megatron_fsdp_enable_fine_grained_param_gather: Gather parameters per module in place of per unit.
+        megatron_fsdp_enable_fine_grained_param_gather: Gather parameters per module instead of per unit.
         megatron_fsdp_max_pool_double_buffer: Double buffers that every unit fits; sets ``fsdp_double_buffer``.
         megatron_fsdp_weight_format: Formats of gathered weights, as ``weight_format`` of ``MixedPrecisionPolicy``, in
             words: ``"fp8"``, or ``"PATTERN=FORMAT"`` with ``fnmatch`` patterns of parameter names, the first that
@@ -313,7 +313,7 @@ class DistributedDataParallelConfig:
             setattr(self, name, value)
 
     def checked_copy(self) -> Self:
-        """Check the attributes as they are now, and return a copy with everything in its stored form.
+        """Check the present attributes, and return a copy with all of them in their stored form.
 
         This object is not written to. A copy never warns of what this object warned of when it was built.
 
@@ -332,7 +332,7 @@ class DistributedDataParallelConfig:
 
     @classmethod
     def read_from(cls, other: object) -> tuple[Self, tuple[str, ...]]:
-        """Read a configuration of another class, such as Megatron-Core's own, for `MegatronFSDP`; it is left as it is.
+        """Build a configuration for `MegatronFSDP` from one of another class, such as Megatron-Core's own.
 
         Fields that it lacks take their defaults, and so do those that are decided elsewhere (``DECIDED_ELSEWHERE``).
         What this class does not know cannot have an effect, and is warned of where it is not at its default.
@@ -372,7 +372,7 @@ class DistributedDataParallelConfig:
         return cls(**given), notices
 
     def idle_settings(self) -> dict[str, str]:
-        """Find switches that are on and cannot have an effect beside the others, whatever the front end.
+        """List enabled switches without effect.
 
         The published class takes them in silence, so construction does too.
 
@@ -411,7 +411,7 @@ class DistributedDataParallelConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as a plain value that JSON can hold: dtypes by name, the patterns as a list."""
+        """Return every field as a plain value for JSON: dtypes by name, the patterns as a list."""
         return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
 
     @classmethod

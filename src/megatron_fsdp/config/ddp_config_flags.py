@@ -33,14 +33,14 @@ _RENAMED: Mapping[str, str] = {
     "average_in_collective": "--ddp-average-in-collective",
     "nccl_ub": "--use-nccl-ub",
 }
-"""Fields whose flag is not their name."""
+"""Flags that are not named like their field."""
 
 MEGATRON_DEFAULTS: Mapping[str, Any] = {
     "align_param_gather": True,
     "check_for_nan_in_grad": True,
     "data_parallel_sharding_strategy": "optim_grads_params",
 }
-"""What Megatron-LM's parser gives without a flag, where that is not the default of the class."""
+"""Defaults of Megatron-LM's parser that differ from those of the class."""
 
 DTYPE_CHOICES: Mapping[str, torch.dtype | None] = {
     "fp32": torch.float32,
@@ -49,13 +49,13 @@ DTYPE_CHOICES: Mapping[str, torch.dtype | None] = {
     "fp64": torch.float64,
     FOLLOW: None,
 }
-"""Dtypes as flags name them; float64 is not one of Megatron-LM's."""
+"""Flag values of dtypes; float64 is not one of Megatron-LM's."""
 
 _FIELDS = {field.name: field for field in dataclasses.fields(DistributedDataParallelConfig)}
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field; for a switch, the one that turns it on."""
+    """Return the flag of a field (of a switch, the one that turns it on)."""
     return _RENAMED.get(name, "--" + _FIELDS[name].name.replace("_", "-"))
 
 
@@ -65,12 +65,12 @@ def off_flag_of(name: str) -> str:
 
 
 def destination_of(name: str) -> str:
-    """Return the attribute of a parsed namespace that holds a field."""
+    """Return the name of a field in a parsed namespace."""
     return "nccl_ub" if name == "nccl_ub" else flag_of(name).removeprefix("--").replace("-", "_")
 
 
 def field_meanings(cls: type = DistributedDataParallelConfig) -> dict[str, str]:
-    """Return what the docstring of a dataclass says of each field; empty where Python was told to drop docstrings."""
+    """Return the description of each field from a dataclass's docstring; empty under `python -OO`."""
     text = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
     names = {field.name for field in dataclasses.fields(cls)}
@@ -95,7 +95,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from_flags(namespace: argparse.Namespace) -> DistributedDataParallelConfig:
-    """Build the configuration that was asked for on the command line.
+    """Build the configuration from parsed flags.
 
     Args:
         namespace: What a parser with these flags returned. Attributes that it lacks take the default of the class.
@@ -112,7 +112,7 @@ def config_from_flags(namespace: argparse.Namespace) -> DistributedDataParallelC
 
 
 def in_flags(message: str) -> str:
-    """Rewrite a message about fields of `DistributedDataParallelConfig` in terms of command-line flags.
+    """Replace fields of `DistributedDataParallelConfig` in a message by their flags.
 
     `nccl_ub=True` becomes `--use-nccl-ub`, `overlap_grad_reduce=False` `--no-overlap-grad-reduce`, and so on.
     """
@@ -131,7 +131,7 @@ def _in_flags(found: re.Match[str]) -> str:
 
 
 def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for a field, by its declared type."""
+    """Return the keyword arguments of `add_argument` for a field, by its declared type."""
     default = field.default
     if field.type is bool:
         return {"action": argparse.BooleanOptionalAction, "default": default}
@@ -168,7 +168,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _dtype_choice(text: str) -> str:
-    """Return the choice that a longer name such as float32 stands for; argparse refuses other words."""
+    """Map a dtype's name to a choice, such as float32 to fp32; argparse refuses other words."""
     try:
         return text if text in DTYPE_CHOICES else _dtype_name(dtype_from_name(text))
     except ConfigurationError:
@@ -176,7 +176,7 @@ def _dtype_choice(text: str) -> str:
 
 
 def _strategy_choice(text: str) -> str:
-    """Return the name of a strategy that was given as a number; argparse refuses other words."""
+    """Map a strategy's number to its name; argparse refuses other words."""
     numbers = {str(int(strategy)): strategy.name for strategy in ShardingStrategy}
     return numbers.get(text, text)
 

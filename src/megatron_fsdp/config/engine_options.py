@@ -1,4 +1,4 @@
-"""The options of the engine, checked and complete, in one frozen object.
+"""`EngineOptions`: the checked and complete options of the engine.
 
 They are resolved once, in the public call, and read where they take effect: layout and gradient factors in
 `engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest where it is needed:
@@ -21,7 +21,7 @@ from megatron_fsdp.errors import ConfigurationError
 
 
 class WeightAllocator(Enum):
-    """How memory for gathered weights is allocated and freed; `docs/memory.md` compares them."""
+    """Allocators of memory for unsharded weights, which `docs/memory.md` compares."""
 
     SLOTS = "slots"  # slots as long as the unit in them, taken at their first use and kept
     RESIZE = "resize"  # every unit has a storage of its own, which is empty while the unit is sharded
@@ -31,7 +31,7 @@ class WeightAllocator(Enum):
 
 
 DOUBLE_BUFFERS = (WeightAllocator.DOUBLE_BUFFER, WeightAllocator.PERSISTENT_DOUBLE_BUFFER, WeightAllocator.MAX_POOL)
-"""The allocators with two fixed slots."""
+"""The allocators of two fixed slots."""
 
 _SLOTS = 2
 _PERSISTENT = "fsdp_db_use_persist_buf_on_alloc_fail"
@@ -40,28 +40,28 @@ _BUCKET_NUMEL_PER_RANK = 1_000_000
 
 
 def default_bucket_numel(num_ranks: int) -> int:
-    """Return the elements that close a bucket where nobody says how many: more on more ranks, whose parts are less."""
+    """Return the default bucket size; it grows with the ranks, since shards shrink."""
     return max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)
 
 
 ALLOCATE_ONLY = "empty"
-"""Value of `init_model_with_meta_device`: parameters on the meta device are allocated, and the caller fills them."""
+"""Value of `init_model_with_meta_device`: meta parameters are allocated, and the caller fills them."""
 
 MESSAGE_VARIABLE = "MFSDP_MESSAGE_BYTES"
-"""Environment variable: bytes up to which small neighbouring units are merged; 0: none are."""
+"""Environment variable: the size in bytes up to which neighbouring units are merged; 0: none are."""
 
 
 @dataclass(frozen=True)
 class UserBufferOptions:
-    """Communication memory that is taken at wrap time and keeps its addresses; registered where the back end can."""
+    """Options of communication memory that keeps its addresses and is registered if the back end can."""
 
     symmetric: bool = True  # symmetric windows are registered where they exist
-    manual: bool = False  # `manual_buffer_registration` registers, in place of wrapping
+    manual: bool = False  # `manual_buffer_registration` registers, instead of wrapping
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Options of memory and prefetching, which do not depend on the model."""
+    """Options of memory and prefetching."""
 
     allocator: WeightAllocator = WeightAllocator.SLOTS  # of gathered weights
     slots: int = _SLOTS  # units besides the root that may be gathered at a time (strategy 3)
@@ -82,13 +82,13 @@ class MemoryOptions:
     is_persistent: bool = False
 
     def root_group_numel_on(self, num_ranks: int) -> int | None:
-        """Return the elements per group of parameters outside of units on that many ranks; None: one group."""
+        """Return the elements per parameter group of the root on a number of ranks; None: one group."""
         if not self.cuts_root:
             return None
         return self.root_group_numel or default_bucket_numel(num_ranks)
 
     def check_plan(self, units_besides_root: int) -> None:
-        """Refuse options that have no effect on this model."""
+        """Raise if an option has no effect on this model."""
         if units_besides_root:
             return
         for name, is_set in (
@@ -104,7 +104,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The checked options of one model, by the names of the arguments and configuration fields that set them.
+    """The checked options of one model, named like the arguments and configuration fields that set them.
 
     What has no comment means what the argument of `fully_shard_model`, or else the field of
     `DistributedDataParallelConfig`, of that name does.
@@ -137,13 +137,13 @@ class EngineOptions:
 
     @property
     def reduces_early(self) -> bool:
-        """Whether units are reduced during backward, not all at its end."""
+        """True if units are reduced during backward, and not all at its end."""
         return not self.delay_wgrad_compute and (
             self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
         )
 
     def check_capture(self) -> None:
-        """Refuse options that read tensors back on the host in every step, where `cuda_graph_mode` is on."""
+        """Raise if `cuda_graph_mode` is on with an option that copies tensors to the host in every step."""
         reads = {
             "report_nan_in_param_grad": self.report_nan_in_param_grad,
             "check_for_large_grads": self.check_for_large_grads,
@@ -161,7 +161,7 @@ class EngineOptions:
 
 
 def with_weight_format(policy: MixedPrecisionPolicy, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
-    """Return the policy with the weight format that the configuration names, where it has none itself.
+    """Return the policy with the configuration's weight format, unless it has one itself.
 
     Only where linears multiply float8 weights are there transposed ones to keep, so `keep_fp8_transpose_cache` says so.
     """
@@ -172,7 +172,7 @@ def with_weight_format(policy: MixedPrecisionPolicy, config: DistributedDataPara
 
 
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:
-    """Return the options of a configuration, with the arguments of a wrapper at their defaults."""
+    """Build EngineOptions from a config alone."""
     return EngineOptions(
         strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
         outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
@@ -194,7 +194,7 @@ def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecis
 
 
 def checked_deterministic(given: str | None) -> str | None:
-    """Return the argument `deterministic` as it was given, if there is such a value."""
+    """Check the argument `deterministic`, and return it."""
     if given not in (None, "world"):
         raise ConfigurationError(
             f'deterministic={given!r} does not exist; give "world" for the same bits on any number of ranks, or None'
@@ -214,7 +214,7 @@ def _user_buffers(config: DistributedDataParallelConfig) -> UserBufferOptions | 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryArguments:
-    """Arguments of a door about memory and prefetching; their names say what they mean in `fully_shard_model`."""
+    """The arguments about memory and prefetching, as documented by `fully_shard_model`."""
 
     disable_bucketing: bool = False
     fsdp_double_buffer: bool = False
@@ -229,7 +229,7 @@ class MemoryArguments:
 
 
 def resolve_memory_options(given: MemoryArguments, config: DistributedDataParallelConfig) -> MemoryOptions:
-    """Check the options of `MegatronFSDP` and of its configuration together."""
+    """Check the memory arguments and the configuration together, and build the memory options."""
     strategy = resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
     allocator, idle = _allocator(given, config, strategy)
     if config.disable_symmetric_registration and not config.nccl_ub:
@@ -259,12 +259,12 @@ def resolve_memory_options(given: MemoryArguments, config: DistributedDataParall
 
 
 def default_memory_options() -> MemoryOptions:
-    """Return the options of a model that is given none, small units merged as the environment says."""
+    """Return default memory options, with MFSDP_MESSAGE_BYTES applied."""
     return MemoryOptions(message_bytes=_message_bytes(MemoryOptions().allocator))
 
 
 def _message_bytes(allocator: WeightAllocator) -> int | None:
-    """Return the bytes up to which small units are merged, as the environment says; None: by the number of ranks."""
+    """Read MFSDP_MESSAGE_BYTES; None: by the number of ranks."""
     given = os.environ.get(MESSAGE_VARIABLE)
     if given is not None and not given.isdecimal():
         raise ConfigurationError(
@@ -282,7 +282,7 @@ def _is_persistent(config: DistributedDataParallelConfig) -> bool:
 def _allocator(
     given: MemoryArguments, config: DistributedDataParallelConfig, strategy: ShardingStrategy
 ) -> tuple[WeightAllocator, tuple[str, ...]]:
-    """Return the allocator, and a sentence for each of the arguments that name one and have no effect."""
+    """Return the allocator, and a sentence for each allocator argument without effect."""
     name = given.weight_allocator
     if name not in ("slots", "resize"):
         raise ConfigurationError(f'weight_allocator={name!r} does not exist; give "slots" or "resize".')
@@ -319,7 +319,7 @@ def _depths(
     strategy: ShardingStrategy,
     allocator: WeightAllocator,
 ) -> tuple[int, int, int]:
-    """Return how many units to gather ahead in forward and in backward, and how many may be gathered at a time."""
+    """Return the units to prefetch in forward and in backward, and the most that may be unsharded at a time."""
     limit = given.max_gathered_units
     if limit is not None:
         _check_count("max_gathered_units", limit, 1)

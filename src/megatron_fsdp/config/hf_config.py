@@ -1,4 +1,4 @@
-"""Configs of transformers: read from a local folder, and the model that one names, without memory."""
+"""Configs of transformers: read one from a local folder, and build its model on the meta device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MASKED = "AutoModelForMaskedLM"
 
 
 def read_config(source: str | Path) -> Any:
-    """Read a transformers config from a local folder or file; code that lies beside it is not run."""
+    """Read a transformers config from a local folder or file, without running code beside it."""
     transformers: Any = require("transformers", str(source))
     path = Path(source)
     try:
@@ -39,7 +39,7 @@ def read_config(source: str | Path) -> Any:
 
 
 def _require_small_file(path: Path) -> None:
-    """Refuse what transformers would wait for, as a pipe, or read for ever, as a device."""
+    """Raise unless the path is a small regular file: transformers would wait for a pipe, and read a device for ever."""
     if not path.exists():
         return  # transformers says so
     found = path.stat()
@@ -48,11 +48,11 @@ def _require_small_file(path: Path) -> None:
 
 
 _COUNTS_MODULES = re.compile(r"^(?!.*size).*(layers?|experts?|blocks?|depth)$")
-"""Names of fields such as num_hidden_layers, n_layer and num_experts; not vocab_size_per_layer_input."""
+"""Matches fields that count modules, such as num_hidden_layers, n_layer and num_experts."""
 
 
 def _check_counts(fields: Mapping[str, Any]) -> None:
-    """Refuse numbers of modules that would not be built in a lifetime, in a config or those inside of it."""
+    """Raise if a config, or one inside of it, counts absurdly many modules."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _check_counts(value)
@@ -61,7 +61,7 @@ def _check_counts(fields: Mapping[str, Any]) -> None:
 
 
 def build_from_config(config: Any, dtype: torch.dtype, kind: str | None = CAUSAL, **options: Any) -> nn.Module:
-    """Build a transformers model on the meta device, with tied weights and the dtypes that it would be loaded in.
+    """Build a transformers model on the meta device, with tied weights and the dtypes of a loaded one.
 
     `options` are further arguments of `from_config` of the auto class `kind`; without one (None) the model is the whole
     one that the config names, never a part of it.
@@ -90,7 +90,7 @@ def build_from_config(config: Any, dtype: torch.dtype, kind: str | None = CAUSAL
 
 
 def _whole_model(transformers: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Build `architectures[0]`; without it, the first language model that has all of the base model, or the base model.
+    """Build `architectures[0]`; without it, the first language model around the whole base model, else the base model.
 
     A few families have a causal language model, or a classifier, that is a part of what their configs describe.
     """
@@ -121,7 +121,7 @@ def _whole_model(transformers: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _without_memory(model: Any) -> Any:
-    """Replace the few parameters that constructors make on the CPU whatever the default device is."""
+    """Move to the meta device the few parameters that constructors put on the CPU."""
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             if not param.is_meta:
@@ -130,7 +130,7 @@ def _without_memory(model: Any) -> Any:
 
 
 def _class_named(transformers: Any, config: Any, name: str) -> Any:
-    """Return a class of transformers, or one that was registered for such configs, by its name."""
+    """Return a class of transformers, or one registered for such configs, by its name."""
     kind: Any = getattr(transformers, name, None) if name.isidentifier() else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         kind = next((each for _, each in _classes_of(transformers, config) if each.__name__ == name), None)
@@ -149,7 +149,7 @@ def _class_named(transformers: Any, config: Any, name: str) -> Any:
 
 
 def _classes_of(transformers: Any, config: Any) -> Iterator[tuple[str, Any]]:
-    """List the model classes of a config, by the auto class that has them."""
+    """List the model classes of a config by auto class."""
     for auto in sorted(name for name in dir(transformers) if name.startswith(_BASE)):
         mapping = getattr(getattr(transformers, auto), "_model_mapping", None)
         if mapping is not None and type(config) in mapping:
@@ -158,7 +158,7 @@ def _classes_of(transformers: Any, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def first_words(error: Exception) -> str:
-    """Shorten an error of transformers, and say what to do about code that comes with a folder."""
+    """Shorten an error of transformers; explain the one about code in the folder."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return (

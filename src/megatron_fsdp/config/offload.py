@@ -1,4 +1,4 @@
-"""Offload: the kinds of state that rest in host memory between uses, and the fraction of each."""
+"""Offload: the kinds of state that are kept in host memory between uses, and the fraction of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_fsdp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Offload:
-    """The fraction of each kind of state that rests in host memory, 0 to 1 of the elements, in whole units.
+    """The offloaded fraction of each kind of state, 0 to 1 of the elements, in whole units.
 
     Host memory is pinned where the device is a CUDA device. The rest stays on the device.
     """
@@ -24,11 +24,11 @@ class Offload:
     compute_weights: float = 0.0  # this rank's shard of the weights that are gathered; strategy 3 only
 
     def __bool__(self) -> bool:
-        """Return whether anything is offloaded."""
+        """Return True if anything is offloaded."""
         return any(getattr(self, kind) for kind in KINDS)
 
     def __str__(self) -> str:
-        """Return the kinds that are offloaded, with their fractions where these are not 1."""
+        """Return the offloaded kinds, with fractions other than 1."""
         found = ((kind, getattr(self, kind)) for kind in KINDS)
         return ", ".join(kind if fraction == 1.0 else f"{kind} {fraction:g}" for kind, fraction in found if fraction)
 
@@ -41,9 +41,10 @@ class Offload:
 
 
 def offload_by_unit(offload: Offload, numels: Sequence[int]) -> list[Offload]:
-    """Return the offload of each unit from the units' elements, root first.
+    """Assign offload per unit, last first, up to the fraction.
 
-    The last units are offloaded first, since their gradients come first.
+    `numels` are the units' elements, the root's first. The last units are offloaded first, since their gradients come
+    first.
     """
     later = [sum(numels[index + 1 :]) / max(1, sum(numels)) for index in range(len(numels))]
     return [offload.for_share(share) for share in later]
@@ -90,7 +91,7 @@ def resolve_offload(given: OffloadArgument, strategy: ShardingStrategy) -> Offlo
 
 
 def _check(offload: Offload, strategy: ShardingStrategy) -> None:
-    """Refuse kinds that exclude each other."""
+    """Reject offload combinations that the strategy cannot support."""
     main = offload.main_weights
     if main != offload.main_gradients:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The dtype of each copy of a parameter and of its gradient."""
+"""Mixed precision: the dtypes of each copy of a parameter and of its gradient."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.errors import ConfigurationError
 
 WEIGHT_FORMAT_NAMES = ("fp8", "fp8_compute", "mxfp8", "nvfp4")
-"""Names of the weight formats, which `megatron_fsdp.sharding.weight_formats` has."""
+"""Names of the formats of `megatron_fsdp.sharding.weight_formats`."""
 
 _ALLOWED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -60,13 +60,13 @@ class MixedPrecisionPolicy:
 
     @property
     def weight_formats(self) -> Mapping[str, str | None]:
-        """The weight format of each pattern of parameter names, the first that matches; empty where there is none."""
+        """The weight format of each pattern of parameter names; the first match counts."""
         chosen = self.weight_format
         return chosen if isinstance(chosen, Mapping) else {} if chosen is None else {"*": chosen}
 
 
 def weight_formats_of(entries: Sequence[str]) -> dict[str, str | None] | None:
-    """Read a `weight_format` from words, such as flags have: "FORMAT" or "PATTERN=FORMAT", with "none" for none.
+    """Parse `weight_format` from a flag's words: "FORMAT" or "PATTERN=FORMAT", with "none" for none.
 
     Raises:
         ConfigurationError: As `MixedPrecisionPolicy`, or a pattern is empty.
@@ -81,7 +81,7 @@ def weight_formats_of(entries: Sequence[str]) -> dict[str, str | None] | None:
 
 
 def check_main_dtype(dtype: object, argument: str) -> None:
-    """Refuse a dtype that cannot hold main weights, main gradients or gradients in transit."""
+    """Raise if a dtype cannot hold main weights, main gradients or gradients in communication."""
     allowed = ", ".join(map(str, _ALLOWED))
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"{argument}={dtype!r} is not a torch.dtype; give one of {allowed}, or None to follow.")
@@ -90,7 +90,7 @@ def check_main_dtype(dtype: object, argument: str) -> None:
 
 
 def check_policy(policy: object) -> None:
-    """Refuse anything but this package's `MixedPrecisionPolicy`, above all torch's class of that name."""
+    """Raise unless the policy is this package's `MixedPrecisionPolicy`; torch has a class of that name."""
     if isinstance(policy, MixedPrecisionPolicy):
         return
     if type(policy).__name__ == MixedPrecisionPolicy.__name__:
@@ -102,7 +102,7 @@ def check_policy(policy: object) -> None:
 
 
 def is_float8tensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is one of Transformer Engine's in float8 (with one scale, blocks of them, or MXFP8)."""
+    """Return True if a tensor is one of Transformer Engine's in float8 (with one scale, blocks of them, or MXFP8)."""
     return any(
         kind.__module__.partition(".")[0] == "transformer_engine"
         and kind.__name__ in ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor")
@@ -112,7 +112,7 @@ def is_float8tensor(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class ResolvedPrecision:
-    """The dtypes of one parameter group, with nothing left to follow."""
+    """The dtypes of one parameter group, all resolved."""
 
     compute: torch.dtype  # of the weights that forward and backward use
     main_params: torch.dtype  # of the weights that the optimizer updates
@@ -122,7 +122,7 @@ class ResolvedPrecision:
 
     @property
     def narrows(self) -> bool:
-        """Whether the optimizer works with fewer bits than the model computes with."""
+        """True if the optimizer works with fewer bits than the model computes with."""
         return self.main_params.itemsize < self.compute.itemsize
 
 
@@ -165,7 +165,7 @@ DTYPE_NAMES = {
     "double": torch.float64,
     "float64": torch.float64,
 }
-"""Dtypes as configuration files and command lines may name them."""
+"""Names of dtypes in configuration files and on command lines."""
 
 
 def dtype_from_name(name: str, argument: str = "dtype") -> torch.dtype:

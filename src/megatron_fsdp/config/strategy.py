@@ -6,7 +6,7 @@ from megatron_fsdp.errors import ConfigurationError
 
 
 class ShardingStrategy(enum.IntEnum):
-    """What is sharded over data-parallel ranks; users give the number or the name.
+    """Sharding strategies: the tensors that are sharded over data-parallel ranks.
 
     Attributes:
         no_shard: nothing, as in plain data parallelism (0).
@@ -28,7 +28,7 @@ class ShardingStrategy(enum.IntEnum):
 
 
 def resolve_strategy(value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:
-    """Turn what a user typed into a strategy."""
+    """Resolve a strategy from its number or name."""
     if isinstance(value, str) and value in ShardingStrategy.__members__:
         return ShardingStrategy[value]
     if isinstance(value, int) and not isinstance(value, bool) and value in set(ShardingStrategy):

@@ -1,4 +1,4 @@
-"""The environment variables that switch on logs for hangs and the debug tools, and what is made of them."""
+"""The environment variables of the hang logs and the debug tools."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ VERIFY_VARIABLE = "MFSDP_VERIFY_RANKS"
 FOLDER_VARIABLE = "MFSDP_HANG_LOG"
 TIMEOUT_VARIABLE = "MFSDP_HANG_TIMEOUT"
 VERIFY_TIMEOUT_S = 300.0
-"""How long ranks that are compared wait for one another, where nothing else is said."""
+"""Default timeout of the comparison of ranks."""
 _SWITCH = {"": False, "0": False, "1": True}
 
 
 @dataclass(frozen=True)
 class HangSettings:
-    """Settings of a log for hangs.
+    """Settings of the log for hangs.
 
     Attributes:
         folder: Where the ranks keep their logs; one that all of them see, where there is one.
@@ -34,7 +34,7 @@ class HangSettings:
 
 
 def checked_timeout(given: float | str, name: str = "timeout_s") -> float:
-    """Return a time in seconds."""
+    """Check a time in seconds, and return it."""
     with suppress(ValueError):
         if 0.0 < (seconds := float(given)) < math.inf:
             return seconds
@@ -42,7 +42,7 @@ def checked_timeout(given: float | str, name: str = "timeout_s") -> float:
 
 
 def resolve_hang_log(environment: Mapping[str, str] = os.environ) -> HangSettings | None:
-    """Read the settings from the environment; None: keep no log."""
+    """Read the settings of the log for hangs from the environment; None: no log."""
     folder, seconds = environment.get(FOLDER_VARIABLE, ""), environment.get(TIMEOUT_VARIABLE, "")
     if seconds and not folder:
         raise ConfigurationError(
@@ -54,7 +54,7 @@ def resolve_hang_log(environment: Mapping[str, str] = os.environ) -> HangSetting
 
 
 def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether lifetimes are checked from the start; `model.check_lifetimes()` starts it later."""
+    """Return True if the environment asks for lifetime checks from the start."""
     value = environment.get(LIFETIMES_VARIABLE, "")
     if value not in _SWITCH:
         raise ConfigurationError(f"{LIFETIMES_VARIABLE}={value!r} is not a switch; give 1 or 0")
@@ -62,7 +62,7 @@ def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool
 
 
 def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:
-    """Return how long to wait for a rank, in seconds; 0.0: ranks are not compared."""
+    """Return the timeout of the comparison of ranks in seconds; 0.0: ranks are not compared."""
     where, value = "verify_ranks", verify_ranks
     if value is None:
         where, given = VERIFY_VARIABLE, environment.get(VERIFY_VARIABLE, "")

@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def read_mapping(source: str | os.PathLike[str]) -> tuple[dict[Any, Any], str, dict[str, int]]:
-    """Read a mapping from text or a Path; return it, what errors about it begin with, and the line of each key."""
+    """Read a mapping from text or a Path; return it, the beginning of errors about it, and the line of each key."""
     try:
         text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Buckets of parameters: which parameters form one, and when each is gathered and reduced. Pure.
+"""Buckets of parameters: their plan, and the schedule of their all-gathers and reductions. Pure.
 
 Backward computes gradients roughly in reverse order of registration, so buckets are filled from the last parameter to
 the first, each kind of parameter by itself, and closed as soon as they reach their size. A bucket is complete when the
@@ -28,7 +28,7 @@ BUCKET_NAME = "bucket {}"
 def cut_buckets(
     parameters: Sequence[ParameterInfo], bucket_numel: int | None, alone: Collection[str] = ()
 ) -> tuple[tuple[str, ...], ...]:
-    """Divide the trainable parameters of a model into buckets, sorted by their first ones; return their names.
+    """Divide the trainable parameters of a model into buckets of names, sorted by first parameter.
 
     Parameters of a bucket agree in their `GroupKey`, and lie in it in model order; none is cut. The one with which a
     bucket reaches `bucket_numel` elements is its last; None: no limit. Names in `alone` get a bucket of their own.
@@ -58,7 +58,7 @@ def plan_buckets(
     bucket_numel: int | None,
     alone: Collection[str] = (),
 ) -> UnitPlan:
-    """Plan the units of the engine: the root with the frozen parameters, then one for each bucket."""
+    """Plan the units of the engine: the root with the frozen parameters, then one unit per bucket."""
     frozen = tuple(info.name for info in parameters if not info.key.requires_grad)
     buckets = cut_buckets(parameters, bucket_numel, alone)
     size = "one bucket per kind" if bucket_numel is None else f"closed at {bucket_numel:,} parameters"
@@ -73,7 +73,7 @@ def plan_buckets(
 def plan_readers(
     owned: Sequence[tuple[str, frozenset[int]]], called: Callable[[str], bool]
 ) -> dict[str, frozenset[int]]:
-    """Return the buckets that each called module reads.
+    """Return the buckets read by each called module.
 
     A module reads the parameters it owns, and those of the modules below it that are never called themselves: their
     weights are used by a module above them (as `nn.MultiheadAttention` uses those of its output projection). A module
@@ -90,7 +90,7 @@ def plan_readers(
 
 
 class GatherMode(Enum):
-    """When weights that have changed are gathered."""
+    """The time at which changed weights are all-gathered."""
 
     AT_ONCE = "at once"  # all before the forward, which waits for them
     TOGETHER = "together"  # all are started before the forward; each is waited for where it is used
@@ -98,7 +98,7 @@ class GatherMode(Enum):
 
 
 class _Arrivals:
-    """The number of gradients of each parameter of one bucket in a backward."""
+    """Counts of the gradients of each parameter of one bucket in a backward."""
 
     def __init__(self, count: int, trained: int) -> None:
         self.expected = [0] * count  # the most in any backward; 0: not known
@@ -113,17 +113,17 @@ class _Arrivals:
             self.missing -= 1
 
     def learn(self) -> None:
-        """Record the counts of a backward that is over, which the next one is expected to reach."""
+        """Record the counts of a finished backward as those expected of the next."""
         self.expected = [max(pair) for pair in zip(self.expected, self.now, strict=True)]
 
     def forget(self) -> None:
-        """Reset the counts for another backward."""
+        """Reset the counts for the next backward."""
         self.now = [0] * len(self.now)
         self.missing = self.trained
 
 
 class BucketScheduler(Scheduler):
-    """The scheduler for buckets in place of modules."""
+    """The scheduler of buckets."""
 
     def __init__(self, config: ScheduleConfig, counts: Sequence[int], gather_mode: GatherMode) -> None:
         super().__init__(config)
@@ -135,26 +135,26 @@ class BucketScheduler(Scheduler):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def forward_opens(self) -> tuple[Operation, ...]:
-        """Start the gathers of the model's forward, which is about to run, or whose weights are wanted ahead."""
+        """Start the all-gathers of the model's forward, at its beginning or ahead of it."""
         if self.gather_mode is GatherMode.AT_ONCE:
             return self.everything()
         count = len(self._units) if self.gather_mode is GatherMode.TOGETHER else ROOT_UNIT + 2
         return tuple(op for unit in range(min(count, len(self._units))) for op in self.prefetch_requested(unit))
 
     def everything(self) -> tuple[Operation, ...]:
-        """Gather all weights, then wait for all."""
+        """All-gather all weights, then wait for all."""
         units = range(len(self._units))
         started = [op for unit in units for op in self.prefetch_requested(unit)]
         return (*started, *(op for unit in units for op in self.weights_requested(unit)))
 
     def weights_read(self, units: Collection[int]) -> tuple[Operation, ...]:
-        """Wait for buckets that a module is about to read; start all up to the one behind them."""
+        """Wait for the buckets that a module is about to read; prefetch all up to the next one."""
         last = min(max(units, default=ROOT_UNIT) + 1, len(self._units) - 1)
         started = [op for unit in range(last + 1) for op in self.prefetch_requested(unit)]
         return (*started, *(op for unit in sorted(units) for op in self.weights_requested(unit)))
 
     def forward_closes(self) -> tuple[Operation, ...]:
-        """Gather what the model's forward did not read, since other ranks may have read it.
+        """All-gather the buckets that the forward did not read, since other ranks may have read them.
 
         Waited for, because the weights may be written to after the forward.
         """
@@ -162,19 +162,19 @@ class BucketScheduler(Scheduler):
 
     @property
     def learns(self) -> bool:
-        """Whether the running backward is one that reduces everything at its end."""
+        """True if the running backward reduces everything at its end, to learn the counts."""
         return self._learning
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def backward_begins(self, unit: int, weights_version: int, reads_weights: bool = True) -> tuple[Operation, ...]:
-        """Begin a backward, in which every bucket has to be reduced, even without a gradient on this rank."""
+        """Begin a backward, which reduces every bucket, even without a gradient on this rank."""
         operations = super().backward_begins(unit, weights_version, reads_weights)
         self._open_all()
         return operations
 
     def gradient_arrives(self, unit: int) -> None:
-        """Follow the first gradient of a bucket."""
+        """Begin a bucket with its first gradient."""
         if self._in_backward and self._units[unit].in_backward and self._units[unit].reduced:
             raise ScheduleError(
                 "a gradient arrived after its bucket was reduced: earlier backwards had fewer gradients for the same "
@@ -185,7 +185,7 @@ class BucketScheduler(Scheduler):
         self._open_all()
 
     def gradient_counted(self, unit: int, parameter: int) -> tuple[Operation, ...]:
-        """Count a gradient of parameter `parameter` of a bucket; return the reductions that can start, in order."""
+        """Count a gradient of a bucket's parameter; return the reductions that can start, in order."""
         arrivals = self._arrivals[unit]
         arrivals.note(parameter)
         if arrivals.missing or self._learning or not self.config.reduces_early:
@@ -198,7 +198,7 @@ class BucketScheduler(Scheduler):
         return tuple(operations)
 
     def backward_ends(self) -> tuple[Operation, ...]:
-        """End a backward; the next one waits for as many gradients."""
+        """End a backward; the next one expects as many gradients."""
         for arrivals in self._arrivals:
             arrivals.learn()
         self._learning = False
@@ -206,13 +206,13 @@ class BucketScheduler(Scheduler):
         return super().backward_ends()
 
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
-        """Change which parameters take gradients; their number per backward is recorded anew."""
+        """Set the trainable parameters; the gradients per backward are counted anew."""
         super().set_trainable(units)
         self._arrivals = [_Arrivals(len(flags), sum(flags)) for flags in units]
         self._learning = True
 
     def reset(self) -> tuple[Operation, ...]:
-        """Drop passes that were interrupted."""
+        """Drop interrupted passes."""
         self._learning = True
         self._forget_arrivals()
         return super().reset()

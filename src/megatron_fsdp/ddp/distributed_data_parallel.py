@@ -39,7 +39,7 @@ logger = logging.getLogger("megatron_fsdp")
 
 @dataclass(frozen=True)
 class BucketGrouping(Grouping):
-    """Buckets of parameters; see `Grouping`."""
+    """`Grouping` of parameters into buckets."""
 
     bucket_numel: int | None  # elements that close a bucket; None: one bucket for each kind of parameter
     gather_mode: GatherMode  # when changed weights are gathered
@@ -47,7 +47,7 @@ class BucketGrouping(Grouping):
     engine_type: ClassVar[type[Engine]] = BucketEngine
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
-        """Return the buckets."""
+        """Plan the buckets."""
         canonical: dict[int, str] = {}
         aliases = []
         for name, param in module.named_parameters(remove_duplicate=False):
@@ -60,7 +60,7 @@ class BucketGrouping(Grouping):
         return replace(plan, source=f"{plan.source}, weights gathered {self.gather_mode.value}")
 
     def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> BucketScheduler:
-        """Make the scheduler of sharded buckets."""
+        """Make the scheduler of buckets."""
         counts = [sum(len(group.sharded) for group in unit.groups) for unit in units]
         return BucketScheduler(config, counts, self.gather_mode)
 
@@ -75,19 +75,19 @@ class BucketGrouping(Grouping):
 def _ranks_of(
     *given: object, device_mesh: object = None, dp_dim: object = None, tp_dim: object = None, **_: object
 ) -> Groups:
-    """Return the groups over which the ranks of a constructor call agree."""
+    """Return the groups of the ranks that make a constructor call."""
     return ranks_of(given[3] if len(given) > 3 else device_mesh, dp_dim, tp_dim)
 
 
 class DistributedDataParallel(MegatronFSDP):
-    """A model that is replicated over data-parallel ranks, with gradients reduced bucket by bucket during backward.
+    """A model replicated over data-parallel ranks, with gradients reduced bucket by bucket during backward.
 
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
         model = DistributedDataParallel(config, module)
         optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
 
     The same engine as in `MegatronFSDP`, with everything that wrapper offers (checkpoints, `full_parameters_context`,
-    `clip_grad_norm_`, reports); parameters are grouped by size, in backward order, in place of by module. Plain
+    `clip_grad_norm_`, reports); parameters are grouped by size, in backward order, instead of by module. Plain
     loops need no further call: gradients are final when `backward` returns. Megatron's schedules may use `no_sync`,
     `start_grad_sync`, `finish_grad_sync`, `start_param_sync`, `zero_grad_buffer` and `scale_gradients`.
 
@@ -224,7 +224,7 @@ def _check_types(config: Any, module: Any) -> None:
 def _resolve_together(
     config: DistributedDataParallelConfig, module: nn.Module, index: FSDPDistributedIndex, disable_bucketing: bool
 ) -> ResolvedDDP:
-    """Resolve the configuration; every rank gets the same result or the same error, before groups are made."""
+    """Resolve the configuration before groups are made, with the same result or error on all ranks."""
     group = index.get_dp_group()
     trainable = sum(local_part(param).numel() for param in module.parameters() if param.requires_grad)
     with all_agree("resolving DistributedDataParallelConfig", index.reaching_all) as facts:
@@ -241,7 +241,7 @@ _SHARD = "_shard"
 def _cut_into_instances(
     index: FSDPDistributedIndex, instances: int, outer_strategy: ShardingStrategy
 ) -> FSDPDistributedIndex:
-    """Cut the data-parallel dimension of an index in two; makes process groups, so every rank of the mesh calls it.
+    """Split the data-parallel dimension of an index in two. Makes process groups: collective over the mesh.
 
     Neighbouring ranks form an instance: of 8 ranks in 2 instances, the first four shard one optimizer.
     """

@@ -108,11 +108,11 @@ class DistributedOptimizer(Optimizer):
         self.grad_norm = self._model.clip_grad_norm_(self.clip_grad) if self.clip_grad else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also those that were accumulated and are not in `.grad` yet."""
+        """Clear all gradients, unreduced ones included."""
         self.inner_optimizer.zero_grad(set_to_none=set_to_none)
 
     def count_zeros(self) -> int:
-        """Return how many elements of all gradients are zero, counted once over all ranks; collective."""
+        """Count the zeros of all gradients, each element once over all ranks. Collective."""
         self._model._engine.sync_if_deferred()
         total = self._model.gradient_statistics().total
         return round(total.zero_fraction * total.numel) if total.numel else 0
@@ -130,7 +130,7 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of the wrapped optimizer by parameter; tensors cut as their parameter are DTensors."""
+        """The state of the wrapped optimizer by parameter; tensors sharded like their parameter are DTensors."""
         return self.inner_optimizer.state
 
     @state.setter

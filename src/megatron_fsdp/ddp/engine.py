@@ -1,4 +1,4 @@
-"""The engine with buckets in place of units: modules report what they read, gradients complete a bucket.
+"""The engine of buckets: modules wait for the buckets that they read, and gradients complete a bucket.
 
 Its hooks, by which modules tell that they are about to read weights, are behind it.
 """
@@ -23,7 +23,7 @@ from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 class BucketEngine(Engine):
-    """An engine in which every unit but the root is a bucket of parameters of many modules.
+    """An engine whose units, but the root, are buckets of parameters of many modules.
 
     While the model runs, the modules hold a bucket's full parameters from the moment they are up to date until the
     forward ends, and again during the whole backward. Before that they hold sharded parameters, in the dtype of the
@@ -41,11 +41,11 @@ class BucketEngine(Engine):
 
     @property
     def waits_for_readers(self) -> bool:
-        """Whether weights are waited for where modules read them, not before the forward."""
+        """True if weights are waited for by the modules that read them, and not before the forward."""
         return self.scheduler.config.gathers and self.scheduler.gather_mode is not GatherMode.AT_ONCE
 
     def pre_forward(self, unit_index: int, module_index: int = 0) -> None:
-        """Start the gathers of the model's forward, or of one inside a recomputation, and show what is ready."""
+        """Start the all-gathers of the model's forward or recomputation; unshard the weights that are ready."""
         super().pre_forward(unit_index, module_index)
         if self.scheduler.in_backward or not self.scheduler.config.gathers:
             self._show(self._buckets)
@@ -57,14 +57,14 @@ class BucketEngine(Engine):
             self._show(self._buckets)
 
     def gather_all(self) -> None:
-        """Gather and show all weights, while it is not known which module reads what."""
+        """Unshard all weights, as long as the readers are not known."""
         if all(unit.is_unsharded for unit in self._buckets):
             return
         self.executor.run(self.scheduler.everything())
         self._show(self._buckets)
 
     def before_reading(self, buckets: Collection[int]) -> None:
-        """Gather and show the buckets that a module is about to read."""
+        """Unshard the buckets that a module is about to read."""
         if self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.run(self.scheduler.weights_read(buckets))
             self._show([self.units[bucket] for bucket in buckets if not self.units[bucket].is_unsharded])
@@ -77,7 +77,7 @@ class BucketEngine(Engine):
         module_index: int = 0,
         reads_weights: bool = True,
     ) -> ForwardCall:
-        """Gather the rest and show the sharded parameters: the model's forward has run or failed."""
+        """End the model's forward, run or failed: all-gather the other buckets, and reshard all."""
         call = super().post_forward(unit_index, needs_backward, failed, module_index, reads_weights)
         if not self.scheduler.forward_depth(unit_index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
@@ -88,11 +88,11 @@ class BucketEngine(Engine):
         return call
 
     def prefetch_weights(self, wait: bool) -> None:
-        """Start the first gathers of the next forward; or gather everything and wait for it."""
+        """Start the first all-gathers of the next forward; or all-gather everything and wait for it."""
         self.executor.run(self.scheduler.everything() if wait else self.scheduler.forward_opens())
 
     def set_prefetch(self, numel: int) -> None:
-        """Refuse; how far to gather ahead follows from the configuration."""
+        """Raise; prefetching follows from the configuration."""
         raise ConfigurationError(
             f"suggested_AG_prefetch_size={numel} has no effect on buckets, gathered one ahead or all together; "
             "set overlap_param_gather and align_param_gather in the configuration"
@@ -106,7 +106,7 @@ class BucketEngine(Engine):
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def pre_backward(self, call: ForwardCall) -> None:
-        """Gather and show all weights, which recomputation may read, before the model's backward."""
+        """Unshard all weights before the model's backward, since recomputation may read them."""
         super().pre_backward(call)
         if not self._unsharded_for_backward.issuperset(unit.index for unit in self._buckets):
             self.executor.run(self.scheduler.everything(), self.sync_scope)
@@ -114,7 +114,7 @@ class BucketEngine(Engine):
             self._unsharded_for_backward.update(unit.index for unit in self._buckets)
 
     def take_gradient(self, unit_index: int, group_index: int, index: int, param: nn.Parameter) -> None:
-        """Take a gradient as `Engine` does; then reduce the buckets that are complete."""
+        """Take a gradient as `Engine` does, then reduce complete buckets."""
         if self.delayed is not None:
             super().take_gradient(unit_index, group_index, index, param)
             return
@@ -124,11 +124,11 @@ class BucketEngine(Engine):
             self.count_gradient(unit_index, index)
 
     def counter_of(self, unit_index: int, index: int) -> Callable[[], object]:
-        """Return what counts the gradient of a parameter: a bucket is reduced when all of its gradients have come."""
+        """Return the hook that counts a parameter's gradients; a bucket is reduced once it has all of them."""
         return functools.partial(_count_gradient, weakref.ref(self), unit_index, index)
 
     def count_gradient(self, unit_index: int, index: int) -> None:
-        """Count a gradient that is in its bucket, and reduce the buckets that are complete."""
+        """Count a gradient that is in its bucket, and reduce complete buckets."""
         operations = self.scheduler.gradient_counted(unit_index, index)
         if operations:
             self.executor.run(operations, self.sync_scope)
@@ -154,7 +154,7 @@ _ADVICE = (
 
 
 class Readers:
-    """The buckets that each module reads: recorded in the first forward with gradients, which gathers everything first.
+    """The buckets read by each module, recorded in the first forward with gradients, which unshards everything.
 
     Forwards without gradients gather everything, too: evaluation may read weights of modules that it does not call.
     """
@@ -174,7 +174,7 @@ class Readers:
         self._reads: dict[int, frozenset[int]] | None = None  # by the id of the module
 
     def register(self) -> None:
-        """Register the hooks, ahead of those of the user, which may read weights."""
+        """Register the hooks ahead of the user's, which may read weights."""
         model = self._modules[""]
         inner = {id(module): module for module in self._modules.values() if module is not model}
         for module in inner.values():
@@ -185,7 +185,7 @@ class Readers:
         self._modules = {}  # must not keep the model alive
 
     def _begin(self, _module: nn.Module, _args: Any) -> None:
-        """Gather the weights that the model itself reads; runs after the engine's pre-forward hook."""
+        """Unshard the weights that the model itself reads; runs after the engine's pre-forward hook."""
         engine = self._live()
         self._whole = True
         if self._reads is None:
@@ -206,7 +206,7 @@ class Readers:
             self._live().before_reading(buckets)
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Record which modules the first complete forward has called."""
+        """Record the modules called by the first complete forward."""
         self._whole = False
         error = sys.exc_info()[1] if output is None else None
         if isinstance(error, ShardOperationError) and self._reads is not None:

@@ -1,4 +1,4 @@
-"""Resolution of the caller's configuration for `DistributedDataParallel`: complete, with nothing ignored. Pure."""
+"""Resolution of the configuration of `DistributedDataParallel`, with no field ignored. Pure."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ResolvedDDP:
 def resolve_ddp(
     config: DistributedDataParallelConfig, num_ranks: int, num_parameters: int, disable_bucketing: bool = False
 ) -> ResolvedDDP:
-    """Check and resolve a configuration for a number of ranks; the caller's object is only read."""
+    """Check and resolve a configuration for a number of ranks; the caller's object is not changed."""
     config = config.checked_copy()
     _refuse_not_yet(config)
     strategy = _strategy(config)
@@ -111,7 +111,7 @@ def _strategy(config: DistributedDataParallelConfig) -> ShardingStrategy:
 
 
 def _refuse_without_effect(config: DistributedDataParallelConfig, strategy: ShardingStrategy) -> None:
-    """Refuse fields that are not at their default and do nothing beside the others."""
+    """Raise if a field is set that has no effect beside the others."""
     units, shards = config.use_megatron_fsdp, strategy >= ShardingStrategy.optim
     gathers_shards = strategy is ShardingStrategy.optim_grads_params
     how = "without a sharding strategy" if units else "without use_distributed_optimizer=True"
@@ -157,7 +157,7 @@ def _refuse_without_effect(config: DistributedDataParallelConfig, strategy: Shar
 def _bucket_numel(
     config: DistributedDataParallelConfig, num_ranks: int, num_parameters: int, disable_bucketing: bool
 ) -> tuple[int | None, str]:
-    """Return the elements that close a bucket, and a notice that says where they come from."""
+    """Return the bucket size in elements, and a sentence about its origin."""
     if disable_bucketing:
         for name in ("bucket_size", "num_buckets"):
             if (given := getattr(config, name)) is not None:
@@ -191,7 +191,7 @@ def _policy(config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
 def _engine_config(
     config: DistributedDataParallelConfig, strategy: ShardingStrategy, policy: MixedPrecisionPolicy
 ) -> DistributedDataParallelConfig:
-    """Return the configuration for `MegatronFSDP`; fields that it gets in other ways are at their default."""
+    """Return the configuration for `MegatronFSDP`, without the fields that are passed as arguments."""
     return replace(
         config,
         grad_reduce_in_fp32=False,

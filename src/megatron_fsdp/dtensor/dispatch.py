@@ -1,4 +1,4 @@
-"""Dispatch of torch's operations to shards: rules by kind of operation, chosen once per operation."""
+"""Dispatch of torch's operations on shards: one rule per kind of operation, looked up once per operation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Rule = Callable[[Any, Args, Kwargs], Any]
 
 
 def bound(func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """Return arguments by name, defaults filled in."""
+    """Return all arguments by name, with defaults."""
     names, defaults = _signature(func)
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
@@ -53,7 +53,7 @@ def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def is_total(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether a reduction goes over all dimensions and gives one number."""
+    """Return True if a reduction goes over all dimensions."""
     named = bound(func, args, kwargs)
     dim = named.get("dim")
     dims = () if dim is None else tuple(dim) if isinstance(dim, list | tuple) else (dim,)
@@ -65,7 +65,7 @@ def is_total(func: Any, args: Args, kwargs: Kwargs) -> bool:
 def _numbers(
     tensors: Sequence[torch.Tensor], reductions: Sequence[Reduction], keepdim: bool = False
 ) -> list[ReducedScalar]:
-    """Return the results of reductions of tensors, with as many dimensions of length 1 as they have if `keepdim`."""
+    """Resolve reductions of tensors to scalars; with `keepdim`, of the tensors' number of dimensions."""
     made = []
     for tensor, reduction, value in zip(tensors, reductions, resolve(reductions), strict=True):
         unite = None
@@ -98,7 +98,7 @@ def _total(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
 
 
 def _reduction(name: str, tensor: UnevenDTensor, named: dict[str, Any]) -> Reduction:
-    """Return a reduction of all elements, with the part of this rank."""
+    """Return the unresolved reduction of all elements, with this rank's part."""
     local, groups, dtype = tensor._local_tensor, tensor.shard_frame.groups, named.get("dtype") or tensor.dtype
     match name:
         case "all":
@@ -131,7 +131,7 @@ def _reduction(name: str, tensor: UnevenDTensor, named: dict[str, Any]) -> Reduc
 
 
 def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> list[ReducedScalar]:
-    """Run `_foreach_norm`: the norms of tensors on the same ranks share a collective."""
+    """Run `_foreach_norm`; tensors sharded over the same ranks share one all-reduce."""
     named = bound(func, args, kwargs)
     return _numbers(named["self"], _norms(named["self"], float(named["ord"]), named.get("dtype")))
 
@@ -160,14 +160,14 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _cut_alike(frame: ShardFrame, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of a tensor as `frame` cuts them; gathers it where it is cut differently."""
+    """Return this rank's elements of a tensor resharded as `frame`; gathers it if it is cut differently."""
     if isinstance(value, UnevenDTensor) and value.shard_frame == frame:
         return value._local_tensor
     return frame.take(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def local_operand(frame: ShardFrame, value: Any, func: Any, elementwise: bool = True) -> Any:
-    """Return the elements of an operand that belong to this rank's shard of a tensor cut as `frame`, or refuse it."""
+    """Return the elements of an operand that go with this rank's shard of a tensor cut as `frame`."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, ReducedScalar):
@@ -269,7 +269,7 @@ def _wrap(result: Any, frames: Frames) -> Any:
 
 
 def unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run `GradScaler`'s check and unscaling; all ranks that hold a part or a copy learn whether any found infinity."""
+    """Run `GradScaler`'s check and unscaling; an infinity on one rank is found on all that hold shards or replicas."""
     grads, found_inf, *rest = args
     func([_local(each) for each in grads], found_inf, *rest, **kwargs)
     groups = {
@@ -283,7 +283,7 @@ def unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation of which an argument is an `UnevenDTensor`.
+    """Run an operation that has an `UnevenDTensor` among its arguments.
 
     Operations on local tensors count in their version counters, which their views share: so the engine sees a write
     into main weights, whichever alias of a parameter it goes through.
@@ -299,7 +299,7 @@ _counts_versions = functools.partial(torch._C._SetExcludeDispatchKeyGuard, torch
 
 
 def _check_unused(func: Any, args: Args) -> None:
-    """Refuse to change gradients that an optimizer has used in backward, as clipping and scalers do before a step."""
+    """Raise if an operation changes gradients that an optimizer in backward has already used."""
     written = args[0] if args else None
     for each in written if isinstance(written, list | tuple) else (written,):
         if isinstance(each, UnevenDTensor) and each.used_for:
@@ -328,7 +328,7 @@ def _rule(func: Any) -> Rule:
 
 
 def _is_elementwise(name: str) -> bool:
-    """Return whether torch tags an operation as pointwise, or what it is the in-place form or the backward of."""
+    """Return True if torch tags an operation, its out-of-place form or its forward as pointwise."""
     names = {name, name.replace("__i", "__")} | {name.removesuffix(each) for each in ("_", "_backward", "_copy")}
     packets = [getattr(torch.ops.aten, each) for each in names if hasattr(torch.ops.aten, each)]
     tagged = any(torch.Tag.pointwise in getattr(each, form).tags for each in packets for form in each.overloads())
@@ -336,7 +336,7 @@ def _is_elementwise(name: str) -> bool:
 
 
 def _unless_whole(rule: Rule, reduces: bool = False) -> Rule:
-    """Apply the rule where elements are spread over ranks; the operation itself where every rank has all of them."""
+    """Apply a rule to sharded operands; run the operation itself on replicated ones."""
 
     def either(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if reduces and is_total(func, args, kwargs):
@@ -373,7 +373,7 @@ def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _written(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the tensor that an operation writes to; None if it makes a new one."""
+    """Return the tensor that an operation writes in place; None if it makes a new one."""
     if "out" in kwargs:
         return kwargs["out"]
     name = func._schema.name
@@ -407,7 +407,7 @@ def _wrapped(func: Any, result: Any, frame: ShardFrame) -> Any:
 
 
 def _into_other(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation that writes into a tensor that is not ours, such as a plain one."""
+    """Run an operation that writes into another kind of tensor, such as a plain one."""
     if not all(frame.is_whole for frame in _frames(args, kwargs)):
         return _refuse(func, args, kwargs)
     func(*tree_map(_local, args), **tree_map(_local, kwargs))
@@ -418,7 +418,7 @@ def _into_other(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _on_whole(func: Any, args: Args, kwargs: Kwargs, frame: ShardFrame, elementwise: bool = True) -> Any:
-    """Run any operation on tensors that every rank holds whole."""
+    """Run any operation on replicated tensors."""
     target = _written(func, args, kwargs)
     operand = functools.partial(_whole_operand, frame, func, elementwise)
     result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
@@ -442,7 +442,7 @@ def _whole_operand(frame: ShardFrame, func: Any, elementwise: bool, value: Any) 
 
 
 def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Draw the whole tensor and keep this rank's elements: with equal seeds, what one process would have."""
+    """Draw the whole tensor and keep this rank's elements: with equal seeds the values are those of one process."""
     tensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype
     drawn = torch.empty(tensor.shape, dtype=dtype, device=tensor._local_tensor.device)
@@ -457,12 +457,12 @@ def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _alias(_func: Any, args: Args, _kwargs: Kwargs) -> Any:
-    """Wrap the same local tensor, which an assignment to `data` moves elsewhere for all its aliases."""
+    """Return an alias of the same local tensor; an assignment to `data` moves it for all aliases."""
     return UnevenDTensor.wrap(args[0]._local_tensor, args[0].shard_frame)
 
 
 def _refuse_reshaping(func: Any, args: Args, _kwargs: Kwargs) -> Any:
-    """Refuse to give a tensor another shape or other memory in place, unless it is its own."""
+    """Raise if an in-place operation would change a tensor's shape or memory."""
     target = args[0]
     if _name(func) == "set_" and len(args) == 2 and _local(args[1]) is _local(target):
         return target
@@ -494,7 +494,7 @@ def _new(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _local_only(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation that concerns memory and not elements."""
+    """Run an operation on the local tensor's memory (not its elements)."""
     result = func(*tree_map(_local, args), **kwargs)
     return UnevenDTensor.wrap(result, args[0].shard_frame) if isinstance(result, torch.Tensor) else result
 
@@ -526,7 +526,7 @@ _UNTAGGED = frozenset(
         "lift", "lift_fresh", "log_sigmoid", "log_sigmoid_forward", "polar", "zero",
     )
 )  # fmt: skip
-"""Elementwise operations that torch does not tag as such, by their names out of place."""
+"""Elementwise operations that torch does not tag as pointwise, by the names of their out-of-place forms."""
 
 _BY_NAME: dict[str, Rule] = {
     "_amp_foreach_non_finite_check_and_unscale_": unscale,

@@ -1,4 +1,4 @@
-"""Names and shard specs of experts in checkpoints, where expert-parallel ranks hold different experts."""
+"""Names and shard specs of experts in checkpoints under expert parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_fsdp.sharding.expert_names import ExpertPlan
 
 
 class ExpertNames:
-    """Names over all ranks, and the shards of all ranks' experts together, for one model."""
+    """Maps this rank's names and shards of experts to those of checkpoints, for one model."""
 
     def __init__(self, plan: ExpertPlan | None = None) -> None:
         self.plan = plan  # the experts of all ranks; None where no ranks hold other experts
@@ -22,15 +22,15 @@ class ExpertNames:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether nothing has another name or shape in a checkpoint."""
+        """True if every parameter has the same name and shape in a checkpoint."""
         return self.plan is None
 
     def name_of(self, name: str) -> str:
-        """Return the name in a checkpoint of this rank's parameter `name`."""
+        """Return the checkpoint's name of this rank's parameter `name`."""
         return name if self.plan is None else self.plan.to_global(name)
 
     def name_here(self, name: str) -> str | None:
-        """Return this rank's name of a parameter in a checkpoint; None for an expert of another rank."""
+        """Return this rank's name of a checkpoint's parameter; None for another rank's expert."""
         return name if self.plan is None else self.plan.to_local(name)
 
     def as_saved(self, name: str, value: Any) -> Any:
@@ -39,7 +39,7 @@ class ExpertNames:
         return _reframed(value, own, saved)
 
     def as_held(self, name: str, value: Any) -> Any:
-        """Return a loaded tensor as this rank holds it; of a whole tensor of all experts this rank's part."""
+        """Return a loaded tensor in this rank's frame; from a whole tensor of all experts, this rank's part."""
         own, saved = self.frames.get(name, (None, None))
         if own is None or saved is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             return _reframed(value, saved, own)
@@ -57,7 +57,7 @@ def _reframed(value: Any, old: ShardFrame | None, new: ShardFrame | None) -> Any
 
 
 def described(value: Any) -> Any:
-    """Attach chunk functions to a shard; anything else stays as it is."""
+    """Attach chunk functions to a shard; return anything else unchanged."""
     if isinstance(value, UnevenDTensor) and not value.shard_frame.is_whole:
         describe_chunks(value, value.shard_frame)
     return value

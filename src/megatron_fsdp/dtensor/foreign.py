@@ -1,4 +1,4 @@
-"""What a rank holds of any DTensor: read from its description, else gathered from the local shapes of all ranks."""
+"""The boxes of any DTensor on this rank: from its description, else from the local shapes of all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def boxes_here(tensor: DTensor) -> tuple[Box, ...]:
 
 
 def sharded_dims(tensor: DTensor) -> tuple[int, ...]:
-    """Return the mesh dimensions that a foreign DTensor is sharded over, the one that was split last first."""
+    """Return the mesh dimensions that a foreign DTensor is sharded over, the last split first."""
     strided = []
     for dim, placement in enumerate(tensor.placements):
         if _is_strided(placement):
@@ -47,7 +47,7 @@ def _is_strided(placement: object) -> bool:
 
 
 def asked_chunk(tensor: DTensor) -> ChunkStorageMetadata:
-    """Compute one chunk from the local shapes of all ranks: one small collective per sharded mesh dimension."""
+    """Compute the local chunk from the local shapes of all ranks: one small collective per sharded mesh dimension."""
     sizes = list(tensor._local_tensor.shape)
     if len(sizes) != tensor.ndim:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A frame: the description of a tensor's shards and their mesh, shared by all tensors that are cut alike.
+"""The shard spec of a tensor (`ShardFrame`): its shards and their mesh, shared by all tensors that are cut alike.
 
 Whole tensors are gathered by it, and torch.distributed.checkpoint is told by it which boxes of a global tensor a local
 tensor holds, without communication. torch asks a DTensor for its chunks, and the DTensor asks its local tensor
@@ -83,28 +83,28 @@ class ShardFrame:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all elements."""
+        """True if every rank holds all elements."""
         return self.description.is_whole
 
     @functools.cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups that a reduction over all elements spans, one after another."""
+        """The process groups over which a reduction over all elements goes, one after another."""
         return tuple(self.mesh.get_group(dim) for dim in self.description.spread_dims)
 
     @functools.cached_property
     def all_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups of all ranks that hold other elements or the same, tensor-parallel ones included."""
+        """The groups of all ranks that hold shards or replicas, tensor-parallel ones included."""
         return tuple(self.mesh.get_group(dim) for dim, size in enumerate(self.description.use.sizes) if size > 1)
 
     @functools.cached_property
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups of data-parallel ranks that hold different elements; tensor-parallel ranks have one loss."""
+        """The groups of data-parallel ranks that hold different elements; tensor-parallel ranks share one loss."""
         use = self.description.use
         return tuple(self.mesh.get_group(dim) for dim in use.shard_dims if use.sizes[dim] > 1)
 
     @functools.cached_property
     def copy_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups of data-parallel ranks that hold the same elements."""
+        """The groups of data-parallel ranks that hold the same elements."""
         use = self.description.use
         others = (dim for dim in range(len(use.sizes)) if dim not in use.shard_dims and dim != use.tensor_dim)
         return tuple(self.mesh.get_group(dim) for dim in others if use.sizes[dim] > 1)
@@ -142,13 +142,13 @@ class ShardFrame:
         return full.reshape(-1)[start:stop]
 
     def for_another(self) -> ShardFrame:
-        """Return the frame of another tensor cut alike; shares what was computed, but not `belongs` and `problem`."""
+        """Return the frame of another tensor cut alike; shares cached values, but not `belongs` and `problem`."""
         other = copy.copy(self)
         other.belongs = other.problem = None
         return other
 
     def whole_like(self, shape: torch.Size) -> ShardFrame:
-        """Return the frame of another shape that every rank of this mesh holds whole."""
+        """Return the frame of a replicated tensor of another shape on this mesh."""
         if shape == self.shape:
             return self
         use = self.description.use
@@ -158,7 +158,7 @@ class ShardFrame:
 
     @property
     def advice(self) -> str:
-        """The end of a message about an operation that needs the whole parameter; empty where its unit is unknown."""
+        """The advice for an operation that needs the whole parameter; empty if its unit is unknown."""
         if self.belongs is None:
             return ""
         name, owner = self.belongs
@@ -170,7 +170,7 @@ class ShardFrame:
 
 
 def _running_module() -> str:
-    """Return the class of the module whose forward runs, by the call stack; empty where none does."""
+    """Return the class of the module whose forward is on the call stack; empty if there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -189,7 +189,7 @@ def _placements(description: ShardDescription) -> tuple[Placement, ...]:
 
 
 def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.ProcessGroup]) -> torch.Tensor:
-    """All-gather a differing number of elements per rank by one padded collective per group.
+    """All-gather a different number of elements per rank by one padded collective per group.
 
     `flat` is (n,), with n at most `padded_numel`, which is the same on every rank. The last group is the most
     significant in the result, (product of group sizes, padded_numel): rows in the order of ranks, where what lies
@@ -209,7 +209,7 @@ def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.Proce
 
 
 def cut_up(elements: torch.Tensor, boxes: Sequence[Box]) -> Iterator[tuple[torch.Tensor, Box]]:
-    """Yield views of flat elements, box after box, each in the shape of its box."""
+    """Yield one view of flat elements per box, in the shape of the box."""
     start = 0
     for box in boxes:
         yield elements[start : start + box.numel].view(box.lengths), box
@@ -282,7 +282,7 @@ class LocalChunks:
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in self.boxes]
 
     def write_items(self, fqn: str, _tensor: object) -> list[WriteItem]:
-        """List one item per box; none where this rank holds nothing, or another one saves it.
+        """List one item per box that this rank saves.
 
         A tensor without any element is one item all the same, or the checkpoint would not have it.
         """
@@ -318,7 +318,7 @@ class LocalChunks:
 
 
 class _ShardReader:
-    """A function that returns a chunk of one local tensor, held weakly; a pickled copy keeps the description only."""
+    """Reader of one local tensor's chunks; holds the tensor weakly, and pickles without it."""
 
     def __init__(self, chunks: LocalChunks, local: torch.Tensor | None) -> None:
         self._chunks = chunks
@@ -332,7 +332,7 @@ class _ShardReader:
 
 
 def carry_description(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Attach to a copy of a local tensor the chunk functions of the original, for the copy's own elements."""
+    """Copy a local tensor's chunk functions to its copy, for the copy's own elements."""
     described = vars(source).get("__get_tensor_shard__")
     if isinstance(described, _ShardReader):
         _attach(target, described._chunks)
@@ -344,7 +344,7 @@ def carry_description(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box]) -> DTensor:
-    """Attach the chunk functions of a DTensor's local elements to its local tensor; return the DTensor."""
+    """Attach chunk functions to the local tensor of a DTensor; return the DTensor."""
     local = tensor._local_tensor
     if isinstance(frame_or_boxes, ShardFrame):
         chunks = LocalChunks.in_frame(local, frame_or_boxes)
@@ -355,7 +355,7 @@ def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box])
 
 
 def exclude_from_save(tensor: torch.Tensor) -> None:
-    """Make torch.distributed.checkpoint save nothing of a plain tensor here; it is loaded like any other."""
+    """Exclude a plain tensor from this rank's saves by torch.distributed.checkpoint; it is loaded like any other."""
     tensor.__create_write_items__ = no_write_items  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Reductions of shards to one number: each rank's part, and combining the parts over ranks."""
+"""Reductions of shards to a scalar: each rank's part, and the all-reduce of the parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Combine(enum.Enum):
 
 @dataclass(frozen=True)
 class Reduction:
-    """One number of which every rank has a part."""
+    """A scalar of which every rank has a part."""
 
     part: torch.Tensor  # () in the dtype that travels: float32, float64, complex or int64
     combine: Combine  # SUM, MAX, or POWER: the root of the sum of powers
@@ -44,7 +44,7 @@ class Reduction:
     further: Groups = ()
 
     def key(self) -> tuple[Any, ...]:
-        """Return what has to agree for two reductions to share a collective."""
+        """Return the key by which reductions share a collective."""
         names = tuple(group.group_name for group in self.groups)
         return self.combine.value, names, self.part.dtype, self.part.device, self.power
 
@@ -58,7 +58,7 @@ class Reduction:
 
 
 def resolve(reductions: Sequence[Reduction]) -> list[torch.Tensor]:
-    """Return the values of reductions: one collective for all that reduce over the same groups in the same way.
+    """Compute reductions; those over the same groups with the same operation share one collective.
 
     Every rank has to resolve the same reductions in the same order.
     """
@@ -74,7 +74,7 @@ def resolve(reductions: Sequence[Reduction]) -> list[torch.Tensor]:
 
 
 _AT_ONCE = 64
-"""Parts are filled up to a multiple of this: ranks with some more or less send as much, and compare their number."""
+"""Parts are padded to a multiple of this, so that ranks whose numbers of parts differ a little can compare them."""
 _NUMBER = "the number of sharded tensors that are reduced together (a gradient that is None is not among them)"
 
 
@@ -102,7 +102,7 @@ def _combine(parts: torch.Tensor, like: Reduction) -> torch.Tensor:
 
 
 def largest(parts: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Reduce to the largest of each; NaN wins, which a back end's own maximum does not promise."""
+    """All-reduce to the maximum of each; NaN wins, which a back end's own maximum does not promise."""
     if not groups or not parts.is_floating_point():
         for group in groups:
             dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=group)
@@ -115,7 +115,7 @@ def largest(parts: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 class ReducedScalar(torch.Tensor):
-    """One number that is the same on every rank: a plain tensor as soon as any operation uses it.
+    """A reduced scalar, the same on every rank; any operation on it gives a plain tensor.
 
     Every rank puts the number into a loss of its own, so its gradient differs between ranks: `unite` makes one gradient
     for all of them before autograd goes on to their shards.
@@ -142,17 +142,17 @@ class ReducedScalar(torch.Tensor):
         return made
 
     def _is_used(self) -> None:
-        """Register `unite` at the first operation in a graph: autograd takes no hook for the number before that."""
+        """Attach the hook at first use; autograd offers no earlier point."""
         if self.unite is not None and self.requires_grad and torch.is_grad_enabled():
             self.register_hook(self.unite)  # type: ignore[no-untyped-call]  # torch's own, without hints
             self.unite = None
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the number as a plain tensor, for code that expects a DTensor."""
+        """Return the scalar as a plain tensor, for code that expects a DTensor."""
         return self.clone()
 
     def to_local(self) -> torch.Tensor:
-        """Return the number as a plain tensor, for code that expects a DTensor."""
+        """Return the scalar as a plain tensor, for code that expects a DTensor."""
         return self.clone()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -183,7 +183,7 @@ class ReducedScalar(torch.Tensor):
 
 
 def _values_to_stack(scalars: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the values of stacked numbers, of which one norm is going to be taken.
+    """Return the values of reduced scalars that are stacked, for one norm of all.
 
     Where other ranks have other tensors (`Reduction.further`), and maybe another number of them, the first value
     becomes the norm of all such tensors on all ranks, and the others become neutral.
@@ -204,7 +204,7 @@ def _values_to_stack(scalars: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _together(values: torch.Tensor, like: Reduction) -> torch.Tensor:
-    """Combine several numbers of one rank into its part of their common reduction."""
+    """Combine several local parts into one part of their common reduction."""
     if like.combine is Combine.SUM:
         return values.sum()
     if like.combine is Combine.MAX:
@@ -213,12 +213,12 @@ def _together(values: torch.Tensor, like: Reduction) -> torch.Tensor:
 
 
 def plain(value: Any) -> Any:
-    """Return the number in a reduced scalar as a plain tensor; anything else as it is."""
+    """Return a reduced scalar as a plain tensor; anything else unchanged."""
     return value.value.reshape(value.shape) if isinstance(value, ReducedScalar) else value
 
 
 def unite_gradients(grad: torch.Tensor, groups: Groups, adds_up: bool) -> torch.Tensor:
-    """Make one gradient for all ranks, of something that all of them hold whole and each used for its own loss.
+    """All-reduce the gradient of a replicated value that each rank used for its own loss.
 
     It is the mean over ranks, as the gradient of the model is that of the mean of their losses. Where gradients are
     summed instead (`adds_up`), such a gradient may stand for its rank alone or for all, so they have to agree.
@@ -247,14 +247,14 @@ def unite_gradients(grad: torch.Tensor, groups: Groups, adds_up: bool) -> torch.
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which parts of a reduction over tensors of `dtype` travel."""
+    """Return the communication dtype of a reduction over tensors of `dtype`."""
     if dtype.is_complex or dtype == torch.float64:
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 
 def norm_parts(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the norm of each local tensor; the neutral value (0 or infinity) for one without elements."""
+    """Return the norm of each local tensor; the neutral value (0 or infinity) for an empty one."""
     filled = [local for local in locals_ if local.numel()]
     found = iter(torch._foreach_norm(filled, order, dtype=dtype) if filled else ())
     neutral = math.inf if order < 0 else 0.0
@@ -266,7 +266,7 @@ def norm_parts(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dtype
 def norm_reduction(
     part: torch.Tensor, order: float, groups: Groups, dtype: torch.dtype, further: Groups = ()
 ) -> Reduction:
-    """Make the reduction of a whole tensor's norm from this rank's norm of its elements; not resolved."""
+    """Return the unresolved reduction of a whole tensor's norm, from the norm of this rank's elements."""
     if math.isinf(order):
         negate = order < 0
         return Reduction(-part if negate else part, Combine.MAX, groups, dtype, negate=negate, further=further)

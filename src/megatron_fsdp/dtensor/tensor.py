@@ -1,4 +1,4 @@
-"""A DTensor with uneven shards that knows its true cut."""
+"""`UnevenDTensor`: a DTensor whose shards may have any length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DATA: Any = torch.Tensor.data
 
 
 def _refuse_memory(name: str) -> Any:
-    """Make a method that refuses to read memory: accelerate and safetensors ask for it before they write a file."""
+    """Make a method that refuses access to memory: accelerate and safetensors ask for it before they write a file."""
 
     def refuse(*_unused: Any, **_named: Any) -> Any:
         raise ShardOperationError(
@@ -95,7 +95,7 @@ class UnevenDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same elements without history; assigned to, it takes this rank's elements of the value.
+        """The same elements, detached; assignment takes this rank's elements of the value.
 
         What was an alias of the tensor before an assignment keeps its elements, as where memory is replaced.
 
@@ -125,7 +125,7 @@ class UnevenDTensor(DTensor):
             self.copy_(source)
 
     def detach(self) -> torch.Tensor:
-        """Return the same elements without history.
+        """Return an alias without autograd history.
 
         Raises:
             ConfigurationError: The caller is torch's DistributedDataParallel, which begins by detaching all parameters
@@ -144,7 +144,7 @@ class UnevenDTensor(DTensor):
     )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return this rank's elements; a gradient that comes back is this rank's gradient.
+        """Return this rank's elements; in backward, their gradient is this rank's gradient.
 
         Raises:
             ShardOperationError: `grad_placements` is given and differs from the tensor's own.
@@ -279,14 +279,14 @@ def _rebuild(local: torch.Tensor, frame: ShardFrame, requires_grad: bool, is_par
 def _unpickle(
     local: torch.Tensor, mesh: DeviceMesh, description: ShardDescription, requires_grad: bool, is_parameter: bool
 ) -> UnevenDTensor:
-    """Rebuild a tensor as it was pickled, on this rank, whatever this rank is now."""
+    """Rebuild a tensor of the rank that pickled it, whatever rank this is."""
     frame = ShardFrame(mesh, description)
     frame.is_from_file = True
     return _rebuild(local, frame, requires_grad, is_parameter)
 
 
 class _ToLocal(torch.autograd.Function):
-    """The local tensor in forward; its gradient as a DTensor in backward."""
+    """Forward: the local tensor. Backward: its gradient as a DTensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
@@ -299,7 +299,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _FullTensor(torch.autograd.Function):
-    """An all-gather; in backward the gradients of all ranks become one, and each rank takes its elements."""
+    """Forward: all-gather. Backward: all-reduce the gradients of all ranks, and take this rank's elements."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
@@ -313,7 +313,7 @@ class _FullTensor(torch.autograd.Function):
 
 
 class _Probe(DTensor):
-    """A DTensor that tells whether torch asks it about an operation."""
+    """A DTensor subclass with a `__torch_dispatch__`, to test if torch calls it."""
 
     @classmethod
     def __torch_dispatch__(cls, _func: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> Any:
@@ -376,7 +376,7 @@ def register_with_torch() -> None:
 
 
 def _of_the_whole(initialize: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Make an initialisation that addresses rows or columns draw whole values for a sharded tensor."""
+    """Make an initialiser that addresses rows or columns draw the whole tensor for a sharded one."""
 
     @functools.wraps(initialize)
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -390,7 +390,7 @@ def _of_the_whole(initialize: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 def _unless_sharded(swap: Callable[..., None]) -> Callable[..., None]:
-    """Make `swap_tensors`, by which torch converts and parametrizes modules, refuse sharded tensors in words."""
+    """Make `swap_tensors`, by which torch converts and parametrizes modules, raise for sharded tensors."""
 
     @functools.wraps(swap)
     def run(t1: torch.Tensor, t2: torch.Tensor) -> None:
@@ -408,7 +408,7 @@ def _unless_sharded(swap: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checked(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Make `nn.Module._apply` check all parameters before it changes any."""
+    """Make `nn.Module._apply` check all parameters before it converts the first."""
 
     @functools.wraps(apply)
     def run(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -419,7 +419,7 @@ def _checked(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 def check_conversion(params: Iterable[torch.Tensor], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Refuse a function that would move or cast sharded parameters, since their shards are pieces of flat buffers."""
+    """Raise if a function would move or cast sharded parameters, which are views of flat buffers."""
     for dtype, device in {(each.dtype, each.device): None for each in params if isinstance(each, UnevenDTensor)}:
         moved = fn(torch.empty(0, dtype=dtype, device=device))
         if (moved.dtype, moved.device) != (dtype, device):
@@ -436,7 +436,7 @@ def _cut_as_ours(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Replace pairs of a DTensor of ours and a whole tensor by the DTensor, written to, as torch does for its own."""
+    """Copy whole tensors into this package's DTensors during a load, as torch does for its own."""
     for key in keys:
         found = local_state_dict.get(key)
         if isinstance(found, tuple) and isinstance(found[0], UnevenDTensor):
@@ -449,7 +449,7 @@ def _cut_as_ours(
 
 
 def as_sharded(grad: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
-    """Cut a gradient of a sharded parameter like the parameter.
+    """Reshard a gradient like its parameter.
 
     The backward of a reduction gives gradients of the global shape, the same on every rank; each rank keeps its own
     elements.

@@ -1,4 +1,4 @@
-"""Identity of experts over all expert-parallel ranks, as far as names and shapes tell it. Pure.
+"""Identities of experts over all expert-parallel ranks, from names and shapes. Pure.
 
 Ranks hold different experts. A checkpoint must tell them apart, and load them on another number of ranks:
 
@@ -44,12 +44,12 @@ class ExpertName:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """The parts of the name that all experts have in common."""
+        """The parts of the name that are the same for all experts."""
         return self.container, self.between, self.after
 
 
 def parse_expert(name: str) -> ExpertName | None:
-    """Find the number of the expert in a name; return None where there is none."""
+    """Split a parameter's name around the number of its expert; None if it has none."""
     found = _MODULE.match(name) or _GROUPED.match(name)
     if found is None:
         return None
@@ -66,7 +66,7 @@ def stack_container(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Names and places of this rank's experts among those of all ranks."""
+    """Maps this rank's experts to those of all ranks, by name and position."""
 
     # number of this rank's first expert, by container, where names count from 0 on every rank
     offsets: Mapping[str, int] = field(default_factory=dict)
@@ -83,14 +83,14 @@ class ExpertPlan:
     unnumbered: tuple[str, ...] = ()
 
     def to_global(self, name: str) -> str:
-        """Return the name over all ranks of what this rank calls `name`."""
+        """Return the global name of this rank's parameter `name`."""
         found = parse_expert(name)
         if found is None or found.container not in self.offsets:
             return name
         return found.at(found.index + self.offsets[found.container])
 
     def to_local(self, name: str) -> str | None:
-        """Return this rank's name of a parameter, given its name over all ranks; None for another rank's expert."""
+        """Return this rank's name of a parameter, given its global name; None for another rank's expert."""
         found = parse_expert(name)
         if found is None or found.index not in self.indices.get(found.container, ()):
             return name
@@ -99,7 +99,7 @@ class ExpertPlan:
         return found.at(found.index - self.offsets.get(found.container, 0))
 
     def namesakes(self, name: str) -> tuple[str, ...]:
-        """Return the names of this parameter in all experts of all ranks; just `name` where experts have no numbers."""
+        """Return the global names of this parameter in every expert; just `name` where experts have no numbers."""
         found = parse_expert(name)
         if found is None or found.container not in self.indices:
             return (name,)
@@ -149,7 +149,7 @@ def plan_experts(everyone: Sequence[Mapping[str, Shape]], rank: int) -> ExpertPl
 
 
 def _stack_problem(everyone: Sequence[Mapping[str, Shape]], name: str) -> str | None:
-    """Say why a tensor cannot be a stack of a rank's experts, or None; the same on every rank."""
+    """Return the reason that a tensor is no stack of a rank's experts, or None; the same on every rank."""
     container = stack_container(name)
     if container is None:
         return "nothing in its name says which expert it is"
@@ -212,7 +212,7 @@ def _counted_container(name: str, plan: ExpertPlan) -> str | None:
 
 
 def _expand(run: Sequence[str], plan: ExpertPlan) -> list[str]:
-    """List the parameters of all experts, expert by expert, in place of those of this rank's."""
+    """List the parameters of all ranks' experts, expert by expert."""
     namesakes = dict.fromkeys(plan.namesakes(name) for name in run)
     found = [(_index(name), order, name) for order, names in enumerate(namesakes) for name in names]
     return [name for _, _, name in sorted(found)]

@@ -30,11 +30,11 @@ class GradientReduction:
 
     @property
     def adds_up(self) -> bool:
-        """Whether the value is the plain sum over ranks, as `calculate_per_token_loss` asks for."""
+        """True if gradients are summed over ranks without a factor, as `calculate_per_token_loss` asks for."""
         return self.op == "sum" and self.pre_factor * self.post_factor == 1.0
 
     def for_dtype(self, comm_dtype: torch.dtype) -> "GradientReduction":
-        """Return the same reduction for gradients that travel in another dtype: float16 sums are scaled first."""
+        """Return the same reduction in another communication dtype; float16 gradients are scaled before the sum."""
         factor = self.pre_factor * self.post_factor
         if comm_dtype == torch.float16:  # an averaging collective may add first and divide afterwards
             factor /= self.group_size if self.op == "avg" else 1
@@ -54,7 +54,7 @@ def gradient_reduction(
     comm_dtype: torch.dtype,
     scales_first: bool = False,
 ) -> GradientReduction:
-    """Decide the operation and the factors of a gradient reduction.
+    """Return the reduce operation and the factors of a gradient reduction.
 
     Write ``g_r`` for the gradient of rank r, D for ``dp_size`` and G for ``group_size``. The wanted value is:
 

@@ -53,7 +53,7 @@ _MAX_ROW_SEARCHES = 64
 
 @dataclass(frozen=True)
 class _Span:
-    """A tensor in alignment units. It may be cut at multiples of `step` behind its start: never, if step >= length."""
+    """A tensor in alignment units, cut only at multiples of `step` behind its start (never, if step >= length)."""
 
     index: int
     length: int
@@ -62,7 +62,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Shards:
-    """The number of shards, and the divisor that their length must have, in units."""
+    """The number of shards, and the step that their length is a multiple of, in units."""
 
     count: int
     step: int
@@ -91,7 +91,7 @@ def _with_lowered(spans: Iterable[_Span], lowered: set[int]) -> list[_Span]:
 
 
 def _with_most_rows(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Solution:
-    """Place spans in shards of `limit` units, or of the fewest if that is more, with as many whole rows as possible.
+    """Place spans in shards of `limit` units (or the smallest that fit), keeping as many whole rows as possible.
 
     At first all give up their rows; then as much of that as possible is undone: all at once, else in ever smaller
     groups.
@@ -117,14 +117,14 @@ def _with_most_rows(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Sol
 
 
 def _halves(group: list[_Span]) -> tuple[list[_Span], list[_Span]]:
-    """Split near the middle, between two steps where there are several, since equal steps stand or fall together."""
+    """Split spans near the middle, where possible between different steps: equal steps fit together or not at all."""
     borders = [i for i in range(1, len(group)) if group[i].step != group[i - 1].step]
     middle = min(borders, key=lambda border: abs(2 * border - len(group)), default=len(group) // 2)
     return group[:middle], group[middle:]
 
 
 def _smallest(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Solution | None:
-    """Search for the smallest shard length up to `limit` and its placement; None where nothing is found.
+    """Search for the smallest shard length up to `limit` and its placement; None if nothing fits.
 
     Lengths are tried one by one at first, then in doubling steps, whose last one is refined by bisection. (A longer
     shard is not always easier to fill, so that this is a search and not a proof.)
@@ -152,7 +152,7 @@ def _smallest(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Solution 
 
 
 class _ShardLengths:
-    """The shard lengths that are worth a try, by bounds that hold for any order of the spans."""
+    """The candidate shard lengths, by bounds that hold for any order of the spans."""
 
     def __init__(self, spans: Sequence[_Span], shards: _Shards) -> None:
         by_length = sorted(spans, key=lambda span: span.length)
@@ -165,7 +165,7 @@ class _ShardLengths:
 
     @staticmethod
     def _common_steps(by_length: Sequence[_Span], shard_step: int, total: int) -> list[int]:
-        """Return per position the least common multiple of the steps of the shard and of the spans from there on.
+        """Return for each position the least common multiple of the shard's step and the steps of the spans behind it.
 
         It is capped. A capped one is never used: it is longer than a shard at which the shortest of the spans stops
         being long.
@@ -176,7 +176,7 @@ class _ShardLengths:
         return multiples[::-1]
 
     def next_from(self, shard_length: int) -> int:
-        """Return the smallest length from `shard_length` on that the steps of the shard and of the long spans divide.
+        """Return the smallest length >= `shard_length` that is a multiple of the steps of the shard and the long spans.
 
         Long spans are those of more than two shards.
         """
@@ -194,7 +194,7 @@ class _ShardLengths:
 
 
 def _orders(spans: Sequence[_Span]) -> list[list[_Span]]:
-    """Return the orders to lay spans in, without repetition: as given, longest first, largest step first."""
+    """Return the orders in which to try to place spans: as given, longest first, largest step first."""
     longest_first = sorted(spans, key=lambda span: (-span.length, -span.step))
     largest_step_first = sorted(spans, key=lambda span: (-min(span.step, span.length), -span.length))
     orders: list[list[_Span]] = []
@@ -205,7 +205,7 @@ def _orders(spans: Sequence[_Span]) -> list[list[_Span]]:
 
 
 def _place(orders: Iterable[Sequence[_Span]], num_shards: int, shard_length: int) -> _Solution | None:
-    """Place all spans into shards of this length, in the first order that works; return None where no order does."""
+    """Place all spans into shards of this length, in the first order that works; None if no order does."""
     for order in orders:
         starts = _place_in_order(order, num_shards, shard_length)
         if starts is not None:
@@ -214,7 +214,7 @@ def _place(orders: Iterable[Sequence[_Span]], num_shards: int, shard_length: int
 
 
 def _place_in_order(order: Sequence[_Span], num_shards: int, shard_length: int) -> dict[int, int] | None:
-    """Lay spans one behind the other, but each into the tightest gap so far that holds it whole, if any."""
+    """Place spans one behind the other, each in the tightest earlier gap that holds it whole, if any."""
     starts: dict[int, int] = {}
     gaps = _Gaps(shard_length)
     waiting = list(order)
@@ -236,7 +236,7 @@ def _place_in_order(order: Sequence[_Span], num_shards: int, shard_length: int) 
 
 
 def _next_in_line(waiting: Sequence[_Span], position: int, shard_length: int) -> int:
-    """Choose the first in the queue, or one that reaches the next edge with a smaller gap in front of it."""
+    """Choose the first span of the queue, or one that reaches the next shard edge with a smaller gap."""
     next_edge = (position // shard_length + 1) * shard_length
     count = len(waiting)
     chosen, smallest_gap = 0, None
@@ -252,7 +252,7 @@ def _next_in_line(waiting: Sequence[_Span], position: int, shard_length: int) ->
 
 
 def _first_start(span: _Span, position: int, shard_length: int) -> int | None:
-    """Return the first start from `position` on at which shard edges cut the span between steps only, or None."""
+    """Return the first start >= `position` at which shard edges cut the span at its steps only, or None."""
     into_shard = position % shard_length
     if into_shard + span.length <= shard_length:
         return position
@@ -266,7 +266,7 @@ def _first_start(span: _Span, position: int, shard_length: int) -> int | None:
 
 
 class _Gaps:
-    """The free room between spans, one piece per shard it touches, so that what fits into a piece crosses no edge."""
+    """The free ranges between spans, split at shard edges, so that a span placed in one crosses no edge."""
 
     def __init__(self, shard_length: int) -> None:
         self._shard_length = shard_length
@@ -351,7 +351,7 @@ class Layout:
         return min(max(region.start - offset, 0), numel), min(max(region.stop - offset, 0), numel)
 
     def pieces_in(self, region: Region) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        """Return for each tensor where the memory of a region holds its piece: half-open range and `piece_shape`.
+        """Return for each tensor the half-open range of its shard in the memory of a region, and its `piece_shape`.
 
         Computed once for each region.
         """
@@ -371,7 +371,7 @@ class Layout:
         return first, first + stop - start, shape
 
     def is_row_sharded(self, index: int) -> bool:
-        """Return whether every rank's piece of this tensor is whole rows of dim 0 (the same answer on all ranks).
+        """Return True if every rank's shard of this tensor is whole rows of dim 0; the same on all ranks.
 
         Tensors without dimensions or with empty rows never are.
         """
@@ -380,7 +380,7 @@ class Layout:
         return len(shape) > 0 and row_numel > 0 and self.cut(index).is_multiple_of(row_numel)
 
     def piece_shape(self, index: int, numel: int) -> tuple[int, ...]:
-        """Return the shape of a piece of `numel` elements: `(rows, *shape[1:])` if row sharded, else `(elements,)`."""
+        """Return the shape of a shard of `numel` elements: `(rows, *shape[1:])` if row sharded, else `(elements,)`."""
         if not self.is_row_sharded(index):
             return (numel,)
         row_shape = self.shapes[index][1:]

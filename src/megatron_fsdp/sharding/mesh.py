@@ -1,4 +1,4 @@
-"""The ranks: process groups and sub-meshes by role, and the axes along which parameters of one kind are sharded."""
+"""Process groups and sub-meshes by role, and the rank mesh that parameters of one kind are sharded over."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FSDPDistributedIndex:
         tp_dim: The tensor-parallel dimension, where there is one.
         hybrid_fsdp_group: All ranks of the outer and the sharding dimension.
         hybrid_fsdp_expt_group: All ranks of both dimensions of the expert mesh; made from that mesh if not given.
-        hsdp_outer_dp_shard: Whether the optimizer is sharded over the outer dimension, too.
+        hsdp_outer_dp_shard: Shard the optimizer over the outer dimension, too.
         expt_device_mesh: The mesh of expert parameters, with the same dimension names. If it lacks the sharding
             dimension but has one that this was flattened from, experts are sharded over that one; along a missing
             outer or tensor-parallel dimension experts have one rank.
@@ -45,7 +45,7 @@ class FSDPDistributedIndex:
         expt_fsdp_group_ag: A second group of the ranks of experts' ``dp_shard_dim``, likewise.
 
     Attributes:
-        use_hybrid_fsdp: Whether there is an outer dimension.
+        use_hybrid_fsdp: True with an outer dimension.
         fsdp_group: Group of the sharding dimension.
         outer_fsdp_group: Group of the outer dimension, or None.
         expt_fsdp_group: Group of the sharding dimension for experts, or None.
@@ -89,7 +89,7 @@ class FSDPDistributedIndex:
 
         Args:
             names: One dimension or several, outermost first.
-            is_expert_parallel: Whether to take it from the expert mesh.
+            is_expert_parallel: Take it from the expert mesh.
 
         Returns:
             The sub-mesh, the same object every time.
@@ -128,17 +128,17 @@ class FSDPDistributedIndex:
         return self.expt_outer_fsdp_group if is_expert_parallel else self.outer_fsdp_group
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
-        """Return the mesh that all sub-meshes are cut from; None for experts without one."""
+        """Return the mesh that all sub-meshes are slices of; None for experts without one."""
         return self.expt_device_mesh if is_expert_parallel else self.device_mesh
 
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
-        """Return which piece this rank owns of a buffer that is sharded over both dimensions.
+        """Return this rank's shard index in a buffer that is sharded over both dimensions.
 
         The buffer is cut over the sharding dimension first and each part then over the outer one, so the pieces are
         numbered ``sharding rank * outer ranks + outer rank``.
 
         Args:
-            is_expert_parallel: Whether to number the ranks of the expert mesh.
+            is_expert_parallel: Number the ranks of the expert mesh.
 
         Returns:
             The number of the piece.
@@ -206,7 +206,7 @@ class FSDPDistributedIndex:
         return completed
 
     def _part_of_shard_dim(self, names: tuple[str, ...]) -> str | None:
-        """Return the one of some dimensions that the dense sharding dimension was flattened from, or None."""
+        """Return the dimension, of those given, that the dense sharding dimension was flattened from, or None."""
         whole = set(dist.get_process_group_ranks(self._group(False, "dp_shard_dim")))
         parts = [
             name
@@ -246,7 +246,7 @@ class FSDPDistributedIndex:
         return library
 
     def _check_groups(self) -> None:
-        """Compare the given groups with the mesh dimensions whose ranks they must have."""
+        """Raise unless each given group has the ranks of its mesh dimension."""
         shard, outer = self.dp_shard_dim, self.dp_outer_dim
         for argument, group, names, is_expert in (
             ("fsdp_group_ag", self.fsdp_group_ag, (shard,), False),
@@ -423,18 +423,18 @@ def mesh_and_dim(
 
 
 def mesh_device_type(device_mesh: DeviceMesh | None) -> str:
-    """Return the device type of a mesh, or of the one that is made where none is given."""
+    """Return the device type of a mesh; without one, of the default mesh of all ranks."""
     return default_device().type if device_mesh is None else device_mesh.device_type
 
 
 def check_mesh(device_mesh: object) -> None:
-    """Refuse what is no mesh, and not None either."""
+    """Raise unless the argument is a mesh or None."""
     if not isinstance(device_mesh, DeviceMesh | None):
         raise TypeError(f"device_mesh={device_mesh!r} is not a DeviceMesh or None; pass one")
 
 
 def ranks_of(device_mesh: object = None, *dims: object) -> Groups:
-    """Return the groups of the ranks that shard one model together, from arguments of which nothing is known yet.
+    """Return the groups of the ranks that shard one model together, from unchecked arguments.
 
     They are those along the dimensions, of which there may be one only; where no mesh or something else is given, all
     ranks: so a rank whose mesh is wrong is heard by those that have none, or one dimension of all ranks.
@@ -451,7 +451,7 @@ def ranks_of(device_mesh: object = None, *dims: object) -> Groups:
 
 
 def tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
-    """Return the mesh dimension that parameters are DTensors over; None for plain ones or another mesh."""
+    """Return the mesh dimension over which parameters are DTensors; None for plain ones or another mesh."""
     params = [p for p in module.parameters() if isinstance(p, DTensor) and not hasattr(p, "_megatron_fsdp_model")]
     named = (p.device_mesh.mesh_dim_names for p in params)
     found = {names[0] for names in named if names is not None and len(names) == 1}
@@ -461,7 +461,7 @@ def tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
 
 @dataclass(frozen=True)
 class FlatAxis:
-    """All ranks of a hybrid mesh as one axis."""
+    """Both axes of a hybrid mesh as one flat axis."""
 
     axis: Axis  # a rank's place on it is the number of its microbatch
     # for each rank, which of as many equal parts of a flat buffer is its own (see `held_region`)
@@ -470,7 +470,7 @@ class FlatAxis:
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The ranks that share parameters of one kind: dense ones, or experts, which have a mesh of their own."""
+    """The ranks over which parameters of one kind (dense, or expert) are sharded."""
 
     axes: tuple[Axis, ...]  # data-parallel, outermost first; the last one is the sharding axis
     names: tuple[str, ...]  # of the axes in the mesh
@@ -488,7 +488,7 @@ class RankMesh:
 
     @property
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel ranks; None for a single one."""
+        """The tensor-parallel group; None for a single rank."""
         mesh = self.tensor_parallel
         return None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
@@ -521,7 +521,7 @@ def make_rank_mesh(
 
 
 def _flat_axis(index: FSDPDistributedIndex, axes: Sequence[Axis], group: dist.ProcessGroup | None) -> FlatAxis | None:
-    """Make one axis of both axes of a hybrid mesh; None where the outer one has one rank, or there is none."""
+    """Make the flat axis of a hybrid mesh; None without an outer axis of several ranks."""
     if group is None or len(axes) == 1 or axes[0].num_ranks == 1:
         return None
     assert index.dp_outer_dim is not None
@@ -551,7 +551,7 @@ def _axis(index: FSDPDistributedIndex, name: str, traffic: Traffic, is_expert: b
 
 
 def _foreign_groups(index: FSDPDistributedIndex) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups along the dimensions of the expert mesh that are neither data nor tensor parallel."""
+    """Return the groups along the expert mesh's other dimensions, neither data nor tensor parallel."""
     mesh = index.expt_device_mesh
     assert mesh is not None
     here = dist.get_rank()

@@ -12,7 +12,7 @@ from megatron_fsdp.errors import ConfigurationError
 
 
 class Placement(enum.Enum):
-    """How a buffer lies on one mesh axis."""
+    """The placement of a buffer on one mesh axis."""
 
     REPLICATE = "replicate"  # every rank holds the same complete values
     PARTIAL = "partial"  # every rank holds a full-size summand; the sum has not been taken
@@ -89,7 +89,7 @@ class Region:
         return self.stop - self.start
 
     def within(self, outer: Region) -> slice:
-        """Return the slice of these elements in the memory of a region that contains them."""
+        """Return the slice of these elements in the memory of an enclosing region."""
         return slice(self.start - outer.start, self.stop - outer.start)
 
 
@@ -104,7 +104,7 @@ def held_region(numel: int, placements: Sequence[Placement], axes: Sequence[Axis
 
 
 def shard_count(placements: Sequence[Placement], axes: Sequence[AxisPosition]) -> int:
-    """Return into how many shards the axes cut a buffer together."""
+    """Return the number of shards of a buffer over all axes."""
     count = 1
     for placement, axis in zip(placements, axes, strict=True):
         count *= axis.num_ranks if placement is Placement.SHARD else 1

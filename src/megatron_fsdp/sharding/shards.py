@@ -1,4 +1,4 @@
-"""The part of a global tensor that every rank of a mesh holds, computed without communication. Pure.
+"""The local shards of a global tensor on every rank of a mesh, computed without communication. Pure.
 
 A global tensor is cut in up to two steps. Tensor parallelism cuts it once along one of its dimensions (or not at all);
 what one tensor-parallel rank has is its *part*. Data parallelism cuts the flattened part into consecutive ranges, one
@@ -46,7 +46,7 @@ class Box:
         return tuple(slice(first, first + length) for first, length in zip(self.offsets, self.lengths, strict=True))
 
     def inside(self, outer: Box) -> Box:
-        """Return the same box in coordinates of one around it."""
+        """Return the same box in the coordinates of an enclosing one."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
 
     def meet(self, other: Box) -> Box | None:
@@ -93,7 +93,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class BufferCut:
-    """The shard ranges of a tensor that lies in a flat buffer of equal shards."""
+    """The shard ranges of a tensor in a flat buffer of equal shards."""
 
     offset: int  # first element of the tensor in the buffer
     shard_numel: int  # elements of one shard of the buffer
@@ -106,7 +106,7 @@ class BufferCut:
         return min(max(start, 0), self.numel), min(max(stop, 0), self.numel)
 
     def is_multiple_of(self, step: int) -> bool:
-        """Return whether every edge strictly inside the tensor is a multiple of `step`."""
+        """Return True if every shard edge inside the tensor is a multiple of `step`."""
         if self.numel == 0 or self.num_shards == 1:
             return True
         first = (self.offset // self.shard_numel + 1) * self.shard_numel - self.offset
@@ -116,7 +116,7 @@ class BufferCut:
 
     @property
     def whole_shard(self) -> int | None:
-        """The only shard that holds any elements; None where several do, or there is but one."""
+        """The only shard with elements; None if several have some, or there is one shard."""
         shard = self.offset // self.shard_numel if self.num_shards > 1 and self.numel else None
         return shard if shard is not None and self.range_of(shard) == (0, self.numel) else None
 
@@ -128,7 +128,7 @@ class BufferCut:
 
 @dataclass(frozen=True)
 class ListedCut:
-    """Ranges given by their edges: shard s holds [edges[s], edges[s + 1])."""
+    """Shard ranges by their edges: shard s holds [edges[s], edges[s + 1])."""
 
     edges: tuple[int, ...]  # from 0 to the number of elements, never falling
 
@@ -147,12 +147,12 @@ class ListedCut:
         return self.edges[shard], self.edges[shard + 1]
 
     def is_multiple_of(self, step: int) -> bool:
-        """Return whether every edge strictly inside the tensor is a multiple of `step`."""
+        """Return True if every shard edge inside the tensor is a multiple of `step`."""
         return all(edge % step == 0 for edge in self.edges if 0 < edge < self.numel)
 
     @property
     def whole_shard(self) -> int | None:
-        """The only shard that holds any elements; None where several do, or there is but one."""
+        """The only shard with elements; None if several have some, or there is one shard."""
         shard = bisect.bisect_right(self.edges, 0) - 1
         return (
             shard if self.num_shards > 1 and shard < self.num_shards and self.edges[shard + 1] == self.numel else None
@@ -169,7 +169,7 @@ Cut = BufferCut | ListedCut
 
 @dataclass(frozen=True)
 class TensorParallelCut:
-    """The parts of tensor-parallel ranks along one dimension of the global tensor."""
+    """The tensor-parallel ranks' parts of one dimension of the global tensor."""
 
     dim: int
     edges: tuple[int, ...]  # part t holds indices [edges[t], edges[t + 1])
@@ -218,7 +218,7 @@ class MeshUse:
 
 @dataclass(frozen=True)
 class ShardDescription:
-    """The elements of one tensor that this rank and every other one hold."""
+    """The shards of one tensor: this rank's and every other rank's elements."""
 
     shape: tuple[int, ...]  # of the global tensor
     use: MeshUse  # the parallelism of each mesh dimension
@@ -249,7 +249,7 @@ class ShardDescription:
         return tuple(stop - start if dim == self.tensor_cut.dim else n for dim, n in enumerate(self.shape))
 
     def part_offset(self, part: int | None = None) -> tuple[int, ...]:
-        """Return where a part (this rank's, if None) begins in the global tensor."""
+        """Return the offset of a part (this rank's, if None) in the global tensor."""
         if self.tensor_cut is None:
             return (0,) * len(self.shape)
         start, _ = self.part_range(part)
@@ -274,12 +274,12 @@ class ShardDescription:
 
     @functools.cached_property
     def has_whole_rows(self) -> bool:
-        """Whether every shard of this part is whole rows of its dim 0 (the same answer on all its shards)."""
+        """True if every shard of this part is whole rows of its dim 0; the same on all its shards."""
         return self._has_whole_rows(self.part, self.cut)
 
     @functools.cached_property
     def is_cut_inside_rows(self) -> bool:
-        """Whether any shard of any part that is described begins or ends inside a row."""
+        """True if any shard begins or ends inside a row."""
         cuts = enumerate(self.other_cuts) if self.other_cuts else [(self.part, self.cut)]
         return any(cut.num_shards > 1 and not self._has_whole_rows(part, cut) for part, cut in cuts)
 
@@ -300,12 +300,12 @@ class ShardDescription:
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """Whether this rank, and so every rank, holds the whole global tensor."""
+        """True if every rank holds the whole global tensor."""
         return self.num_shards == 1 and (self.tensor_cut is None or self.use.num_parts == 1)
 
     @property
     def is_saved_here(self) -> bool:
-        """Whether this rank saves its elements in a checkpoint.
+        """True if this rank saves its elements in a checkpoint.
 
         Tensor-parallel ranks that hold the same, and cut it differently, must not all save it: their boxes overlap.
         """
@@ -313,7 +313,7 @@ class ShardDescription:
 
     @property
     def spread_dims(self) -> tuple[int, ...]:
-        """Mesh dimensions whose ranks hold different elements, which a reduction must span."""
+        """Mesh dimensions over which elements are spread, and over which a reduction must go."""
         dims = self.use.shard_dims
         if self.tensor_cut is not None and self.use.tensor_dim is not None:
             dims = (*dims, self.use.tensor_dim)
@@ -345,7 +345,7 @@ class ShardDescription:
 
 
 def described_as_whole(shape: tuple[int, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> ShardDescription:
-    """Describe a tensor that every rank of a mesh holds whole."""
+    """Return the description of a tensor that is replicated on a mesh."""
     return ShardDescription(shape, MeshUse(sizes), coordinate, ListedCut((0, math.prod(shape))))
 
 
@@ -355,7 +355,7 @@ def described_as_whole(shape: tuple[int, ...], sizes: tuple[int, ...], coordinat
 
 
 def split_lengths(length: int, size_or_sections: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths of the pieces that `torch.split` makes of a dimension."""
+    """Return the lengths into which `torch.split` cuts a dimension."""
     if isinstance(size_or_sections, int):
         if size_or_sections < 0 or (size_or_sections == 0 and length):
             raise ConfigurationError(f"a dimension of {length} cannot be split by {size_or_sections}; give 1 or more")
@@ -370,7 +370,7 @@ def split_lengths(length: int, size_or_sections: int | Sequence[int]) -> tuple[i
 
 
 def split_ranges(length: int, size_or_sections: int | Sequence[int]) -> tuple[Range, ...]:
-    """Return the half-open ranges that `torch.split` makes of a dimension."""
+    """Return the half-open ranges into which `torch.split` cuts a dimension."""
     edges = [0, *itertools.accumulate(split_lengths(length, size_or_sections))]
     return tuple(itertools.pairwise(edges))
 
@@ -387,7 +387,7 @@ def elements_before(position: int, shape: Sequence[int], dim: int, kept: Range) 
 
 
 def narrow_description(description: ShardDescription, dim: int, start: int, stop: int) -> ShardDescription:
-    """Describe `tensor.narrow(dim, start, stop - start)`, where every rank keeps what it has of it."""
+    """Describe the shards of `tensor.narrow(dim, start, stop - start)` where no element changes ranks."""
     tensor_cut, kept = description.tensor_cut, (start, stop)
     if tensor_cut is not None and tensor_cut.dim == dim:
         edges = tuple(min(max(edge, start), stop) - start for edge in tensor_cut.edges)

@@ -22,18 +22,18 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 READ_INNER_PARAMETERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Classes of torch that read parameters of their submodules without calling them."""
+"""Torch's classes that read parameters of submodules without calling these."""
 
 _END_TYPES = (nn.Embedding, nn.Linear)
 _ALTERNATIVES = (nn.ModuleDict, nn.ModuleList)
-"""Containers whose owner may choose a module by key or index, so that ranks may call different ones."""
+"""Containers whose owner may choose a module by key or index, so that ranks may call different modules."""
 
 _LEAST_PART = 4
-"""A large end has at least the parameters of the largest block divided by this."""
+"""An embedding or head of fewer parameters than the largest block divided by this stays in the root."""
 
 
 def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Find the embeddings and linear layers outside of all blocks that are worth gathering by themselves.
+    """Find the embeddings and linear layers outside of blocks that are large enough to be units.
 
     In the root they would stay gathered from the beginning of forward to the end of backward, and share its bucket. An
     end is an `nn.Embedding` or `nn.Linear` (or of a subclass)
@@ -60,7 +60,7 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
 
 
 def _outside(module: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the named modules outside of blocks that every rank calls, each once, without the model itself."""
+    """Yield the named modules, but the model itself, that lie outside of blocks and that every rank calls."""
     inside = {id(part) for block in module.modules() if id(block) in blocks for part in block.modules()}
     seen: set[int] = set()
 
@@ -83,7 +83,7 @@ ParameterSites = tuple[tuple[nn.Module, str], ...]
 
 
 def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
-    """Return the sites of each parameter by its id."""
+    """Return the owners of each parameter, by its id."""
     sites: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for attribute, param in owner._parameters.items():
@@ -93,7 +93,7 @@ def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
 
 
 def _numel(module: nn.Module) -> int:
-    """Count the elements of the parameters inside a module; those that have no shape yet count as none."""
+    """Count the elements of a module's parameters; lazy ones count as none."""
     return sum(param.numel() for param in module.parameters() if not isinstance(param, UninitializedParameter))
 
 
@@ -132,7 +132,7 @@ class UnitPlan:
     block_classes: tuple[str, ...] = ()  # class names of the units that are no ends, where there are ends
 
     def remedy(self, unit: UnitSpec) -> str:
-        """Say what to do where a forward reads a weight of a unit without calling it."""
+        """Return the advice for a forward that reads a unit's weight without calling it."""
         classes = self.block_classes or {each.class_name: None for each in self.units[ROOT_UNIT + 1 :]}
         others = [name for name in classes if unit.is_end or name != unit.class_name]
         without = "" if unit.is_end else f", without {unit.class_name}"
@@ -145,7 +145,7 @@ class UnitPlan:
 def find_units(
     module: nn.Module, fsdp_unit_modules: Sequence[type[nn.Module] | str] | Literal["auto"] | None
 ) -> UnitPlan:
-    """Decide which modules are units.
+    """Find the units of a model.
 
     * Classes or import paths (``"package.module.Class"`` or ``"package.module:Class"``): every outermost instance.
       Where the model itself is an instance, it is the root and there are no other units. An empty sequence: no units.
@@ -212,7 +212,7 @@ def _check_matches(module: nn.Module, classes: tuple[type[nn.Module], ...], foun
 
 
 def _find_automatically(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], str]:
-    """Find `_no_split_modules`, else repeated blocks. Return all units, the large ends among them, and the source."""
+    """Find `_no_split_modules`, else repeated blocks, and large ends; return all units, the ends and the source."""
     blocks, source = _find_blocks(module)
     ends = large_ends(module, blocks)
     if not ends:
@@ -236,7 +236,7 @@ def _find_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
 
 
 def outside_of_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules outside of all blocks by name; a block has modules inside, and a list of one holds one."""
+    """Return the modules outside of all blocks, by name."""
     listed = [child for each in module.modules() if isinstance(each, nn.ModuleList) for child in each.children()]
     blocks = [block for block in (*_find_blocks(module)[0].values(), *listed) if next(block.children(), None)]
     inside = {id(part) for block in blocks for part in block.modules()}
@@ -244,7 +244,7 @@ def outside_of_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _repeated_blocks(module: nn.Module) -> set[int]:
-    """Return the ids of children of lists and sequences with a forward, parameters and a sibling of their class."""
+    """Return the ids of blocks: items of a list that have parameters, a forward and a sibling of their class."""
     blocks: set[int] = set()
     for name, container in module.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -259,7 +259,7 @@ def _repeated_blocks(module: nn.Module) -> set[int]:
 
 
 def _outermost(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return the outermost matches with parameters by path; a module that is registered twice has two paths."""
+    """Return the outermost matching modules with parameters, by path."""
 
     def walk(name: str, candidate: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if _holds_parameters(candidate) and is_unit(candidate):
@@ -273,7 +273,7 @@ def _outermost(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dict[
 
 
 def _plan(module: nn.Module, found: Mapping[str, nn.Module], ends: Mapping[str, nn.Module], source: str) -> UnitPlan:
-    """Assign every parameter to its unit."""
+    """Build the plan: assign every parameter to its unit."""
     first_paths: dict[int, str] = {}
     for path, unit_module in found.items():
         if path:  # a match at the root is the root
@@ -302,21 +302,21 @@ def _plan(module: nn.Module, found: Mapping[str, nn.Module], ends: Mapping[str, 
 
 
 def _owner(parameter_name: str, owner_of_path: Mapping[str, str]) -> str:
-    """Return the unit that holds a parameter; at most one, since units are outermost."""
+    """Return the unit that holds a parameter, if any; units are outermost, so at most one does."""
     parts = parameter_name.split(".")
     prefixes = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return next((owner_of_path[prefix] for prefix in prefixes if prefix in owner_of_path), "")
 
 
 def _holds_parameters(module: nn.Module) -> bool:
-    """Return whether a module holds parameters; it is asked of every module, and stops at the first parameter."""
+    """Return True if a module has parameters."""
     if any(param is not None for param in module._parameters.values()):
         return True
     return any(child is not None and _holds_parameters(child) for child in module._modules.values())
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether the module can be called: containers such as ``ModuleList`` inherit a forward that raises."""
+    """Return True if the module can be called; containers such as ``ModuleList`` inherit a forward that raises."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -358,12 +358,12 @@ def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.M
 
 
 def _names(canonical: str, unit: UnitSpec, other_names: dict[str, list[str]]) -> list[str]:
-    """List a parameter's names below its unit's path; a unit that is registered at two paths is seen through one."""
+    """List a parameter's names below its unit's path."""
     return [name for name in (canonical, *other_names.get(canonical, ())) if name.startswith(f"{unit.name}.")]
 
 
 def _owning_module(module: nn.Module, unit: str, parameter: str, whole_types: tuple[type[nn.Module], ...]) -> str:
-    """Return the path of the module that a parameter is gathered with."""
+    """Return the path of the module with which a parameter is gathered."""
     inner = parameter.removeprefix(f"{unit}.").split(".")[:-1]
     paths = [".".join((unit, *inner[:depth])) for depth in range(len(inner) + 1)]
     for path in paths:
@@ -381,7 +381,7 @@ _LATENCY_BYTES_PER_RANK = 2**20
 
 
 def message_bytes(unit_bytes: Sequence[int], num_ranks: int) -> int:
-    """Return the size below which neighbouring units are merged: 4 MiB or more; 0 on one rank, which sends nothing.
+    """Return the size in bytes below which neighbouring units are merged; 0 on one rank, which sends nothing.
 
     It grows with the ranks as far as the peak does not: slots and buckets become as large as the largest unit anyway.
     `unit_bytes` are those of the full weights of each unit besides the root.
@@ -392,7 +392,7 @@ def message_bytes(unit_bytes: Sequence[int], num_ranks: int) -> int:
 
 
 def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitPlan:
-    """Merge runs of small neighbours, which then communicate in one message, up to a limit.
+    """Merge runs of small neighbouring units, up to a limit, so that each run is one all-gather.
 
     Neighbours are numbered modules of one class in one list, one behind the other, such as `layers.3` and `layers.4`. A
     run is cut into as few units as the limit allows, as even as possible. `sizes` are bytes or elements, as the limit
@@ -409,7 +409,7 @@ def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitP
 
 
 def _neighbourhood(numbered: tuple[int, UnitSpec]) -> tuple[object, ...]:
-    """Return what neighbours have in common."""
+    """Return the key of a unit's neighbours: units of equal keys may be merged."""
     position, unit = numbered
     parent, _, last = unit.name.rpartition(".")
     if unit.is_end or not last.isdigit():
@@ -431,7 +431,7 @@ def _merged(units: Sequence[UnitSpec]) -> UnitSpec:
 
 @dataclass(frozen=True)
 class GroupKey:
-    """The properties that all parameters of one group share."""
+    """The properties that parameters of one group have in common."""
 
     dtype: torch.dtype  # in the model
     requires_grad: bool  # whether they are trained
@@ -443,7 +443,7 @@ class GroupKey:
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """The facts about one parameter that grouping and layout need."""
+    """Metadata of one parameter, for grouping and layout."""
 
     name: str  # fully qualified, in the model
     shape: tuple[int, ...]  # in the model; () for a scalar
@@ -465,7 +465,7 @@ class ParameterGroupSpec:
 
 
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
-    """Group parameters that agree in all that `GroupKey` has."""
+    """Group parameters by their `GroupKey`."""
     members: dict[GroupKey, list[ParameterInfo]] = {}
     for parameter in parameters:
         members.setdefault(parameter.key, []).append(parameter)
@@ -473,7 +473,7 @@ def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGrou
 
 
 def cut_groups(groups: Sequence[ParameterGroupSpec], group_numel: int | None) -> tuple[ParameterGroupSpec, ...]:
-    """Cut groups: the parameter with which one reaches a number of elements is its last."""
+    """Cut groups into buckets; the parameter that reaches the limit is the last of its bucket."""
     if group_numel is None:
         return tuple(groups)
     cut: list[ParameterGroupSpec] = []

@@ -29,17 +29,17 @@ _LEAST_SCALE = 2.0**-126  # the smallest normal float32: all-zero tensors divide
 
 
 def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
-    """Return the bytes that `numel` elements take."""
+    """Return the encoded size of `numel` elements, in bytes."""
     return -(-numel // weight_format.block_numel) * weight_format.block_bytes
 
 
 def scale_to(largest: float, amaxes: Tensor) -> Tensor:
-    """Return what codes up to `largest` are multiplied by to be values up to `amaxes` again, float32."""
+    """Return the scales, float32, that map codes up to `largest` to values up to `amaxes`."""
     return (amaxes / largest).clamp_min_(_LEAST_SCALE)
 
 
 def amaxes_of(values: Tensor, dim: int | None = None) -> Tensor:
-    """Return the amax, or those along a dimension, which stays; float32, NaN where there is one.
+    """Return the amax of all elements, or along a dimension, which is kept; float32, NaN if any element is NaN.
 
     Values are read once and not copied, which `values.abs().amax()` does.
     """
@@ -49,7 +49,7 @@ def amaxes_of(values: Tensor, dim: int | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """What every format is: a rounding of weights, as functions of pieces of flattened tensors; knows no ranks.
+    """Base class of the formats: encodes and decodes local shards of flattened tensors, without communication.
 
     A piece is a run of elements of a flattened tensor that begins at a block. Blocks go along the flattened tensor;
     zeros fill the last.
@@ -62,38 +62,38 @@ class WeightFormat:
 
     @property
     def stays_encoded(self) -> bool:
-        """Whether modules compute with the bytes as they are gathered."""
+        """True if modules compute with the gathered bytes as they are."""
         return False
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether a cut between blocks may lie inside of a row."""
+        """True if a shard may begin inside a row, between two blocks."""
         return True
 
     @property
     def agrees_on_amax(self) -> bool:
-        """Whether ranks agree on the amax of each tensor."""
+        """True if the amax of each tensor is reduced over ranks."""
         return True
 
     def amax(self, piece: Tensor) -> Tensor:
-        """Return the amax in a piece (n,), float32 (1,): 0 where nothing is here, infinity for NaN."""
+        """Return the amax of a local shard (n,), float32 (1,): 0 for an empty one, infinity for NaN."""
         if not piece.numel():
             return torch.zeros(1, device=piece.device)
         return amaxes_of(piece).view(1).nan_to_num_(inf, inf)
 
     def scales(self, amaxes: Tensor) -> Tensor:
-        """Return the scales of amaxes that ranks agreed on."""
+        """Return the scales of reduced amaxes."""
         return scale_to(self.largest, amaxes)
 
     def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:
-        """Encode a piece (n,), float32 or narrower, to the nearest into `out`, uint8 (encoded_bytes(n),).
+        """Encode a shard (n,), float32 or narrower, into `out`, uint8 (encoded_bytes(n),), rounding to the nearest.
 
         `scale`, (1,), is that of an agreed, finite amax.
         """
         raise NotImplementedError
 
     def decode(self, encoded: Tensor, scale: Tensor, out: Tensor) -> None:
-        """Decode uint8 (encoded_bytes(n),) into `out` (n,), rounding once; all is read before anything is written."""
+        """Decode uint8 (encoded_bytes(n),) into `out` (n,), rounding once; the two may share memory."""
         raise NotImplementedError
 
 
@@ -122,7 +122,7 @@ class Fp8Compute(Fp8):
 
     @property
     def stays_encoded(self) -> bool:
-        """Whether modules compute with the bytes as they are gathered."""
+        """True if modules compute with the gathered bytes as they are."""
         return True
 
 
@@ -189,28 +189,28 @@ class ExtensionFormat(WeightFormat):
 
     @property
     def stays_encoded(self) -> bool:
-        """Whether modules compute with the bytes as they are gathered."""
+        """True if modules compute with the gathered bytes as they are."""
         return True
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether a cut between blocks may lie inside of a row: the class encodes whole ones."""
+        """False: the extension encodes whole rows."""
         return False
 
     @property
     def agrees_on_amax(self) -> bool:
-        """Whether ranks agree on the amax of each tensor: the class agrees on its scales itself."""
+        """False: the extension reduces its scales itself."""
         return False
 
 
 def _in_blocks(piece: Tensor, block_numel: int) -> Tensor:
-    """Return a piece as blocks, the last filled with zeros."""
+    """Return a local shard as blocks (blocks, block), the last padded with zeros."""
     missing = -piece.numel() % block_numel
     return (functional.pad(piece, (0, missing)) if missing else piece).view(-1, block_numel)
 
 
 def _multiply(values: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Multiply blocks of values of the dtype of `out`, (n, block), by scales (n, 1), or all by one, rounding once."""
+    """Multiply blocks (n, block) by scales (n, 1) or by one scale, rounding once to the dtype of `out`."""
     if out.numel() == values.numel():
         torch.mul(values, scales, out=out.view(values.shape))
     else:
@@ -218,17 +218,17 @@ def _multiply(values: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def _both(scales: Tensor, whole: Tensor) -> Tensor:
-    """Return the product of the e4m3 scales of blocks and that of their tensor."""
+    """Return the product of each block's e4m3 scale and the tensor's scale."""
     return (scales.float() * whole).clamp_min_(_LEAST_SCALE)
 
 
 def _powers(codes: Tensor) -> Tensor:
-    """Return the powers of two that int32 e8m0 codes from 1 to 254 stand for, whose exponents they are."""
+    """Return the powers of two of int32 e8m0 codes from 1 to 254, which are biased exponents."""
     return (codes << 23).view(torch.float32)
 
 
 def _make_tables(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Make the tables to which e2m1 is written and read.
+    """Build the lookup tables that encode and decode e2m1.
 
     The first (15,) holds where, among the bits of negated float32 numbers as int32, the next code begins: in that order
     negative numbers come first, and those of each sign by magnitude. The second (256,) holds by byte what the two codes
@@ -248,7 +248,7 @@ _keep_tables = cache(_make_tables)
 
 
 def _tables(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tables for a tensor's device and dtype; the host waits for the copy, so they are copied once."""
+    """Return the lookup tables for a tensor's device and dtype; cached, since the host waits for their copy."""
     return (_make_tables if isinstance(like, FakeTensor) else _keep_tables)(like.device, like.dtype)
 
 
