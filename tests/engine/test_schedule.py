@@ -18,11 +18,13 @@ import pytest
 from megatron_fsdp.engine.schedule import (
     Operation,
     RecordedOrder,
+    Residence,
     ScheduleConfig,
     Scheduler,
     StepLength,
     SyncMode,
     SyncScope,
+    _UnitState,
 )
 from megatron_fsdp.errors import ScheduleError
 
@@ -565,3 +567,19 @@ def test_changes_last_for_a_block_and_what_is_not_named_stays() -> None:
             raise KeyError
         assert mode.defer_all
     assert mode == SyncMode(auto_sync=False, is_last_microbatch=True, defer_all=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Residence.SHARDED, Residence.READY),
+        (Residence.SHARDED, Residence.SHARDED),
+        (Residence.UNSHARDING, Residence.UNSHARDING),
+        (Residence.READY, Residence.UNSHARDING),
+    ],
+)
+def test_an_illegal_transition_of_a_unit_names_it(before: Residence, after: Residence) -> None:
+    unit = _UnitState(3, before)
+    with pytest.raises(ScheduleError, match=f"unit 3 is {before.value} and cannot become {after.value}"):
+        unit.become(after)
+    assert unit.residence is before

@@ -246,6 +246,7 @@ class GradientBuffers:
     """Main gradient, bucket and unreduced gradients of one trainable parameter group."""
 
     def __init__(self, plan: GroupPlan) -> None:
+        self._name = plan.spec.parameters[0].name
         self.layout = plan.layout
         self.precision = plan.precision
         self.reducer = GradientReducer(plan)
@@ -292,8 +293,16 @@ class GradientBuffers:
         """Return whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
         return not defer and self._unreduced_gradient is None
 
+    # A bucket is empty, filling (from `begin` on), reducing (from `reduce` on), and empty again when its work is done.
+
     def begin(self, bucket: torch.Tensor | None) -> None:
-        """Send the next gradients to a bucket (numel,) in the communication dtype; None: to the unreduced gradient."""
+        """Send the next gradients to a bucket (numel,) in the communication dtype; None: to the unreduced gradient.
+
+        Raises:
+            ScheduleError: Gradients fill a bucket already.
+        """
+        if self.is_filling:
+            raise ScheduleError(f"the bucket of {self._name} would be filled while it is filling")
         if bucket is not None:
             _zero([bucket[start:stop] for start, stop in self._padding])
             self._filling, targets = bucket, self._views_in(bucket)
@@ -363,7 +372,12 @@ class GradientBuffers:
 
         Returns:
             The work, and memory besides bucket and scratch that has to be kept until it was waited for.
+
+        Raises:
+            ScheduleError: There is nothing to reduce.
         """
+        if not self.is_filling and not self.has_unreduced_gradient:
+            raise ScheduleError(f"the bucket of {self._name} would be reduced while it is empty")
         if self._unreduced_gradient is not None:
             put_scaled(self._unreduced_gradient, self.reducer.reduction.pre_factor, bucket)
             self._unreduced_gradient = None

@@ -190,16 +190,25 @@ class Residence(Enum):
 
 _UNSHARD, _WAIT, _RESHARD, _REDUCE, _FINALISE = Action  # looking these up takes longer than most decisions
 _SHARDED, _UNSHARDING, _READY = Residence
+_NEXT = {_SHARDED: (_UNSHARDING,), _UNSHARDING: (_READY, _SHARDED), _READY: (_SHARDED,)}
+"""The legal transitions of a unit; one that was unsharded for nothing is resharded without being used."""
 
 
 @dataclass
 class _UnitState:
+    index: int
     residence: Residence = Residence.SHARDED
     slot: int | None = None  # that of its first gather
     open_forwards: int = 0  # forwards whose backward has not begun
     in_backward: bool = False  # its backward has begun in the current backward pass
     reduced: bool = True  # nothing to reduce since its backward last began
     hosts: set[int] = field(default_factory=set)  # units whose forward was seen to call this unit's
+
+    def become(self, residence: Residence) -> None:
+        """Change the residence; raise a ScheduleError, naming the unit, if the transition is illegal."""
+        if residence not in _NEXT[self.residence]:
+            raise ScheduleError(f"unit {self.index} is {self.residence.value} and cannot become {residence.value}")
+        self.residence = residence
 
 
 @dataclass
@@ -226,7 +235,7 @@ class Scheduler:
     _step_length: StepLength = field(init=False, default_factory=StepLength)
 
     def __post_init__(self) -> None:
-        self._units = [_UnitState() for _ in self.config.trainable]
+        self._units = [_UnitState(index) for index in range(len(self.config.trainable))]
         self._slots = [_SlotState() for _ in range(self.config.slots if self.config.shares_slots else 0)]
 
     # ---- events -------------------------------------------------------------------------------------------------
@@ -344,7 +353,7 @@ class Scheduler:
         operations = self._unshard(unit, spare=(unit,), must=True)
         if self._units[unit].residence is _UNSHARDING:
             operations.append(Operation(_WAIT, unit))
-            self._units[unit].residence = _READY
+            self._units[unit].become(_READY)
         return tuple(operations)
 
     def release_requested(self, unit: int) -> tuple[Operation, ...]:
@@ -436,7 +445,7 @@ class Scheduler:
                 operations += self._unshard(ahead, spare=(unit, *upcoming[: position + 1]), must=False)
         if state.residence is _UNSHARDING:
             operations.append(Operation(_WAIT, unit))
-            state.residence = _READY
+            state.become(_READY)
         if state.slot is not None:
             self._slots[state.slot].last_used = self._clock
         return tuple(operations)
@@ -470,7 +479,7 @@ class Scheduler:
                 operations += self._reshard(occupant)
             self._slots[slot] = _SlotState(unit, self._clock)
             state.slot = slot
-        state.residence = _UNSHARDING
+        state.become(_UNSHARDING)
         operations.append(Operation(_UNSHARD, unit, state.slot))
         return operations
 
@@ -520,7 +529,7 @@ class Scheduler:
         if state.residence is _SHARDED:
             return []
         operations = [Operation(_WAIT, unit)] if state.residence is _UNSHARDING else []
-        state.residence = _SHARDED
+        state.become(_SHARDED)
         if state.slot is not None and self._slots[state.slot].unit == unit:
             self._slots[state.slot].unit = None
         return [*operations, Operation(_RESHARD, unit)]
