@@ -20,13 +20,13 @@ from megatron_fsdp.errors import ShardOperationError
 
 
 def answer_for_sharded_parameters(engine: Engine) -> None:
-    """Let torch.autograd differentiate by the sharded parameters of a model, for as long as that lives."""
+    """Enable torch.autograd to differentiate by a model's sharded parameters, for as long as the model lives."""
     _engines().add(engine)
 
 
 @functools.cache
 def _engines() -> weakref.WeakSet[Engine]:
-    """Wrap torch's function, once, and return the models whose parameters it is looked up in."""
+    """Patch torch's function that starts a backward, once, and return the engines whose parameters it looks up."""
     engines: weakref.WeakSet[Engine] = weakref.WeakSet()
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward  # private, but nothing public sees the inputs of a backward
@@ -56,7 +56,7 @@ def _engines() -> weakref.WeakSet[Engine]:
 
 
 def _full_parameters(engines: weakref.WeakSet[Engine], inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """Return the full parameters of the sharded ones among the inputs that take gradients, by place."""
+    """Return the full parameters of sharded inputs that take gradients, by position."""
     found: dict[int, torch.Tensor] = {}
     for place, tensor in enumerate(inputs):
         for engine in engines:
@@ -67,7 +67,7 @@ def _full_parameters(engines: weakref.WeakSet[Engine], inputs: Sequence[Any]) ->
 
 
 def _joined(own: dict[int, torch.Tensor | None], place: int, param: Any, direct: torch.Tensor | None) -> Any:
-    """Return the gradient of an input: this rank's, whole and in the parameter's dtype, where modules computed with it.
+    """Return the gradient of an input; for a sharded parameter that modules used, this rank's full one, in its dtype.
 
     Raises:
         ShardOperationError: It was used outside of a forward, too, whose gradient is that of all ranks and sharded.

@@ -1,4 +1,4 @@
-"""Linear layers whose weight gradients wait until backward has done everything else.
+"""Linear layers whose weight gradients are computed at the end of backward.
 
 backward of a stage   last layer: input gradient -> ... -> first layer: input gradient -> sent to the stage before
 while that travels    last layer: weight gradient -> ... -> first layer: weight gradient
@@ -29,13 +29,13 @@ _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 class WeightGradientQueue:
-    """The weight gradients of one model that wait for the end of a backward, where its engine computes them."""
+    """Queue of one model's delayed weight gradients, which its engine computes at the end of a backward."""
 
     def __init__(self) -> None:
         self._waiting: dict[torch.Tensor, list[_Product]] = {}
 
     def put(self, weight: torch.Tensor, grad: torch.Tensor, operand: torch.Tensor) -> bool:
-        """Let the product that is a weight's gradient wait; return False where a hook of the user wants the gradient.
+        """Queue the product that is a weight's gradient; return False if a hook of the user needs it now.
 
         `grad` is that of the output, (rows, out_features), `operand` the input, (rows, in_features).
         """
@@ -45,13 +45,13 @@ class WeightGradientQueue:
         return True
 
     def run(self) -> None:
-        """Compute all that wait, oldest first, and leave them in `.grad`."""
+        """Compute all queued gradients, oldest first, into `.grad`."""
         for weight in tuple(self._waiting):
             self.accumulate(weight)
 
     @torch.no_grad()
     def accumulate(self, weight: torch.Tensor) -> None:
-        """Compute what waits for a weight, if anything, and add the sum to its `.grad` as autograd does."""
+        """Compute a weight's queued gradients, and add the sum to its `.grad` as autograd does."""
         products = self._waiting.pop(weight, None)
         if products is None or not weight.requires_grad:  # frozen since forward
             return
@@ -62,7 +62,7 @@ class WeightGradientQueue:
         weight.grad = total if weight.grad is None else weight.grad + total
 
     def clear(self) -> None:
-        """Drop all that wait, after a backward that failed."""
+        """Drop all queued gradients, after a backward that failed."""
         self._waiting.clear()
 
 
@@ -119,7 +119,7 @@ _apply: Any = super(torch.autograd.Function, _DelayingLinear).apply
 
 
 def _weight_gradient(ctx: Any, rows: torch.Tensor, operand: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of the weight; None where it waits, or is not needed."""
+    """Return the gradient of the weight; None if it was queued, or is not needed."""
     leaf = ctx.next_functions[1][0]
     while leaf.next_functions:  # behind a cast of autocast
         ((leaf, _),) = leaf.next_functions
@@ -138,7 +138,7 @@ def _weight_gradient(ctx: Any, rows: torch.Tensor, operand: torch.Tensor) -> tor
 def _linear(
     queue: WeightGradientQueue, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute `F.linear`, with the weight gradient in the queue where that can be."""
+    """Compute `F.linear`, whose weight gradient is queued where possible."""
     delays = (
         torch.is_grad_enabled()
         and weight.requires_grad  # it may have been frozen since
@@ -223,7 +223,7 @@ def delayed_weight_gradients(module: nn.Module) -> Iterator[WeightGradientQueue]
 
 
 def _is_plain(owner: nn.Module, attribute: str) -> bool:
-    """Return whether a parameter is the trained, plain weight of a plain linear."""
+    """Return True if a parameter is the trained, plain weight of a plain linear."""
     param = owner._parameters.get(attribute)
     is_linear = type(owner) is nn.Linear and attribute == "weight" and "forward" not in owner.__dict__
     return is_linear and type(param) in _PLAIN and param is not None and param.requires_grad

@@ -1,4 +1,4 @@
-"""The engine: reports hooks' events to the scheduler, and lets the executor run the operations that it returns."""
+"""The engine: turns hooks into events of the scheduler, and has the executor carry out the operations returned."""
 
 from __future__ import annotations
 
@@ -46,9 +46,28 @@ from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 _NEVER = -1  # the weights_version of a forward that used no weights
 
 
+# Note [What ranks agree on, and when]
+#
+# A collective that only some ranks launch is a deadlock. So what decides about collectives is equal on all ranks: the
+# plans made at wrap time, and the order of events, from which the scheduler and the pools compute everything else.
+# Where ranks may differ they agree first, in small collectives (`Phase.AGREE`):
+#
+# - which parameters any rank used: at a sync, until all were used once (`UsageAgreement`). A digest of all all-gathers
+#   and reductions travels with these flags, so that ranks which ran different units stop instead of mixing weights;
+# - `requires_grad`: when it changed here. Ranks where it did not change do not ask, so it has to change on all;
+# - which gradients wait to be reduced: after a reset, since ranks may have been stopped at different points;
+# - amaxes of a weight format: when main weights are installed;
+# - findings of gradient checks: when a backward ends, behind its last reduction, so that an error leaves none open.
+
+# Note [Weak references]
+#
+# Parameters, hooks and callbacks refer to the engine weakly. A strong reference would close a cycle (engine -> unit ->
+# parameter -> hook -> engine), and a deleted model would keep its memory until Python's collector happens to run.
+
+
 @dataclass(slots=True, eq=False)
 class ForwardCall:
-    """One forward of a unit's module at `module_index`; its backward refers to it, and may read the weights."""
+    """One forward of a unit's module, to which its backward refers."""
 
     unit: int
     module_index: int
@@ -58,7 +77,7 @@ class ForwardCall:
 
 
 def live_engine(reference: weakref.ref[Engine]) -> Engine:
-    """Return the engine that a hook reports to; one that has been deleted raises a ScheduleError."""
+    """Return the engine of a hook's weak reference; raise a ScheduleError if it was deleted."""
     engine = reference()
     if engine is None:
         raise ScheduleError(
@@ -96,7 +115,7 @@ class Engine:
     own_groups: OwnGroups | None  # destroyed with the engine
     user_buffers: UserBuffers | None  # registered memory that is deregistered with the engine
     format_note: str  # how weights are multiplied on this device where it lacks float8 products; else empty
-    capture_lack: str  # why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to
+    capture_lack: str  # the reason why no step can be captured into a CUDA graph; empty: it can, or is not asked for
 
     reduces_in_fixed_order = False  # whatever is called when, on any rank
 
@@ -138,7 +157,7 @@ class Engine:
         self._ending = False  # inside `_post_backward`, whose checks conclude later
         self.state_dict_handles: Sequence[RemovableHandle] = ()  # of the hooks that describe shards in state dicts
         self.microbatch_count = 0  # backwards since the last that synchronised
-        self.executor.finalise = weakly(self._finalise)  # a bound method would keep the engine alive in a cycle
+        self.executor.finalise = weakly(self._finalise)  # See Note [Weak references]
         for group in self.groups():
             self._inspect_gradients(group)
             for param in group.sharded:
@@ -154,6 +173,7 @@ class Engine:
                 "of their full parameters, whose gradients would be lost; use torch.no_grad() inside "
                 "full_parameters_context, or open the whole model"
             )
+        # The outermost forward brings weights up to date, once for all units inside of it.
         opens = not self.scheduler.in_forward and not self.scheduler.in_backward
         if opens:
             self.refuse_open_pass("a forward began")
@@ -167,6 +187,7 @@ class Engine:
                 self.executor.run(self.scheduler.weights_may_have_changed())
                 for unit in self.units:
                     unit.expect_outer_update()
+            # Before anything else is sent. See Note [What ranks agree on, and when].
             self._match_after_reset()
             self._defers |= self.sync_scope is not SyncScope.EVERYWHERE
             # Only now, not after the step: the gather over the outer ranks is in place, and would undo what somebody
@@ -184,6 +205,7 @@ class Engine:
                 "call reset() on the model on every rank and go on with the next batch"
             )
         self.executor.run(self.scheduler.forward_begins(unit_index))
+        # See Note [Weights of other units]: only now, since the operations may have resharded any unit.
         if opens:
             self._show_local_weights()
         self._to_unsharded(unit_index, module_index)
@@ -191,7 +213,7 @@ class Engine:
             self.observers.begins(Phase.FORWARD, unit_index)
 
     def refuse_open_pass(self, what: str) -> None:
-        """Refuse what communicates or changes weights while full tensors, all of one version, are handed out."""
+        """Raise if `iter_full_tensors` is open, whose full tensors all have to be of one version."""
         if self.open_pass:
             raise ScheduleError(
                 f"{what} while an iteration of iter_full_tensors is open, whose tensors would be of two versions or "
@@ -199,7 +221,7 @@ class Engine:
             )
 
     def refuse_shown_copies(self, what: str) -> None:
-        """Refuse what changes weights or gradients while modules show copies of the full parameters."""
+        """Raise if modules hold copies of the full parameters, which would miss a change of weights or gradients."""
         self.refuse_open_pass(what)
         if self.full_units:
             raise ScheduleError(
@@ -208,7 +230,7 @@ class Engine:
             )
 
     def _check_capture(self) -> None:
-        """Refuse to be captured into a CUDA graph that would not do when replayed what this step does."""
+        """Raise if a CUDA graph of this step would not repeat it when replayed."""
         if not self.keeps_gradients:
             raise ScheduleError(
                 "a CUDA graph is being captured of a model that was sharded without cuda_graph_mode=True, so memory "
@@ -232,9 +254,9 @@ class Engine:
         module_index: int = 0,
         reads_weights: bool = True,
     ) -> ForwardCall:
-        """Show the sharded parameters again: the forward of the unit's module has run or failed.
+        """Put the sharded parameters back after the forward of a unit's module, also one that failed.
 
-        `reads_weights`: whether its backward may read the weights.
+        `reads_weights`: its backward may read the weights.
         """
         unit, depth = self.units[unit_index], self.scheduler.forward_depth(unit_index)
         if not depth:
@@ -252,6 +274,8 @@ class Engine:
             self._show_local_weights((unit_index,))
         else:
             self._hide_local_weights()
+            # These all-gathers write into compute weights, which the caller may change as soon as the forward has
+            # returned.
             self.executor.wait_for_outer()
         return ForwardCall(unit_index, module_index, weights_version, reads_weights)
 
@@ -263,7 +287,7 @@ class Engine:
     # them too early fails instead of computing with stale values.
 
     def _show_local_weights(self, units: Collection[int] | None = None) -> None:
-        """Show parameters of the compute dtype in modules of units (None: all) that do not show their full ones."""
+        """Put this rank's compute weights into modules of units (None: all) that are not unsharded."""
         if self._local_weights is None:
             self._local_weights = {
                 unit.index: [group.local_compute_weights() for group in unit.groups]
@@ -277,7 +301,7 @@ class Engine:
                 self._shows_local.add(index)
 
     def _hide_local_weights(self) -> None:
-        """Show the sharded parameters, and not their copies in the compute dtype: the pass is over."""
+        """Put the sharded parameters back where modules hold this rank's compute weights, at the end of a pass."""
         for index in self._shows_local - self.full_units:
             if not self.units[index].is_unsharded:
                 self.units[index].to_sharded()
@@ -291,7 +315,7 @@ class Engine:
         self.units[unit_index].to_unsharded(module_index)
 
     def refresh_weights(self) -> None:
-        """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
+        """Adopt changes of main weights and `requires_grad` (by optimizer, checkpoint or user) since the last pass."""
         if self.has_newer_weights:
             self.install_main_weights()
         self.release_gradients()
@@ -303,10 +327,11 @@ class Engine:
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
     def _adopt_requires_grad(self) -> None:
-        """Follow changes of `requires_grad` since the last pass; they have to be the same on all ranks.
+        """Adopt changes of `requires_grad` since the last pass; they have to be the same on all ranks.
 
         Nothing is sent unless something has changed; then ranks agree on it first.
         """
+        # See Note [What ranks agree on, and when].
         changes = {
             id(group): flags for group in self.groups() if (flags := group.requires_grad_flags()) != group.trainable
         }
@@ -327,6 +352,7 @@ class Engine:
         self.scheduler.set_trainable(
             [[flag for group in unit.groups for flag in group.trainable] for unit in self.units]
         )
+        # Parameters whose use was never agreed on take gradients now, so "all were used once" does not hold any more.
         if not self._agreed_params.issuperset(self._trained_ids()):
             for usage in self._usage.values():
                 usage.forget()
@@ -344,6 +370,7 @@ class Engine:
         if group.gradients is None:  # it was frozen when the model was sharded
             group.begin_training(self.sharding.plan_training(group.plan))
             self._inspect_gradients(group)
+            # The group had no share in its unit's bucket, after whose size the pools are made.
             unit.plan_buckets()
             self.executor.make_bucket_pools()
         group.set_trainable(trainable, self._has_unattached)
@@ -362,36 +389,39 @@ class Engine:
             hook: Callable[[torch.Tensor], None] = functools.partial(
                 _take_gradient, weakref.ref(self), unit_index, group_index, index
             )
+            # A tensor-parallel part is a DTensor whose gradient must be finished first, so only plain ones are copied
+            # directly.
             if group.plan.parts[index] is None:
                 hook = direct_hook(grads.of_parameter[index], hook, self.counter_of(unit_index, index))
             param.register_post_accumulate_grad_hook(hook)
 
     def counter_of(self, _unit_index: int, _index: int) -> Callable[[], object] | None:
-        """Return what to call when the gradient of a parameter was copied into its bucket; None: units need nothing."""
+        """Return a callback to run when a parameter's gradient was copied into its bucket; None if units need none."""
         return None
 
     def _inspect_gradients(self, group: ParameterGroup) -> None:
-        """Pass gradients to the finite check, where there is one, before they are reduced."""
+        """Have the finite check, if any, see gradients before they are reduced."""
         check, names = self._finite_check, group.names
         if check is not None and group.gradients is not None:
             group.gradients.inspect = lambda index, grad: check.record(names[index], grad)
 
     @property
     def has_newer_weights(self) -> bool:
-        """Whether main weights were written to since they were last installed."""
+        """True if main weights were written to since they were last installed."""
         return self.stepped or any(unit.main_changed for unit in self.units)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step of any optimizer of the model's parameters while full tensors are handed out."""
+        """Raise if an optimizer of the model's parameters steps while full tensors are handed out."""
         if (self.open_pass or self.full_units) and (optimizer in self.connected or self._is_ours(optimizer)):
             self.refuse_shown_copies("an optimizer stepped")
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        # Runs at every step of every optimizer in the process: one parameter per param group has to be enough.
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         return any(id(param) in self.group_and_index for param in firsts)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follow a step of any optimizer; kernels of its own leave no trace in version counters."""
+        """Record a step of any optimizer, since custom kernels do not raise version counters."""
         if optimizer in self.connected:
             return  # its own hooks install the weights
         self.check_optimizer(optimizer)
@@ -400,11 +430,13 @@ class Engine:
             self.stepped = True
 
     def install_main_weights(self) -> None:
-        """Copy main weights into compute weights; gathered weights are stale then."""
+        """Copy main weights into compute weights, and reshard all units, whose gathered weights are stale."""
         self.refuse_open_pass("weights were installed")
         self.executor.run(self.scheduler.weights_changed())
+        # Offloaded weights are written from here on, and copies to the device may still be reading them.
         self.executor.settle_offload()
         with self.observers.during(Phase.INSTALL, ROOT_UNIT):
+            # All groups at once: one all-reduce per axis, whatever their number.
             encoded = [group for group in self.groups() if group.weights.quantizer is not None]
             if encoded:
                 agree_on_amaxes(encoded)
@@ -418,6 +450,7 @@ class Engine:
         """Unshard a unit for backward: the gradient of some output of a forward is known."""
         self._begin_backward()
         self._check_thread(call.unit)
+        # Every output of the forward has this hook, and the first gradient to come unshards.
         if call.last_backward == self.backward_number:
             return
         call.last_backward = self.backward_number
@@ -438,7 +471,7 @@ class Engine:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
     def take_gradient(self, unit_index: int, group_index: int, index: int, param: nn.Parameter) -> None:
-        """Copy a full gradient from autograd into its bucket, or leave it there until the end of a delayed backward."""
+        """Copy a full gradient from autograd into its bucket; with delayed weight gradients, when backward ends."""
         if self.delayed is not None and not self._ending:
             self._note_first_gradient(unit_index)
             return
@@ -458,6 +491,7 @@ class Engine:
         if not gradients.is_filling:
             self._note_first_gradient(unit_index)
             self._begin_filling(unit_index, group_index)
+        # Checks see what autograd computed, before the bucket's dtype rounds it or makes it infinite.
         for check in self.gradient_checks:
             check.record(group.names[index], grad)
         if self.observers.active:
@@ -480,12 +514,13 @@ class Engine:
         gradients = self.units[unit_index].groups[group_index].gradients
         assert gradients is not None
         self.executor.begin_filling(self.units[unit_index], group_index, self.sync_scope)
+        # They see gradients in `take_gradient` only.
         if self.observers.active or self.gradient_checks:
             gradients.forbid_direct_copies()
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sent for the model so far, over all axes."""
+        """Traffic of this rank for the model so far, over all axes."""
         return functools.reduce(Traffic.plus, self.traffic_by_axis.values())
 
     @property
@@ -496,12 +531,12 @@ class Engine:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the bits of a step may not depend on the number of ranks."""
+        """True if a step has to give the same bits on any number of ranks."""
         return self.sharding.options.deterministic is not None
 
     @property
     def sync_scope(self) -> SyncScope:
-        """How far gradients of this backward are reduced."""
+        """The sync scope of this backward."""
         return self.mode.sync_scope(self._accumulates_shards)
 
     def _begin_backward(self) -> None:
@@ -544,6 +579,8 @@ class Engine:
         self._callback_queued = False
         self._ending = True
         try:
+            # One by one: with delayed gradients each unit is filled right before its reduction, so that buckets are
+            # reused.
             for operation in self.scheduler.backward_ends():
                 if self.delayed is not None and operation.action is Action.REDUCE:
                     self._fill_late(operation.unit, self.delayed)
@@ -556,7 +593,7 @@ class Engine:
         self.gradient_checks = [check for check in self.gradient_checks if not check.is_done]
 
     def _fill_late(self, unit_index: int, delayed: WeightGradientQueue) -> None:
-        """Copy all gradients that a backward left for a unit into its buckets, and those that wait."""
+        """Copy a unit's gradients of a delayed backward into its buckets, queued weight gradients included."""
         for group_index, group in enumerate(self.units[unit_index].groups):
             if group.gradients is None:
                 continue
@@ -591,7 +628,7 @@ class Engine:
         return group.shard_like(index, full)
 
     def groups_with_gradients(self) -> list[tuple[ParameterGroup, GradientBuffers]]:
-        """Return the groups that have memory for gradients, each with it, in unit order."""
+        """Return the trainable groups with their gradient buffers, in unit order."""
         return [(group, group.gradients) for group in self.groups() if group.gradients is not None]
 
     @property
@@ -615,7 +652,7 @@ class Engine:
         self.microbatch_count = 0
 
     def sync_if_deferred(self) -> None:
-        """Synchronise gradients that no backward has."""
+        """Run the gradient sync that no backward has run, if any is due."""
         if not self.mode.auto_sync or self.has_deferred_gradients:
             self.finish_grad_sync()
 
@@ -647,6 +684,7 @@ class Engine:
         self._defers = False
         self._agreed_since_change, self._has_unattached = True, False
         renewed: list[tuple[ParameterGroup, list[bool]]] = []
+        # Apart for experts: the ranks that share a dense parameter hold different experts.
         for is_expert, usage in self._usage.items():
             trainable = [
                 (group, gradients)
@@ -673,11 +711,11 @@ class Engine:
             group.run_user_hooks(used)
 
     def usage_of(self, group: ParameterGroup) -> UsageAgreement:
-        """Return what agrees on which parameters of such a group were used."""
+        """Return the `UsageAgreement` of the group's rank mesh."""
         return self._usage[group.plan.is_expert]
 
     def refuse_late(self, what: str) -> None:
-        """Refuse, on every rank, what changes gradients where an optimizer has used them."""
+        """Raise, on every rank, if an optimizer in backward has already used the gradients."""
         if self.executor.in_backward is not None:
             raise ConfigurationError(
                 f"{what} comes too late inside of optimizer.step_in_backward(), since the optimizer has used gradients "
@@ -686,7 +724,7 @@ class Engine:
 
     @property
     def has_gradients_on_their_way(self) -> bool:
-        """Whether a backward is running (or has failed), or deferred gradients wait for their reduction."""
+        """True if a backward is running (or has failed), or deferred gradients wait for their reduction."""
         return self.scheduler.in_backward or any(found.is_busy for _, found in self.groups_with_gradients())
 
     def change_grad_comm_dtype(self, policy: MixedPrecisionPolicy) -> None:
@@ -723,6 +761,7 @@ class Engine:
         if self.delayed is not None:
             self.delayed.clear()
         self._unsharded_for_backward.clear()
+        # First wait for collectives in flight: the reshard frees the memory that they write.
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())
         for unit in self.units:
@@ -730,6 +769,7 @@ class Engine:
             for group in unit.groups:
                 for param in group.full:
                     param.grad = None
+        # Only deferred gradients survive a reset; without any, all ranks hold the same and need not ask.
         self._may_differ = self._defers
 
     def _match_after_reset(self) -> None:
@@ -744,7 +784,7 @@ class Engine:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What became of requests that depend on the machine, each in a sentence."""
+        """Outcomes of requests that depend on the machine, one sentence each."""
         graphs = "cuda_graph_mode: memory keeps its addresses, but nothing can be captured, since "
         buffers = "" if self.user_buffers is None else self.user_buffers.notice
         lack = self.capture_lack and graphs + self.capture_lack
@@ -753,7 +793,7 @@ class Engine:
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 
     def compare_facts(self, facts: Iterable[tuple[ParameterGroup, str, object]]) -> None:
-        """Refuse facts (names and values) about parameters of groups that differ between ranks. Collective.
+        """Raise if facts (names and values) about parameters of groups differ between ranks. Collective.
 
         Facts about experts are compared between the ranks that share them.
         """
@@ -775,7 +815,7 @@ class Engine:
         self.release_gradients()
 
     def clear_decoupled_gradients(self, params: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
-        """Clear the `.decoupled_grad` of sharded parameters; nothing happens where gradients are in `.grad`."""
+        """Clear the `.decoupled_grad` of sharded parameters; no-op for gradients in `.grad`."""
         is_decoupled = any(group.grad_attribute != GRAD for group in self.groups())
         for param in params if is_decoupled else ():
             group, _ = self.group_and_index[id(param)]
@@ -794,7 +834,7 @@ class Engine:
             gradients.release(group.sharded)
 
     def prefetch_weights(self, wait: bool) -> None:
-        """Start to all-gather the units that there is room for, root first, ahead of the next forward."""
+        """All-gather units ahead of the next forward, root first, as far as there are slots."""
         self.refuse_open_pass("weights were gathered ahead")
         for unit in self.units:
             self.executor.run(self.scheduler.prefetch_requested(unit.index))
@@ -804,15 +844,15 @@ class Engine:
             self.await_weights()
 
     def await_weights(self) -> None:
-        """Wait for the gathers of `prefetch_weights`."""
+        """Wait for the all-gathers of `prefetch_weights`."""
         for unit in self.units:
             unit.wait_for_unshard()
 
     @property
     def gathers_beside_main_weights(self) -> bool:
-        """Whether no all-gather writes into the memory of main weights, so that both may be used at a time.
+        """True if no all-gather writes into main weights, so that both may be used at a time.
 
-        Where one does, a gather in flight would undo what is written into main weights meanwhile.
+        Else an all-gather in flight would undo what is written into main weights meanwhile.
         """
         return not any(
             group.weights.main_lies_in_compute
@@ -822,7 +862,7 @@ class Engine:
 
     @property
     def largest_unit_numel(self) -> int:
-        """Elements of the largest unit besides the root, padding included; the root's where there is no other."""
+        """Elements of the largest unit besides the root, padding included; the root's if it is the only unit."""
         sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
         return max(sizes[1:], default=sizes[0])
 
@@ -860,7 +900,7 @@ class Engine:
         ]
 
     def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Reshard units that are not in use; they are gathered again when they are needed."""
+        """Reshard the units that own some parameters, unless they are in use."""
         for unit in self.units_of(params):
             self.executor.run(self.scheduler.release_requested(unit.index))
 
@@ -876,6 +916,7 @@ class Engine:
             for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
                 if axis.group is not None and placement is not Placement.SHARD:
                     with self.observers.during(Phase.WHOLE, ROOT_UNIT):
+                        # Offloaded weights go through the device: NCCL sends nothing else.
                         whole = on_device(group.weights.main.local, self.device)
                         broadcast(whole, axis.group)
                         if whole is not group.weights.main.local:

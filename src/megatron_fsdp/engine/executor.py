@@ -24,13 +24,13 @@ from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 def all_gather_bytes(unit: Unit) -> int:
-    """Return the bytes of the full weights that a unit gathers; 0 where they are whole everywhere."""
+    """Return the bytes of the full weights that a unit all-gathers; 0 if every rank holds them whole."""
     plans = [group.plan for group in unit.groups if group.plan.needs_all_gather]
     return sum(plan.sent_bytes for plan in plans)
 
 
 def communicated_bytes(phase: Phase, unit: Unit) -> int:
-    """Return the bytes that a phase communicates: of the full weights or the whole bucket, not of one rank's part.
+    """Return the bytes that a phase communicates: of the full weights or the whole bucket, not of one rank's shard.
 
     Args:
         phase: The phase; 0 for those that send only a few numbers.
@@ -67,7 +67,7 @@ class OptimizerInBackward(Protocol):
     """An optimizer that steps units during backward, as their gradients become final."""
 
     broken: str
-    """Why no pass may begin before a checkpoint is loaded; empty: it may."""
+    """The reason why no pass may begin until a checkpoint is loaded; empty if one may."""
 
     def check_forward(self, number: int) -> None:
         """Raise a ScheduleError if a forward may not begin after so many backwards."""
@@ -129,14 +129,17 @@ class Executor:
         self.in_backward: OptimizerInBackward | None = None
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self.in_flight: deque[_Reduction] = deque()
+        # unit, outer buffer, and works with the memory that has to be kept until they are waited for; oldest first
         self._outer_reductions: deque[tuple[int, Block | None, list[tuple[Work, tuple[torch.Tensor, ...]]]]] = deque()
 
     def make_bucket_pools(self) -> None:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
-        make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
+        make_room = weakly(self._retire_oldest)  # See Note [Weak references]
         sizes = [unit.bucket_bytes for unit in self._units]
         root, others = sizes[: ROOT_UNIT + 1], sizes[ROOT_UNIT + 1 :]
         pool = self.pool
+        # The root is reduced last, but its bucket may fill from the first gradient on: in the pool of the others it
+        # would hold back one of theirs for the whole backward.
         self._root_bucket = BucketPool(pool, Use.ROOT_BUCKET, 1, root, make_room)
         self._buckets = BucketPool(pool, Use.BUCKET, self.bucket_count, others, make_room)
         self._scratch = BucketPool(pool, Use.SCRATCH, self._scratch_count, sizes, make_room)
@@ -156,7 +159,7 @@ class Executor:
 
     @property
     def _scratch_count(self) -> int:
-        """One for each reduction that may be in flight while another bucket fills."""
+        """Number of scratch blocks: one per reduction that may be in flight while another bucket fills."""
         return max(1, self.bucket_count - 1)
 
     def run(self, operations: Iterable[Operation], sync_scope: SyncScope = SyncScope.EVERYWHERE) -> None:
@@ -169,8 +172,10 @@ class Executor:
         observers = self.observers
         for action, unit_index, slot in operations:
             unit = self._units[unit_index]
+            # Only what is sent counts, so not a deferred reduction. See Note [What ranks agree on, and when].
             if action is _UNSHARD or (action is _REDUCE and sync_scope is not SyncScope.NOWHERE):
                 self._fold(action, unit_index)
+            # Set here and not in `except`: FINALISE takes it back when communication is over, and may raise after that.
             before, self.is_broken = self.is_broken, True
             try:
                 if observers.active:
@@ -187,6 +192,7 @@ class Executor:
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, sync_scope: SyncScope) -> None:
         if action is _UNSHARD:
+            # An outer all-gather that is due writes what the inner one sends.
             unit.all_gather_outer(self._outer_stream)
             unit.unshard(self._gather_stream, self._block_for(unit, slot), self.coming_stream)
         elif action is _WAIT:
@@ -202,13 +208,13 @@ class Executor:
 
     @contextmanager
     def _communicating(self, phase: Phase, unit: Unit) -> Iterator[None]:
-        """Report a phase around a block; an error of its communication says what was waited for."""
+        """Report a phase around a block, and name the unit and phase in errors of its communication."""
         where = f"during {phase.value!r} of unit {unit.label}"
         with explained(where, self.observers), self.observers.during(phase, unit.index):
             yield
 
     def _fold(self, action: Action, unit: int) -> None:
-        """Fold an operation into the digest of the gathers and reductions, which ranks compare."""
+        """Fold an operation into the digest of all-gathers and reductions, which ranks compare."""
         self.operations_digest = (self.operations_digest * 1_000_003 + 2 * unit + (action is _REDUCE)) % _DIGEST_LIMIT
 
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
@@ -226,7 +232,7 @@ class Executor:
                     unit.all_gather_outer(self._outer_stream)
 
     def wait_for_outer(self) -> None:
-        """Wait for these, also for units that the forward did not use: their weights may be changed after it."""
+        """Wait for the outer all-gathers of all units, used or not: their weights may be changed next."""
         with explained("while the gathers over the outer ranks are waited for", self.observers):
             for unit in self._units:
                 unit.wait_for_outer()
@@ -234,7 +240,7 @@ class Executor:
             self.coming_stream.settle()  # as it reads weights; what goes has until the end of backward
 
     def settle_offload(self) -> None:
-        """Block the host until copies of offloaded state are done: it may read and write there from now on."""
+        """Block the host until copies of offloaded state are done, so that it may read and write there."""
         if self._offloads:
             self.coming_stream.settle()
             self.going_stream.settle()
@@ -242,7 +248,7 @@ class Executor:
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def begin_filling(self, unit: Unit, group_index: int, sync_scope: SyncScope) -> None:
-        """Give a group of a unit memory for the gradients of this backward, waiting for others' if need be."""
+        """Give a group memory for the gradients of this backward; may wait for a reduction to free a bucket."""
         with explained(f"while gradients of unit {unit.label} need memory", self.observers):
             self._begin_filling(unit, group_index, sync_scope)
 
@@ -253,7 +259,7 @@ class Executor:
         gradients.begin(unit.bucket_of(group_index, self._bucket(unit)) if borrows else None)
 
     def reduce(self, unit: Unit, sync_scope: SyncScope) -> None:
-        """Start to reduce all gradients of a unit, or keep them where the reduction is deferred."""
+        """Start to reduce all gradients of a unit; outside of the sync scope keep them unreduced."""
         if sync_scope is SyncScope.NOWHERE:
             self._defer(unit)
             return
@@ -266,6 +272,8 @@ class Executor:
             gradients = group.gradients
             if gradients is None or not group.reduces:
                 continue
+            # No gradient came on this rank, but one may have on another: every rank launches the same reductions, of
+            # zeros here.
             if not gradients.is_filling and not gradients.has_unreduced_gradient:
                 self._begin_filling(unit, group_index, sync_scope)
             received = None if scratch is None else unit.bucket_of(group_index, scratch)
@@ -274,11 +282,12 @@ class Executor:
                     self._reduce_stream, unit.bucket_of(group_index, bucket), received, group.sharded, self.going_stream
                 )
             )
+        # From here on the reduction owns the bucket; gradients that come later fill another.
         del self._borrowed[unit.index]
         self.in_flight.append(_Reduction(unit, sync_scope, works, bucket, self._pool(unit), scratch))
 
     def reduce_outer(self, unit: Unit) -> bool:
-        """Start to reduce over the outer ranks what the inner ones have summed; returns whether there is anything."""
+        """Start to reduce a unit's partly reduced gradients over the outer ranks; return False if there are none."""
         if not any(group.gradients is not None and group.gradients.has_partly_reduced for group in unit.groups):
             return False
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:
@@ -306,10 +315,11 @@ class Executor:
             self.in_backward.unit_is_reduced(self._units[index])
 
     def _defer(self, unit: Unit) -> None:
-        """Keep unreduced gradients, zeros where none came: ranks must agree on the reductions to come."""
+        """Keep a unit's gradients unreduced, zeros for missing ones, so that all ranks reduce the same later."""
         for group_index, group in enumerate(unit.groups):
             if group.gradients is None or not group.reduces:
                 continue
+            # As in `reduce`.
             if not group.gradients.is_filling and not group.gradients.has_unreduced_gradient:
                 self._begin_filling(unit, group_index, SyncScope.NOWHERE)
             group.gradients.stop_filling()
@@ -335,7 +345,7 @@ class Executor:
         return scratch
 
     def _retire_oldest(self) -> bool:
-        """Wait for the oldest reduction and take its memory back; return False where none is in flight."""
+        """Wait for the oldest reduction and take its memory back; return False if none is in flight."""
         if not self.in_flight:
             return False
         reduction = self.in_flight.popleft()
@@ -347,6 +357,8 @@ class Executor:
         if reduction.scratch is not None:
             self.observers.takes_back(BorrowedMemory.SCRATCH, reduction.unit.index, reduction.scratch)
             self._scratch.give_back(reduction.scratch)
+        # Here, and not whenever the inner reduction happens to be done: waits are at the same places on every rank, so
+        # that all launch the outer collectives in the same order.
         if reduction.sync_scope is SyncScope.EVERYWHERE:
             is_on_its_way = self.reduce_outer(reduction.unit)
             if self.in_backward is not None and not is_on_its_way:
@@ -354,11 +366,12 @@ class Executor:
         return True
 
     def retire_all(self) -> None:
-        """Wait for every reduction, and free all buckets and scratch: others may need the memory."""
+        """Wait for every reduction, and free all buckets and scratch."""
         while self._retire_oldest():
             pass
         while self._outer_reductions:
             self._finish_outer_reduction()
+        # What follows a backward (an optimizer step, an evaluation) may need the memory.
         for pool in self._pools:
             pool.empty()
         self.settle_offload()
@@ -370,6 +383,7 @@ class Executor:
         self.observers.forget()
         self.is_broken = False
         self.operations_digest = 0  # ranks may have been stopped at different points
+        # Collectives in flight cannot be called off: their memory is free only when they are done.
         self.retire_all()
         for unit in self._units:
             unit.wait_for_unshard()

@@ -36,22 +36,22 @@ class GradientCheck(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin a backward, or a sync outside of one; drop what an earlier one, which may have failed, has left."""
+        """Begin a backward, or a sync outside of one; drop findings of an earlier one that failed."""
 
     @abstractmethod
     def record(self, name: str, grad: torch.Tensor) -> None:
-        """Record what is to be known of a gradient, without a device sync."""
+        """Record the finding of a gradient, without a device sync."""
 
     @abstractmethod
     def conclude(self) -> None:
-        """Compare over the ranks; what one of them found raises on all. Collective."""
+        """Compare findings over the ranks; one on any rank raises on all. Collective."""
 
 
 class CheckByName(GradientCheck):
     """A check with one finding for each parameter. Making one is collective.
 
     Args:
-        labels: The unit or bucket of each parameter of this rank, by its name; nothing is said of an empty one.
+        labels: The unit or bucket of each parameter of this rank, by its name; an empty one is left out of messages.
             Expert-parallel ranks may have others, and another number.
         groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
         device: Where findings are kept.
@@ -76,7 +76,7 @@ class CheckByName(GradientCheck):
         self._found.zero_()
 
     def _gather(self) -> torch.Tensor:
-        """Gather what every rank has found, (ranks, most). Collective."""
+        """All-gather the findings of every rank, (ranks, most). Collective."""
         gathered = self._found
         for group in self._groups:
             parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
@@ -154,7 +154,7 @@ class LargeGradientCheck(CheckByName):
             self._found[index] = torch.maximum(self._found[index], torch.linalg.vector_norm(grad, torch.inf))
 
     def conclude(self) -> None:
-        """Compare over the ranks, then remember. One all-reduce of 4 bytes per parameter, and one wait for it.
+        """Compare amaxes over the ranks, and keep them. One all-reduce of 4 bytes per parameter, and one wait for it.
 
         Raises:
             LargeGradientError: The gradient of some rank is unexpectedly large; the message names parameters, ranks,
@@ -200,7 +200,7 @@ class FiniteCheck(CheckByName):
     dtype = torch.uint8
 
     def record(self, name: str, grad: torch.Tensor) -> None:
-        """Record whether a gradient holds a value that is not finite, without a device sync."""
+        """Record a flag for a gradient with a value that is not finite, without a device sync."""
         self._found[self._own_index[name]] |= ~torch.isfinite(grad).all()
 
     def conclude(self) -> None:
@@ -266,7 +266,7 @@ class ReplicaCheck(GradientCheck):
         self._sums.zero_()
 
     def record(self, name: str, grad: torch.Tensor) -> None:
-        """Record sums of a gradient, which is reduced over tensor-parallel ranks as far as it is to be."""
+        """Record sums of a gradient, whose reduction over tensor-parallel ranks is over."""
         if name in self._index and has_values(grad):
             self._sums[self._index[name]] += _sums(grad)
 

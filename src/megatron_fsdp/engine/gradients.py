@@ -5,12 +5,8 @@
     where there is an outer axis:  bucket  -> reduced inside, added ->  partly reduced gradient (an inner rank's shard,
         main_grads dtype)  -> cast, reduced across, at the sync ->  main gradient
 
-A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
-overwrites, else it adds; so clearing gradients in any of the usual ways is right. `.grad` is read when the reduction
-is started, on the compute stream. From there to `attach` the main gradient belongs to the stream, which writes it at a
-time of its own: what autograd itself computes for sharded parameters stays in `.grad`, and `attach` adds it.
-
-At the end ranks agree on which parameters any of them used (`UsageAgreement`), and after a reset on which sums wait.
+At the end ranks agree on which parameters any of them used (`UsageAgreement`), and after a reset on which gradients
+wait to be reduced.
 """
 
 from __future__ import annotations
@@ -50,6 +46,17 @@ the access. DTensors have none, so that nothing else changes.
 """
 
 
+# Note [Who owns a main gradient]
+#
+# A main gradient follows torch's contract for `.grad`: where a parameter's `.grad` is None the next reduction
+# overwrites, else it adds; so clearing gradients in any of the usual ways is right.
+#
+# `.grad` is read when a reduction is started, on the compute stream (`_take_back`). From there to `attach` the main
+# gradient belongs to the communication stream, which writes it at a time of its own. What autograd itself computes for
+# sharded parameters meanwhile must not be added to that memory: it stays in `.grad` (`detach_main_gradient`), and
+# `attach` adds it. From `attach` to the next reduction it belongs to the user, who may change, replace or clear it.
+
+
 def get_grad(param: torch.Tensor, attribute: GradAttribute) -> torch.Tensor | None:
     """Return the gradient of a parameter, or None."""
     found: torch.Tensor | None = getattr(param, attribute, None)
@@ -63,13 +70,13 @@ def get_grads(params: Sequence[torch.Tensor], attribute: GradAttribute) -> list[
 
 
 def shown_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the gradients of several parameters from wherever they are."""
+    """Return the gradients of several parameters, from `.decoupled_grad` if it is set, else from `.grad`."""
     decoupled = get_grads(params, DECOUPLED)
     return [own if other is None else other for own, other in zip(get_grads(params, GRAD), decoupled, strict=True)]
 
 
 def show_grad(copy: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Set the gradient of a whole copy of a parameter, where torch's optimizers look and where others do.
+    """Set `.grad` and `.decoupled_grad` of a full copy of a parameter.
 
     Args:
         copy: Of the main weight.
@@ -92,7 +99,7 @@ _OWN_REFERENCES = 3  # to a DTensor of ours during the check: the list, the vari
 
 
 class MainGradient:
-    """This rank's part of the accumulated gradients of a group, and the DTensors of its pieces."""
+    """This rank's shard of the accumulated gradients of a group, and the DTensors over it."""
 
     def __init__(self, plan: GroupPlan) -> None:
         self._layout = plan.layout
@@ -101,12 +108,12 @@ class MainGradient:
         self.device = plan.device
         self.is_offloaded = plan.offload.main_gradients > 0
         self._buffer: FlatBuffer | None = None
-        # the DTensor of each tensor's piece, where it was made already
+        # the DTensor over each tensor's local shard, where it was made already
         self.views: list[DTensor | None] = [None] * len(plan.layout.shapes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes while it is allocated."""
+        """Size in bytes while it is allocated."""
         return self.region.numel * self.dtype.itemsize
 
     @property
@@ -115,7 +122,7 @@ class MainGradient:
         return 0 if self._buffer is None else self._buffer.local.untyped_storage().nbytes()
 
     def allocate(self) -> FlatBuffer:
-        """Return the memory, allocated where it was not, uninitialised then."""
+        """Return the buffer; allocate it, uninitialised, if it has no memory."""
         if self._buffer is None:
             memory = allocate(self.is_offloaded, self.region.numel, self.dtype, self.device)
             self._buffer = FlatBuffer(self._layout, self.region, memory)
@@ -129,18 +136,18 @@ class MainGradient:
         return self.allocate().local
 
     def piece(self, index: int) -> torch.Tensor:
-        """Return the part of tensor `index` that is here, a view; content as for `local`."""
+        """Return the local shard of tensor `index`, a view; content as for `local`."""
         return self.allocate().piece(index)
 
     def view(self, index: int, describe: Callable[[int, torch.Tensor], DTensor]) -> DTensor:
-        """Return the piece of tensor `index` as a DTensor, made once."""
+        """Return the local shard of tensor `index` as a DTensor, made once."""
         found = self.views[index]
         if found is None:
             found = self.views[index] = describe(index, self.piece(index))
         return found
 
     def take_back(self, grads: Mapping[int, torch.Tensor]) -> None:
-        """Copy back gradients, by index, that were handed out as copies in another dtype, or were replaced.
+        """Copy gradients, by index, that were replaced or handed out in another dtype back into the main gradient.
 
         Elements that still equal the rounded ones keep what was rounded off. Version counters would not tell: torch's
         operations on lists of DTensors, such as those of its gradient clipping, do not count.
@@ -156,8 +163,7 @@ class MainGradient:
     def add(self, grads: Mapping[int, torch.Tensor], counts: Sequence[bool]) -> None:
         """Add gradients, by index, of the sharded parameters themselves, which are final on this rank.
 
-        They are DTensors or this rank's parts; `counts`: for each tensor of the layout whether there is something to
-        add to.
+        They are DTensors or local shards. `counts`: for each tensor of the layout, if there is a gradient to add to.
         """
         for is_sum, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
             chosen = {index: local_part(grad) for index, grad in grads.items() if counts[index] == is_sum}
@@ -177,7 +183,7 @@ class MainGradient:
             self.views = [None] * len(self.views)
 
     def _is_ours_alone(self, buffer: FlatBuffer) -> bool:
-        """Return whether only our own tensors refer to the memory, and no one else holds one of our DTensors."""
+        """Return True if the memory and the DTensors over it have no references but our own."""
         storage = buffer.local.untyped_storage()
         ours = 2 + sum(view is not None for view in self.views)  # `local` and `storage`
         if torch._C._storage_Use_Count(storage._cdata) != ours:
@@ -189,7 +195,7 @@ class MainGradient:
 
 
 def _is_referenced(view: DTensor) -> bool:
-    """Return whether a DTensor has another reference: outside of Python, as in an autograd graph, or another name."""
+    """Return True if a DTensor is referenced outside of Python, as in an autograd graph, or by its local tensor."""
     in_other_places: int = view._use_count() - 1  # type: ignore[attr-defined]  # torch's own, without hints
     return in_other_places > 0 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
 
@@ -271,32 +277,32 @@ class GradientBuffers:
 
     @property
     def is_filling(self) -> bool:
-        """Whether a target was chosen and gradients may have arrived that are not reduced yet."""
+        """True if gradients of this backward are filling a bucket or the unreduced gradient."""
         return self._filling is not None
 
     @property
     def has_unreduced_gradient(self) -> bool:
-        """Whether there are unreduced gradients of earlier backwards that are not reduced."""
+        """True if gradients of earlier backwards wait for their whole reduction."""
         return self._unreduced_gradient is not None
 
     @property
     def has_partly_reduced(self) -> bool:
-        """Whether there are sums that are not reduced over the outer ranks yet."""
+        """True if partly reduced gradients wait for their reduction over the outer ranks."""
         return self._partly_reduced is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether gradients are anywhere on the way to the main gradient."""
+        """True if gradients are on their way to the main gradient."""
         return self.is_filling or self.has_unreduced_gradient or self.has_partly_reduced
 
     def needs_bucket(self, defer: bool) -> bool:
-        """Return whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
+        """Return True if the next gradients go into a bucket, and not into the unreduced gradient."""
         return not defer and self._unreduced_gradient is None
 
     # A bucket is empty, filling (from `begin` on), reducing (from `reduce` on), and empty again when its work is done.
 
     def begin(self, bucket: torch.Tensor | None) -> None:
-        """Send the next gradients to a bucket (numel,) in the communication dtype; None: to the unreduced gradient.
+        """Begin to fill a bucket (numel,) in the communication dtype; None: the unreduced gradient.
 
         Raises:
             ScheduleError: Gradients fill a bucket already.
@@ -304,6 +310,7 @@ class GradientBuffers:
         if self.is_filling:
             raise ScheduleError(f"the bucket of {self._name} would be filled while it is filling")
         if bucket is not None:
+            # Padding is reduced with the rest, and borrowed memory may hold NaN there.
             _zero([bucket[start:stop] for start, stop in self._padding])
             self._filling, targets = bucket, self._views_in(bucket)
         else:
@@ -311,6 +318,7 @@ class GradientBuffers:
                 self._unreduced_gradient = self._zeros(self.layout.numel)
             self._filling = self._unreduced_gradient
             targets = self._make_views(self._unreduced_gradient)
+        # A hook may copy a gradient by itself where the copy needs neither a sum nor a factor.
         is_direct = bucket is not None and self.reducer.reduction.pre_factor == 1.0
         for each, target in zip(self.of_parameter, targets, strict=True):
             each.target, each.direct, each.filled = target, target if is_direct else None, False
@@ -345,7 +353,7 @@ class GradientBuffers:
             each.direct = None
 
     def stop_filling(self) -> None:
-        """Let go of the bucket, or keep the new gradients in the unreduced gradient that they were added to."""
+        """End the filling of a bucket or of the unreduced gradient."""
         self._filling = None
         for each in self.of_parameter:
             each.target = each.direct = None
@@ -368,10 +376,10 @@ class GradientBuffers:
                 into.
             scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
             params: The sharded parameters, whose `.grad` decides between overwriting and adding.
-            copy_stream: Where a main gradient that rests elsewhere comes and goes.
+            copy_stream: Where an offloaded main gradient is copied to and from the device.
 
         Returns:
-            The work, and memory besides bucket and scratch that has to be kept until it was waited for.
+            The work, and memory besides bucket and scratch to be kept until the work was waited for.
 
         Raises:
             ScheduleError: There is nothing to reduce.
@@ -389,6 +397,7 @@ class GradientBuffers:
                 self.inspect(index, view)
         stage = self.reducer.reduce_inner(bucket, scratch)
         if not self.reducer.reduces_outer:
+            # Now, and not when the result is there: `.grad` is read on the compute stream, before the caller goes on.
             self._take_back(params)
             return self._submit(stream, stage, copy_stream), stage.memory
         if self._partly_reduced is None:
@@ -396,6 +405,7 @@ class GradientBuffers:
             if self.reducer.reduction.one_by_one:
                 self._move_into(self._partly_reduced, params)
         partly_reduced = self._partly_reduced
+        # The gradient of every rank is added on its own, in rank order, so that the bits do not depend on the mesh.
         rows = stage.rows if self.reducer.reduction.one_by_one else None
 
         def add_to_pending() -> None:
@@ -411,7 +421,7 @@ class GradientBuffers:
         return stream.submit(stage.launch, lambda: self._accumulate(stage))
 
     def _move_into(self, partly_reduced: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
-        """Move this rank's part of the main gradient into a sum, so that what comes is added to that one by one."""
+        """Move the main gradient into a partly reduced gradient, to which those of ranks are added one by one."""
         self._take_back(params)
         if not any(each.counts for each in self.of_parameter):
             partly_reduced.fill_(-0.0)  # which leaves every number that is added to it as it is, -0.0 too
@@ -458,6 +468,7 @@ class GradientBuffers:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
         main, factor = self.main.local, self.reducer.factor
         is_offloaded = self.main.is_offloaded
+        # An offloaded main gradient is added to on the device, and copied back.
         sums = torch.empty_like(main, device=self.main.device, pin_memory=False) if is_offloaded else main
         rows = stage.rows if self.reducer.reduction.one_by_one else ()
         if any(each.counts for each in self.of_parameter):
@@ -488,6 +499,7 @@ class GradientBuffers:
         changed: dict[int, torch.Tensor] = {}
         found = get_grads(params, self.grad_attribute)
         for index, (each, grad) in enumerate(zip(self.of_parameter, found, strict=True)):
+            # See Note [Who owns a main gradient].
             each.was_set |= grad is not None
             if grad is None:
                 each.counts = each.counts and not each.attached
@@ -500,13 +512,14 @@ class GradientBuffers:
     def detach_main_gradient(self, index: int, param: torch.Tensor) -> None:
         """Detach `.grad` of a sharded parameter that a stream writes, since autograd is about to add to it."""
         own = self.of_parameter[index]
+        # See Note [Who owns a main gradient].
         if not own.attached and param.grad is not None and param.grad is self.main.views[index]:
             param.grad = None  # it `was_set`, so `attach` shows it again, with what comes now
 
     # ---- showing ------------------------------------------------------------------------------------------------
 
     def attach(self, params: Sequence[nn.Parameter], used: Sequence[bool], describe: DescribePiece) -> None:
-        """Set `.grad` of the sharded parameters to the main gradient, whose pieces `describe` wraps as DTensors.
+        """Set `.grad` of the sharded parameters to the main gradient, whose local shards `describe` wraps as DTensors.
 
         The parameters' own gradients are added to it first. A parameter that no rank has `used`, and that had no
         gradient, keeps None.
@@ -529,6 +542,8 @@ class GradientBuffers:
             self._take_plain(params)
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
         for index, (param, each, shown) in enumerate(zip(params, self.of_parameter, found, strict=True)):
+            # A parameter that no rank used has a sum of zeros, and keeps None: weight decay and momentum leave it
+            # alone.
             each.counts = each.counts and (used[index] or each.was_set or shown is not None)
             if each.counts:
                 if cast is None:
@@ -544,11 +559,11 @@ class GradientBuffers:
 
     @property
     def shown_dtype(self) -> torch.dtype:
-        """Dtype of the sharded parameters' gradients: their own, or not cast where decoupled."""
+        """Dtype of the gradients that sharded parameters show: their own, or that of accumulation where decoupled."""
         return self.precision.main_params if self.grad_attribute == GRAD else self.precision.main_grads
 
     def _take_plain(self, params: Sequence[nn.Parameter]) -> None:
-        """Add what autograd put into `.grad` of sharded parameters whose gradient is in another attribute."""
+        """Add `.grad` that autograd has set on sharded parameters whose gradient is in `.decoupled_grad`."""
         grads = {index: param.grad for index, param in enumerate(params) if param.grad is not None}
         self._add(grads)
         for index in grads:
@@ -580,7 +595,7 @@ class GradientBuffers:
 
     @property
     def has_unattached(self) -> bool:
-        """Whether any gradient was accumulated that is not attached as `.grad`."""
+        """True if any gradient was accumulated that is not attached as `.grad`."""
         return (
             self.has_unreduced_gradient
             or self.has_partly_reduced
@@ -588,7 +603,7 @@ class GradientBuffers:
         )
 
     def drop_unattached(self, index: int) -> None:
-        """Drop what was accumulated for one parameter and is not attached as its `.grad` yet."""
+        """Drop the accumulated gradient of one parameter that is not attached as its `.grad` yet."""
         own = self.of_parameter[index]
         if not own.attached:
             own.counts = own.was_set = own.arrived = False
@@ -598,7 +613,7 @@ class GradientBuffers:
             piece_view(self.layout, self.reducer.first_region, self._partly_reduced, index).zero_()
 
     def release(self, params: Sequence[nn.Parameter]) -> None:
-        """Free the memory of the main gradient where no gradient is set and none counts.
+        """Free the main gradient's memory if no parameter has a gradient.
 
         Not to be called while reductions are in flight.
         """
@@ -615,7 +630,7 @@ class GradientBuffers:
         self._unreduced_gradient = self._partly_reduced = None
 
     def ensure_sums(self, deferred: bool, inner: bool) -> None:
-        """Make sums, of zeros, where there are none, because another rank has some and will reduce them."""
+        """Allocate zero gradients where there are none here, since another rank will reduce its own."""
         if deferred and self._unreduced_gradient is None:
             self._unreduced_gradient = self._zeros(self.layout.numel)
         if inner and self._partly_reduced is None:
@@ -638,9 +653,9 @@ def _zero(tensors: list[torch.Tensor]) -> None:
 
 
 class UsageAgreement:
-    """Agrees over the ranks of a rank mesh which parameters got a gradient on any rank.
+    """Agreement over a rank mesh on the parameters that got a gradient on any rank.
 
-    Foreign groups hold other parameters in the place of these, as expert-parallel ranks do: if any of them shows a
+    Foreign groups hold other parameters instead of these, as expert-parallel ranks do: if any of them shows a
     gradient, all do, so that all join a norm that spans them. They ask at every sync.
 
     Args:
@@ -659,7 +674,7 @@ class UsageAgreement:
 
     @property
     def asks(self) -> bool:
-        """Whether the next sync asks the other ranks, and waits for their answer."""
+        """True if the next sync asks the other ranks, and waits for their answer."""
         return self._group is not None and not self.is_known
 
     def forget(self) -> None:
@@ -668,7 +683,7 @@ class UsageAgreement:
 
     @real_values()
     def agree(self, used_here: Sequence[bool], operations_digest: int) -> list[bool]:
-        """Return whether any rank used each parameter, given whether this rank did, in the order that all ranks share.
+        """All-reduce flags of used parameters, in the order that all ranks share; True for those that any rank used.
 
         `operations_digest`, below 2 ** 62, is that of the gathers and reductions so far. Ranks that gathered or reduced
         different units all raise a ScheduleError.
@@ -694,7 +709,7 @@ class UsageAgreement:
         return self._show_one(used)
 
     def _show_one(self, used: list[bool]) -> list[bool]:
-        """Count the first parameter as used (its gradient is zero) where none is, and some foreign rank has one."""
+        """Mark the first parameter as used, with a zero gradient, if only other experts got gradients."""
         if not self._foreign_groups:
             return used
         anything = torch.tensor([any(used)], dtype=torch.int32, device=self._device)
@@ -704,7 +719,7 @@ class UsageAgreement:
 
 
 def match_waiting_sums(gradients: Sequence[GradientBuffers], rank_mesh: RankMesh, device: torch.device) -> None:
-    """Make every rank hold sums that wait for the same groups, so that all reduce the same later. Collective."""
+    """Allocate zero gradients where peers have unreduced ones, so that all reduce the same later. Collective."""
     if rank_mesh.group is None or not gradients:
         return
     flags = torch.tensor(

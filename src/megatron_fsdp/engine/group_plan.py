@@ -1,4 +1,4 @@
-"""How one model is sharded: what tensor parallelism has left, what is decided for each parameter group, and the model.
+"""The sharding of one model: the tensor-parallel part of a parameter, the plan of a group, and the whole model.
 
 Tensor parallelism may have cut parameters before data parallelism shards them: then a rank's own part is sharded over
 data-parallel ranks (`TensorParallelPart`). `parallelize_module` leaves parameters as DTensors over the tensor-parallel
@@ -53,7 +53,7 @@ from megatron_fsdp.sharding.weight_formats import Fp8Compute, WeightFormat, enco
 
 @dataclass(frozen=True)
 class TensorParallelPart:
-    """How one parameter is placed on the tensor-parallel ranks."""
+    """Placement of one parameter on the tensor-parallel ranks."""
 
     mesh: DeviceMesh  # one-dimensional, tensor-parallel
     placement: TensorPlacement  # `Shard(dim)` or `Replicate()`
@@ -63,7 +63,7 @@ class TensorParallelPart:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks hold different parts."""
+        """True if tensor-parallel ranks hold different parts."""
         return isinstance(self.placement, Shard) and self.mesh.size() > 1
 
     def shapes_by_rank(self, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -85,7 +85,7 @@ class TensorParallelPart:
         )
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of this rank's part, and finish a sum over ranks that autograd has left open."""
+        """Return the gradient of this rank's part; reduce it over ranks where autograd has left it partial."""
         if not isinstance(grad, DTensor):
             return grad
         if tuple(grad.placements) != (self.placement,):
@@ -106,7 +106,7 @@ GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def is_tensor_extension(param: torch.Tensor) -> bool:
-    """Return whether the class of a parameter gathers in its own way (`megatron_fsdp.formats.tensor_extensions`)."""
+    """Return True if the class of a parameter gathers in its own way (`megatron_fsdp.formats.tensor_extensions`)."""
     return any(hasattr(type(param), method) for method in GATHER_METHODS)
 
 
@@ -118,7 +118,7 @@ def plain_values(extension: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorParallelPart | None:
-    """Describe how tensor parallelism cut a parameter; None for a plain tensor without tensor-parallel ranks.
+    """Return the tensor-parallel part that a parameter is; None for a plain tensor without tensor-parallel ranks.
 
     DTensors over another mesh, and placements that are neither a plain `Shard` nor `Replicate`, are refused.
     """
@@ -165,7 +165,7 @@ def _partition_dim(param: torch.Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Everything that was decided for one group before memory is allocated."""
+    """The plan of one parameter group, made before memory is allocated."""
 
     spec: ParameterGroupSpec
     layout: Layout
@@ -183,17 +183,17 @@ class GroupPlan:
 
     @property
     def offloads_compute(self) -> bool:
-        """True if this rank's shard of the compute weights rests in host memory."""
+        """True if this rank's shard of the compute weights is offloaded."""
         return Placement.SHARD in self.placements.compute_weight and self.offload.compute_weights > 0
 
     @property
     def offloads_main(self) -> bool:
-        """True if the main weights rest in host memory; frozen ones lie where the compute weights do."""
+        """True if the main weights are offloaded; frozen ones lie where the compute weights do."""
         return self.offload.main_weights > 0 if self.requires_grad else self.offloads_compute
 
     @property
     def has_main_copy(self) -> bool:
-        """Whether main weights have memory of their own: another dtype, or only one of both is offloaded."""
+        """True if main weights have memory of their own: another dtype, or only one of both is offloaded."""
         return self.precision.has_main_copy or self.offloads_main != self.offloads_compute
 
     @property
@@ -208,49 +208,49 @@ class GroupPlan:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameters are trained."""
+        """True if the parameters are trained."""
         return self.spec.key.requires_grad
 
     @property
     def is_expert(self) -> bool:
-        """Whether these are parameters of experts, on the mesh of these."""
+        """True if these are parameters of experts, on the expert mesh."""
         return self.spec.key.is_expert
 
     @cached_property
     def inner_region(self) -> Region:
-        """The elements of the compute weights that one inner rank has after the gather over the outer ranks."""
+        """The region of the compute weights that one inner rank holds after the outer all-gather."""
         inner_only = [Placement.REPLICATE] * (len(self.axes) - 1) + [self.placements.main_weight[-1]]
         return held_region(self.layout.numel, inner_only, self.axes)
 
     @cached_property
     def main_region(self) -> Region:
-        """The elements of the main weights that are on this rank."""
+        """The region of the main weights on this rank."""
         return held_region(self.layout.numel, self.placements.main_weight, self.axes)
 
     @cached_property
     def needs_all_gather(self) -> bool:
-        """Whether full weights are all-gathered from the inner ranks."""
+        """True if full weights are all-gathered over the inner ranks."""
         return self.inner_region.numel < self.layout.numel
 
     @cached_property
     def gathers_outer(self) -> bool:
-        """Whether an inner rank's part is all-gathered from the outer ranks, after an update."""
+        """True if an inner rank's region is all-gathered over the outer ranks after an update."""
         return self.main_region.numel < self.inner_region.numel
 
     @cached_property
     def shards_compute_weights(self) -> bool:
-        """Whether full weights exist only while gathered: shards are cut, or rest elsewhere."""
+        """True if full weights exist only while unsharded: compute weights are sharded, or offloaded."""
         held = held_region(self.layout.numel, self.placements.compute_weight, self.axes)
         return self.offloads_compute or held.numel < self.layout.numel
 
     @property
     def is_looked_up(self) -> bool:
-        """Whether backward reads none of the weights."""
+        """True if backward reads none of the weights."""
         return all(info.is_looked_up for info in self.spec.parameters)
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that the full compute weights take while they are gathered, and only then, else 0."""
+        """Bytes of the full compute weights if they exist only while unsharded, else 0."""
         return self.gathered_numel * self.gathered_dtype.itemsize if self.shards_compute_weights else 0
 
     @property
@@ -270,7 +270,7 @@ class GroupPlan:
 
     @property
     def stays_encoded(self) -> bool:
-        """Whether modules compute with the bytes that are gathered."""
+        """True if modules compute with the bytes that are gathered."""
         return self.weight_format is not None and self.weight_format.stays_encoded
 
     @property
@@ -282,12 +282,12 @@ class GroupPlan:
 
     @property
     def keeps_transposed(self) -> bool:
-        """Whether gathered weights are kept transposed, too, once a backward has multiplied them."""
+        """True if gathered weights are kept transposed, too, once a backward has multiplied them."""
         return isinstance(self.weight_format, Fp8Compute) and self.weight_format.keeps_transposed
 
     @property
     def is_encoded(self) -> bool:
-        """Whether compute weights are held and gathered as the bytes of a weight format."""
+        """True if compute weights are held and gathered as the bytes of a weight format."""
         return self.weight_format is not None and (self.shards_compute_weights or self.stays_encoded)
 
     @property
@@ -307,7 +307,7 @@ class GroupPlan:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the compute weights on this rank, where gathers read or write them, else 0."""
+        """Bytes of this rank's compute weights that all-gathers read or write, else 0."""
         if not (self.needs_all_gather or self.gathers_outer) or self.offloads_compute:
             return 0
         return self.held_bytes
@@ -319,7 +319,7 @@ class GroupPlan:
 
     @property
     def outer_buffer_bytes(self) -> int:
-        """Bytes of the gradients that are sent over the outer axis; 0 where nothing is."""
+        """Bytes of the gradients that are sent over the outer axis, else 0."""
         crosses = self.requires_grad and len(self.axes) > 1 and self.axes[0].num_ranks > 1
         return self.inner_region.numel * self.precision.grad_comm.itemsize if crosses else 0
 
@@ -330,7 +330,7 @@ class GroupPlan:
 
     @property
     def exchanges_inner(self) -> bool:
-        """Whether gradients are reduced over the inner ranks by an exchange, which needs scratch."""
+        """True if gradients are reduced over the inner ranks by an exchange, which needs scratch."""
         return self.requires_grad and self.needs_all_gather and self.axis.exchanges_pairwise
 
     @property
@@ -339,7 +339,7 @@ class GroupPlan:
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0
 
     def frame(self, index: int) -> ShardFrame:
-        """Describe which elements of tensor `index` every rank holds, for its main weight, gradient and state."""
+        """Return the shard spec of tensor `index`, which its main weight, gradient and state share."""
         part, layouts = self.parts[index], self.layouts_by_part
         is_sharded = [placement is Placement.SHARD for placement in self.placements.main_weight]
         use = MeshUse(
@@ -375,13 +375,13 @@ _EXPERT_NAME = ".experts."
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether one of the patterns for sums in float32 matches a parameter's name."""
+    """Return True if a pattern for sums in float32 matches a parameter's name."""
     return pattern == "all" or fnmatchcase(name, pattern)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The ranks and options by which the parameters of a model are sharded."""
+    """Ranks and options by which the parameters of a model are sharded."""
 
     options: EngineOptions
     dense: RankMesh
@@ -391,11 +391,11 @@ class Sharding:
     lookups: frozenset[str] = frozenset()  # canonical names of what `looked_up` finds
 
     def sums_in_fp32(self, name: str) -> bool:
-        """Return whether the gradients of a parameter are accumulated in float32, by its canonical name."""
+        """Return True if the gradients of a parameter are accumulated in float32, by its canonical name."""
         return any(_matches(name, pattern) for pattern in self.options.param_name_patterns_for_fp32_local_accumulation)
 
     def check_patterns(self, names: Sequence[str]) -> None:
-        """Refuse patterns that match none of `names`, the canonical ones of the model's trainable parameters."""
+        """Raise if a pattern matches none of `names`, the canonical ones of the model's trainable parameters."""
         for pattern in self.options.param_name_patterns_for_fp32_local_accumulation:
             if not any(_matches(name, pattern) for name in names):
                 raise ConfigurationError(
@@ -405,7 +405,7 @@ class Sharding:
                 )
 
     def is_expert(self, name: str, param: torch.Tensor) -> bool:
-        """Return whether a parameter is on the expert mesh: by its name, or marked `allreduce=False` as in Megatron.
+        """Return True if a parameter is on the expert mesh: by its name, or marked `allreduce=False` as in Megatron.
 
         A mark without an expert mesh is refused.
         """
@@ -423,11 +423,11 @@ class Sharding:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank of the model."""
+        """True if this is the first rank of the model."""
         return not any(dist.get_rank(group) for group in self.reaching_all if group is not None)
 
     def rank_mesh(self, is_expert: bool) -> RankMesh:
-        """Return the ranks of parameters of one kind."""
+        """Return the rank mesh of dense or of expert parameters."""
         return self.experts if is_expert and self.experts is not None else self.dense
 
     def over_own_groups(self) -> tuple[Sharding, OwnGroups]:
@@ -593,7 +593,7 @@ def plan_groups(
 
 
 def _with_offload(planned: list[list[GroupPlan]], offload: Offload) -> list[list[GroupPlan]]:
-    """Say where the state of each unit rests: from the last unit to the root, until the fractions are reached."""
+    """Set the offload of each unit, from the last one to the root, until the fractions are reached."""
     if not offload:
         return planned
     numels = [sum(group.layout.numel for group in unit) for unit in planned]
@@ -602,7 +602,7 @@ def _with_offload(planned: list[list[GroupPlan]], offload: Offload) -> list[list
 
 
 def looked_up(module: nn.Module) -> frozenset[str]:
-    """Return the canonical names of the parameters that only `nn.Embedding` modules hold, which nobody hooks into.
+    """Return the canonical names of the parameters that only `nn.Embedding` modules without hooks hold.
 
     Their gradient is made of indices and of the gradient of what was looked up: the backward of a unit that is such a
     module needs no weights. Hooks may compute with the weights, and are counted where they are there before wrapping:

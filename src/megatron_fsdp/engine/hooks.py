@@ -1,6 +1,6 @@
 """Hooks on modules and their outputs, which find the tensors of a forward and backward and report to the engine.
 
-`take_part` reports in their place, on ranks that have no data for a unit. All references to the engine are weak.
+`take_part` reports instead of them, on ranks that have no data for a unit. See Note [Weak references] in `engine.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
     unit_modules = {id(module) for *_, module in modules}
     for unit_index, module_index, module in modules:
         watch = None
+        # Weights that are whole between uses need no announced backward: autograd finds them anyway.
         if engine.units[unit_index].shards_compute_weights:
             watch = ForwardGraph(module if unit_index != ROOT_UNIT else None, unit_modules)
         entry = _UnitModule(unit_index, module_index, watch)
@@ -54,6 +55,7 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
         root_forward = _RootForward(reference)
         inner.register_forward_pre_hook(uncompiled(root_forward.enter), prepend=True)
     for unit in engine.units:
+        # Gradients come by hooks of parameters, whatever way the module tree was called.
         for group_index in range(len(unit.groups)):
             engine.watch_gradients(unit.index, group_index)
 
@@ -71,14 +73,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _in_objects(value: Any) -> Iterator[torch.Tensor]:
-    """Iterate over tensors in the attributes of the objects in a value, where nothing else is found."""
+    """Iterate over tensors in attributes of the objects in a value."""
     for leaf in tree_leaves(value):
         if not isinstance(leaf, nn.Module):
             yield from tensors_in(getattr(leaf, "__dict__", None))
 
 
 class _UnitModule(NamedTuple):
-    """A module of a unit: the unit, its number among the unit's modules, and what watches its attributes."""
+    """A module of a unit: the unit, its index among the unit's modules, and the graph of its forward."""
 
     unit: int
     module_index: int = 0
@@ -98,6 +100,7 @@ def _post_forward(
     reference: weakref.ref[Engine], entry: _UnitModule, _module: nn.Module, args: Any, kwargs: Any, output: Any
 ) -> Any:
     engine, unit_index = reference(), entry.unit
+    # Before anything may return: `begin` and `end` come in pairs.
     auxiliary, has_graph = entry.watch.end() if entry.watch is not None else ([], False)
     if engine is None:
         return output  # the pre-hook has raised for it, and this hook is called even so
@@ -105,6 +108,7 @@ def _post_forward(
         return output
     unit = engine.units[unit_index]
     output = _copy_weights(unit, output)
+    # Hooks on outputs announce the backward. Auxiliary losses reach the total loss without being returned.
     outputs: list[torch.Tensor] = []
     computes_gradients = torch.is_grad_enabled()
     if computes_gradients:
@@ -125,7 +129,7 @@ def _post_forward(
 
 
 def _reads_weights(unit: Unit, outputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether the backward of what a unit computed may read its weights; that of plain lookups does not."""
+    """Return True if a unit's backward may read its weights; that of a plain lookup does not."""
     return not unit.only_looks_up or any(type(tensor.grad_fn).__name__ != _LOOKUP for tensor in outputs)
 
 
@@ -133,7 +137,7 @@ _LOOKUP = "EmbeddingBackward0"
 
 
 class _RootForward:
-    """Hooks by which a module inside of the model starts the root's forward where it is called on its own.
+    """Hooks that run the root's forward around a module inside of the model that is called on its own.
 
     Callers may enter below the root: peft's `generate` calls the model inside of its wrapper, people call a head or
     an embedding. Then the root's forward is this module's.
@@ -150,6 +154,7 @@ class _RootForward:
     def enter(self, module: nn.Module, args: Any) -> None:
         """Begin the root's forward, unless it runs."""
         scheduler = live_engine(self._reference).scheduler
+        # In backward it is a recomputation, inside of the forward that the root has begun long before.
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
             _pre_forward(self._reference, _UnitModule(ROOT_UNIT), module, args)
@@ -179,7 +184,7 @@ def _outside_of_units(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.
 
 
 def _copy_weights(unit: Unit, output: Any) -> Any:
-    """Copy results that are views of gathered weights, which will be overwritten before they are used."""
+    """Clone results that are views of gathered weights, which are overwritten before the caller uses them."""
     if isinstance(output, torch.Tensor):
         return output.clone() if unit.holds(output) else output
     if not any(unit.holds(tensor) for tensor in tensors_in(output)):
@@ -198,7 +203,7 @@ def _copy_weights(unit: Unit, output: Any) -> Any:
 
 
 def _refuse_opaque(engine: Engine, unit_index: int, inputs: Any, output: Any) -> None:
-    """Refuse results in which no tensor can be found: the beginning of the unit's backward would go unnoticed.
+    """Raise if no tensor is found in a unit's results: no hook could announce its backward.
 
     Where neither a weight nor an input takes a gradient, nodes of the graph are those of functions without backward.
     """
@@ -225,7 +230,7 @@ _OF_TORCH = frozenset(nn.Module().__dict__) - {"_buffers"}
 
 
 class ForwardGraph:
-    """The part of autograd's graph that a unit's forward makes, and the tensors in it that are not among its results.
+    """Autograd graph of a unit's forward, and its tensors that are no results.
 
     These are left in attributes of the unit's modules, such as a loss of its own. Attributes and buffers are searched,
     and one level into lists, tuples and dicts. Elsewhere (a global list, an object of another class) nothing is found,
@@ -247,7 +252,7 @@ class ForwardGraph:
         self._starts.append(torch._C._autograd._get_sequence_nr())
 
     def end(self) -> tuple[list[Tensor], bool]:
-        """Return the tensors of the graph that were left in attributes, and whether the forward made any graph."""
+        """Return tensors with grad history stored in module attributes, and True if the forward made a graph."""
         start = self._starts.pop() if self._starts else None
         # autograd numbers its nodes; where none is new, no backward can come, whatever the forward returns
         if start is None or not torch.is_grad_enabled() or torch._C._autograd._get_sequence_nr() == start:
@@ -262,6 +267,7 @@ class ForwardGraph:
             for name, held in owner.__dict__.items()
             if name not in _OF_TORCH
             for value in _tensors_of(held)
+            # Older ones are of earlier forwards, and have their hooks.
             if value.grad_fn is not None and value.grad_fn._sequence_nr() >= start
         ]
 
@@ -302,7 +308,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called."""
+    """Return True if `module.compile()` was called."""
     return module._compiled_call_impl is not None
 
 
@@ -316,6 +322,7 @@ def surround(module: nn.Module, before: Callable[..., None], after: Callable[...
             before(None, args)
             output = compiled(*args, **kwargs)
         except BaseException:
+            # As a hook registered with `always_call=True`: after an exception the unit has to be resharded, too.
             after(None, args, kwargs, None)
             raise
         return after(None, args, kwargs, output)
@@ -363,7 +370,7 @@ class UnitCall:
 def unit_calls(
     module: nn.Module, number_of: Mapping[int, tuple[int, int]], order: Iterable[nn.Module] | None = None
 ) -> tuple[UnitCall, ...]:
-    """Return the units of a module as its forward calls them, if modules run in the order given, or registered."""
+    """Return a module's unit calls, in the given order of its modules or that of registration."""
     inside = module.children() if order is None else order
     inner = tuple(call for child in inside for call in unit_calls(child, number_of))
     own = number_of.get(id(module))
@@ -434,7 +441,7 @@ def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
 
 
 class _Passage(torch.autograd.Function):
-    """Identity, with a node in the graph."""
+    """Identity whose backward node triggers the communication of units that this rank skips."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor) -> Tensor:
@@ -444,5 +451,6 @@ class _Passage(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # As the unit's own backward: recomputation, with the collectives in it, begins here.
         _ = ctx.saved_tensors
         return grads[0], None

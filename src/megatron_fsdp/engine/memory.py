@@ -1,16 +1,15 @@
 """The memory of a model: flat buffers that stay, on the device or offloaded, and blocks that a step borrows.
 
-A flat buffer (`FlatBuffer`) holds this rank's region of the weights or gradients of a parameter group. It is on the
-device, or elsewhere (`allocate`): main weights and gradients that are away are what the optimizer sees, which steps
-where they rest. What is on the device is reached by copies, on two streams of their own: one for all that comes to the
-device, one for all that goes, at the same time:
+A flat buffer (`FlatBuffer`) holds this rank's region of the weights or gradients of a parameter group, on the device or
+offloaded to host memory (`allocate`). An optimizer sees main weights and gradients where they are, and steps offloaded
+ones on the host. Copies between host and device run on two streams of their own, one for each direction:
 
     sharded compute weights (host)  -> copied ->  their place in the full weights (device)  -> all-gathered, in place
     reduced gradient (device)       -> copied ->  main gradient (host); added to what is there on the device
     main weights (host)             -> copied, cast ->  compute weights
 
-The host reads and writes what is away at any time, so it waits for copies: for gradients when a backward ends, for
-weights when a forward or backward ends and when they are installed.
+The host may read and write offloaded memory at any time, so it waits for copies: for gradients when a backward ends,
+for weights when a forward or backward ends and when they are installed.
 
 Collectives read and write borrowed memory: slots for gathered weights, buckets and scratch for gradients. All of it
 comes from one `CommunicationPool`: block by block when it is needed, or, where addresses have to stay, as one stretch
@@ -43,7 +42,7 @@ class FlatBuffer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything is here."""
+        """True if this rank holds the whole buffer."""
         return self.region.numel == self.layout.numel
 
     def view_of(self, region: Region) -> torch.Tensor:
@@ -51,14 +50,14 @@ class FlatBuffer:
         return self.local[region.within(self.region)]
 
     def piece(self, index: int) -> torch.Tensor:
-        """Return the part of tensor `index` that is here, a view, maybe empty.
+        """Return the local shard of tensor `index`, a view, maybe empty.
 
-        The full shape where everything is here; else (rows, *rest) or, where rows are cut, (elements,).
+        The full shape if the buffer is whole here; else (rows, *rest) or, where rows are cut, (elements,).
         """
         return piece_view(self.layout, self.region, self.local, index)
 
     def pieces(self) -> list[torch.Tensor]:
-        """Return the pieces of all tensors."""
+        """Return the local shards of all tensors."""
         return [self.local[start:stop].view(shape) for start, stop, shape in self.layout.pieces_in(self.region)]
 
     def store_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -89,7 +88,7 @@ def full_view(layout: Layout, full: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def piece_view(layout: Layout, region: Region, local: torch.Tensor, index: int) -> torch.Tensor:
-    """Return a region's part of tensor `index`, as a view of the region's memory (region.numel,)."""
+    """Return the shard of tensor `index` in a region, as a view of the region's memory (region.numel,)."""
     start, stop, shape = layout.pieces_in(region)[index]
     return local[start:stop].view(shape)
 
@@ -109,19 +108,19 @@ def allocate(offloads: bool, numel: int, dtype: torch.dtype, device: torch.devic
 
 
 class StateMemory:
-    """The optimizer state of one parameter group that is shaped as its parameters, where it rests.
+    """Host memory of one parameter group's offloaded optimizer state, as far as it is shaped as the parameters.
 
     A step works on copies on the device, unit by unit.
     """
 
     def __init__(self, layout: Layout, region: Region, device: torch.device) -> None:
-        """Allocate nothing: which states there are, and their dtypes, is known after the first step."""
+        """Allocate nothing yet: names and dtypes of states are known after the first step."""
         self._layout, self._region, self._device = layout, region, device
         self._buffers: dict[tuple[str, torch.dtype], FlatBuffer] = {}
         self._pieces: dict[tuple[str, int], torch.Tensor] = {}
 
     def place(self, key: str, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return where a state of parameter `index` rests: always the same tensor for a dtype."""
+        """Return the host tensor of a state of parameter `index`; the same one every time for a dtype."""
         found = self._pieces.get((key, index))
         if found is None or found.dtype != dtype:
             buffer = self._buffers.get((key, dtype))
@@ -137,7 +136,7 @@ class StateMemory:
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor, or a copy of it on the device where it is elsewhere, which is made when this returns."""
+    """Return a tensor on the device: the same one, or a copy that is complete when this returns."""
     return tensor if tensor.device == device else tensor.to(device)
 
 
@@ -147,7 +146,7 @@ _POISON = 0xFF
 
 
 class Block:
-    """A stretch of memory that gives typed views: allocated on `device`, or `memory`, (num_bytes,) of uint8, of a pool.
+    """A stretch of memory with typed views: allocated on `device`, or `memory`, (num_bytes,) of uint8, of a pool.
 
     It can be emptied and refilled, whole or in part: the memory is freed and allocated again, and views stay valid,
     since the storage object that they refer to is the same. Their content is lost. A block that is a part of a pool's
@@ -165,7 +164,7 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """Its size, the most that it can hold."""
+        """Size in bytes, the most that it can hold."""
         return self._bytes.numel()
 
     @property
@@ -176,6 +175,7 @@ class Block:
     def empty(self) -> None:
         """Free the memory. Views must not be read until it is refilled."""
         if not self.is_persistent:
+            # The storage object stays, so views of it become valid again with the next `hold`.
             self._bytes.untyped_storage().resize_(0)
 
     def hold(self, num_bytes: int) -> None:
@@ -186,12 +186,12 @@ class Block:
             storage.resize_(num_bytes)
 
     def poison(self) -> None:
-        """Fill it with bytes of ones, which is NaN in every floating dtype; nothing happens where it is empty."""
+        """Fill the memory, if it has any, with bytes of ones, which is NaN in every floating dtype."""
         if self.held_bytes:
             self._bytes[: self.held_bytes].fill_(_POISON)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a view of this memory."""
+        """Return True if a tensor is a view of this memory."""
         if storage_of(tensor) != self.storage or not self.held_bytes:
             return False
         return self._start <= tensor.storage_offset() * tensor.itemsize < self._start + self.num_bytes
@@ -207,7 +207,7 @@ class Block:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return what identifies a tensor's storage; None where it has none of its own."""
+    """Return the identity of a tensor's storage; None for a tensor without one of its own."""
     if tensor.layout is not torch.strided or isinstance(tensor, DTensor):
         return None
     try:
@@ -251,7 +251,7 @@ class CommunicationPool:
         return self._memory[found.offset : found.offset + found.num_bytes]
 
     def shard(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return memory for what a rank sends of group `number`, zeros (numel,); None where it has to allocate some."""
+        """Return zeros (numel,) for the shard that a rank sends of group `number`; None if the pool has none."""
         part = self.memory_of(Use.SHARD, number)
         # `data`: whoever compares versions of these weights must not see what is written next to them.
         return None if part is None else part.view(dtype)[:numel].data
@@ -300,16 +300,17 @@ class BucketPool:
         return block
 
     def give_back(self, block: Block) -> None:
-        """Return a borrowed block: lent after free ones with memory, before those that take some.
+        """Give a borrowed block back; blocks that hold memory are lent again first.
 
         A longer one than usual, such as an embedding's, gives its memory back.
         """
         if block.held_bytes > self._usual_bytes:
             block.empty()
+        # Behind those with memory and before those without: an empty block would have to allocate.
         self._free.insert(sum(free.held_bytes > 0 for free in self._free), block)
 
     def set_count(self, count: int) -> None:
-        """Change the number of blocks; those too many are dropped when they are not out, unless they are kept."""
+        """Change the number of blocks; drop free ones beyond it that are not persistent."""
         self._count = count
         while self._free and len(self._made) > count and not self._free[-1].is_persistent:
             dropped = self._free.pop()
@@ -332,13 +333,14 @@ class BucketPool:
 
 
 def most_common(sizes: Sequence[int]) -> int:
-    """Return the size that occurs most often, of several the largest; 0 where there is none."""
+    """Return the most common size, of several the largest; 0 if there are no sizes."""
     counts = Counter(sizes)
     return max(counts, key=lambda size: (counts[size], size), default=0)
 
 
 def weakly(method: Callable[[], Result]) -> Callable[[], Result | None]:
     """Call a bound method for as long as its object lives, after that return None."""
+    # A bound method holds its object. See Note [Weak references] in `engine.py`.
     reference = weakref.WeakMethod(method)
 
     def call() -> Result | None:
@@ -358,6 +360,8 @@ class WeightMemory:
         self._blocks: dict[tuple[Use, int], Block] = {}  # slots and units with memory of their own, once they were used
         self.peak_bytes = 0  # the most that was held at a time
         if plan.taken_at_once:
+            # At wrap time and in this order, so that addresses are the same in every step (CUDA graphs, registered
+            # memory).
             for slot in range(plan.slots_used):
                 self._block(Use.SLOT, slot, self._slot_bytes)
             for unit in plan.units_in(WeightStorage.OWN):
@@ -365,13 +369,14 @@ class WeightMemory:
             self._note_peak()
 
     def take(self, unit: int, slot: int | None) -> Block:
-        """Return the block that a unit is gathered into: that of a slot is always the same storage.
+        """Return the block that a unit is unsharded into: that of a slot is always the same storage.
 
         A slot that is not taken when wrapping is as long as the unit in it: an embedding or a head may be several times
         as large as all others.
         """
         if self._plan.storages[unit] is WeightStorage.SLOT:
             assert slot is not None
+            # See Note [Slots and saved views] in `schedule.py`.
             block = self._block(Use.SLOT, slot, self._slot_bytes)
             if not self._plan.taken_at_once:
                 block.hold(self._plan.gathered_bytes[unit])
@@ -382,7 +387,7 @@ class WeightMemory:
         return block
 
     def give_back(self, unit: int) -> bool:
-        """Release a unit's block; return whether its memory was freed."""
+        """Release a unit's block; return True if its memory was freed."""
         block = self._blocks.get((Use.UNIT, unit))
         if block is None or self._plan.storages[unit] not in (WeightStorage.RESIZED, WeightStorage.FOR_STEP):
             return False

@@ -1,4 +1,4 @@
-"""What memory a model's communication takes, and how far ahead it goes: planned from options and groups. Pure."""
+"""Plans of a model's communication memory and prefetch, made from options and groups. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 class WeightStorage(Enum):
-    """Where one unit's gathered weights live."""
+    """Storage of one unit's gathered weights."""
 
     SLOT = "slot"  # in numbered slots, shared with other units
     OWN = "own"  # in a buffer of its own that is kept
@@ -57,7 +57,7 @@ class WeightPlan:
 
     @property
     def slots_used(self) -> int:
-        """Slots that are ever allocated: not more than there are units to put into them."""
+        """Number of slots that are ever allocated: at most that of units that live in slots."""
         return min(self.slots, sum(self.gathered_bytes[unit] > 0 for unit in self.units_in(WeightStorage.SLOT)))
 
 
@@ -93,7 +93,7 @@ _ROOT_STORAGE = {WeightAllocator.RESIZE: WeightStorage.RESIZED, WeightAllocator.
 
 
 class Use(Enum):
-    """What a block of communication memory is for."""
+    """Use of a block of communication memory."""
 
     SHARD = "shard"  # what a rank sends of a group's compute weights; where these are whole, all of them
     SLOT = "slot"  # gathered weights of units that take turns
@@ -120,7 +120,7 @@ class PlannedBlock:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Where every block lies in the one stretch that a pool takes at wrap time; the same on all ranks."""
+    """Offsets of all blocks in the stretch that a pool allocates at wrap time; the same on all ranks."""
 
     blocks: tuple[PlannedBlock, ...]  # in the order of their offsets
     num_bytes: int
@@ -141,14 +141,14 @@ def plan_pool(sizes: Mapping[Use, Sequence[int]]) -> PoolPlan:
 
 
 def most_common_shape(units: Sequence[UnitWeights]) -> tuple[tuple[int, torch.dtype], ...]:
-    """Return the shape that most units share; of several the one with most bytes, then the first."""
+    """Return the most common shape of units; of several the one with most bytes, then the first."""
     sizes = {unit.shape: unit.gathered_bytes for unit in units if unit.gathered_bytes}
     counts = Counter(unit.shape for unit in units if unit.gathered_bytes)
     return max(counts, key=lambda shape: (counts[shape], sizes[shape]), default=())
 
 
 def prefetch_depth(numel: int, unit_numels: Sequence[int]) -> int:
-    """Return the largest count such that any that many units fit into `numel` elements; at least 1 unless that is 0."""
+    """Return the number of units, whichever they are, that fit into `numel` elements; at least 1 unless that is 0."""
     if numel < 0:
         raise ConfigurationError(f"{numel} elements cannot be gathered ahead; give 0 (none) or more.")
     count = sum(total <= numel for total in accumulate(sorted(unit_numels, reverse=True)))
@@ -180,7 +180,7 @@ _BUCKETS = 2  # one fills while the other is being reduced
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How one model borrows memory and when it communicates."""
+    """Plan of one model's communication memory and schedule."""
 
     allocator: WeightAllocator
     weights: WeightPlan
@@ -250,7 +250,7 @@ def _block_sizes(
 
 
 def outer_buffer_offsets(unit: GroupPlans) -> tuple[tuple[int, ...], int]:
-    """Place what the groups of a unit send over the outer axis, and what they receive, in one block."""
+    """Place the outer send and receive buffers of a unit's groups in one block."""
     return pack_bytes([length for group in unit for length in (group.outer_buffer_bytes, group.received_bytes)])
 
 
@@ -260,7 +260,7 @@ def unit_numels(units: Sequence[GroupPlans]) -> list[int]:
 
 
 def bucket_count(numel: int, units: Sequence[GroupPlans]) -> int:
-    """Return how many buckets, each for the largest unit, fit into `numel` elements: 1 to the number of units."""
+    """Return the number of buckets, each for the largest unit, that fit into `numel` elements: 1 to all units."""
     largest = max(unit_numels(units), default=0)
     trainable = sum(any(group.requires_grad for group in unit) for unit in units[ROOT_UNIT + 1 :])
     return max(1, min(numel // max(1, largest), trainable))

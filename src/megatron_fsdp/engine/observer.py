@@ -53,21 +53,21 @@ Open = TypeVar("Open", bound="OpenPhase")
 
 
 class OpenPhase(Protocol):
-    """What an observer keeps of a phase that has begun."""
+    """Record that an observer keeps of a phase that has begun."""
 
     @property
     def phase(self) -> Phase | str:
-        """Which phase."""
+        """The phase."""
 
     @property
     def unit(self) -> int:
-        """Of which unit."""
+        """The unit."""
 
 
 def close_phase(begun: list[Open], phase: Phase | str, unit: int) -> list[Open]:
-    """Take a phase that has ended, and those inside of it, which an exception ended, out of a list of those that began.
+    """Pop a phase that has ended, and those nested in it, from the list of open phases.
 
-    Returns what was taken out, outermost first, as in the list; empty where the phase has not begun.
+    Returns the popped phases, outermost first; empty if the phase has not begun.
     """
     places = [place for place, each in enumerate(begun) if (each.phase, each.unit) == (phase, unit)]
     ended = begun[places[-1] :] if places else []
@@ -94,16 +94,16 @@ class Observer:
         """Observe the end of a phase, unless an exception has ended it."""
 
     def lends(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
-        """Observe that a unit gets memory for its weights or gradients; for weights this is inside of its gather."""
+        """Observe that a unit borrows memory for its weights or gradients; for weights, inside of its unshard."""
 
     def takes_back(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
-        """Observe that a bucket or scratch is free again, after its reduction. Weights are released instead."""
+        """Observe that a bucket or scratch is given back after its reduction. Weights are resharded instead."""
 
     def forgets(self) -> None:
         """Observe a reset after an exception: no phase is running."""
 
     def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None) -> None:
-        """Observe that a collective, counted from 0 on this rank and for this model, has reached a moment.
+        """Observe the progress of a collective, which is numbered from 0 on this rank and for this model.
 
         Launch and completion of one collective are observed inside of different phases: that of its launch tells the
         unit and the purpose. `stream` is "gather", "reduce" or "outer"; `work` the handle where it was just launched,
@@ -114,7 +114,7 @@ class Observer:
         """Observe that an exception has ended a phase; the phases inside of it end without a call."""
 
     def explains(self) -> str:
-        """Explain why communication has just failed; empty: nothing is known."""
+        """Explain a failure of communication; empty if nothing is known."""
         return ""
 
 
@@ -123,7 +123,7 @@ ON_REQUEST = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE})
 
 
 class Observers:
-    """The observers of one model, as one. False where there are none."""
+    """The observers of one model, as one; false if there are none."""
 
     def __init__(self) -> None:
         self.watching: tuple[Observer, ...] = ()  # in the order in which they were added
@@ -141,7 +141,7 @@ class Observers:
         self.active = True
 
     def include(self, kind: type[Observer]) -> bool:
-        """Return whether one of this kind watches."""
+        """Return True if an observer of this kind was added."""
         return any(isinstance(observer, kind) for observer in self.watching)
 
     def remove(self, observer: Observer) -> None:
@@ -185,17 +185,17 @@ class Observers:
             self.ends(Phase.BACKWARD, self._computing.pop())
 
     def lends(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
-        """Report that a unit gets memory."""
+        """Report that a unit borrows memory."""
         for observer in self.watching:
             observer.lends(memory, unit, block)
 
     def takes_back(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
-        """Report that memory is free again."""
+        """Report that memory is given back."""
         for observer in self.watching:
             observer.takes_back(memory, unit, block)
 
     def leaves(self, phase: Phase, unit: int, failed: bool) -> None:
-        """Report the end of a phase; where it failed, with the exception that is being handled."""
+        """Report the end of a phase, or its failure with the exception that is being handled."""
         error = sys.exc_info()[1] if failed else None
         if error is None:
             self.ends(phase, unit)
@@ -223,7 +223,7 @@ class Observers:
         return self._next - 1
 
     def communicates(self, number: int, moment: Moment, stream: str, work: dist.Work | None = None) -> None:
-        """Report that a collective has reached a moment."""
+        """Report the progress of a collective."""
         for observer in self.watching:
             observer.communicates(number, moment, stream, work)
 
@@ -238,13 +238,13 @@ _HANG_ADVICE = (
 
 
 def explain(error: BaseException, where: str, observers: Observers) -> None:
-    """Put words before the text of an error of a collective, such as a timeout; other errors stay as they are.
+    """Add the place, and explanations, to the text of an error of a collective, such as a timeout.
 
-    They stand in the text, since many programs print no notes. Where an error passes again, it gets a note.
+    In the text, since many programs print no notes; a second time as a note. Other errors stay as they are.
 
     Args:
-        error: What was raised.
-        where: During what.
+        error: The error.
+        where: The place, such as "during 'reduce' of unit 3".
         observers: Observers that may know what other ranks do.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, MegatronFSDPError | torch.OutOfMemoryError):
@@ -260,7 +260,7 @@ def explain(error: BaseException, where: str, observers: Observers) -> None:
 
 @contextmanager
 def explained(where: str, observers: Observers) -> Iterator[None]:
-    """Do what `explain` does to errors raised inside of a block."""
+    """Apply `explain` to errors raised inside of a block."""
     try:
         yield
     except RuntimeError as error:

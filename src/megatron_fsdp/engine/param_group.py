@@ -52,7 +52,7 @@ class WeightBuffers:
     """
 
     def __init__(self, plan: GroupPlan, quantizer: WeightQuantizer | None, memory: torch.Tensor | None) -> None:
-        """Allocate both; `memory` is that of the compute weights, zeros, where it is there already."""
+        """Allocate both buffers; `memory`, zeros, is that of compute weights which have some already."""
         layout = plan.layout
         self._axes = plan.axes
         self._dtype = plan.precision.compute
@@ -108,12 +108,13 @@ class WeightBuffers:
 
     @property
     def main_changed(self) -> bool:
-        """Whether the memory of the main weights was written to since `note_seen`.
+        """True if the memory of the main weights was written to since `note_seen`.
 
         Where weights are gathered in place, around the main weights, this cannot tell, and says no.
         """
         if self._is_stale:
             return True
+        # Their memory is written by all-gathers, too, so its version counter says nothing about main weights.
         gathered_in_place = self.main_lies_in_compute and self.main is not self.compute
         return not gathered_in_place and self.main.local._version != self._seen_version
 
@@ -127,6 +128,7 @@ class WeightBuffers:
         if self.quantizer is not None:
             write = self.quantizer.encode if self.is_encoded else self.quantizer.round_into
             out = self.compute.view_of(self.main.region)
+            # Offloaded bytes are encoded on the device, and copied out.
             made = torch.empty_like(out, device=self._device) if self.is_offloaded else out
             write(on_device(self.main.local.detach(), self._device), self.main.region, made)
             if made is not out:
@@ -143,28 +145,28 @@ class WeightBuffers:
         return self._axes[-1].all_gather(self._arrives(full), self._own_part(full), async_op)
 
     def fetch(self, full: torch.Tensor, _async_op: bool) -> None:
-        """Copy the shard, which rests elsewhere, to its place in `full`, from where it is gathered."""
+        """Copy the offloaded shard to its place in `full`, from which it is all-gathered."""
         self._own_part(full).copy_(self._sent, non_blocking=True)
 
     def _arrives(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the memory of full weights that a gather fills: its end, where bytes do not stay encoded."""
+        """Return the memory that an all-gather fills: `full`, or its end for bytes that are decoded in place."""
         if self.quantizer is None or not self.is_encoded:
             return full
         return full.view(torch.uint8)[-self.quantizer.bytes_of(self.compute.layout.numel) :]
 
     def _own_part(self, full: torch.Tensor) -> torch.Tensor:
-        """Return what this rank sends: the shard, or its copy in `full`."""
+        """Return this rank's input of the all-gather: the shard, or the copy of an offloaded one in `full`."""
         if not self.is_offloaded:
             return self._sent
         return self._arrives(full).narrow(0, self._axes[-1].rank * self._sent.numel(), self._sent.numel())
 
     def decode(self, full: torch.Tensor) -> None:
-        """Decode the bytes that were gathered into `full` (numel,), in place; nothing happens without a format."""
+        """Decode the bytes that were gathered into `full` (numel,), in place; no-op without a weight format."""
         if self.quantizer is not None and self.is_encoded:
             self.quantizer.decode(self._arrives(full), Region(0, full.numel()), full)
 
     def as_computed(self, full: torch.Tensor) -> torch.Tensor:
-        """Return whole main weights (numel,) as compute sees them: cast, and rounded by the weight format; a copy."""
+        """Return a copy of full main weights (numel,) in the compute dtype, rounded by the weight format."""
         computed = full.to(self._dtype, copy=True)
         if self.quantizer is not None:
             self.quantizer.round_into(full, Region(0, full.numel()), computed)
@@ -196,8 +198,8 @@ _accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 class ParameterGroup:
     """Buffers and parameter objects of one group.
 
-    `sharded` are the parameters that optimizer and checkpoint see: DTensors over this rank's pieces of the main
-    weights. `full` are those that compute sees: plain tensors, views of gathered weights.
+    `sharded` are the parameters that optimizer and checkpoint see: DTensors over local shards of the main weights.
+    `full` are those that compute sees: plain tensors, views of gathered weights.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class ParameterGroup:
         self.weights = WeightBuffers(plan, quantizer, memory)
         # None for a group that has been frozen since it was made
         self.gradients = GradientBuffers(plan) if plan.requires_grad else None
-        # where its optimizer state rests; None: where the optimizer makes it
+        # of offloaded optimizer state; None: the optimizer allocates it
         self.state_memory = self._make_state_memory()
         self.trainable = [plan.requires_grad] * len(originals)  # whether each takes gradients, as the ranks last agreed
         self.trained_since_attach = list(self.trainable)  # whether each took any since gradients were last attached
@@ -230,6 +232,7 @@ class ParameterGroup:
         self._placeholder = None  # freed when every full parameter has its memory
         self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
         self._full_pointers: tuple[int, ...] = ()  # addresses of that memory and of its views
+        # Full weights that persist never move; those in a slot are pointed to when they are unsharded.
         if not plan.shards_compute_weights:
             self.point_full_to(self.weights.compute.local)
         self._pointers = self._find_pointers()
@@ -243,7 +246,7 @@ class ParameterGroup:
 
     @property
     def main_changed(self) -> bool:
-        """Whether main weights were written to since they were last installed.
+        """True if main weights were written to since they were last installed.
 
         In-place operations count on the local tensor, whichever alias of the DTensor they go through, or on the memory
         behind it. Kernels that torch does not know count nowhere; optimizers are watched instead.
@@ -267,7 +270,7 @@ class ParameterGroup:
         self.note_installed()
 
     def decode(self, full: torch.Tensor) -> None:
-        """Make gathered bytes what modules compute with: decode them in place, or tell what wraps them."""
+        """Decode gathered bytes in place, or pass them to the tensors that wrap them."""
         if self._wrapping is None:
             self.weights.decode(full)
             return
@@ -275,13 +278,13 @@ class ParameterGroup:
             self._wrapping.update(index, param, full)
 
     def release(self) -> None:
-        """Free what was derived from gathered bytes, which are stale or about to be overwritten."""
+        """Free tensors derived from gathered bytes, which are stale or about to be overwritten."""
         if self._wrapping is not None:
             for param in self.full:
                 self._wrapping.release(param)
 
     def check_parameters(self) -> None:
-        """Refuse parameters whose memory was replaced after wrapping; take back that of the full ones.
+        """Raise if a sharded parameter's memory was replaced; point replaced full ones to gathered weights again.
 
         A forward may cast modules for good (`self.classifier = self.classifier.to(torch.float32)`), which leaves a copy
         in a full parameter that no later update reaches; the next forward casts again.
@@ -322,7 +325,7 @@ class ParameterGroup:
 
     @property
     def is_pointed(self) -> bool:
-        """Whether full parameters point to memory of the unit, or a wrapper of encoded weights sees to that."""
+        """True if full parameters are views of the unit's memory, or wrap encoded weights."""
         return self._wrapping is not None or self._pointed_to is not None
 
     # ---- requires_grad ------------------------------------------------------------------------------------------
@@ -334,20 +337,20 @@ class ParameterGroup:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter takes gradients."""
+        """True if any parameter takes gradients."""
         return any(self.trainable)
 
     @property
     def reduces(self) -> bool:
-        """Whether it takes part in the next reduction of its unit: gradients come, or wait to be reduced."""
+        """True if the group joins the next reduction of its unit: gradients come, or wait to be reduced."""
         return self.gradients is not None and (
             any(self.trainable) or self.gradients.is_filling or self.gradients.has_unreduced_gradient
         )
 
     def set_trainable(self, trainable: Sequence[bool], has_unattached: bool) -> None:
-        """Set whether each full parameter takes gradients; none may without memory for them (`begin_training`).
+        """Set `requires_grad` of each full parameter; True needs memory for gradients (`begin_training`).
 
-        `has_unattached`: whether gradients have come since some were last attached.
+        `has_unattached`: gradients have come since some were last attached.
         """
         self.trainable = list(trainable)
         self.trained_since_attach = [
@@ -359,7 +362,7 @@ class ParameterGroup:
                 self._watch(self.sharded[index], index)
 
     def begin_training(self, plan: GroupPlan) -> None:
-        """Allocate what a frozen group needs to be trained; its weights stay where they are."""
+        """Allocate main weights, gradients and state of a frozen group; its compute weights stay where they are."""
         self.plan = plan
         if self.weights.make_main(plan):
             pieces = self.weights.main.pieces()
@@ -372,7 +375,7 @@ class ParameterGroup:
         self.gradients.grad_attribute = self.grad_attribute
 
     def _make_state_memory(self) -> StateMemory | None:
-        """Return where optimizer state rests, if not where torch makes it, beside the main weights."""
+        """Return memory for offloaded optimizer state; None if the optimizer allocates it beside main weights."""
         plan = self.plan
         if not plan.offload.optimizer_state or not plan.requires_grad or plan.offloads_main:
             return None
@@ -386,7 +389,7 @@ class ParameterGroup:
         moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
 
     def decouple_gradients(self) -> None:
-        """Set gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
+        """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
         self.grad_attribute = DECOUPLED
         if self.gradients is not None:
             self.gradients.grad_attribute = DECOUPLED
@@ -410,7 +413,7 @@ class ParameterGroup:
         self.gradients.change_precision(self.plan)
 
     def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
-        """Wrap this rank's piece of tensor `index` as a DTensor of its global shape; no communication, no copy."""
+        """Wrap the local shard of tensor `index` as a DTensor of its global shape; no communication, no copy."""
         return UnevenDTensor.wrap(piece.view_as(piece), self.frames[index])
 
     def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
@@ -420,13 +423,13 @@ class ParameterGroup:
         return tensor
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
-        """Return this rank's piece of a full tensor shaped and cut as parameter `index`; a copy."""
+        """Return this rank's shard of a full tensor, cut as parameter `index`; a copy."""
         flat = local_part(full.detach()).reshape(-1).to(self.weights.main.local.device)
         start, stop = self.plan.layout.range_in(index, self.weights.main.region)
         return self.describe_piece(index, flat[start:stop].clone().view(self.weights.main.piece(index).shape))
 
     def local_compute_weights(self) -> tuple[nn.Parameter, ...]:
-        """Make parameters over this rank's part of the compute weights: dtype and shape are those of the full ones."""
+        """Make sharded parameters in the compute dtype, over this rank's shard of the compute weights."""
         region = self.weights.main.region
         part = self.weights.compute.view_of(region)
         made = tuple(
@@ -438,6 +441,7 @@ class ParameterGroup:
         )
         for index, param in enumerate(made):
             if param.requires_grad:
+                # See Note [Weak references].
                 moves = functools.partial(_move_gradient, weakref.ref(self), index)
                 param.register_post_accumulate_grad_hook(moves)
         return made
@@ -489,6 +493,7 @@ class ParameterGroup:
         """Register a hook on a sharded parameter, once, for gradients that autograd computes for it directly."""
         if index not in self._hooked:
             self._hooked.add(index)
+            # See Note [Weak references].
             arrives = functools.partial(_of_autograd, weakref.ref(self), weakref.ref(param), index)
             self.own_hooks.add(param.register_hook(arrives).id)
 
@@ -496,6 +501,7 @@ class ParameterGroup:
         # No view: it would keep the buffer object alive and share its version counter, so that in-place gathers into
         # the rest of the buffer would count as changes of the parameter.
         param = UnevenDTensor.as_parameter(piece.data, frame, original.requires_grad)
+        # Marks of the user have to survive, such as Megatron's `allreduce` and `sequence_parallel`.
         param.__dict__.update(original.__dict__)
         if original.requires_grad:
             self._watch(param, index)
@@ -532,7 +538,7 @@ class ParameterGroup:
 
     @property
     def has_user_hooks(self) -> bool:
-        """Whether the user has hooks on gradients of sharded parameters."""
+        """True if the user has hooks on gradients of sharded parameters."""
         with plain_attributes():
             keys = chain.from_iterable(filter(None, map(_backward_hooks, self.sharded)))
             return not self.own_hooks.issuperset(keys) or any(map(_accumulate_hooks, self.sharded))
@@ -576,7 +582,7 @@ class ParameterGroup:
 
 
 def _set_to_itself(name: str, own_id: int, source: object, *_unused: object) -> object:
-    """Do nothing in place of `set_` of a full parameter to itself; refuse other memory."""
+    """Ignore `set_` of a full parameter to itself; raise for other memory."""
     if id(source) != own_id:
         raise ConfigurationError(
             f"set_() of {name} inside of a forward would give it other memory than that of its unit; copy into the "
@@ -598,10 +604,11 @@ def _move_gradient(group: weakref.ref[ParameterGroup], index: int, local: torch.
 def _of_autograd(
     group: weakref.ref[ParameterGroup], sharded: weakref.ref[Any], index: int, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Cut a gradient that autograd has computed for sharded parameter `index` directly, as of a penalty."""
+    """Shard a gradient that autograd has computed for sharded parameter `index` directly, as of a penalty."""
     alive, param = group(), sharded()
     assert param is not None  # this is its own hook
     if alive is not None and alive.gradients is not None:  # else the model was deleted
+        # Autograd adds what this returns to `.grad` in place. See Note [Who owns a main gradient].
         alive.gradients.detach_main_gradient(index, param)
     frame = param.shard_frame
     sharded_grad = as_sharded(grad, frame)  # the backward of a reduction gives gradients of the global shape
@@ -626,12 +633,14 @@ def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
             continue
         for group in chosen:
             group.weights.measure()
+        # One message per axis: each costs a latency, and a model has hundreds of groups.
         everything = torch.cat(measured)
         for axis in chosen[0].plan.axes:
             if axis.group is not None:
                 dist.all_reduce(everything, op=dist.ReduceOp.MAX, group=axis.group)
         for amaxes, agreed in zip(measured, everything.split([each.numel() for each in measured]), strict=True):
             amaxes.copy_(agreed)
+        # Agreed by now, so every rank of the parameter raises, and none waits in a later collective.
         if has_values(everything) and not everything.isfinite().all():
             name, form = next(
                 (name, quantizer.format.name)

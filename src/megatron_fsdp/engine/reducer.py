@@ -28,15 +28,15 @@ class Stage(NamedTuple):
 
     launch: Launch  # starts it
     result: Callable[[], torch.Tensor]  # to be called once, when it is done
-    # what it reads and writes that the caller did not lend, to be kept until it is done
+    # memory of its own that it reads and writes, to be kept until it is done
     memory: tuple[torch.Tensor, ...] = ()
-    # In place of `result`, writes it times a factor into a tensor; None where that saves nothing.
+    # Instead of `result`: writes it times a factor into a tensor; None if that saves no pass over memory.
     result_into: Callable[[torch.Tensor, float], None] | None = None
-    # what each rank sent, in rank order, where `result` adds that up here; read it once the collective is done
+    # each rank's gradient, in rank order, where `result` adds them up here; to be read once the collective is done
     rows: tuple[torch.Tensor, ...] = ()
 
     def put_into(self, out: torch.Tensor, factor: float) -> None:
-        """Write its result times a factor into a tensor of the same shape; call it in place of `result`."""
+        """Write the result times a factor into a tensor of the same shape; call it instead of `result`."""
         if self.result_into is not None:
             self.result_into(out, factor)
         else:
@@ -63,19 +63,19 @@ class GradientReducer:
 
     @property
     def reduces_outer(self) -> bool:
-        """Whether there is a second stage."""
+        """True if gradients are reduced over the outer ranks in a stage of their own."""
         if self._flat is not None:
             return self.first_region.numel < self.main_region.numel
         return self._outer is not None and self._outer.num_ranks > 1
 
     @property
     def scatters_inner(self) -> bool:
-        """Whether the first stage leaves each inner rank a shard."""
+        """True if the first stage leaves each inner rank a shard."""
         return self.first_region.numel < self._numel
 
     @property
     def scatters_outer(self) -> bool:
-        """Whether the second stage leaves each outer rank a shard."""
+        """True if the second stage leaves each outer rank a shard."""
         return self.main_region.numel < self.first_region.numel
 
     @property
@@ -84,7 +84,7 @@ class GradientReducer:
 
     @property
     def factor(self) -> float:
-        """Factor of the final result."""
+        """Factor that the final result is multiplied by."""
         factor = self.reduction.post_factor
         if self._averages:  # a local sum averages nothing
             factor /= self._inner.num_ranks if self.exchanges_inner else 1
@@ -105,6 +105,7 @@ class GradientReducer:
         if self._flat is not None:
             axis = self._flat.axis
             if self.scatters_inner:
+                # Gradients stay one row per rank until all ranks' rows are here, so one exchange goes over both axes.
                 parts = bucket.view(axis.num_ranks, -1)
                 sent = torch.cat([parts[part] for part in self._flat.shares])  # in the order of those who add them up
                 received = torch.empty_like(sent) if scratch is None else scratch
@@ -112,6 +113,7 @@ class GradientReducer:
                 return stage._replace(memory=(sent, received))
         if not self.scatters_inner:
             if self.reduction.one_by_one and axis.num_ranks > 1:
+                # An all-reduce adds in an order of its own; rows are added in rank order here.
                 received = bucket.new_empty(axis.num_ranks * bucket.numel())
                 stage = _in_rows(axis, received, partial(axis.gather_rows, received, bucket))
                 return stage._replace(memory=(received,))
@@ -130,6 +132,8 @@ class GradientReducer:
         axis, average = self._outer, self._averages
         assert axis is not None
         if self._flat is not None:
+            # The first stage has summed over all ranks; this only spreads the sums to outer ranks that hold the same
+            # part.
             whole = sums.new_empty(self.main_region.numel)
             return Stage(partial(axis.gather_rows, whole, sums), lambda: whole, (sums, whole))
         if not self.scatters_outer:
@@ -155,5 +159,6 @@ def _in_rows(axis: Axis, received: torch.Tensor, launch: Launch) -> Stage:
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
     """Make a stage of the back end's own reduce-scatter, in place: its result is this rank's part of `full`."""
+    # In place, so that no memory for the result is needed: back ends allow the output to be this part of the input.
     reduced = full.narrow(0, axis.rank * numel, numel)
     return Stage(partial(axis.reduce_scatter, reduced, full, average), lambda: reduced)

@@ -5,15 +5,8 @@ over, the weights changed. Each returns a tuple of operations for an executor. U
 surrounds those of the others, so it stays gathered until the weights change, or until the backward ends where its
 memory is freed.
 
-Where compute weights are sharded, gathered units live in a fixed number of *slots*. A unit keeps the slot of its
-first gather, because autograd saves views of the gathered weights and the backward must find the same bytes in the
-same place. A gathered unit that is not in use stays in its slot until another unit needs it, and is released then, so
-the units used last in forward are still gathered when backward begins.
-
-Backward visits nodes in exactly the reverse order of their creation, so when the backward of unit k begins, that of
-every other unit outside k is over: its weights may be released, and a gradient that has not come will not come. That
-is when a unit is reduced, and not when its last gradient arrives: which gradients arrive may depend on data, and the
-order of collectives must not.
+Two notes below say why it decides as it does: [Slots and saved views], and [Why a unit is reduced when the next one
+begins].
 """
 
 from __future__ import annotations
@@ -27,10 +20,28 @@ from typing import NamedTuple
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
+# Note [Slots and saved views]
+#
+# Where compute weights are sharded, unsharded units live in a fixed number of *slots*. A unit keeps the slot of its
+# first all-gather, because autograd saves views of the gathered weights, and backward must find the same bytes in the
+# same place: a pool that hands out any free buffer gives wrong gradients without an error. An unsharded unit that is
+# not in use stays in its slot until another unit needs it, and is resharded then, so the units used last in forward are
+# still there when backward begins.
+#
+# Saved views share the version counters of the full parameters. A reshard raises these, and an unshard into the same
+# memory sets them back, so a backward that no hook has announced raises instead of reading another unit's weights.
+
+# Note [Why a unit is reduced when the next one begins]
+#
+# Backward visits nodes in exactly the reverse order of their creation, so when the backward of unit k begins, that of
+# every other unit outside k is over: its weights may be resharded, and a gradient that has not come will not come. That
+# is when a unit is reduced, and not when its last gradient arrives: which gradients arrive may depend on data, and the
+# order of collectives must not.
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The facts about a model and a strategy that the scheduler needs; units are numbered, the root is 0."""
+    """Facts about a model and a strategy by which the scheduler decides; units are numbered, the root is 0."""
 
     trainable: tuple[bool, ...]  # for each unit, root first, whether it has parameters that take gradients
     gathers: bool = True  # whether compute weights have to be gathered at all (strategies 1 to 3 on more than one rank)
@@ -97,7 +108,7 @@ class StepLength:
         self._backwards = 0
 
     def note_backward(self) -> bool:
-        """Count a backward; return whether it is expected to be the last of its step."""
+        """Count a backward; return True if it is expected to be the last of its step."""
         self._backwards += 1
         return self._backwards == self._expected
 
@@ -108,7 +119,7 @@ class StepLength:
 
 
 class SyncScope(Enum):
-    """How far the gradients of a backward are reduced."""
+    """Extent of a backward's reduction: none, over the inner ranks, or over all."""
 
     NOWHERE = "nowhere"  # kept as full sums
     INSIDE = "inside"  # over the inner ranks; the outer ones wait for the sync
@@ -125,11 +136,11 @@ class SyncMode:
 
     @property
     def syncs(self) -> bool:
-        """Whether the end of the next backward is a gradient sync."""
+        """True if the end of the next backward is a gradient sync."""
         return not self.defer_all and (self.auto_sync or bool(self.is_last_microbatch))
 
     def sync_scope(self, accumulates_shards: bool) -> SyncScope:
-        """Return how far gradients are reduced in the next backward.
+        """Return the sync scope of the next backward.
 
         `accumulates_shards`: they are held as shards between syncs (strategies 2 and 3), so they have to be reduced
         over the inner ranks each time unless everything is deferred.
@@ -157,7 +168,7 @@ class SyncMode:
 
 
 class Action(Enum):
-    """What an operation does to its unit."""
+    """Kind of an operation."""
 
     UNSHARD = "unshard"  # start to all-gather the weights into the slot
     WAIT = "wait"  # make the gathered weights usable by compute
@@ -181,7 +192,7 @@ class Operation(NamedTuple):
 
 
 class Residence(Enum):
-    """Where a unit's full compute weights are."""
+    """State of a unit's full compute weights."""
 
     SHARDED = "sharded"  # not gathered, or stale
     UNSHARDING = "unsharding"
@@ -219,7 +230,7 @@ class _SlotState:
 
 @dataclass
 class Scheduler:
-    """Decides which units are gathered, waited for, released and reduced, and in which order."""
+    """Decides which units are unsharded, waited for, resharded and reduced, and in which order."""
 
     config: ScheduleConfig
     _units: list[_UnitState] = field(init=False)
@@ -249,6 +260,7 @@ class Scheduler:
         else:
             if not self._forward_stack:
                 self._forward_order.begin()
+            # Without the root, which calls every unit, and without the unit itself, whose module may call itself.
             state.hosts.update(host for host in self._forward_stack if host not in (ROOT_UNIT, unit))
         self._forward_stack.append(unit)
         if self._in_backward:
@@ -258,8 +270,9 @@ class Scheduler:
     def forward_ends(self, unit: int, needs_backward: bool) -> int:
         """End a unit's forward (also by an exception); `needs_backward`: it will have a backward.
 
-        Returns the weights_version of the weights it used, to be handed to `backward_begins`.
+        Returns the version of the weights that it used, to be handed to `backward_begins`.
         """
+        # An exception may have ended forwards inside of this one without a call.
         while self._forward_stack and self._forward_stack.pop() != unit:
             pass
         state = self._units[unit]
@@ -268,6 +281,8 @@ class Scheduler:
             if not self._forward_stack:
                 self._forward_order.end()
         elif self._backward_unit not in state.hosts:
+            # A checkpointed forward ran without a graph, so it was not counted: this recomputation will have the
+            # backward.
             if needs_backward and state.open_forwards == 0 and not (self._unsettled and self._unsettled[-1] == unit):
                 state.open_forwards = 1
             if unit != ROOT_UNIT:
@@ -290,6 +305,7 @@ class Scheduler:
             self._in_backward = True
             self._backward_order.begin()
         if unit != ROOT_UNIT:
+            # See Note [Why a unit is reduced when the next one begins].
             operations += self._settle_before(unit)
             self._backward_unit = unit
         state = self._units[unit]
@@ -300,7 +316,7 @@ class Scheduler:
         return tuple(operations)
 
     def gradient_arrives(self, unit: int) -> None:
-        """Follow the first gradient of a unit since its last reduction.
+        """Note the first gradient of a unit since its last reduction.
 
         Raises:
             ScheduleError: The unit's weights were not gathered, so that the gradient cannot be right.
@@ -317,7 +333,7 @@ class Scheduler:
         state.in_backward, state.reduced = True, False
 
     def gradients_ready(self, unit: int) -> tuple[Operation, ...]:
-        """Reduce a unit now, whose gradients are complete by the word of a caller who drives the passes by hand."""
+        """Reduce a unit that a caller who drives the passes by hand declares complete."""
         if not self.config.reduces_early or unit == ROOT_UNIT:
             return ()
         self._units[unit].reduced = True
@@ -330,6 +346,7 @@ class Scheduler:
             returned = returned | self.config.returned_before_step
         done = [unit for unit in sorted(returned) if unit not in self._forward_stack]
         operations = [operation for unit in done for operation in self._reshard(unit)]
+        # By number and not in the order of the pass: all ranks reduce alike, whatever gradients came.
         for unit in range(len(self._units) - 1, -1, -1):
             state = self._units[unit]
             began = state.in_backward or (unit == ROOT_UNIT and self._in_backward)
@@ -343,11 +360,11 @@ class Scheduler:
         return (*operations, Operation(_FINALISE, ROOT_UNIT))
 
     def prefetch_requested(self, unit: int) -> tuple[Operation, ...]:
-        """Start to gather a unit ahead of its forward where there is room."""
+        """Unshard a unit ahead of its forward if there is a slot for it."""
         return tuple(self._unshard(unit, spare=range(len(self._units)), must=False)) if self.config.gathers else ()
 
     def weights_requested(self, unit: int) -> tuple[Operation, ...]:
-        """Gather a unit that is needed now, outside of its forward, and wait for it."""
+        """Unshard a unit that is needed now, outside of its forward, and wait for it."""
         if not self.config.gathers:
             return ()
         operations = self._unshard(unit, spare=(unit,), must=True)
@@ -357,12 +374,12 @@ class Scheduler:
         return tuple(operations)
 
     def release_requested(self, unit: int) -> tuple[Operation, ...]:
-        """Release a unit that a caller does not need any more, unless it is in use or the root."""
+        """Reshard a unit that a caller does not need any more, unless it is in use or the root."""
         in_use = unit in (ROOT_UNIT, self._backward_unit) or unit in self._forward_stack
         return () if in_use or not self.config.shares_slots else tuple(self._reshard(unit))
 
     def weights_changed(self) -> tuple[Operation, ...]:
-        """Release all units, since main weights are newer: all have to be gathered again before their next use."""
+        """Reshard all units, since main weights are newer: each is unsharded again before its next use."""
         if self._forward_stack:
             raise ScheduleError("the weights were changed inside a forward; change them between forward passes")
         self._weights_version += 1
@@ -372,7 +389,7 @@ class Scheduler:
         return tuple(operation for unit in range(len(self._units)) for operation in self._reshard(unit))
 
     def weights_may_have_changed(self) -> tuple[Operation, ...]:
-        """Release all units between passes: a replayed graph may have changed weights, and its gathers are not known.
+        """Reshard all units between passes: a replayed graph may have changed weights, and unsharded units are unknown.
 
         Forwards whose backward has not begun stay as they are: their weights are gathered again for it.
         """
@@ -399,7 +416,7 @@ class Scheduler:
         return operations
 
     def look_ahead(self, depth: int, may_grow: bool) -> None:
-        """Change the number of units to gather ahead, in both directions, to at most the slots besides the one in use.
+        """Change the number of units to unshard ahead, in both directions, to at most the slots besides the one in use.
 
         Where it `may_grow`, slots are added for them; slots are never removed.
         """
@@ -413,26 +430,26 @@ class Scheduler:
         """Change which parameters take gradients."""
         self.config = replace(self.config, trainable=tuple(map(any, units)))
 
-    # ---- questions ----------------------------------------------------------------------------------------------
+    # ---- state --------------------------------------------------------------------------------------------------
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass is running."""
+        """True if a backward pass is running."""
         return self._in_backward
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward (or recomputation) of some unit is running."""
+        """True if a forward (or recomputation) of some unit is running."""
         return bool(self._forward_stack)
 
     def forward_depth(self, unit: int) -> int:
-        """Return how many forwards of the unit are running, one inside another."""
+        """Return the number of the unit's running forwards, one inside another."""
         return self._forward_stack.count(unit)
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 
     def _need(self, unit: int, order: RecordedOrder, depth: int) -> tuple[Operation, ...]:
-        """Gather the unit (unless it is gathered), then those expected next, then wait for the unit."""
+        """Unshard the unit (unless it is unsharded), then those expected next, then wait for the unit."""
         order.note(unit)
         self._clock += 1
         if not self.config.gathers:
@@ -441,6 +458,7 @@ class Scheduler:
         state = self._units[unit]
         operations = self._unshard(unit, spare=(unit,), must=True)
         for position, ahead in enumerate(upcoming):
+            # It must not evict what is needed sooner.
             if self._units[ahead].residence is _SHARDED:
                 operations += self._unshard(ahead, spare=(unit, *upcoming[: position + 1]), must=False)
         if state.residence is _UNSHARDING:
@@ -451,14 +469,14 @@ class Scheduler:
         return tuple(operations)
 
     def _settle_before(self, unit: int) -> list[Operation]:
-        """Settle the units whose backward is over now that another one's begins; those that call it go on."""
+        """Reduce units whose backward has ended; callers of this unit are still running."""
         callers = self._units[unit].hosts
         finished = [other for other in self._unsettled if other != unit and other not in callers]
         self._unsettled = [other for other in self._unsettled if other != unit and other in callers] + [unit]
         return [operation for other in finished for operation in self._settle(other)]
 
     def _settle(self, unit: int) -> list[Operation]:
-        """Reduce a unit whose backward is over, even if some of its gradients never came."""
+        """Reduce a unit whose backward has ended, even if some of its gradients never came."""
         state = self._units[unit]
         done = state.reduced or state.open_forwards > 0 or not self.config.trainable[unit]
         if done or not self.config.reduces_early:
@@ -475,6 +493,7 @@ class Scheduler:
             slot = self._choose_slot(unit, spare, must)
             if slot is None:
                 return []
+            # Only now is the unit that was in the slot resharded. See Note [Slots and saved views].
             if (occupant := self._slots[slot].unit) is not None:
                 operations += self._reshard(occupant)
             self._slots[slot] = _SlotState(unit, self._clock)
@@ -485,9 +504,12 @@ class Scheduler:
 
     def _choose_slot(self, unit: int, spare: Collection[int], must: bool) -> int | None:
         """Return the unit's own slot if possible, else an empty or the least recently used one; a new one if `must`."""
+        # See Note [Slots and saved views].
         own = None if unit in self.config.resized else self._units[unit].slot
         if own is not None and self._can_evict(own, spare):
             return own
+        # A prefetch waits until its own slot is free. A unit that is needed now takes another, unless saved views bind
+        # it.
         if own is not None and (not must or self._units[unit].open_forwards > 0):
             if not must:
                 return None
@@ -508,6 +530,7 @@ class Scheduler:
     def _free_slot(self, spare: Collection[int], must: bool) -> int | None:
         """Return an empty or the least recently used slot; a new one if `must`."""
         free = [slot for slot in range(len(self._slots)) if self._can_evict(slot, spare)]
+        # Several units may be in use at once, as where one calls another.
         if not free and must:
             self._slots.append(_SlotState())
             return len(self._slots) - 1
@@ -528,6 +551,7 @@ class Scheduler:
         state = self._units[unit]
         if state.residence is _SHARDED:
             return []
+        # An all-gather in flight would still write into the slot.
         operations = [Operation(_WAIT, unit)] if state.residence is _UNSHARDING else []
         state.become(_SHARDED)
         if state.slot is not None and self._slots[state.slot].unit == unit:

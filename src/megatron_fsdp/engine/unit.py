@@ -1,4 +1,4 @@
-"""A unit: parameters that are gathered and released together, and the places in the module tree that hold them."""
+"""A unit: parameters that are unsharded and resharded together, and the places in the module tree that hold them."""
 
 from __future__ import annotations
 
@@ -70,22 +70,22 @@ class Unit:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter takes a gradient."""
+        """True if any parameter takes a gradient."""
         return any(group.is_trainable for group in self.groups)
 
     @property
     def shards_compute_weights(self) -> bool:
-        """Whether full weights exist only while gathered."""
+        """True if full weights exist only while gathered."""
         return bool(self._slotted)
 
     @property
     def only_looks_up(self) -> bool:
-        """Whether it has sharded weights, and backward reads none of them."""
+        """True if weights are sharded and backward reads none of them, as those of an embedding."""
         return self.shards_compute_weights and all(plan.is_looked_up for plan in self.group_plans)
 
     @property
     def exchanges_inner(self) -> bool:
-        """Whether reducing any group over the inner ranks needs scratch."""
+        """True if reducing any group over the inner ranks needs scratch."""
         return any(plan.exchanges_inner for plan in self.group_plans)
 
     @property
@@ -94,7 +94,7 @@ class Unit:
         return self.name or "(root)"
 
     def set_error_owner(self, remedy: str) -> None:
-        """Name the unit and a remedy in errors about sharded parameters that are used where whole ones are needed."""
+        """Set the unit and the remedy that errors about sharded parameters name, where full ones are needed."""
         owner = OwningUnit(self.label, remedy)
         for group in self.groups:
             for name, frame in zip(group.names, group.frames, strict=True):
@@ -108,7 +108,7 @@ class Unit:
 
     @property
     def needs_outer_all_gather(self) -> bool:
-        """Whether outer ranks have parts of the last update that were not gathered here."""
+        """True if the last update was not all-gathered over the outer ranks yet."""
         return self._outer_gather_is_due and any(group.plan.gathers_outer for group in self.groups)
 
     def all_gather_outer(self, stream: CommStream) -> None:
@@ -123,18 +123,20 @@ class Unit:
             ]
 
     def expect_outer_update(self) -> None:
-        """All-gather over the outer ranks before the next forward: weights were, or may have been, updated."""
+        """Mark weights as updated: they are all-gathered over the outer ranks before the next forward."""
         self._outer_gather_is_due = True
 
     def wait_for_outer(self) -> None:
-        """Wait for the gathers of `all_gather_outer`."""
+        """Wait for the all-gathers of `all_gather_outer`."""
+        # See `install_main_weights`.
         self._await(self._outer_works)
 
     def unshard(self, stream: CommStream, block: Block | None, copy_stream: CommStream) -> None:
         """Start to all-gather the compute weights, into `block` where they are sharded between uses.
 
-        Shards that rest elsewhere are copied there before, on `copy_stream`.
+        Offloaded shards are copied there before, on `copy_stream`.
         """
+        # The same block again: the full parameters are views of it already, and so are those that autograd saved.
         if block is not None and (block is not self._block or not self._are_pointed):
             self._use(block)
         for group, full in zip(self.groups, self.gathered, strict=True):
@@ -148,7 +150,8 @@ class Unit:
                 self.works.append(stream.submit(partial(group.weights.all_gather_into, full), after=after))
 
     def wait_for_unshard(self) -> None:
-        """Make the gathered weights usable."""
+        """Wait for the all-gathers, and decode encoded weights."""
+        # Weights that are whole on every inner rank have no all-gather but this one.
         self._await(self._outer_works)
         if self._await(self.works):
             for group, full in zip(self.groups, self.gathered, strict=True):
@@ -157,7 +160,7 @@ class Unit:
 
     @staticmethod
     def _await(works: list[Work]) -> bool:
-        """Wait for works and remove them; return whether there were any."""
+        """Wait for works and remove them; return True if there were any."""
         for work in works:
             work.wait()
         was_any = bool(works)
@@ -169,13 +172,13 @@ class Unit:
         return all(group.is_pointed for group in self.groups if group.plan.gathered_bytes)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a view of this unit's gathered weights, where these live in a slot."""
+        """Return True if a tensor is a view of this unit's gathered weights in a slot."""
         return self._block is not None and self._block.holds(tensor)
 
     def reshard(self, loses_memory: bool) -> None:
-        """Release the gathered weights, which are stale or about to be overwritten; with `loses_memory` free them."""
-        # Autograd's saved views share the version counters of the full parameters, and notice a change: a backward that
-        # nobody announced raises "modified by an inplace operation" where it would read the weights of another unit.
+        """Give up the gathered weights, which are stale or about to be overwritten; `loses_memory`: they were freed."""
+        # See Note [Slots and saved views]: an unannounced backward raises "modified by an inplace operation" where it
+        # would read the weights of another unit.
         self._mark(1)
         for group in self.groups:
             group.release()
@@ -187,13 +190,13 @@ class Unit:
                 group.invalidate_full()
 
     def _mark(self, version: int) -> None:
-        """Set the version counters of full parameters that live in a slot; saved views of them share these."""
+        """Set the version counters of full parameters in a slot, which saved views of them share."""
         if self._slotted:
             torch._C._autograd._unsafe_set_version_counter(self._slotted, self._versions[version])
 
     def _use(self, block: Block) -> None:
-        # A unit comes back to the block that it had while a forward waits for its backward: the views that autograd
-        # saved point there, and would read another unit's weights if it were gathered elsewhere.
+        # Only while no forward waits for its backward is this another block than before. See Note [Slots and saved
+        # views].
         self._block = block
         for group_index, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):
             if not group.plan.gathered_bytes:
@@ -223,10 +226,11 @@ class Unit:
                 setattr(module, attribute, param)
 
     def check_untouched(self, module_index: int) -> None:
-        """Refuse writes into the gathered weights of a module whose forward has run: they would be lost at the reshard.
+        """Raise if a module's forward wrote into its gathered weights: the change would be lost at the reshard.
 
         The error names the module; its parameters may share a version counter, so that none can be named.
         """
+        # `wait_for_unshard` has set the counters to 0, and all-gathers do not raise them: something else has written.
         if any(map(_version, self._slotted_in[module_index])):
             self._mark(0)
             where = self.modules[module_index] if self.modules else self.label
@@ -250,6 +254,7 @@ class Unit:
         self._swapped.update(range(len(self._swaps)))
         for group, params, sites in zip(self.groups, copies, self._sites, strict=True):
             for sharded, param, of_param in zip(group.sharded, params, sites, strict=True):
+                # Every site of a tied weight, or the module that was left out would compute with the sharded one.
                 for module, attribute in of_param:
                     if module._parameters.get(attribute) is not sharded:
                         raise self._refusal_of(module, attribute)
@@ -263,21 +268,22 @@ class Unit:
         )
 
     def has_parameters_in(self, modules: Collection[int]) -> bool:
-        """Return whether any module whose id is given holds a parameter of the unit."""
+        """Return True if a module, of those whose ids are given, holds a parameter of the unit."""
         sites = chain.from_iterable(chain.from_iterable(self._sites))
         return any(id(module) in modules for module, _ in sites)
 
     def holds_copy(self, group_index: int, index: int, copy: nn.Parameter) -> bool:
-        """Return whether parameter `index` of a group is `copy` at every site in the module tree."""
+        """Return True if parameter `index` of a group is `copy` at every site in the module tree."""
         return all(module._parameters.get(name) is copy for module, name in self._sites[group_index][index])
 
     @property
     def main_changed(self) -> bool:
-        """Whether main weights were written to since they were last installed."""
+        """True if main weights were written to since they were last installed."""
         return any(group.main_changed for group in self.groups)
 
     def install_main_weights(self) -> None:
         """Copy main weights into this rank's part of the compute weights."""
+        # It writes into the memory of the weights, and would undo what is copied into them now.
         self.wait_for_outer()
         self.expect_outer_update()
         for group in self.groups:
@@ -286,12 +292,12 @@ class Unit:
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def bucket_of(self, group_index: int, block: Block) -> torch.Tensor:
-        """Return what of a borrowed block belongs to a group, (numel,) in the communication dtype."""
+        """Return a group's slice of a bucket, (numel,) in the communication dtype."""
         plan = self.groups[group_index].plan
         return block.view(self._bucket_offsets[group_index], plan.layout.numel, plan.precision.grad_comm)
 
     def outer_buffer_of(self, group_index: int, block: Block | None) -> tuple[torch.Tensor, ...]:
-        """Return what a group sends over the outer axis from, and receives into; nothing without a block."""
+        """Return a group's send and receive buffers of the outer reduction; empty without a block."""
         if block is None:
             return ()
         plan, offsets = self.groups[group_index].plan, outer_buffer_offsets(self.group_plans)[0]
@@ -326,7 +332,7 @@ def _swaps(
 
 
 class StructureCheck:
-    """Finds trainable parameters that joined the model after sharding: each rank would train its own.
+    """Check for trainable parameters that joined the model after sharding: each rank would train its own.
 
     Modules around known ones (wrappers) and modules without trainable parameters may come and go.
     """
@@ -340,11 +346,11 @@ class StructureCheck:
         }
 
     def note_compiled(self, label: str, unit_module: nn.Module) -> None:
-        """Refuse from now on that a unit's module, which was compiled in place before, is compiled once more."""
+        """Remember a unit's module that was compiled in place; `check` refuses that it is compiled again."""
         self._compiled.append((label, unit_module, unit_module._compiled_call_impl))
 
     def check(self) -> None:
-        """Check every module once; refuse the first module or parameter that is new, or unit that is compiled again."""
+        """Raise for the first module or parameter that is new, or unit that was compiled again."""
         for label, unit_module, call in self._compiled:
             if unit_module._compiled_call_impl is not call:
                 raise ConfigurationError(

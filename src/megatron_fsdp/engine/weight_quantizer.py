@@ -1,4 +1,4 @@
-"""Compute weights in a weight format: which parameters have one, and the bytes of a group's flat buffer."""
+"""Compute weights in a weight format: the parameters that have one, and the bytes of a group's flat buffer."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _check_patterns(
     names: Sequence[str],
     found: Mapping[str, WeightFormat],
 ) -> None:
-    """Refuse a pattern that takes effect on no parameter."""
+    """Raise if a pattern takes effect on no parameter."""
     for pattern, form in patterns.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigurationError(
@@ -107,7 +107,7 @@ def _check_patterns(
 
 
 def _is_multiplied(param: torch.Tensor, sites: ParameterSites) -> bool:
-    """Return whether nothing but plain linears hold a parameter, as their weight: a plain one, or a cut one."""
+    """Return True if only linears, plain or cut by tensor parallelism, hold a parameter, as their weight."""
     is_cut = isinstance(param, DTensor) and all(placement.is_shard() for placement in param.placements)
     return (is_cut or type(param) in (nn.Parameter, FakeTensor)) and all(
         type(owner) is nn.Linear and attribute == "weight" and "forward" not in owner.__dict__
@@ -126,7 +126,7 @@ class WeightQuantizer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it keeps on the device."""
+        """Bytes of amaxes and scales that are kept on the device."""
         return self.amaxes.nbytes
 
     def bytes_of(self, numel: int) -> int:
@@ -134,12 +134,12 @@ class WeightQuantizer:
         return encoded_bytes(self.format, numel)
 
     def measure(self, main: FlatBuffer) -> None:
-        """Set `amaxes` to those of this rank's elements."""
+        """Set `amaxes` to those of this rank's shard."""
         for index in range(self.amaxes.numel()):
             self._own(self.amaxes, index).copy_(self.format.amax(main.piece(index).view(-1)))
 
     def is_finite(self, index: int) -> bool:
-        """Return whether the amax of tensor `index` is finite."""
+        """Return True if the amax of tensor `index` is finite."""
         return bool(self._own(self.amaxes, index).isfinite().all())
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
@@ -194,7 +194,7 @@ class WrappingQuantizer(WeightQuantizer):
 
     @abstractmethod
     def blank_codes(self, index: int) -> Any:
-        """Return codes without memory, of the shapes of those of tensor `index`."""
+        """Return placeholders without memory, shaped as the codes of tensor `index`."""
 
     @abstractmethod
     def wrap(self, index: int, codes: Any) -> torch.Tensor:
@@ -202,14 +202,14 @@ class WrappingQuantizer(WeightQuantizer):
 
     @abstractmethod
     def point(self, index: int, made: Any, codes: Any) -> None:
-        """Let a tensor that `wrap` made be around other codes."""
+        """Re-point a wrapped tensor at new codes."""
 
     @abstractmethod
     def update(self, index: int, made: Any, full: torch.Tensor) -> None:
-        """Tell a tensor that `wrap` made that its codes, in gathered bytes `full`, are new."""
+        """Renew a wrapped tensor after an all-gather of its codes in `full`."""
 
     def release(self, made: Any) -> None:
-        """Tell a tensor that `wrap` made that its codes are not gathered any more."""
+        """Release a wrapped tensor, whose codes are resharded."""
 
 
 class EncodedBuffer(FlatBuffer):

@@ -37,7 +37,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # inputs of other class
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Return whether a device has float8 products: NVIDIA GPUs from compute capability 8.9 on."""
+    """Return True if a device has float8 products: NVIDIA GPUs from compute capability 8.9 on."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     cuda = torch.get_device_module(device)
@@ -45,7 +45,7 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def _emulates(device: torch.device, shape: Sequence[int]) -> bool:
-    """Return whether codes of a shape are multiplied by emulation."""
+    """Return True if codes of a shape are multiplied by emulation."""
     return not multiplies_float8(device) or any(size % _MULTIPLE for size in shape)
 
 

@@ -377,7 +377,7 @@ class _Piece:
         self._new: dict[int, Tensor] = {}  # scales of blocks that are shared
 
     def shares(self, block: int) -> bool:
-        """Return whether there are elements of a block here."""
+        """Return True if there are elements of a block here."""
         return self.first <= block < self._last
 
     def maxima_in(self, block: int) -> Tensor:

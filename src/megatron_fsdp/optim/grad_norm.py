@@ -93,7 +93,7 @@ def _check(engine: Engine, max_norm: float, norm_type: float) -> None:
 
 
 def is_known_to_be_one(factor: torch.Tensor) -> bool:
-    """Return whether a factor is 1, where it can be read without a device sync."""
+    """Return True if a factor is 1, where it can be read without a device sync."""
     return factor.is_cpu and has_values(factor) and factor.item() == 1.0
 
 

@@ -50,7 +50,7 @@ State = dict[str, Any]
 
 
 def steps_locally(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer of this kind can step on local tensors."""
+    """Return True if an optimizer of this kind can step on local tensors."""
     return type(optimizer) in _SHARDED_STATE
 
 
@@ -354,7 +354,7 @@ def check_offload(optimizer: Optimizer) -> None:
 
 
 def _pages(optimizer: Optimizer) -> bool:
-    """Return whether the state of any parameter rests elsewhere than the optimizer would make it."""
+    """Return True if the state of any parameter rests elsewhere than the optimizer would make it."""
     return any(memory_of(param)[0] is not None for param in params_of(optimizer))
 
 

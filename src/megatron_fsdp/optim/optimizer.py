@@ -372,7 +372,7 @@ def _make_step(optimizer: Optimizer) -> Step:
 
 
 def _moves_state(optimizer: Optimizer) -> bool:
-    """Return whether state of some parameters of an optimizer rests elsewhere than on the device."""
+    """Return True if state of some parameters of an optimizer rests elsewhere than on the device."""
     return any(engine_of(param).sharding.options.offload.optimizer_state for param in params_of(optimizer))
 
 

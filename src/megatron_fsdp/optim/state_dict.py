@@ -168,7 +168,7 @@ def _with_numbers(state_dict: StateDict) -> StateDict:
 
 
 def is_known_without_a_step(optimizer: Optimizer) -> bool:
-    """Return whether the initial state of an optimizer can be made without a step: it is one of torch's, or ours."""
+    """Return True if the initial state of an optimizer can be made without a step: it is one of torch's, or ours."""
     kind = type(optimizer)
     if isinstance(optimizer, ChainedOptimizer):
         return all(map(is_known_without_a_step, optimizer.optimizers))

@@ -149,7 +149,7 @@ class StepInBackward:
 
     @property
     def is_of_the_last_backward(self) -> bool:
-        """Whether the model has run no backward since."""
+        """True if the model has run no backward since."""
         return self._groups_of_backward.is_of_the_last_backward
 
     def end(self) -> None:
@@ -284,7 +284,7 @@ class GroupsOfBackward(OptimizerInBackward):
 
     @property
     def is_of_the_last_backward(self) -> bool:
-        """Whether the model has run no backward since this one."""
+        """True if the model has run no backward since this one."""
         engine = self._engine()
         return engine is not None and engine.backward_number == self._first_backward
 
@@ -357,7 +357,7 @@ class GroupsOfBackward(OptimizerInBackward):
                 self._take(group, reached(engine.device))
 
     def _is_final(self, engine: Engine, group: ParameterGroup) -> bool:
-        """Return whether nothing can change the gradients of a group, but what is refused; the same on every rank."""
+        """Return True if nothing can change the gradients of a group, but what is refused; the same on every rank."""
         gradients = group.gradients
         assert gradients is not None
         if not group.plan.offloads_main or gradients.is_busy or group.has_user_hooks:

@@ -220,7 +220,7 @@ class _Entry:
 
     @property
     def is_cut_further(self) -> bool:
-        """Whether more than the sharding axis cuts it."""
+        """True if more than the sharding axis cuts it."""
         plan = self.group.plan
         part = plan.parts[self.index]
         return plan.num_shards > plan.axis.num_ranks or (part is not None and part.is_cut)

@@ -76,7 +76,7 @@ def other_shards(value: object, frame: ShardFrame) -> str | None:
 
 
 def are_from_file(values: Iterable[object]) -> bool:
-    """Return whether there are shards that were unpickled, as from one file that all ranks read."""
+    """Return True if there are shards that were unpickled, as from one file that all ranks read."""
     return any(
         isinstance(value, UnevenDTensor) and value.shard_frame.is_from_file and not value.shard_frame.is_whole
         for value in values

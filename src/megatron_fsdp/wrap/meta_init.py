@@ -34,7 +34,7 @@ class Uninitialized:
 
     @property
     def is_unset(self) -> bool:
-        """Whether some element never got a value; for integers, whether none did."""
+        """True if some element never got a value; for integers, whether none did."""
         tensor = self.tensor.detach()
         if tensor.is_meta or not tensor.numel():
             return tensor.is_meta
@@ -133,7 +133,7 @@ def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> 
 
 
 def has_meta(module: nn.Module, but: Collection[int] = ()) -> bool:
-    """Return whether a module itself holds a tensor without memory, besides those with ids in `but`."""
+    """Return True if a module itself holds a tensor without memory, besides those with ids in `but`."""
     return next(meta_tensors(module, but), None) is not None
 
 

@@ -214,7 +214,7 @@ class Exchange:
         self._found: dict[tuple[int, int], tuple[Box, ...]] = {}
 
     def sends(self, index: int, place: int) -> bool:
-        """Return whether a rank sends its shard to the owner: those that hold one copy of the matrix between them."""
+        """Return True if a rank sends its shard to the owner: those that hold one copy of the matrix between them."""
         spread = self.frames[index].description.spread_dims
         own, other = self.ranks.coordinates[self._owners[index]], self.ranks.coordinates[place]
         return all(a == b for dim, (a, b) in enumerate(zip(own, other, strict=True)) if dim not in spread)

@@ -66,13 +66,13 @@ def steps_whole_tensors(kind: Kind) -> Kind:
 
 
 def steps_owned(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is of a class that is stepped here."""
+    """Return True if an optimizer is of a class that is stepped here."""
     kind = type(optimizer)
     return kind is torch.optim.Adafactor or getattr(kind, _DECLARED, None) is kind
 
 
 def inherits_declaration(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is of a class that declares nothing, below one that is declared."""
+    """Return True if an optimizer is of a class that declares nothing, below one that is declared."""
     return not steps_owned(optimizer) and hasattr(type(optimizer), _DECLARED)
 
 
@@ -120,7 +120,7 @@ class _Stepped:
         return self.owner == self.ranks.rank
 
     def must_move(self, value: object) -> bool:
-        """Return whether the owner does not hold the whole of a state tensor."""
+        """Return True if the owner does not hold the whole of a state tensor."""
         if type(value) is not UnevenDTensor:
             return False
         held = value.shard_frame.description.boxes_at(self.ranks.coordinates[self.owner])
