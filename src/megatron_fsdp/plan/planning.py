@@ -165,9 +165,17 @@ def share_workload(name: str, share: DecoderShare, notes: tuple[str, ...] = ()) 
 def _notes(module: nn.Module, sequence_length: int) -> Iterator[str]:
     if not module.training:
         yield "The model is in evaluation mode, so nothing is dropped out; call train()."
-    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    config = getattr(module, "config", None)
+    if _labels_rows(module) and getattr(config, "pad_token_id", None) is None:
+        yield "The config has no pad_token_id, without which a decoder takes one row (--micro-batch-size 1); set it."
+    longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and sequence_length > longest:
         yield f"The model was made for {longest:,} tokens, and the sequences have {sequence_length:,}."
+
+
+def _labels_rows(module: nn.Module) -> bool:
+    """Return whether a model of transformers takes a label for each row instead of each token."""
+    return type(module).__name__.endswith("ForSequenceClassification")
 
 
 def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> Mapping[str, Any]:
@@ -187,7 +195,13 @@ def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> 
     tokens = torch.empty((micro_batch, sequence_length), dtype=torch.long, device="meta")
     without_cache = {"use_cache": False} if "use_cache" in arguments else {}
     decoded = {"decoder_input_ids": tokens} if "decoder_input_ids" in arguments else {}
-    return {"input_ids": tokens, "labels": tokens, **decoded, **without_cache}
+    labels = tokens
+    if _labels_rows(module):
+        kind = config.problem_type or ("regression" if config.num_labels == 1 else "single_label_classification")
+        is_class = kind == "single_label_classification"
+        shape = (micro_batch,) if is_class or config.num_labels == 1 else (micro_batch, config.num_labels)
+        labels = torch.empty(shape, dtype=torch.long if is_class else torch.get_default_dtype(), device="meta")
+    return {"input_ids": tokens, "labels": labels, **decoded, **without_cache}
 
 
 def _samples(inputs: Any) -> int:
@@ -406,7 +420,7 @@ def _profile(workload: Workload, model: PlannedModel) -> ComputeProfile:
         raise ConfigurationError(
             f"{workload.class_name} cannot be run without memory on what it was given ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}); give other inputs= (--inputs) and loss_fn= (--loss), on which its "
-            "forward does not depend on values"
+            f"forward does not depend on values{''.join(f'; {note}' for note in workload.notes).rstrip('.')}"
         ) from error
 
 
