@@ -173,6 +173,11 @@ def test_moving_to_where_it_is_does_nothing_and_elsewhere_is_refused() -> None:
         told = re.escape(f"cannot be moved or cast (from torch.float32 on cpu to {target})")
         with pytest.raises(ValueError, match=f"{told}.*do that before fully_shard"):
             move()
+    for whole in (model, model.module, torch.nn.Sequential(model)):
+        with pytest.raises(
+            ConfigurationError, match=r"cannot be given other memory \(of torch.float32 on cpu, by to_emp"
+        ):
+            whole.to_empty(device="cpu")
     assert largest_difference(weights(model), before) == 0.0
     assert kinds(model) == {"sharded"}
 

@@ -421,11 +421,18 @@ def _checked(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 def check_conversion(params: Iterable[torch.Tensor], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Raise if a function would move or cast sharded parameters, which are views of flat buffers."""
     for dtype, device in {(each.dtype, each.device): None for each in params if isinstance(each, UnevenDTensor)}:
-        moved = fn(torch.empty(0, dtype=dtype, device=device))
+        given = torch.empty(0, dtype=dtype, device=device)
+        moved = fn(given)
         if (moved.dtype, moved.device) != (dtype, device):
             raise ConfigurationError(
                 f"a sharded model cannot be moved or cast (from {dtype} on {device} to {moved.dtype} on "
                 f"{moved.device}); do that before fully_shard, or choose dtypes by MixedPrecisionPolicy"
+            )
+        if moved.untyped_storage()._cdata != given.untyped_storage()._cdata:  # to_empty, which would do nothing
+            raise ConfigurationError(
+                f"a sharded model cannot be given other memory (of {dtype} on {device}, by to_empty or a function for "
+                "_apply); do that before fully_shard, which also takes models on the meta device, or write values "
+                "into the parameters under torch.no_grad()"
             )
 
 
