@@ -228,14 +228,14 @@ def test_switch() -> None:
 Fault = Callable[[], Any]
 
 
-def _release_skipped() -> Any:
-    original = Scheduler._release
+def _reshard_skipped() -> Any:
+    original = Scheduler._reshard
 
     def dropping(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
         found = original(self, *args, **kwargs)
         return type(found)(operation for operation in found if operation.action is not Action.RESHARD)
 
-    return mock.patch.object(Scheduler, "_release", dropping)
+    return mock.patch.object(Scheduler, "_reshard", dropping)
 
 
 def _released_inside_its_forward() -> Any:
@@ -294,8 +294,8 @@ MODELS: list[MegatronFSDP] = []
 """The model that is trained with a fault."""
 
 FAULTS: dict[str, tuple[Fault, str]] = {
-    "a RELEASE skipped": (
-        _release_skipped,
+    "a RESHARD skipped": (
+        _reshard_skipped,
         r"unit floors.2: gathered weights cannot be gathered into memory in which unit floors.\d is READY",
     ),
     "a wait that does not wait": (
