@@ -83,7 +83,7 @@ _HOMES = {
 
 
 class _Package(ModuleType):
-    """This package. `megatron_fsdp.fully_shard` is the function, also once the module of that name is imported."""
+    """Module type of this package: its `fully_shard` stays the function after the import of that submodule."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _HOMES and isinstance(value, ModuleType):  # the import of a submodule sets it here

@@ -1,4 +1,4 @@
-"""The exceptions of this library: one small family, each also a standard type; warnings, and what may be printed."""
+"""The exceptions of this library, each also a standard type; warnings, and bounded texts of errors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 _NOT_THE_USER = (__name__.partition(".")[0], "torch", "dataclasses", "contextlib", "functools")
-"""Top-level modules whose frames are skipped: ours, and those that call us for the user (`with`, decorators)."""
+"""Top-level modules whose frames are skipped: ours, and those through which users call us (`with`, decorators)."""
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning, *, is_first: bool | None = None) -> None:
-    """Warn at the line of the user that has led here, on the first of the ranks, which all would say the same.
+    """Warn at the user's line, on the first rank only.
 
     Args:
         message: What was adjusted or ignored, and what to write instead.
         category: Category of the warning.
-        is_first: Whether this rank is the first of those; None: of all ranks, as far as there are any yet.
+        is_first: True on the first of the ranks concerned; None: the first of all ranks, if there are any yet.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -33,17 +33,17 @@ def warn_caller(message: str, category: type[Warning] = UserWarning, *, is_first
 
 
 def has_control_characters(text: str) -> bool:
-    """Return whether a text cannot be printed or written as it is: control characters steer terminals."""
+    """Return True if a text has control characters, which steer terminals."""
     return any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
 def shortened(text: str, most: int = 2000) -> str:
-    """Return the beginning and the end of a text that is longer than so many characters; others as they are."""
+    """Shorten a long text to its beginning and end."""
     return text if len(text) <= most else f"{text[: most * 3 // 4]} [...] {text[-most * 3 // 20 :]}"
 
 
 def text_of(error: BaseException) -> str:
-    """Return type and text of an error, of a bounded length, whatever its `__str__` does."""
+    """Return an error's type and text, of a bounded length, whatever its `__str__` does."""
     try:
         text = shortened(str(error))
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -53,7 +53,7 @@ def text_of(error: BaseException) -> str:
 
 @contextmanager
 def waits_for(what: str) -> Iterator[None]:
-    """Add to an error of a collective in a block, such as that of a time limit, what this rank was waiting for."""
+    """Add the operation that this rank was waiting for to errors of communication, such as timeouts."""
     try:
         yield
     except RuntimeError as lost:
@@ -66,7 +66,7 @@ def waits_for(what: str) -> Iterator[None]:
 
 
 class MegatronFSDPError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base class of this library's errors."""
 
 
 class ConfigurationError(MegatronFSDPError, ValueError):
@@ -74,15 +74,15 @@ class ConfigurationError(MegatronFSDPError, ValueError):
 
 
 class MissingPackageError(ConfigurationError, ImportError):
-    """A feature needs a package that is not installed, or a later version of it; names the extra that brings it."""
+    """A feature needs a package, or a later version of it; names the extra to install."""
 
 
 class CollectiveArgumentError(ConfigurationError, AssertionError):
-    """Tensors of a public collective do not fit together; an AssertionError too, as the published function raises."""
+    """The tensors of a public collective do not fit together; also an AssertionError, as in the published package."""
 
 
 class ParallelSizeError(ConfigurationError, AssertionError):
-    """A parallel size does not fit the strategy, the world or the model; also both types that clients may expect."""
+    """A parallel size does not fit the strategy, the world or the model; also of the types that clients expect."""
 
 
 class NotSupportedYetError(MegatronFSDPError, NotImplementedError):
@@ -98,7 +98,7 @@ class ShardOperationError(MegatronFSDPError, RuntimeError):
 
 
 class RankError(MegatronFSDPError, RuntimeError):
-    """One or more ranks met a problem; raised with the same message on every rank."""
+    """One or more ranks failed; raised with the same message on every rank."""
 
 
 class NonFiniteGradientError(MegatronFSDPError, ValueError):
@@ -106,7 +106,7 @@ class NonFiniteGradientError(MegatronFSDPError, ValueError):
 
 
 class NonFiniteWeightError(MegatronFSDPError, ValueError):
-    """A weight is NaN or infinite where its weight format cannot hold that."""
+    """A weight is NaN or infinite, which its weight format cannot hold."""
 
 
 class LargeGradientError(MegatronFSDPError, ValueError):
@@ -114,15 +114,15 @@ class LargeGradientError(MegatronFSDPError, ValueError):
 
 
 class NonFiniteNormError(NonFiniteGradientError, RuntimeError):
-    """The norm of all gradients is NaN or infinite; a RuntimeError too, as torch's own clipping raises."""
+    """The norm of all gradients is NaN or infinite; also a RuntimeError, as torch's own clipping raises."""
 
 
 class LifetimeError(MegatronFSDPError, RuntimeError):
-    """Memory was used in a state in which it must not be; names unit, memory and state. Raised by a debug switch."""
+    """Memory was used in a state that forbids it; names unit, memory and state. Raised by a debug switch."""
 
 
 class CheckpointError(MegatronFSDPError, RuntimeError):
-    """A checkpoint cannot be written, read or trusted; names the file or tensor and what is wrong with it.
+    """A checkpoint cannot be written, read or trusted; names the file or tensor and the fault.
 
     Files may hold names and numbers of any length: of a long message the beginning and the end are kept.
     """
@@ -132,4 +132,4 @@ class CheckpointError(MegatronFSDPError, RuntimeError):
 
 
 class TraceError(MegatronFSDPError, ValueError):
-    """A trace cannot be recorded, written or read; names the file and what is wrong with it."""
+    """A trace cannot be recorded, written or read; names the file and the fault."""

@@ -55,7 +55,7 @@ _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
 
 def experimental_api(marked: _Marked) -> _Marked:
-    """Mark a function or class whose interface may still change; it is returned as it is."""
+    """Mark a function or class whose interface may still change; return it unchanged."""
     return marked
 
 
@@ -69,7 +69,7 @@ def replace_legacy_keywords(
     check_for_nan_in_grad: bool | None = None,
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
 ) -> tuple[MixedPrecisionPolicy, bool, bool]:
-    """Return the first three arguments with legacy keywords (None: not given) applied; warns once of these.
+    """Apply legacy keywords (None: not given) to the arguments that replaced them, with one warning.
 
     Raises:
         ConfigurationError: A legacy keyword and the argument that replaced it are both given and disagree.
@@ -113,7 +113,7 @@ def replace_legacy_keywords(
 
 
 def _with_grad_comm(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Fill in a communication dtype that follows the main gradients, to compare policies."""
+    """Return the policy with an explicit communication dtype, to compare policies."""
     return replace(policy, grad_comm_dtype=policy.grad_comm_dtype or policy.main_grads_dtype)
 
 
@@ -126,7 +126,7 @@ def _ranks_of(
     *_: object,
     **__: object,
 ) -> Groups:
-    """Return the groups over which the ranks of a call of `fully_shard_model` agree."""
+    """Return the groups of the ranks that call `fully_shard_model` together."""
     from megatron_fsdp.sharding.mesh import ranks_of
 
     return ranks_of(device_mesh, dp_outer_dim, dp_shard_dim, tp_dim)
@@ -344,12 +344,13 @@ def fully_shard_model(
         offload=offload,
     )
     if not preproc_state_dict_for_dcp_ckpt:
-        model.stop_describing_state_dicts()
+        for handle in model._engine.state_dict_handles:
+            handle.remove()
     return model
 
 
 def ranks_of_parameters(*holders: object) -> Groups:
-    """Return the groups of the ranks of the sharded model whose parameters an optimizer or model holds, else all ranks.
+    """Return the groups of the ranks of the sharded model that parameters belong to, else all ranks.
 
     Args:
         holders: Anything; the first that holds such a parameter counts.
@@ -368,7 +369,7 @@ def ranks_of_parameters(*holders: object) -> Groups:
 @agreed("connecting the optimizer", lambda optimizer=None, *_, **__: ranks_of_parameters(optimizer))
 @explains_arguments(optimizer="give the optimizer that was built on the parameters of the sharded model.")
 def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> _Optimizer:
-    """Connect an optimizer that was built on a sharded model's parameters, in place. It is not stepped.
+    """Connect an optimizer, built on a sharded model's parameters, in place. It is not stepped.
 
     Its `step` synchronises gradients before (where backward did not) and installs the new weights after; its parameter
     groups, their order and options stay as they are.
@@ -432,7 +433,7 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
 
 
 def _check_several(optimizer: torch.optim.Optimizer, engines: Sequence[Engine]) -> None:
-    """Refuse what one optimizer over several models cannot do."""
+    """Raise if one optimizer cannot serve several models."""
     if len(engines) == 1:
         return
     if not all(engine.expert_names.is_trivial for engine in engines):
@@ -456,7 +457,7 @@ def _takes_arguments_of(
     [Callable[..., tuple[MegatronFSDP, _Optimizer]]],
     Callable[Concatenate[nn.Module, _Optimizer, _Others], tuple[MegatronFSDP, _Optimizer]],
 ]:
-    """Give a function of model, optimizer and any others the signature of `shard_model`, with the optimizer second."""
+    """Give a function the signature of `shard_model`, with the optimizer as second argument."""
 
     def decorate(
         function: Callable[..., tuple[MegatronFSDP, _Optimizer]],
@@ -519,7 +520,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
 
 
 def _check_optimizer(optimizer: object, module: object = None) -> None:
-    """Refuse objects that are no optimizer, above all classes, and optimizers around another one.
+    """Raise unless the object is an optimizer itself: not a class, and no wrapper of another one.
 
     Raises:
         TypeError: It is none.
@@ -540,7 +541,7 @@ def _check_optimizer(optimizer: object, module: object = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `MegatronFSDP`, the class that the functions return, at its first use."""
+    """Import `MegatronFSDP` at its first use."""
     if name == "MegatronFSDP":
         from megatron_fsdp.megatron_fsdp import MegatronFSDP
 

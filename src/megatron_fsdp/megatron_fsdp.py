@@ -1,4 +1,4 @@
-"""`MegatronFSDP`: the wrapper around a sharded model. It owns the engine; the model's own code does not change."""
+"""`MegatronFSDP`: the wrapper of a sharded model, which owns the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,12 +31,7 @@ from megatron_fsdp.config.engine_options import (
 from megatron_fsdp.config.offload import OffloadArgument, resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.config.switches import (
-    checked_timeout,
-    resolve_check_lifetimes,
-    resolve_hang_log,
-    resolve_verify_ranks,
-)
+from megatron_fsdp.config.switches import resolve_check_lifetimes, resolve_verify_ranks
 from megatron_fsdp.debug.lifetimes import check_lifetimes
 from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
@@ -49,7 +43,7 @@ from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, warn_caller
-from megatron_fsdp.hang.watch import HangLog
+from megatron_fsdp.hang.watch import log_if_asked, start_logging, stop_logging
 from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import float32_by, watch_optimizers
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
@@ -83,7 +77,7 @@ logger = logging.getLogger("megatron_fsdp")
 
 
 class _with_signature_of_module:  # noqa: N801 (a decorator)
-    """Bind `forward` with the signature of the wrapped model, by which trainers choose the columns of a batch."""
+    """Bind `forward` with the signature of the wrapped model; trainers choose the columns of a batch by it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -271,7 +265,7 @@ class MegatronFSDP(nn.Module):
         watch_optimizers(self._engine)
         answer_for_sharded_parameters(self._engine)
         self._stamp_parameters()
-        self._log_if_asked()
+        log_if_asked(self._engine)
         plan = self._engine.unit_plan
         count, source = len(plan.units) - 1, plan.source.removeprefix("given classes ")
         logger.info("%d unit%s (%s) beside the root", count, "" if count == 1 else "s", source)
@@ -289,17 +283,17 @@ class MegatronFSDP(nn.Module):
 
     @property
     def model_auto_sync(self) -> bool:
-        """Whether every backward ends with a gradient sync."""
+        """True if every backward ends with a gradient sync."""
         return self._mode.auto_sync
 
     @property
     def microbatch_count(self) -> int:
-        """Backwards since the last that synchronised gradients."""
+        """Number of backwards since the last gradient sync."""
         return self._engine.microbatch_count
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether the next backward is the last of its step; absent until it is set, as in the published package."""
+        """True if the next backward is the last of its step; absent until set, as in the published package."""
         if self._mode.is_last_microbatch is None:
             raise AttributeError("is_last_microbatch has not been set")
         return self._mode.is_last_microbatch
@@ -310,22 +304,22 @@ class MegatronFSDP(nn.Module):
 
     @property
     def bucket_size(self) -> int | None:
-        """Elements that close a bucket of parameters outside of units; None: they are never cut."""
+        """The bucket size, in elements, of the root's parameters; None: one bucket."""
         return self._bucket_numel
 
     @property
     def is_param_fsdp_distributed(self) -> bool:
-        """Whether the modules hold the sharded parameters; inside their forward and backward they do not."""
+        """True if modules hold sharded parameters; False inside their forward and backward."""
         return not self._engine.full_units and not any(unit.is_unsharded for unit in self._engine.units)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
-        """Return mesh and process groups."""
+        """Return the index of mesh and process groups."""
         return self.dist_index
 
     # ---- attributes of the wrapped model -----------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of this object, or else of the wrapped model, such as `config` or `generate`."""
+        """Return an attribute of this object, else of the wrapped model, such as `config` or `generate`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -343,21 +337,21 @@ class MegatronFSDP(nn.Module):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; where only the wrapped model has it, there: its forward reads it there."""
+        """Set an attribute, on the wrapped model if only it has this attribute, since its forward reads it there."""
         if self._is_of_module(name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute; where only the wrapped model has it, there."""
+        """Delete an attribute, of the wrapped model if only it has this attribute."""
         if self._is_of_module(name):
             delattr(self.module, name)
         else:
             super().__delattr__(name)
 
     def _is_of_module(self, name: str) -> bool:
-        """Return whether the wrapped model or its class has an attribute that this object has not."""
+        """Return True if the wrapped model or its class has an attribute and this object does not."""
         if not self._is_wrapped or name == "module" or name in vars(self) or hasattr(type(self), name):
             return False
         module = self.module
@@ -366,7 +360,7 @@ class MegatronFSDP(nn.Module):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Tell `Accelerator.prepare` to leave the model as it is; it would put DistributedDataParallel around it."""
+        """True, so that `Accelerator.prepare` does not wrap the model in DistributedDataParallel."""
         accelerate = sys.modules.get("accelerate.state")
         # Not `AcceleratorState()`, which would set accelerate up where the program has not.
         known = {} if accelerate is None else accelerate.AcceleratorState._shared_state
@@ -380,7 +374,7 @@ class MegatronFSDP(nn.Module):
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, _: bool) -> None:
-        """Ignore what accelerate notes itself."""
+        """Ignore assignments by accelerate."""
 
     # ---- forward, backward, step --------------------------------------------------------------------------------
 
@@ -390,7 +384,7 @@ class MegatronFSDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:  # noqa: ARG002
-        """Reduce all deferred gradients, wait for them, and set `.grad`.
+        """Reduce all unreduced gradients, wait for them, and set `.grad`.
 
         Args:
             force_all_reduce: Accepted for callers that pass it; reductions already are what the strategy needs.
@@ -398,11 +392,11 @@ class MegatronFSDP(nn.Module):
         self._engine.finish_grad_sync()
 
     def install_optimized_model_weights(self) -> None:
-        """Copy main weights into compute weights; they are gathered again at their next use."""
+        """Copy main weights into compute weights, which are all-gathered again at their next use."""
         self._engine.install_main_weights()
 
     def manual_buffer_registration(self) -> None:
-        """Register communication memory with NCCL, once; collective, after wrapping and before or after any step.
+        """Register communication memory with NCCL, once, at any time after wrapping. Collective.
 
         For `nccl_ub` with `fsdp_manual_registration` in the configuration, where wrapping does not register. Where
         nothing can be registered, `describe()` says why, and nothing happens.
@@ -421,12 +415,12 @@ class MegatronFSDP(nn.Module):
         buffers.register()
 
     def zero_grad_buffer(self) -> None:
-        """Clear all gradients, also those of this rank that are not reduced yet."""
+        """Clear all gradients, unreduced ones included."""
         self._engine.clear_gradients()
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Use the `grad_comm_dtype` of another policy inside a block; main dtypes stay.
+        """Use the `grad_comm_dtype` of another policy inside a block; main dtypes do not change.
 
         After an error in a backward inside the block, `reset` restores the previous policy.
 
@@ -445,7 +439,7 @@ class MegatronFSDP(nn.Module):
         self._change_policy(before)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
-        """Change the dtype in which gradients are sent, from the next backward on. Collective.
+        """Change the communication dtype of gradients, from the next backward on. Collective.
 
         Args:
             mixed_precision_policy: Its `grad_comm_dtype` is used. Main dtypes and the weight format stay: each has to
@@ -473,7 +467,7 @@ class MegatronFSDP(nn.Module):
         self.mp_policy = new
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as `torch.nn.Module.zero_grad` does, and deferred ones, too.
+        """Clear gradients as `torch.nn.Module.zero_grad` does, unreduced ones included.
 
         With `cuda_graph_mode` they are set to zero in place, whatever is asked: a captured step writes them there.
         """
@@ -486,7 +480,7 @@ class MegatronFSDP(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the norm of all gradients together, with one small all-reduce; return the norm before clipping.
+        """Clip the norm of all gradients, with one small all-reduce; return the norm before clipping.
 
         Accepts any positive p, infinity included. `torch.nn.utils.clip_grad_norm_` works on the parameters too, but
         torch refuses infinity for ranks that own no element of some parameter. With `error_if_nonfinite` a norm that is
@@ -496,7 +490,7 @@ class MegatronFSDP(nn.Module):
         return clip_gradients(self._engine, max_norm, norm_type, error_if_nonfinite)
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply all gradients, set and deferred, by a factor."""
+        """Multiply all gradients, unreduced ones included, by a factor."""
         self.param_and_grad_buffer.scale_gradients(scaling_factor)
 
     def reset(self) -> None:
@@ -508,7 +502,7 @@ class MegatronFSDP(nn.Module):
         self._restore_policy()
 
     def _restore_policy(self) -> None:
-        """Restore the policy from before a failed `mixed_precision_context`."""
+        """Restore the policy that a failed `mixed_precision_context` has replaced."""
         before, self._policy_after_reset = self._policy_after_reset, None
         if before is not None:
             self._change_policy(before)
@@ -524,7 +518,7 @@ class MegatronFSDP(nn.Module):
             unit.to_unsharded()
 
     def save_pretrained(self, *_args: Any, **_options: Any) -> None:
-        """Refuse; the method of transformers and of peft would write this rank's shards.
+        """Raise: the method of transformers and peft would write this rank's shards.
 
         Raises:
             ConfigurationError: Always.
@@ -535,25 +529,25 @@ class MegatronFSDP(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MegatronFSDP:
-        """Refuse; the shards, hooks and process groups of a model belong to it alone."""
+        """Raise: shards, hooks and process groups cannot be copied."""
         raise ConfigurationError(
             "a sharded model cannot be deep-copied (AveragedModel does it, too); copy the model before sharding, and "
             "shard both, or average its shards with the recipe of docs/integrations.md#an-average-of-the-weights"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse; process groups cannot be pickled."""
+        """Raise: process groups cannot be pickled."""
         raise ConfigurationError(
             "a sharded model cannot be pickled; save model.state_dict() with torch.distributed.checkpoint instead"
         )
 
     def _stamp_parameters(self) -> None:
-        """Set the one attribute on parameters: a weak reference back to this object."""
+        """Set the one attribute of ours on parameters: a weak reference to this object."""
         for _, _, param in self._named_parameters():
             param._megatron_fsdp_model = weakref.proxy(self)  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MegatronFSDP:  # noqa: ARG002
-        """Refuse to move or cast, since shards are pieces of flat buffers; a function that does neither is allowed."""
+        """Apply a function that neither moves nor casts; raise for others, since shards are views of flat buffers."""
         check_conversion(self.parameters(), fn)
         return self
 
@@ -561,22 +555,22 @@ class MegatronFSDP(nn.Module):
 
     @property
     def param_and_grad_buffer(self) -> ParamAndGradBuffer:
-        """Give access to the flat buffers."""
+        """The flat buffers, for client frameworks."""
         return ParamAndGradBuffer(self._engine)
 
     @property
     def all_gather_pipeline(self) -> AllGatherPipeline:
-        """Gathers for callers that drive them by hand."""
+        """All-gathers, for callers that start them by hand."""
         return AllGatherPipeline(self._engine)
 
     @property
     def grad_reduce_pipeline(self) -> GradReducePipeline:
-        """Reductions for callers that drive them by hand."""
+        """Gradient reductions, for callers that start them by hand."""
         return GradReducePipeline(self._engine)
 
     @property
     def suggested_AG_prefetch_size(self) -> int:  # noqa: N802 (the published name)
-        """Elements gathered ahead of their use: units ahead, times the largest unit; 0: no prefetching.
+        """Elements to prefetch: units ahead, times the largest unit; 0: no prefetching.
 
         Setting it gathers as many units ahead as fit, at least one for any size but 0, in both directions. The number
         of slots grows with it (and does not shrink again), unless `max_gathered_units` or a double buffer fixes it.
@@ -589,7 +583,7 @@ class MegatronFSDP(nn.Module):
 
     @property
     def suggested_RS_queue_capacity(self) -> int:  # noqa: N802
-        """Elements that may fill buckets or be in reduction at a time: buckets, times the largest unit.
+        """Elements in communication buckets at a time: buckets, times the largest unit.
 
         Setting it changes the number of buckets: as many as fit, at least one (then every reduction is waited for
         before the next unit's gradients come).
@@ -602,11 +596,11 @@ class MegatronFSDP(nn.Module):
 
     @property
     def max_gathered_units(self) -> int:
-        """How many units besides the root are gathered at a time, as of now (strategy 3)."""
+        """The most units, besides the root, that are unsharded at a time (strategy 3)."""
         return self._engine.scheduler.config.slots
 
     def start_grad_sync(self, *_unused: Any) -> None:
-        """Reduce gradients that were deferred; nothing happens where they were reduced during backward."""
+        """Reduce unreduced gradients, if any."""
         self._engine.flush_deferred()
 
     def synchronize_gradient_reduce(self) -> None:
@@ -618,7 +612,7 @@ class MegatronFSDP(nn.Module):
         self._engine.attach_gradients()
 
     def start_param_sync(self, *_unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:  # noqa: ARG002
-        """Start to all-gather weights ahead of the next forward, as far as there is room for them.
+        """Prefetch weights of the next forward, as many as memory slots allow.
 
         With `fsdp_all_gather_in_start_param_sync=False` of the config they are gathered here, one unit after another,
         and no gather is in flight when this returns.
@@ -630,22 +624,8 @@ class MegatronFSDP(nn.Module):
         self._engine.refresh_weights()
         self._engine.prefetch_weights(wait=force_sync or not self._config.fsdp_all_gather_in_start_param_sync)
 
-    @property
-    def gathers_ahead(self) -> bool:
-        """Whether weights are gathered while the forward runs."""
-        return self._options.overlap_param_gather
-
-    @property
-    def may_gather_between_steps(self) -> bool:
-        """Whether `start_param_sync` may run before the last write to main weights ahead of the next forward.
-
-        False where weights are gathered in place, around main weights (strategies 1 and 2 without main weights of their
-        own): writes to main weights during a gather could be lost there.
-        """
-        return self._engine.gathers_beside_main_weights
-
     def synchronize_param_gather(self) -> None:
-        """Wait for gathers in flight."""
+        """Wait for all-gathers in flight."""
         self._engine.await_weights()
 
     def all_gather_and_wait_parameters_ready(
@@ -656,7 +636,7 @@ class MegatronFSDP(nn.Module):
         wait_bucket_ready: bool = True,
         bwd: bool = False,  # noqa: ARG002
     ) -> None:
-        """Gather the units of some parameters (sharded or full ones) and wait for them.
+        """Unshard the units of some parameters (sharded or full ones), and wait for them.
 
         Args:
             params: Parameters of the units.
@@ -668,21 +648,21 @@ class MegatronFSDP(nn.Module):
         self._engine.gather_units_of(params, wait=wait_bucket_ready)
 
     def post_forward_release_module(self, module: nn.Module, *_unused: Any) -> None:
-        """Release the gathered weights of a module's units, unless they are in use; never the root's."""
+        """Reshard a module's units, unless they are in use; never the root."""
         self._engine.release_units_of(module.parameters())
 
     post_backward_release_module = post_forward_release_module
 
     def pre_backward(self, module: nn.Module, *_unused: Any) -> None:
-        """Gather the weights of a module's units ahead of their backward and wait for them."""
+        """Unshard a module's units ahead of their backward, and wait for them."""
         self._engine.gather_units_of(module.parameters(), wait=True)
 
     def post_backward(self, module: nn.Module, *_unused: Any) -> None:
-        """Reduce the gradients of a module's units that have arrived, without waiting for the others."""
+        """Reduce the gradients of a module's units that are there, without waiting for others."""
         self._engine.reduce_units_of(module.parameters())
 
     def backward_dw(self) -> None:
-        """Compute delayed weight gradients now, in place of at the end of backward.
+        """Compute delayed weight gradients now, instead of at the end of backward.
 
         Raises:
             ConfigurationError: `delay_wgrad_compute` is off, so there are none.
@@ -695,7 +675,7 @@ class MegatronFSDP(nn.Module):
         self._engine.delayed.run()
 
     def broadcast_params(self) -> None:
-        """Broadcast the weights of the first rank, where ranks hold whole copies of main weights (strategy 0).
+        """Broadcast the first rank's weights, if main weights are replicated (strategy 0).
 
         Under the other strategies each part of the main weights exists once, so there is nothing to send.
         """
@@ -707,7 +687,7 @@ class MegatronFSDP(nn.Module):
         hidden: torch.Tensor | None = None,
         order: Sequence[nn.Module] | None = None,
     ) -> torch.Tensor:
-        """Take part in the communication of a module's units without calling it, on a rank that has no data for it.
+        """Join the communication of a module's units without calling it, on a rank that has no data for it.
 
         Call it where the other ranks call the module: it gathers what they gather, and when the gradient of the result
         comes, it gathers and reduces as their backward does, with gradients of zero.
@@ -733,12 +713,12 @@ class MegatronFSDP(nn.Module):
 
     @property
     def has_deferred_gradients(self) -> bool:
-        """Whether gradients wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
+        """True if there are unreduced gradients; the next gradient sync, or `finish_grad_sync`, reduces them."""
         return self._engine.has_deferred_gradients
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Defer every reduction of backwards in this block; the next synchronising backward reduces the sum.
+        """Accumulate gradients without reductions in this block; the next gradient sync reduces the sum.
 
         So does the step of a connected optimizer. Takes one full gradient in `main_grads_dtype`. The previous mode is
         restored on exit.
@@ -756,12 +736,12 @@ class MegatronFSDP(nn.Module):
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """Synchronise after every backward in this block; the previous mode is restored on exit."""
+        """Sync gradients after every backward in this block; restore the previous mode on exit."""
         with self._mode.changed(auto_sync=True, defer_all=False):
             yield
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Choose whether every backward ends with a gradient sync."""
+        """Set the mode: sync gradients after every backward, or only on request."""
         self._mode.auto_sync = sync_model
 
     # ---- full tensors. Every rank has to make the same calls ---------------------------------------------------------
@@ -769,7 +749,7 @@ class MegatronFSDP(nn.Module):
     def full_parameters_context(
         self, module: nn.Module | None = None, *, writeback: bool = False, compute_dtype: bool = False
     ) -> AbstractContextManager[None]:
-        """Put full, plain parameters into modules inside a block, to read, export, run or (`writeback`) change them.
+        """Put full, plain parameters into modules in this block, to read, export, run or (`writeback`) change them.
 
         The parameters are copies of the main weights in their main dtype, without gradients; state dicts taken inside
         hold them. Modules may be called, whole models or, under `torch.no_grad()`, with a part opened. Whatever happens
@@ -823,7 +803,7 @@ class MegatronFSDP(nn.Module):
         return parameter_statistics(self._engine)
 
     def gradient_statistics(self) -> ModelStatistics:
-        """Return the same statistics of every gradient that is not None. One small collective."""
+        """Return the same statistics of all gradients. One small collective."""
         return gradient_statistics(self._engine)
 
     def parameter_digests(self) -> dict[str, str]:
@@ -834,7 +814,7 @@ class MegatronFSDP(nn.Module):
         return parameter_digests(self._engine)
 
     def gradient_digests(self) -> dict[str, str]:
-        """Return the same of all gradients; one that is None adds nothing."""
+        """Return the same digests of all gradients; None adds nothing."""
         return gradient_digests(self._engine)
 
     # ---- state dicts of a sharded model and of its optimizers --------------------------------------------------------
@@ -867,22 +847,15 @@ class MegatronFSDP(nn.Module):
         return load_shards(self._engine, self, load, state_dict, strict, assign)
 
     def _agreeing(self, doing: str) -> AbstractContextManager[dict[str, str]]:
-        """Let all ranks of the model agree on a block, as `comm.agreement.all_agree` does."""
+        """Run a block under `comm.agreement.all_agree` over all ranks of the model."""
         return all_agree(doing, self._engine.sharding.reaching_all)
 
     @property
     def checkpoint_names(self) -> CheckpointNames:
-        """Names of parameters in checkpoints of all ranks (docs/checkpoints.md)."""
+        """The names of parameters in checkpoints (docs/checkpoints.md)."""
         return CheckpointNames(self._engine)
 
-    def stop_describing_state_dicts(self) -> None:
-        """Remove the hooks that attach chunk functions, for torch.distributed.checkpoint, to state dicts."""
-        for handle in self._engine.state_dict_handles:
-            handle.remove()
-
     # ---- read-only views of a sharded model --------------------------------------------------------------------------
-
-    _hang_log: HangLog | None = None
 
     @property
     def raw_param(self) -> dict[str, nn.Parameter]:
@@ -896,7 +869,7 @@ class MegatronFSDP(nn.Module):
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether bits do not depend on the number of ranks."""
+        """True if results do not depend on the number of ranks, bit for bit."""
         return self._engine.is_deterministic
 
     def parameter_groups(self) -> list[ParameterGroup]:
@@ -909,11 +882,11 @@ class MegatronFSDP(nn.Module):
             yield from zip(group.names, group.full, group.sharded, strict=True)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
-        """Gather all main weights, whole, by canonical name, on every rank. Collective."""
+        """All-gather all main weights, by canonical name, on every rank. Collective."""
         return full_parameters(self._engine)
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Gather all gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
+        """All-gather all gradients, by canonical name, on every rank; None where `.grad` is None. Collective."""
         return full_gradients(self._engine)
 
     def observe(self, observer: Observer) -> None:
@@ -935,7 +908,7 @@ class MegatronFSDP(nn.Module):
         check_lifetimes(self._engine)
 
     def log_for_hangs(self, folder: str | os.PathLike[str], *, timeout_s: float | None = None) -> None:
-        """Keep a log of this rank's latest events, so that a hang can be explained (docs/debugging.md). Collective.
+        """Log this rank's latest events, to explain a hang (docs/debugging.md). Collective.
 
         Args:
             folder: Where the logs of all ranks go, one file each; one that all ranks see, where there is one. `mfsdp
@@ -947,45 +920,20 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: On every rank, where one cannot write, or `timeout_s` is no time; or this model keeps a
                 log already.
         """
-        log = None
-        try:
-            with self._agreeing("starting a log for hangs"):
-                if self._hang_log is not None:
-                    raise ConfigurationError(
-                        f"this model keeps a log for hangs in {self._hang_log.folder} already; call "
-                        "stop_logging_for_hangs() first"
-                    )
-                timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
-                log = HangLog(Path(folder), self._engine, timeout_s)
-        except BaseException:
-            if log is not None:
-                log.withdraw()
-            raise
-        assert log is not None
-        self._hang_log = log
-        self.observe(log)
+        start_logging(self._engine, folder, timeout_s)
 
     def stop_logging_for_hangs(self) -> None:
         """Close the log, if there is one."""
-        log, self._hang_log = self._hang_log, None
-        if log is not None:
-            self.stop_observing(log)
-            log.close()
+        stop_logging(self._engine)
 
     def _watch_if_asked(self) -> None:
-        """Add the observers that arguments and environment ask for; collective where ranks are compared."""
+        """Add the observers that arguments and environment ask for; collective with `verify_ranks`."""
         engine = self._engine
         if self._options.verify_ranks_s and engine.sharding.dense.group is not None:
             group, timeout_s = engine.sharding.dense.group, self._options.verify_ranks_s
             self.observe(RankVerifier(group, engine.units, timeout_s, engine.reduces_in_fixed_order))
         if resolve_check_lifetimes():
             self.check_lifetimes()
-
-    def _log_if_asked(self) -> None:
-        """Keep a log if the environment asks for one; ranks have agreed on that before."""
-        settings = resolve_hang_log()
-        if settings is not None:
-            self.log_for_hangs(settings.folder, timeout_s=settings.timeout_s)
 
     def describe(self) -> Description:
         """Describe units, options and memory of the model on this rank, read from live objects; no communication.
@@ -1005,11 +953,11 @@ class MegatronFSDP(nn.Module):
         )
 
     def traffic(self) -> Traffic:
-        """Return what this rank has sent for this model so far."""
+        """Return the traffic that this rank has sent for this model so far."""
         return self._engine.traffic.copy()
 
     def traffic_by_axis(self) -> dict[str, Traffic]:
-        """Return what this rank has sent along each data-parallel axis so far, by the name of its mesh dimension."""
+        """Return the traffic along each data-parallel axis so far, by the name of its mesh dimension."""
         return {name: traffic.copy() for name, traffic in self._engine.traffic_by_axis.items()}
 
     def memory(self) -> MemoryUse:
@@ -1018,7 +966,7 @@ class MegatronFSDP(nn.Module):
 
 
 def _ranks_of_index(index: object) -> Groups:
-    """Return the groups of the ranks of an index, which may be anything or the only element of a tuple."""
+    """Return the groups of an unchecked index, or of the only element of a tuple."""
     found = index[0] if isinstance(index, tuple) and index else index
     return getattr(found, "reaching_all", ())
 
@@ -1026,7 +974,7 @@ def _ranks_of_index(index: object) -> Groups:
 def _own_config(
     given: object, policy: MixedPrecisionPolicy, disable_bucketing: bool
 ) -> tuple[DistributedDataParallelConfig, MixedPrecisionPolicy]:
-    """Return the configuration as this package's class, and the policy with what a foreign configuration adds to it."""
+    """Return the configuration in this package's class, and the policy completed by a foreign configuration."""
     if given is None:
         return DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True

@@ -1,4 +1,4 @@
-"""Packages that only some features need, and the one that must not be there: NVIDIA's, of the same import name.
+"""Optional packages, and a warning of NVIDIA's distribution, which has the same import name.
 
 Where a package is missing or too old, one sentence names the extra that brings it. The distribution, `mfsdp`, is not on
 the package index: extras are installed from a checkout.
@@ -26,7 +26,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
 
 
 def require(package: str, for_what: str, instead: str = "") -> ModuleType:
-    """Import a package that may be missing.
+    """Import an optional package.
 
     Args:
         package: Its name, and that of its module.
@@ -46,7 +46,7 @@ def require(package: str, for_what: str, instead: str = "") -> ModuleType:
 
 
 def require_installed(package: str, for_what: str, instead: str = "") -> None:
-    """Check as `require` does without an import, for a process that does not use the package itself.
+    """Check an optional package without an import, for a process that does not use it itself.
 
     Raises:
         MissingPackageError: It is not installed, or too old.
@@ -76,7 +76,7 @@ def _is_here(package: str) -> bool:
 
 @functools.cache
 def _version(package: str) -> str | None:
-    """Return the installed version, as far as its metadata tells."""
+    """Return the installed version by the package's metadata."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -88,7 +88,7 @@ _NAMESAKE = "megatron-fsdp"
 
 @functools.cache
 def warn_of_namesake() -> None:
-    """Warn, once, where NVIDIA's distribution is installed too: both bring files of one package."""
+    """Warn, once, if NVIDIA's distribution is installed, too: both have files of one package."""
     try:
         found = importlib.metadata.metadata(_NAMESAKE)
     except importlib.metadata.PackageNotFoundError:

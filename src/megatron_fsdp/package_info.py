@@ -1,4 +1,4 @@
-"""Name, version and provenance of this package; plain literals, so that the build can read them without an import."""
+"""Name, version and provenance of this package, as literals that the build reads without an import."""
 
 __version__ = "0.1.0"
 __shortversion__ = "0.1"

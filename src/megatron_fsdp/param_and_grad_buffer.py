@@ -1,4 +1,4 @@
-"""Thin views behind `param_and_grad_buffer`, `all_gather_pipeline` and `grad_reduce_pipeline` for client frameworks.
+"""The views `param_and_grad_buffer`, `all_gather_pipeline` and `grad_reduce_pipeline`, for client frameworks.
 
 And `make_fsdp_dtensor`, by which clients describe shards that they have cut or joined themselves.
 """
@@ -26,14 +26,14 @@ from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
 
 
 class _View:
-    """What a client sees of the engine of one model."""
+    """Base class of a client's views of an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
 
 class ParamAndGradBuffer(_View):
-    """The flat buffers of a sharded model; live, and owned by the model."""
+    """The flat buffers of a sharded model, which owns them."""
 
     @property
     def parameter_groups(self) -> list[ParameterGroup]:
@@ -42,7 +42,7 @@ class ParamAndGradBuffer(_View):
 
     @property
     def optimizer_named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Canonical name and sharded parameter of everything trainable: what an optimizer updates."""
+        """The trainable sharded parameters with canonical names."""
         return [
             (name, param)
             for group in self._engine.groups()
@@ -55,7 +55,7 @@ class ParamAndGradBuffer(_View):
         self._engine.attach_gradients()
 
     def zero_grad(self) -> None:
-        """Clear all gradients, deferred ones included."""
+        """Clear all gradients, unreduced ones included."""
         self._engine.clear_gradients()
 
     def copy_main_weights_to_model_weights(self) -> None:
@@ -63,7 +63,7 @@ class ParamAndGradBuffer(_View):
         self._engine.install_main_weights()
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply all gradients, set and deferred, by a factor."""
+        """Multiply all gradients, unreduced ones included, by a factor."""
         self._engine.refuse_late("scale_gradients")
         for group in self._engine.groups():
             if group.gradients is not None:
@@ -74,15 +74,15 @@ class AllGatherPipeline(_View):
     """All-gathers of a sharded model."""
 
     def all_gather_params(self, params: Iterable[nn.Parameter]) -> None:
-        """Start to all-gather the units that own some parameters, sharded or full ones."""
+        """Start to all-gather the units of some parameters, sharded or full ones."""
         self._engine.gather_units_of(params, wait=False)
 
     def wait_params(self, params: Iterable[nn.Parameter]) -> None:
-        """Gather those units, where they are not gathered yet, and wait for them."""
+        """Unshard these units, and wait for them."""
         self._engine.gather_units_of(params, wait=True)
 
     def release_params(self, params: Iterable[nn.Parameter]) -> None:
-        """Release those units' gathered weights, unless they are in use."""
+        """Reshard these units, unless they are in use."""
         self._engine.release_units_of(params)
 
 
@@ -90,11 +90,11 @@ class GradReducePipeline(_View):
     """Gradient reductions of a sharded model."""
 
     def reduce_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Reduce the gradients that have arrived for the units that own some parameters."""
+        """Reduce the gradients that are there of the units of some parameters."""
         self._engine.reduce_units_of(params)
 
     def wait_for_previous_grad_reduce(self) -> None:
-        """Reduce deferred gradients, and wait for every reduction."""
+        """Reduce unreduced gradients, and wait for every reduction."""
         self._engine.flush_deferred()
 
 
@@ -108,7 +108,7 @@ def make_fsdp_dtensor(
     update_uneven_dtensor_chunk_meta: bool = False,
     force_sync_tp_duplicated_param: bool = False,
 ) -> DTensor:
-    """Wrap this rank's elements of a parameter as a DTensor of the kind that a sharded model has.
+    """Wrap this rank's elements of a parameter as an uneven DTensor.
 
     Collective over the ranks that the parameter is sharded over (one small exchange of lengths per mesh dimension), so
     call it on all of them and in the same order, also where a rank holds nothing.
@@ -119,8 +119,8 @@ def make_fsdp_dtensor(
         param: The parameter before data parallelism cut it, for its shape: this rank's part, where tensor parallelism
             has cut it (a DTensor, or a tensor with Megatron's marks). Its values are not read.
         dist_index: Mesh and groups.
-        is_sharded_param: Whether it is sharded over data-parallel ranks; else each of them holds it whole.
-        is_expert_param: Whether it lies on the expert mesh.
+        is_sharded_param: True if it is sharded over data-parallel ranks, False if it is replicated.
+        is_expert_param: True if it lies on the expert mesh.
         run_check: Accepted; lengths are always checked.
         update_uneven_dtensor_chunk_meta: Also describe the chunk on the local tensor, as state dicts have it.
         force_sync_tp_duplicated_param: Overwrite `local_tensor` by that of the first tensor-parallel rank where these

@@ -35,7 +35,7 @@ _CHUNK_METHOD = "__create_chunk_list__"
 
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
-    """Return which part of the global tensor this rank holds.
+    """Return the chunk metadata of this rank's part of the global tensor.
 
     No communication for tensors of this library; for others collective over each mesh dimension that they are sharded
     along.
@@ -73,7 +73,7 @@ def _checked(tensor: object) -> DTensor:
 
 
 def _empty_box(description: ShardDescription) -> Box:
-    """Return an empty box where this rank's elements would be, between those of the neighbours."""
+    """Return an empty box at this rank's position between its neighbours' elements."""
     shape, offset = description.part_shape(), description.part_offset()
     if not shape:
         return Box((), ())
@@ -83,7 +83,7 @@ def _empty_box(description: ShardDescription) -> Box:
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
-    """Attach to the local tensor which part of the global tensor it holds, for `torch.distributed.checkpoint`.
+    """Attach chunk metadata to the local tensor, for `torch.distributed.checkpoint`.
 
     Sets `__create_chunk_list__`, `__create_write_items__` and `__get_tensor_shard__` on `dtensor._local_tensor`. A
     shard cut inside rows has several chunks, an empty one none. Collective for DTensors that are not of this library.
@@ -100,14 +100,14 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
 
 
 def _ranks_of(dtensor: object = None, *_: object, **__: object) -> Groups:
-    """Return the groups of the ranks of a tensor, which may be anything."""
+    """Return the groups of the ranks of an unchecked argument."""
     mesh = dtensor.device_mesh if isinstance(dtensor, DTensor) else None
     return ranks_of(mesh, *range(0 if mesh is None else mesh.ndim))
 
 
 @agreed("checking a tensor", _ranks_of)
 def validate_uneven_dtensor(dtensor: DTensor) -> None:
-    """Check that every chunk lies inside of the tensor and that chunks reach all its borders; collective.
+    """Check that every chunk lies inside the tensor and that chunks reach all its borders. Collective.
 
     Raises:
         AssertionError: They do not; on every rank.
@@ -228,7 +228,7 @@ def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
 
 
 def gather_uneven_dtensor_to_full_tensor(dtensor: DTensor) -> DTensor:
-    """Call `redistribute_uneven_dtensor_to_replicated`, of which this is a deprecated name."""
+    """Call `redistribute_uneven_dtensor_to_replicated` by its deprecated name."""
     warn_caller(
         "gather_uneven_dtensor_to_full_tensor is an old name; call redistribute_uneven_dtensor_to_replicated",
         DeprecationWarning,
@@ -242,7 +242,7 @@ def split_dtensor(
     dim: int = 0,
     update_uneven_dtensor_chunk_meta: bool = False,
 ) -> Iterator[DTensor]:
-    """Split as `torch.split` splits the global tensor; each rank keeps what it holds of the pieces, as views.
+    """Split like `torch.split` of the global tensor; this rank's parts of the results are views.
 
     Args:
         dtensor: Any.

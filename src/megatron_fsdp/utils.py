@@ -1,4 +1,4 @@
-"""Small functions that client frameworks import: the wrapper, ranks, names of meshes, and tensor-parallel marks."""
+"""Utilities for client frameworks: the wrapper, ranks, mesh names, and tensor-parallel attributes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_megatron_fsdp(model: nn.Module | None) -> MegatronFSDP | None:
 
 
 def safe_get_rank() -> int:
-    """Return this process's rank: of the default group if there is one, else from `RANK` of the environment, else 0.
+    """Return this process's rank: in the default group, else from `RANK` of the environment, else 0.
 
     Raises:
         ConfigurationError: `RANK` is not a whole number.
@@ -55,14 +55,14 @@ def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs:
 
 
 def using_tensor_parallel(dist_index: FSDPDistributedIndex, is_expert_parallel: bool = False) -> bool:
-    """Return whether a tensor-parallel dimension, of dense parameters or of experts, has more than one rank."""
+    """Return True if a tensor-parallel dimension, of dense parameters or experts, has more than one rank."""
     if dist_index.tp_dim is None or dist_index.get_root_mesh(is_expert_parallel) is None:
         return False
     return dist_index.get_submesh((dist_index.tp_dim,), is_expert_parallel).size() > 1
 
 
 def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: bool = False) -> list[str]:
-    """Return the names of a mesh's dimensions, and of those that were flattened from its root mesh.
+    """Return the names of a mesh's dimensions, and of those flattened from its root mesh.
 
     Args:
         device_mesh: The mesh; None: no names.
@@ -75,7 +75,7 @@ def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: boo
 
 
 def is_submodule(module: nn.Module, parent: nn.Module, strict: bool = True) -> bool:
-    """Return whether a module lies inside another.
+    """Return True if a module lies inside another.
 
     Args:
         module: The inner one.
@@ -86,17 +86,17 @@ def is_submodule(module: nn.Module, parent: nn.Module, strict: bool = True) -> b
 
 
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
-    """Return whether a parameter is marked as split over tensor-parallel ranks (by flag or mode)."""
+    """Return True if a parameter is marked as split over tensor-parallel ranks (by flag or mode)."""
     return _mode(param) in _MODE_DIMS or bool(getattr(param, "tensor_model_parallel", False))
 
 
 def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
-    """Return whether every tensor-parallel rank holds the whole parameter."""
+    """Return True if every tensor-parallel rank holds the whole parameter."""
     return not is_mcore_tensor_model_parallel(param)
 
 
 def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
-    """Return the dimension along which tensor-parallel ranks split a parameter; None where it is not split.
+    """Return the dimension along which tensor-parallel ranks split a parameter, or None.
 
     `_tensor_parallel_mode` goes first ("column": 0, "row": 1), then `partition_dim` of a parameter that is marked with
     `tensor_model_parallel`; a negative one means none.

@@ -227,5 +227,5 @@ def test_nothing_writes_into_weights_between_a_step_and_the_next_forward() -> No
 
 @on_ranks(4)
 def test_a_gather_that_writes_around_main_weights_may_not_run_between_steps() -> None:
-    may = {policy: shard_layers(3, POLICIES[policy])[0].may_gather_between_steps for policy in POLICIES}
+    may = {policy: shard_layers(3, POLICIES[policy])[0]._engine.gathers_beside_main_weights for policy in POLICIES}
     assert may == {"shared": False, "copied": True}

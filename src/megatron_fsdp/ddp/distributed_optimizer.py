@@ -99,7 +99,9 @@ class DistributedOptimizer(Optimizer):
                 return result
 
             loss = self.inner_optimizer.step(clipped)
-        if self._model.gathers_ahead and self._model.may_gather_between_steps:
+        engine = self._model._engine
+        # A gather in flight would undo later writes to main weights that share its memory.
+        if engine.sharding.options.overlap_param_gather and engine.gathers_beside_main_weights:
             self._model.start_param_sync()
         return loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -16,7 +17,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.streams import Moment
+from megatron_fsdp.config.switches import checked_timeout, resolve_hang_log
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import communicated_bytes
 from megatron_fsdp.engine.observer import ON_REQUEST, Observer, Phase, close_phase
@@ -180,6 +183,46 @@ def _watch(reference: weakref.ref[HangLog], over: threading.Event) -> None:
             return
         pause_s = log.look()
         del log  # or this thread would keep the log alive while it waits
+
+
+# ---- the log of a model ----------------------------------------------------------------------------------------------
+
+
+def start_logging(engine: Engine, folder: str | os.PathLike[str], timeout_s: float | None = None) -> None:
+    """Start the log of a model's latest events on this rank; see `MegatronFSDP.log_for_hangs`. Collective."""
+    log = None
+    try:
+        with all_agree("starting a log for hangs", engine.sharding.reaching_all):
+            if kept := _log_of(engine):
+                raise ConfigurationError(
+                    f"this model keeps a log for hangs in {kept.folder} already; call stop_logging_for_hangs() first"
+                )
+            timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
+            log = HangLog(Path(folder), engine, timeout_s)
+    except BaseException:
+        if log is not None:
+            log.withdraw()
+        raise
+    assert log is not None
+    engine.observers.add(log)
+
+
+def stop_logging(engine: Engine) -> None:
+    """Close the log of a model, if there is one."""
+    if log := _log_of(engine):
+        engine.observers.remove(log)
+        log.close()
+
+
+def log_if_asked(engine: Engine) -> None:
+    """Start the log if the environment asks for one; ranks have agreed on that before."""
+    settings = resolve_hang_log()
+    if settings is not None:
+        start_logging(engine, settings.folder, settings.timeout_s)
+
+
+def _log_of(engine: Engine) -> HangLog | None:
+    return next((each for each in engine.observers.watching if isinstance(each, HangLog)), None)
 
 
 # ---- beginning a log -------------------------------------------------------------------------------------------------
