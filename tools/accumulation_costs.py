@@ -1,4 +1,4 @@
-"""Measures what each way to accumulate gradients costs: bytes held, collectives and bytes sent; docs/precision.md."""
+"""Measure the costs of each way to accumulate gradients: memory, collectives and bytes sent; docs/precision.md."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class _Block(nn.Module):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one optimizer step after the first, on one rank."""
+    """The costs of one optimizer step after the first, on one rank."""
 
     held_bytes: int  # held between two microbatches beyond what is held between two steps
     gathers: int
@@ -63,7 +63,7 @@ def _measure(strategy: int, mode: str) -> Cost:
 
 
 def _accumulate(model: MegatronFSDP, data: torch.Tensor, mode: str, looks: bool = False) -> int:
-    """One accumulation; where it `looks`, the bytes held before its last microbatch."""
+    """Run one accumulation; return the memory before its last microbatch, if it `looks`."""
     held = 0
     for microbatch in range(MICROBATCHES):
         is_last = microbatch == MICROBATCHES - 1
@@ -100,19 +100,19 @@ def table(costs: dict[tuple[int, str], Cost], num_ranks: int) -> str:
 
 
 def _held(num_bytes: int, num_ranks: int) -> str:
-    """Elements over P; a shard is P / N, and the root's gathered weights, which only strategy 3 has, a fourth of P."""
+    """Return memory over P: a shard is P / N, and the root's unsharded weights (strategy 3) a fourth of P."""
     if num_bytes * num_ranks == 4 * NUMEL:
         return "P / N"
     return "P / N + P / 4" if (num_bytes - NUMEL) * num_ranks == 4 * NUMEL else _in_p(num_bytes, 1)
 
 
 def _in_p(num_bytes: int, num_ranks: int) -> str:
-    """Elements over P, and over (N - 1) / N where they are sent; exact."""
+    """Return exact elements over P, and over (N - 1) / N if they are sent."""
     ways = (num_ranks - 1) / num_ranks if num_ranks > 1 else 1.0
     value = num_bytes / 4 / NUMEL / ways
     return f"{value:g} P" if value else "0"
 
 
 def measured_table() -> str:
-    """Measure on the ranks of the default process group, which call it together; returns the table."""
+    """Measure on the ranks of the default process group and return the table. Collective."""
     return table(measure(), dist.get_world_size())

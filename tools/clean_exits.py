@@ -1,4 +1,4 @@
-"""Count how programs on several ranks end: eight small ones, each started again and again.
+"""Count the exit statuses of eight small programs on several ranks, each started many times.
 
     python tools/clean_exits.py [--rounds 25] [--ranks 3] [--only NAME]
 
@@ -53,7 +53,7 @@ def _trained(**options: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
 
 
 def trains() -> None:
-    """Train, and end without another word."""
+    """Train, and end without clean-up."""
     _trained()
 
 
@@ -126,7 +126,7 @@ PROGRAMS: tuple[Callable[[], None], ...] = (
 
 
 def _start(program: Callable[[], None], num_ranks: int) -> bool:
-    """Fork the ranks of one launch; return whether this process is one of them, which is to end now."""
+    """Fork the ranks of one launch; return True in a rank, which is to end now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -148,7 +148,7 @@ _ended: dict[str, list[tuple[int, ...]]] = collections.defaultdict(list)
 
 
 def _status(pid: int) -> int:
-    """Return the exit status of a child, which is killed when it takes too long."""
+    """Return the exit status of a child; kill it after a time limit."""
     until = time.monotonic() + _PATIENCE_S
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)

@@ -11,7 +11,7 @@ from megatron_fsdp.distributed_data_parallel_config import DistributedDataParall
 
 
 def different_defaults() -> str:
-    """Return a table of the fields whose default is another one in Megatron-LM's parser."""
+    """Return a table of the fields whose default differs in Megatron-LM's parser."""
     defaults = vars(DistributedDataParallelConfig())
     rows = [
         f"| `{name}` | `{shown(defaults[name])}` | `{shown(value)}` | `{given(name, value)}` |"
@@ -21,12 +21,12 @@ def different_defaults() -> str:
 
 
 def given(name: str, value: object) -> str:
-    """What to type for a value."""
+    """Return a value as typed on a command line."""
     return f"{flag_of(name)} {value}" if isinstance(value, str) else flag_of(name)
 
 
 def rules_of(name: str) -> list[str]:
-    """What a field has to do with others, in words."""
+    """Return the rules between a field and others, in words."""
     rules = [f"one of {listed(CHOICES[name])}"] if name in CHOICES else []
     others = [rule.other if rule.one == name else rule.one for rule in EXCLUSIONS if name in (rule.one, rule.other)]
     rules += [f"not with `{other}`" for other in others]
@@ -39,7 +39,7 @@ def rules_of(name: str) -> list[str]:
 
 
 def row(field: dataclasses.Field[Any], meaning: str) -> str:
-    """The line of one field."""
+    """Return the table's row of a field."""
     flag = f"`{flag_of(field.name)}`"
     if field.type is bool:
         flag = flag.replace("--", "--[no-]")
@@ -48,12 +48,12 @@ def row(field: dataclasses.Field[Any], meaning: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A default as Python code, a dtype by name."""
+    """Return a default as Python code, a dtype by name."""
     return str(value) if isinstance(value, torch.dtype) else repr(value)
 
 
 def listed(names: tuple[Any, ...]) -> str:
-    """Names, as code."""
+    """Return names as code."""
     return ", ".join(f"`{name}`" for name in names)
 
 

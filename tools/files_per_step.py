@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the linears make of the input to it."""
+        """Run the residual block."""
         hidden: Tensor = self.down(torch.relu(self.up(x)))
         return x + hidden
 

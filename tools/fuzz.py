@@ -1,4 +1,4 @@
-"""Compare random models, meshes, strategies and options with one process, for as many cases as asked for.
+"""Compare random models, meshes, strategies and options with one process.
 
     python tools/fuzz.py --cases 500 --first-seed 1000
     python tools/fuzz.py --cases 500 --buckets
@@ -43,13 +43,13 @@ DETERMINISTIC_RANKS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def run_case(case: Case, pools: Pools) -> list[str]:
-    """What differed from one process, in words; empty where nothing did."""
+    """Run a case; return its differences from one process, in words."""
     play_case = play_buckets_on_rank if case.wrap == "buckets" else play_on_rank
     return judge(case, _pool(case.mesh.num_ranks, pools).run(play_case, case, timeout_s=60.0))
 
 
 def run_pair(saved: Case, loaded: Case, pools: Pools) -> list[str]:
-    """What differed after saving under one arrangement and loading under another."""
+    """Save under one arrangement and load under another; return the differences."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = f"{folder}/source", f"{folder}/target"
         told = _pool(saved.mesh.num_ranks, pools).run(save_on_rank, saved, source, timeout_s=60.0)
@@ -65,7 +65,7 @@ def _pool(ranks: int, pools: Pools) -> WorkerPool:
 
 
 def guarded(run: Callable[[], list[str]], ranks: set[int], pools: Pools) -> list[str]:
-    """What differed, or what was raised; workers that failed are replaced."""
+    """Return the differences or the error of a case; replace failed workers."""
     try:
         return run()
     except Exception as error:  # noqa: BLE001 (whatever it is, it is what was looked for)
@@ -77,13 +77,13 @@ def guarded(run: Callable[[], list[str]], ranks: set[int], pools: Pools) -> list
 
 
 def _play_deterministic_cases(ranks: int, start: int, count: int, pools: Pools, found: dict[int, str]) -> list[str]:
-    """Put what differed into `found`, by seed."""
+    """Put differences into `found`, by seed."""
     found.update(_pool(ranks, pools).run(play_deterministic_cases, start, count, timeout_s=1200.0)[0])
     return []
 
 
 def run_worlds(first_seed: int, cases: int) -> int:
-    """Run cases with `deterministic="world"`, many in each call of the workers; return how many failed."""
+    """Run cases with `deterministic="world"`, many per call of the workers; return the number that failed."""
     pools: Pools = {}
     seen: Counter[str] = Counter()
     failed = 0
@@ -105,7 +105,7 @@ def run_worlds(first_seed: int, cases: int) -> int:
 
 
 def main() -> int:
-    """Run the cases; the exit status is 1 where one failed."""
+    """Run the cases; return exit status 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)

@@ -42,12 +42,12 @@ from torch import Tensor, nn  # noqa: E402
 
 PART_S = {1: 540.0, 2: 540.0, 3: 240.0, 4: 540.0}
 LEAST_S = 5.0
-"""A section is not started for less."""
+"""The least seconds for which a section is started."""
 
 
 @dataclass
 class Session:
-    """Where a section runs and what it notes."""
+    """The device of a section and its notes."""
 
     device: torch.device  # "cuda", or "cpu" for a rehearsal
     out: Path
@@ -56,23 +56,23 @@ class Session:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether this is no rehearsal."""
+        """True on a GPU; False in a rehearsal."""
         return self.device.type == "cuda"
 
     def note(self, what: str, **facts: Any) -> None:
-        """Write one line of results, at once."""
+        """Write one line of results and flush it."""
         line = {"section": self.section, "what": what, **facts}
         with (self.out / f"part{self.part}.jsonl").open("a") as file:
             file.write(json.dumps(line, default=str) + "\n")
         print(f"[{self.section}] {what}: " + ", ".join(f"{key}={value}" for key, value in facts.items()), flush=True)
 
     def finish(self) -> None:
-        """Wait for everything that is queued on the device."""
+        """Synchronise the device."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Give memory of deleted models back."""
+        """Free the memory of deleted models."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
@@ -129,13 +129,13 @@ class Layer(nn.Module):
 
 
 def layers(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Draw decoder layers on the device, the same each time."""
+    """Make the same decoder layers on the device in every call."""
     torch.manual_seed(0)
     return nn.Sequential(*(Layer(sizes, device, dtype) for _ in range(sizes.layers)))
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """Mean square of the output."""
+    """Return the mean square of the output."""
     return model(x).float().square().mean()
 
 
@@ -149,7 +149,7 @@ def small(session: Session, dtype: torch.dtype, **arguments: Any) -> tuple[nn.Mo
 
 
 def stepping(model: nn.Module, optimizer: Any, x: Tensor, in_backward: bool = False) -> Callable[[], None]:
-    """Return a function that trains a step, of which the optimizer's part begins in backward where that is asked."""
+    """Return a function that trains a step, with an optimizer in backward if asked."""
 
     def step() -> None:
         with optimizer.step_in_backward() if in_backward else nullcontext():
@@ -162,7 +162,7 @@ def stepping(model: nn.Module, optimizer: Any, x: Tensor, in_backward: bool = Fa
 
 
 def start_alone(device: torch.device, world_size: int = 1) -> None:
-    """Make this process one rank; of several, the first of a job whose collectives send nothing."""
+    """Initialise one rank, or the first of several whose collectives are simulated."""
     if world_size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -184,7 +184,7 @@ def start_alone(device: torch.device, world_size: int = 1) -> None:
 
 
 def machine(session: Session) -> None:
-    """Note versions, the device and what its driver says."""
+    """Note versions, device and driver."""
     facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
     if session.is_gpu:
         properties = torch.cuda.get_device_properties(0)
@@ -198,7 +198,7 @@ def machine(session: Session) -> None:
 
 
 def gpu_tests(session: Session) -> None:
-    """Run the tests that need a GPU; what pytest prints lies in gpu_tests.log."""
+    """Run the tests that need a GPU; pytest's output goes to gpu_tests.log."""
     if importlib.util.find_spec("pytest") is None:
         session.note("not run", reason="this Python has no pytest")
         return
@@ -236,14 +236,14 @@ def _local(tensor: Any) -> Tensor:
 
 
 def batches_of(sizes: Sizes, device: torch.device, dtype: torch.dtype, part: slice = slice(None)) -> list[list[Tensor]]:
-    """Two steps of two microbatches of 12 short sequences, or a part of each."""
+    """Return two steps of two microbatches of 12 short sequences, or a part of each."""
     draws = torch.Generator().manual_seed(1)
     whole = [[torch.randn(12, 8, sizes.dim, generator=draws) for _ in range(2)] for _ in range(2)]
     return [[x[part].to(device, dtype) for x in step] for step in whole]
 
 
 def alone(session: Session) -> None:
-    """Compare every strategy at world size 1 with plain torch, and with itself under injected delays, bit for bit."""
+    """Compare every strategy on one rank with plain torch, and with itself under injected delays, bit for bit."""
     from tests.support.delays import inject_delays
 
     start_alone(session.device)
@@ -275,7 +275,7 @@ def _off(found: Tensor, expected: Tensor) -> float:
 
 
 def formats(session: Session) -> None:
-    """Compare weights in weight formats with plain torch on rounded ones, and float8 products with emulated ones."""
+    """Compare weight formats with plain torch on rounded weights, and float8 products with emulated ones."""
     from megatron_fsdp import MixedPrecisionPolicy
     from megatron_fsdp.formats import fp8_linear
 
@@ -298,7 +298,7 @@ def formats(session: Session) -> None:
 
 
 def _train_rounded(session: Session, name: str, batches: list[list[Tensor]]) -> list[Tensor]:
-    """Train in plain torch, where each step computes with weights that were encoded and decoded."""
+    """Train in plain torch with weights that each step encodes and decodes."""
     from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, encoded_bytes
 
     weight_format = WEIGHT_FORMATS[name]
@@ -353,7 +353,7 @@ def optimizers(session: Session) -> None:
 
 
 def away(session: Session) -> None:
-    """Compare state on the host with plain torch, whose optimizer steps on the same device, over two steps."""
+    """Compare offloaded state with plain torch, whose optimizer steps on the same device, over two steps."""
     from megatron_fsdp import MixedPrecisionPolicy
 
     start_alone(session.device)
@@ -405,7 +405,7 @@ def _train_main_weights(
 
 
 def shared_gpu(session: Session) -> None:
-    """Let 2 and 4 processes share the GPU over gloo: every strategy, hybrid sharding, recomputation, against one."""
+    """Compare 2 and 4 processes on one GPU over gloo with one process: strategies, hybrid sharding, recomputation."""
     for ranks in (2, 4):
         store = session.out / f"store{ranks}.{os.getpid()}"
         command = [sys.executable, __file__, "--rank-of", str(ranks), "--store", str(store), *_arguments(session)]
@@ -463,7 +463,7 @@ def _train_by_numbers(model: Any, optimizer: Any, device: torch.device, rank: in
 
 
 def no_synchronisation(session: Session) -> None:
-    """Make any wait of the host for the device an error in steady steps."""
+    """Check that the host never waits for the device in steady steps."""
     start_alone(session.device)
     x = torch.randn(1, 64, REHEARSAL.dim, device=session.device, dtype=torch.bfloat16)
     for strategy in range(4):
@@ -510,7 +510,7 @@ def out_of_memory(session: Session) -> None:
 
 
 class MasterWeights:
-    """A bf16 model with fp32 main weights and fused AdamW in plain torch: what sharding is measured against."""
+    """The baseline: a bf16 model with fp32 main weights and fused AdamW in plain torch."""
 
     def __init__(self, model: nn.Module, fused: bool) -> None:
         self.model = list(model.parameters())
@@ -534,7 +534,7 @@ class MasterWeights:
 
 
 def contenders(session: Session, sizes: Sizes) -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
-    """Return functions that build a model and its optimizer, by name."""
+    """Return builders of a model and its optimizer, by name."""
     from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
     from torch.distributed.fsdp import fully_shard as fsdp2
 
@@ -571,7 +571,7 @@ def contenders(session: Session, sizes: Sizes) -> dict[str, Callable[[], tuple[n
 
 
 def measure(session: Session, step: Callable[[], object], count: int) -> tuple[float, float]:
-    """Return the median milliseconds of steps on the device, and on the host until everything is queued."""
+    """Return the median milliseconds of steps on the device, and on the host until all is queued."""
     device, host = [], []
     for _ in range(count):
         session.finish()
@@ -592,7 +592,7 @@ _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroniz
 
 
 def profiled(session: Session, step: Callable[[], None], trace: Path | None) -> dict[str, Any]:
-    """Count kernels and waits of one step, and the share of it in which no kernel runs."""
+    """Count kernels and waits of one step, and the share of time without a kernel."""
     if not session.is_gpu:
         step()
         return {}
@@ -651,17 +651,17 @@ def _compare(session: Session, world_size: int, names: list[str], rounds: int) -
 
 
 def world_size_1(session: Session) -> None:
-    """Measure everybody on a single rank, interleaved."""
+    """Measure all contenders on a single rank, interleaved."""
     _compare(session, 1, list(contenders(session, REHEARSAL)), 3)
 
 
 def rank_0_of(world_size: int, session: Session) -> None:
-    """Measure one rank of several whose collectives send nothing: memory, host time and kernels are real."""
+    """Measure one rank of several with simulated collectives: memory, host time and kernels are real."""
     _compare(session, world_size, ["fsdp2", "ours 0", "ours 3"], 1)
 
 
 def predicted(session: Session) -> None:
-    """Plan the same layers, for comparison with what was measured."""
+    """Plan the same layers, for comparison with measurements."""
     from megatron_fsdp import MixedPrecisionPolicy
     from megatron_fsdp.plan import plan
 
@@ -698,7 +698,7 @@ def graphs(session: Session) -> None:
 
 
 def graphs_of_8(session: Session) -> None:
-    """Do the same on one of 8 ranks whose collectives send nothing, where all streams are in the graph."""
+    """Do the same on one of 8 ranks with simulated collectives, with all streams in the graph."""
     start_alone(session.device, 8)
     if not session.is_gpu:
         session.note("not run", reason="graphs need CUDA")
@@ -744,7 +744,7 @@ def _note_graph(session: Session, name: str, strategy: int) -> None:
 
 
 def unit_graphs(world_size: int, session: Session) -> None:
-    """Let torch capture each unit's forward and backward, and compare with units run as they are: values and times."""
+    """Compare units captured by torch, forward and backward, with eager units: values and times."""
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
     start_alone(session.device, world_size)
@@ -795,13 +795,13 @@ OFFLOADED: dict[str, tuple[Any, int]] = {
     "optimizer state on the host": (["optimizer_state"], 9),
     "all state on the host": ("all", 20),
 }
-"""Offload, and the bytes that they take of the host for each parameter, with some to spare."""
+"""Kinds of offload, and the host memory in bytes per parameter, with some to spare."""
 DEPTHS = (32, 24, 16, 8, 4)
-"""Layers of an 8B model, and of the smaller ones that are tried where memory lacks."""
+"""Layers of an 8B model, and of smaller ones to try if memory does not suffice."""
 
 
 def offload(session: Session) -> None:
-    """Train with AdamW on 16k and 32k tokens a step, with state on the GPU and away, from the largest model that fits.
+    """Train with AdamW on 16k and 32k tokens a step, offloaded and not, from the largest model that fits.
 
     Every layer is recomputed, so that state is what takes memory.
     """
@@ -820,7 +820,7 @@ def offload(session: Session) -> None:
 
 
 def _fits(session: Session, name: str, where: Any, sizes: Sizes) -> bool:
-    """Train a few steps on 16k and on 32k tokens, and return whether memory sufficed for the first.
+    """Train a few steps on 16k and 32k tokens; return True if memory sufficed for the first.
 
     Where main weights rest on the host, optimizers step after backward and in it.
     """
@@ -875,7 +875,7 @@ def _free_host_bytes() -> int:
 
 @dataclass(frozen=True)
 class Section:
-    """A function of a session, and the seconds that it may take."""
+    """A function of a session, and its time limit in seconds."""
 
     run: Callable[[Session], None]
     limit_s: float
@@ -918,7 +918,7 @@ PARTS: dict[int, tuple[Section, ...]] = {
 
 
 def run_part(session: Session, seconds: float | None = None) -> int:
-    """Run every section in a process of its own, all within `seconds` (the part's own time); return how many failed."""
+    """Run each section in its own process, all within `seconds` (the part's own time); return the failures."""
     failed, end = 0, time.monotonic() + (seconds or PART_S[session.part])
     for section in PARTS[session.part]:
         session.section = section.label
@@ -959,7 +959,7 @@ def write_page(session: Session) -> None:
 
 
 def main() -> int:
-    """Run a part, or, in a process that a part has started, a section or a rank."""
+    """Run a part or, in a process of a part, a section or a rank."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--part", type=int, choices=sorted(PARTS), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for results; made if need be")

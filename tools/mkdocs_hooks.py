@@ -36,7 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_context: Any) -> str:
-    """Put README in front of the start page, and lead links out of the folder of the pages to pages of their own."""
+    """Put README in front of the start page, and point links to files of the repository at their pages."""
     if page.file.src_uri.startswith("files/"):
         return markdown
     if page.file.src_uri == "index.md":
@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, page: Page, **_context: Any) -> str:
 
 
 def _readme() -> str:
-    """Return README with its targets written as a page in `docs/` would write them."""
+    """Return README with links relative to `docs/`."""
 
     def from_docs(link: re.Match[str]) -> str:
         target, anchor = link["target"], link["anchor"] or ""
@@ -57,7 +57,7 @@ def _readme() -> str:
 
 
 def _repository_file(target: str) -> str | None:
-    """Return the path in the repository of a link that leaves the folder of the pages and names a file shown there."""
+    """Return the path in the repository of a link to a shown file outside of `docs/`."""
     if not target.startswith("../"):
         return None
     path = ROOT / target.removeprefix("../")
@@ -69,7 +69,7 @@ def _page_of(name: str) -> str:
 
 
 def _listing(name: str) -> str:
-    """Return the page of a file: its prose as it is, its code in a block."""
+    """Return the page of a file: Markdown as it is, code in a block."""
     path = ROOT / name
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":

@@ -1,4 +1,4 @@
-"""Plants the faults of tools/mutants.toml in a copy of the project, one at a time, and tells which test finds each.
+"""Plant the faults of tools/mutants.toml in a copy of the project, one at a time, and name the test that finds each.
 
     make mutants                                          the tests of the short suite that should find each fault
     make mutants ARGS="--only norm"                       faults with these words in their name or file
@@ -27,10 +27,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 LEAST = 28 / 30
-"""Of the faults, what the short suite has to find."""
+"""The share of faults that the short suite has to find."""
 FIRST_LIMIT_S = 1200
 SUITE_LIMIT_S = 4 * 3600
-"""A guard against hanging, which counts as finding the fault; many times what the tests take."""
+"""Time limit in seconds, many times the tests' duration; a deadlock counts as found."""
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 _ASIDE = "--ignore=tests/tools/test_mutants.py"  # where a fault is planted, it has no place any more
@@ -48,7 +48,7 @@ class Mutant:
     tests: tuple[str, ...]  # files, folders or functions (`file::function`) that are run first
 
     def planted(self, root: Path) -> str:
-        """Return the text of the file with the fault in it."""
+        """Return the file's text with the fault."""
         path = root / self.file
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if text.count(self.old) != 1:
@@ -61,14 +61,14 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a fault: the test that found it and the suite that this belongs to; None where nothing did."""
+    """The outcome of a fault: the test that found it, if any, and the suite of this test."""
 
     mutant: Mutant
     test: str | None = None
     is_short: bool = True
 
     def __str__(self) -> str:
-        """What stands in the last column of the table."""
+        """Return the cell in the table's last column."""
         if self.test is None:
             return "missed"
         return f"`{self.test}`" if self.is_short else f"full suite only: `{self.test}`"
@@ -81,7 +81,7 @@ def load_mutants() -> list[Mutant]:
 
 
 def copy_tracked(target: Path) -> None:
-    """Copy the tracked files of the checkout, as they are, into an empty folder."""
+    """Copy the tracked files of the checkout into an empty folder."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():  # else it is deleted and not committed yet
@@ -90,7 +90,7 @@ def copy_tracked(target: Path) -> None:
 
 
 def failing_test(root: Path, options: Sequence[str], limit_s: float) -> str | None:
-    """Run pytest, in a process group that ends with it, until a test fails; return its id, None where all pass."""
+    """Run pytest, in its own process group, until a test fails; return its id, or None."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", _ASIDE, *options]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # may name the checkout
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
@@ -114,7 +114,7 @@ def failing_test(root: Path, options: Sequence[str], limit_s: float) -> str | No
 
 
 def judge(mutant: Mutant, root: Path, thorough: bool, full: bool) -> Outcome:
-    """Plant a fault, look for it in more and more tests, and take it out again."""
+    """Plant a fault, run more and more tests, and restore the file."""
     path, whole, faulty = root / mutant.file, root / f"{mutant.file}.whole", mutant.planted(root)
     path.rename(whole)  # with the time of its last change, by which Python knows what it has compiled
     path.write_text(faulty, encoding="utf-8")
@@ -130,7 +130,7 @@ def judge(mutant: Mutant, root: Path, thorough: bool, full: bool) -> Outcome:
 
 
 def as_table(outcomes: Sequence[Outcome]) -> str:
-    """A table in Markdown, with a sentence in front."""
+    """Return a table in Markdown, with a sentence in front."""
     short = sum(outcome.test is not None and outcome.is_short for outcome in outcomes)
     today = datetime.datetime.now(tz=datetime.UTC).date()
     lines = [f"{today}: the short suite finds {short} of {len(outcomes)}.", ""]

@@ -1,4 +1,4 @@
-"""Calls a function on ranks of this machine, in new processes over gloo."""
+"""Call a function on ranks of this machine, in new processes over gloo."""
 
 import json
 import tempfile
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a module on every rank, and return what it returned on the first, which JSON has to hold."""
+    """Call a module's function on every rank; return the first rank's result, a value for JSON."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
             _call, (count, folder, function, arguments), nprocs=count

@@ -1,4 +1,4 @@
-"""Train one model on several numbers of ranks, kill and resume it on others, and draw all losses: there is one curve.
+"""Train a model on several numbers of ranks, kill and resume it on others, and draw all losses: one curve.
 
     python tools/one_curve.py --out runs/one-curve            # a few minutes on two cores
     python tools/one_curve.py --out runs/one-curve --publish  # and write the losses into benchmarks/results
@@ -34,7 +34,7 @@ HYBRID = ("--num-distributed-optimizer-instances", "2", "--outer-dp-sharding-str
 
 @dataclass(frozen=True)
 class Part:
-    """A run, or a part of one: ranks, strategy, and the step at which its ranks are killed (None: it ends)."""
+    """A run or a part of one: ranks, strategy, and the step at which its ranks are killed (None: never)."""
 
     ranks: int
     strategy: tuple[str, ...]
@@ -76,7 +76,7 @@ def play(folder: Path, parts: tuple[Part, ...], steps: int) -> dict[int, tuple[f
 
 
 def _children(pid: int) -> list[int]:
-    """Return the processes that a process has started: the ranks of a launcher."""
+    """Return the child processes of a launcher: its ranks."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -89,13 +89,13 @@ def losses_of(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 def published() -> dict[str, list[float]]:
-    """Return the losses of each run; a file holds them once, since they are equal."""
+    """Return the losses of each run, read from one file, since they are equal."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     return {name: list(map(float.fromhex, found["losses"])) for name in found["runs"]}
 
 
 def plot(path: Path, found: dict[str, list[float]]) -> None:
-    """Draw all losses over each other, the first ones widest, as a PNG."""
+    """Draw all losses, the first ones widest, as a PNG."""
     figure = Figure(figsize=(8.0, 4.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -113,7 +113,7 @@ def plot(path: Path, found: dict[str, list[float]]) -> None:
 
 
 def main() -> int:
-    """Run what is not there yet, compare and draw."""
+    """Run the missing parts, compare and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -1,4 +1,4 @@
-"""Trains the tiny model for 2,000 steps under several optimizers and formats; pages show what came out.
+"""Train the tiny model for 2,000 steps under several optimizers and formats, for tables of the pages.
 
     python -m tools.optimizer_curves          # train again, in about half an hour on a core, and write the losses
 
@@ -29,7 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "optimizer-curves.json"
 STEPS, WINDOW = 2000, 20
 RATES = (1.5e-3, 3e-3, 6e-3)
 RATE = 3e-3
-"""Learning rate of the preset, and of the runs that are compared at one rate."""
+"""Learning rate of the preset, and of runs compared at one rate."""
 
 Losses = Mapping[str, Sequence[float]]
 """By the name of a run the mean loss of each 20 steps in nats per byte; last the loss on held-out text."""
@@ -46,12 +46,12 @@ class CurveRun:
 
     @property
     def name(self) -> str:
-        """Return a name for the file."""
+        """Return the name of the run's file."""
         parts = self.optimizer, f"rate {self.rate:g}", f"{self.ranks} ranks", self.weight_format
         return ", ".join(filter(None, parts))
 
     def words(self) -> list[str]:
-        """Return the command line of the trainer; 4 samples a step on any ranks."""
+        """Return the trainer's command line; 4 samples a step on any number of ranks."""
         asked = {
             "--preset": "tiny",
             "--nproc": self.ranks,
@@ -75,7 +75,7 @@ class CurveRun:
 
 
 FORMATS = {name: CurveRun("adam", weight_format=name) for name in WEIGHT_FORMAT_NAMES}
-"""Runs by their weight format."""
+"""Runs by weight format."""
 
 RUNS = (
     CurveRun("adam"),
@@ -88,7 +88,7 @@ RUNS = (
 
 
 def measure(run: CurveRun) -> list[float]:
-    """Train; returns the entry of the run in `Losses`."""
+    """Train; return the run's entry in `Losses`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "megatron_fsdp.train", *run.words(), "--out", folder]
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
@@ -102,7 +102,7 @@ def measure(run: CurveRun) -> list[float]:
 
 
 def published() -> dict[str, list[float]]:
-    """Return what was measured last."""
+    """Return the latest measurements."""
     losses: dict[str, list[float]] = json.loads(RESULTS.read_text("utf-8"))
     return losses
 
@@ -121,7 +121,7 @@ def rate_table(losses: Losses) -> str:
 
 
 def optimizer_bands(losses: Losses) -> str:
-    """Return how far losses of AdamW8bit, and of AdamW on 2 ranks, are from those of AdamW on one."""
+    """Return a table of the distances of AdamW8bit, and AdamW on 2 ranks, from AdamW on one, in loss."""
     runs = (
         (CurveRun("adam"), "AdamW"),
         (CurveRun("adam", ranks=2), "AdamW, 2 ranks"),
@@ -131,13 +131,13 @@ def optimizer_bands(losses: Losses) -> str:
 
 
 def format_bands(losses: Losses) -> str:
-    """Return how far losses with rounded weights are from those of exact ones."""
+    """Return a table of the distances of rounded weights from exact ones, in loss."""
     runs = [(run, f"`{name}`") for name, run in FORMATS.items()]
     return band_table(losses, [(CurveRun("adam"), "float32"), *runs])
 
 
 def band_table(losses: Losses, runs: Sequence[tuple[CurveRun, str]]) -> str:
-    """Return how far losses of runs, with their titles, are from those of AdamW on one rank."""
+    """Return a table of the distances of titled runs from AdamW on one rank, in loss."""
     lines = ["| run | largest gap of 20 steps | mean gap | held-out loss |", "|---|---:|---:|---:|"]
     wanted = losses[CurveRun("adam").name]
     for run, title in runs:
@@ -149,7 +149,7 @@ def band_table(losses: Losses, runs: Sequence[tuple[CurveRun, str]]) -> str:
 
 
 def plot(path: Path, losses: Losses) -> None:
-    """Draw AdamW and Muon, each at the rate that gave it the least held-out loss, as a PNG."""
+    """Draw AdamW and Muon, each at its best learning rate by held-out loss, as a PNG."""
     figure = Figure(figsize=(8.0, 4.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -172,7 +172,7 @@ def plot(path: Path, losses: Losses) -> None:
 
 
 def plot_formats(path: Path, losses: Losses) -> None:
-    """Draw the gap of each weight format to exact weights, as the mean of the last 200 steps, as a PNG."""
+    """Draw the gap of each weight format to exact weights, a mean over the last 200 steps, as a PNG."""
     figure = Figure(figsize=(8.0, 4.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -190,7 +190,7 @@ def plot_formats(path: Path, losses: Losses) -> None:
 
 
 def main() -> None:
-    """Train what the file does not have yet, and print the tables."""
+    """Train the runs that the file lacks, and print the tables."""
     found = published() if RESULTS.exists() else {}
     for run in RUNS:
         if run.name not in found:

@@ -1,4 +1,4 @@
-"""What the layout pads on layers of known models, beside the least-common-multiple rule; docs/memory.md shows it."""
+"""The padding of known models' layers, beside the least-common-multiple rule; a table of docs/memory.md."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ BF16_ALIGNMENT_NUMEL = 8  # 16 bytes
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors of one parameter group, by a name for the table."""
+    """The tensors of one parameter group, with a name for the table."""
 
     name: str
     shapes: tuple[Shape, ...]
@@ -44,7 +44,7 @@ def gemma2_block() -> Group:
 
 
 def deepseek_v3_dense() -> tuple[Shape, ...]:
-    """What DeepSeek-V3 has in a layer besides its routed experts: latent attention, router, shared expert, norms."""
+    """A layer of DeepSeek-V3 without routed experts: latent attention, router, shared expert, norms."""
     attention = ((1536, 7168), (1536,), (24576, 1536), (576, 7168), (512,), (32768, 512), (7168, 16384))
     router = ((256, 7168), (256,))
     shared_expert = ((2048, 7168), (2048, 7168), (7168, 2048))
@@ -57,7 +57,7 @@ def deepseek_v3_experts(count: int) -> tuple[Shape, ...]:
 
 
 def gpt_oss_dense() -> tuple[Shape, ...]:
-    """What GPT-OSS-20B has in a layer besides its experts."""
+    """A layer of GPT-OSS-20B without experts."""
     attention = ((4096, 2880), (4096,), (512, 2880), (512,), (512, 2880), (512,), (2880, 4096), (2880,), (64,))
     return (*attention, (32, 2880), (32,), (2880,), (2880,))
 
@@ -68,7 +68,7 @@ def gpt_oss_experts() -> tuple[Shape, ...]:
 
 
 def groups() -> tuple[Group, ...]:
-    """Every group of the table."""
+    """Return every group of the table."""
     return (
         gated_block("Llama-2-7B, block", 4096, 4096, 11008),
         gated_block("Llama-3-8B, block", 4096, 1024, 14336),
@@ -103,13 +103,13 @@ def lcm_rule_numel(shapes: tuple[Shape, ...], num_shards: int) -> int:
 
 
 def fractions(group: Group, num_shards: int) -> tuple[float, float]:
-    """Return the padding over the parameters: of the layout, and of the least-common-multiple rule."""
+    """Return the padding over the parameters, of the layout and of the least-common-multiple rule."""
     layout = plan_layout(group.shapes, num_shards, alignment_numel=BF16_ALIGNMENT_NUMEL)
     return layout.padding_fraction, lcm_rule_numel(group.shapes, num_shards) / layout.payload_numel - 1
 
 
 def render() -> str:
-    """Return the table: for some numbers of ranks, the padding of the layout / of the least-common-multiple rule."""
+    """Return the table: padding of the layout / of the least-common-multiple rule, by number of ranks."""
     lines = [
         f"| tensors | parameters | {' | '.join(f'{count:,} ranks' for count in SHOWN_RANKS)} |",
         "|---|---:" + "|---:" * len(SHOWN_RANKS) + "|",

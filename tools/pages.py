@@ -1,4 +1,4 @@
-"""Writes what the pages print: listings of commands, tables, diffs, pictures, and the pages that are tables throughout.
+"""Write the generated parts of pages (listings, tables, diffs, pictures) and the generated pages.
 
     make pages                                    # bring all pages up to date
     make pages ARGS="plan.md --check"             # name what differs, write nothing; exit status 1 if anything does
@@ -76,7 +76,7 @@ class Block:
     text: str  # what stands there, without the markers and their indentation
 
     def generate(self) -> str:
-        """Return what should stand there."""
+        """Return the block's new text."""
         kind, _, rest = self.asked.partition(" ")
         if kind == "mfsdp":
             made = _listing(self.asked, programs_of(self.page))
@@ -103,7 +103,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def brought_up_to_date(page: Path) -> str:
-    """Return the text of a page with its generated parts made anew."""
+    """Return a page's text with its generated parts brought up to date."""
 
     def generated(found: re.Match[str]) -> str:
         asked = found["asked"]
@@ -117,7 +117,7 @@ def brought_up_to_date(page: Path) -> str:
 
 
 def _listing(command: str, programs: dict[str, str]) -> str:
-    """Run a command in a folder with `programs` and the examples; returns it and what it printed, as a block."""
+    """Run a command in a folder with `programs` and the examples; return it and its output, as a block."""
     with tempfile.TemporaryDirectory() as folder:
         for name, code in programs.items():
             Path(folder, name).write_text(code, encoding="utf-8")
@@ -136,7 +136,7 @@ def _in_this_process(words: list[str], folder: str) -> str:
 
 
 def _in_a_process(words: list[str], folder: str) -> str:
-    """Run what starts ranks, which import the programs anew."""
+    """Run a command that starts ranks, which import the programs anew."""
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "megatron_fsdp.cli", *words],
         cwd=folder,
@@ -150,7 +150,7 @@ def _in_a_process(words: list[str], folder: str) -> str:
 
 
 def diff_of(origin: str) -> str:
-    """Return what `diff -u` says of the script before and the script after, with a line of context."""
+    """Return `diff -u` of the scripts before and after, with a line of context."""
     before, after = (f"examples/coming_from/{origin}_{moment}.py" for moment in ("before", "after"))
     old, new = ((ROOT / name).read_text("utf-8").splitlines(keepends=True) for name in (before, after))
     return "".join(difflib.unified_diff(old, new, before, after, n=1))
@@ -160,7 +160,7 @@ def diff_of(origin: str) -> str:
 
 
 def exit_codes() -> str:
-    """Return how a run of the trainer ends."""
+    """Return the table of the trainer's exit codes."""
     return table(("code", "what happened"), [(str(code), told) for code, told in ENDS.items()])
 
 
@@ -174,14 +174,14 @@ BALANCED_RANKS = (8, 64, 128, 256, 512, 1024)
 
 
 def balance_rows() -> Iterator[tuple[str, ...]]:
-    """Yield a row for each model: name, matrices, and for each number of ranks how well they share them."""
+    """Yield a row for each model: name, matrices, and their balance for each number of ranks."""
     for name, preset in _MODELS.items():
         flops, numels = single_matrices(muon_matrices(build_meta_model(preset)).values())
         yield (name, f"{len(flops):,}", *(balance(flops, numels, ranks) for ranks in BALANCED_RANKS))
 
 
 def balance(flops: list[int], numels: list[int], ranks: int) -> str:
-    """Say what the busiest rank has over the mean: work and bytes sent, "2.11* / 1.58".
+    """Return the busiest rank's work and bytes sent over the mean, as "2.11* / 1.58".
 
     A star: whole matrices cannot be shared better, as somebody has the costliest, or two of the n + 1 costliest, or ...
     Bytes are operands, of which all send alike, and owners' results.
@@ -195,18 +195,18 @@ def balance(flops: list[int], numels: list[int], ranks: int) -> str:
 
 
 def muon_balance() -> str:
-    """Render how evenly Muon's iteration is shared."""
+    """Return the table of the balance of Muon's iteration."""
     head = ("model", "matrices", *(f"{ranks:,} ranks" for ranks in BALANCED_RANKS))
     return table(head, list(balance_rows()))
 
 
 def published_runs() -> str:
-    """Return plans of runs that others have measured, beside what they measured."""
+    """Return the table of published measurements beside their plans."""
     return table(COLUMNS, [published_row(run) for run in PUBLISHED])
 
 
 def strategy_costs() -> str:
-    """Return what each strategy holds and sends for Llama 3 8B on 8 ranks."""
+    """Return the table of each strategy's memory and traffic for Llama 3 8B on 8 ranks."""
     plans = [_plan("llama-3-8b", "--ranks", "8", "--machine", "h100", "--strategy", name) for name in "0123"]
     rows = [
         (f"{title}, GiB", *(f"{read(plan) / _GIB:.2f}" for plan in plans))  # type: ignore[no-untyped-call]
@@ -223,7 +223,7 @@ def strategy_costs() -> str:
 
 
 def preset_plans() -> str:
-    """Return the plans of the configurations in examples/presets."""
+    """Return the table of plans of examples/presets."""
     rows = []
     for name, ranks, machine in PRESETS:
         words = ("--config", f"examples/presets/{name}.yaml", "--ranks", str(ranks), "--machine", machine)
@@ -255,7 +255,7 @@ PRESETS = (
 
 
 def planted_faults() -> str:
-    """Return the table of faults that `make mutants` plants, each with the tests that are run first."""
+    """Return the table of the faults of `make mutants`, each with the tests that run first."""
     rows = [(each.name, Path(each.file).name, ", ".join(f"`{test}`" for test in each.tests)) for each in load_mutants()]
     return table(("fault", "file", "tests"), rows)
 
@@ -281,7 +281,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 SLOW = ("table accumulation", "table presets", "table published_runs", "table strategy_costs", "mfsdp doctor")
-"""How requests begin that take more than a few seconds."""
+"""Beginnings of requests that take more than a few seconds."""
 
 
 # ---- pictures, whole pages -------------------------------------------------------------------------------------------
@@ -321,16 +321,16 @@ PICTURES = {
 WHOLE: dict[str, Callable[[], str]] = {
     "performance.md": lambda: render_performance(published()),
 }
-"""Pages that are generated from their first line to their last."""
+"""Pages that are generated as a whole."""
 
 
 def contents_of(page: Path) -> str:
-    """Return what a page should be."""
+    """Return a page's new text."""
     return WHOLE[page.name]() if page.name in WHOLE else brought_up_to_date(page)
 
 
 def main() -> int:
-    """Bring pages and pictures up to date, or name what differs; returns the exit status."""
+    """Bring pages and pictures up to date, or name the differing ones; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", metavar="PAGE", help="file names, such as plan.md; all without any")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if anything differs")

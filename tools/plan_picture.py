@@ -22,7 +22,7 @@ _KINDS = {  # of memory, and their colours
 
 
 def draw_memory(plan: Plan, path: Path) -> None:
-    """Draw memory over a step, stacked by kind, with the memory of a device; the suffix of the file says the format."""
+    """Draw memory over a step, stacked by kind, and a device's memory; the file's suffix is the format."""
     figure = Figure(figsize=(10, 4.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

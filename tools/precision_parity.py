@@ -1,4 +1,4 @@
-"""Measures what 16-bit gradients do to a training run; docs/precision.md shows the tables and the picture.
+"""Measure the effect of 16-bit gradients on training; tables and picture of docs/precision.md.
 
 Trains the model of examples/coming_from on the same text, 50 steps on 2 ranks, once per policy. The losses of each run
 are compared step by step with those of a run whose gradients travel and accumulate in float32.
@@ -56,7 +56,7 @@ POLICIES = (
 
 
 def measure(steps: int = STEPS) -> dict[str, list[float]]:
-    """Train with every policy; the ranks of the default process group call it together."""
+    """Train with every policy. Collective over the default process group."""
     return {policy.name: _losses_of(policy, steps) for policy in POLICIES}
 
 
@@ -88,13 +88,13 @@ def _losses_of(policy: Policy, steps: int) -> list[float]:
 
 
 def published() -> dict[str, list[float]]:
-    """Return the losses that were measured last."""
+    """Return the latest losses."""
     losses: dict[str, list[float]] = json.loads(RESULTS.read_text("utf-8"))
     return losses
 
 
 def gaps(losses: Losses, policy: Policy) -> list[float]:
-    """Return the distance of each step's loss to that of the reference, in nats per token."""
+    """Return each step's distance from the reference's loss, in nats per token."""
     return [abs(a - b) for a, b in zip(losses[policy.name], losses[policy.reference], strict=True)]
 
 
@@ -111,7 +111,7 @@ def stage_table() -> str:
 
 
 def gap_table(losses: Losses) -> str:
-    """Return the largest and mean distance of the losses of each run to those of its reference."""
+    """Return a table of each run's largest and mean distance from its reference."""
     lines = [
         "| run | compared with | first loss | last loss | largest gap | mean gap |",
         "|---|---|---:|---:|---:|---:|",
@@ -128,7 +128,7 @@ def gap_table(losses: Losses) -> str:
 
 
 def plot(path: Path, losses: Losses) -> None:
-    """Draw the distance of every run to its reference, as a PNG."""
+    """Draw the distance of every run from its reference, as a PNG."""
     figure = Figure(figsize=(8.0, 4.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -145,7 +145,7 @@ def plot(path: Path, losses: Losses) -> None:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Return the running mean, since the distance of a single step is mostly noise."""
+    """Return the running mean; the distance of a single step is mostly noise."""
     windows = (values[max(0, end - 5) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
 

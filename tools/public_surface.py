@@ -1,4 +1,4 @@
-"""List all that a user can call: public names with their arguments, commands with their options; or what is gone.
+"""List the public surface: names with their arguments, commands with their options; or compare it.
 
 python tools/public_surface.py > before.json
 python tools/public_surface.py --against before.json       # says what is gone and what is new; fails if any is gone
@@ -23,7 +23,7 @@ _COMMAND = re.compile(r"^    ([a-z][\w-]+)(?:  | \(|$)", re.MULTILINE)  # aliase
 
 
 def published_modules() -> list[str]:
-    """Return the modules beside the folders, each a page of public API."""
+    """Return the public modules in the package's top folder."""
     return sorted(f".{path.stem}" for path in (ROOT / "src" / "megatron_fsdp").glob("[a-z]*.py"))
 
 
@@ -49,7 +49,7 @@ def names_of(module_name: str) -> list[str]:
 
 
 def help_of(*words: str) -> str:
-    """Return what a command prints when it is asked for help."""
+    """Return a command's help."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "megatron_fsdp.cli", *words, "--help"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -57,7 +57,7 @@ def help_of(*words: str) -> str:
 
 
 def commands(*words: str) -> list[str]:
-    """Return a command with its options and those of the commands in it."""
+    """Return the options of a command and its sub-commands."""
     text = help_of(*words)
     name = " ".join(("mfsdp", *words))
     found = [name, *sorted({f"{name} {option}" for option in _OPTION.findall(text)} - {f"{name} --help"})]

@@ -1,4 +1,4 @@
-"""Published runs beside what the planner predicts for them, under one set of assumptions: the table of docs/plan.md.
+"""Published runs beside the planner's predictions, under one set of assumptions: a table of docs/plan.md.
 
 python -m tools.published_runs       # prints it
 """
@@ -37,7 +37,7 @@ class PublishedRun:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan, by formulas throughout: fused kernels stand for compiled ones."""
+        """The plan, by formulas only; fused kernels stand for compiled ones."""
         share = DecoderShare(build_meta_model(self.model, torch.bfloat16), self.setup.ranks, *self.batch)
         return plan_workload(share_workload(self.name, share), self.setup, self.machine)
 

@@ -1,4 +1,4 @@
-"""Many short runs of the trainer, with kills, restarts and resumes; nothing may grow and nothing may be left over.
+"""Run the trainer many times, with kills, restarts and resumes; check for growth and leftovers.
 
     make soak                                  # an hour
     make soak ARGS="--minutes 5"
@@ -31,12 +31,12 @@ STEPS, EVERY, KILLS = 60, 10, 2
 NUMBERS = ("loss", "grad_norm", "samples", "data_checksum")
 WARM_UP = 3
 MOST_GROWTH = 32 << 20
-"""Bytes of resident memory that a rank may have more at the end than after the first rounds: what malloc keeps."""
+"""The allowed growth of a rank's resident memory after the first rounds, in bytes, for malloc's cache."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one process holds."""
+    """The resources of one process."""
 
     resident: int
     files: int
@@ -45,7 +45,7 @@ class Footprint:
 
 @dataclass
 class Tally:
-    """What the soak has seen."""
+    """The results of the soak."""
 
     # ranks that were killed, and how many of them while a checkpoint was written
     killed: list[bool] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Tally:
 
 
 def footprint(*options: str) -> Footprint:
-    """Train in this rank and measure it."""
+    """Train in this rank and measure its resources."""
     train(*options)
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -65,7 +65,7 @@ def footprint(*options: str) -> Footprint:
 
 
 def use_temporary_folder(folder: Path) -> None:
-    """Let this process, and all that it starts, leave temporary files there, where nobody else does."""
+    """Use a private folder for temporary files of this process and its children."""
     get_temp_dir()  # multiprocessing keeps its own, which it removes last, where it was made
     folder.mkdir()
     os.environ["TMPDIR"] = str(folder)
@@ -73,12 +73,12 @@ def use_temporary_folder(folder: Path) -> None:
 
 
 def temporary_folders() -> set[str]:
-    """Folders of launchers."""
+    """Return the launchers' temporary folders."""
     return {path.name for path in Path(tempfile.gettempdir()).glob("mfsdp-run-*")}
 
 
 def leftovers(saved: Path, before: set[str], ranks: list[int]) -> list[str]:
-    """What a program that is over has left: hidden files of saves, temporary folders, processes."""
+    """Return leftovers of a finished program: hidden files of saves, temporary folders, processes."""
     found = [
         f"{path.name} in the folder of checkpoints"
         for path in saved.iterdir()
@@ -89,7 +89,7 @@ def leftovers(saved: Path, before: set[str], ranks: list[int]) -> list[str]:
 
 
 def disturbed_run(place: Path, quiet: Path, data: tuple[str, ...], seed: int, tally: Tally) -> None:
-    """One program whose ranks are killed, held against the one that nobody disturbed."""
+    """Run a program whose ranks are killed, and compare it with an undisturbed one."""
     out, saved = place / "out", place / "saved"
     background = ("--async-save",) if seed % 2 else ()
     options = (*data, *background, "--save", str(saved), "--out", str(out), "--max-restarts", str(KILLS))
@@ -110,7 +110,7 @@ def disturbed_run(place: Path, quiet: Path, data: tuple[str, ...], seed: int, ta
 
 
 def growth(footprints: list[list[Footprint]]) -> list[str]:
-    """What has grown since the first rounds, in words."""
+    """Return the growth since the first rounds, in words."""
     found = []
     if len(footprints) <= WARM_UP:
         return ["too few runs to tell growth: give more --minutes"]
@@ -123,7 +123,7 @@ def growth(footprints: list[list[Footprint]]) -> list[str]:
 
 
 def soak(minutes: float, place: Path) -> Tally:
-    """Run until the time is over."""
+    """Run rounds until the time is over."""
     tally, until = Tally(), time.monotonic() + 60.0 * minutes
     text = write_text(place / "text.txt")
     data = ("--data-path", str(text), "--train-iters", str(STEPS), "--save-interval", str(EVERY), "--keep-last", "2")
@@ -148,7 +148,7 @@ def soak(minutes: float, place: Path) -> Tally:
 
 
 def report(tally: Tally, minutes: float) -> str:
-    """The result as Markdown."""
+    """Return the report as Markdown."""
     programs = f"{tally.disturbed} programs of {STEPS} steps with {len(tally.killed)} ranks killed"
     saving = f"{sum(tally.killed)} of them while a checkpoint was written"
     lines = [
@@ -167,7 +167,7 @@ def report(tally: Tally, minutes: float) -> str:
 
 
 def main() -> int:
-    """Soak, write the report, and say whether all was well."""
+    """Soak, write the report, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long (default: 60)")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the report")

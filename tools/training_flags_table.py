@@ -1,4 +1,4 @@
-"""The tables of docs/training_flags.md: every flag of `mfsdp train`, its default and meaning; and what is refused."""
+"""The tables of docs/training_flags.md: every flag of `mfsdp train`, its default and meaning; and refused flags."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_fsdp.train.options.megatron_flags import ALIASES, FIXED, IDLE, REF
 
 
 def option_table(cls: type) -> str:
-    """The options of a section."""
+    """Return the table of a section's options."""
     return table(("flag", "default", "meaning"), (option_row(option) for option in options_of(cls)))
 
 
 def option_row(option: Option) -> tuple[str, str, str]:
-    """Flag, default and meaning of an option."""
+    """Return flag, default and meaning of an option."""
     flag = f"`{option.flag}`"
     if option.is_switch and option.off_flags:
         flag = f"`--[no-]{option.flag.removeprefix('--')}`"
@@ -25,7 +25,7 @@ def option_row(option: Option) -> tuple[str, str, str]:
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return each reason once, with the flags that it is given for."""
+    """Return each reason once, with its flags."""
     flags: dict[str, list[str]] = {}
     for flag, reason in reasons.items():
         flags.setdefault(reason, []).append(f"`{flag}`")
@@ -33,7 +33,7 @@ def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def alias_rows() -> list[tuple[str, str]]:
-    """Flags that are not named like their option."""
+    """Return the rows of flags that are not named like their option."""
     return [
         (f"`{flag}`", f"`{flag_for(alias.name)}`" + ("" if alias.value is None else f" {shown(alias.value)}"))
         for flag, alias in ALIASES.items()
@@ -41,18 +41,18 @@ def alias_rows() -> list[tuple[str, str]]:
 
 
 def fixed_rows() -> list[tuple[str, str, str]]:
-    """Flags that may only ask for what happens anyway."""
+    """Return the rows of flags with a single allowed value."""
     return [(f"`{flag}`", ", ".join(f"`{v}`" for v in fixed.values), fixed.reason) for flag, fixed in FIXED.items()]
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def shown(value: object) -> str:
-    """A default in words."""
+    """Return a default in words."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None or value in ((), ""):
@@ -67,4 +67,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "flags_without_effect": lambda: ", ".join(f"`{flag}`" for flag in IDLE),
     "flags_refused": lambda: table(("flags", "why, and what to do"), by_reason(REFUSED)),
 }
-"""By the name in the page."""
+"""The tables, by their names in the page."""
