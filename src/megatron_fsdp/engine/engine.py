@@ -115,7 +115,7 @@ class Engine:
     own_groups: OwnGroups | None  # destroyed with the engine
     user_buffers: UserBuffers | None  # registered memory that is deregistered with the engine
     format_note: str  # how weights are multiplied on this device where it lacks float8 products; else empty
-    capture_lack: str  # the reason why no step can be captured into a CUDA graph; empty: it can, or is not asked for
+    no_capture_reason: str  # why no step can be captured into a CUDA graph; empty: it can, or is not asked for
 
     reduces_in_fixed_order = False  # whatever is called when, on any rank
 
@@ -237,8 +237,8 @@ class Engine:
                 "that the graph uses may belong to something else when it is replayed; pass cuda_graph_mode=True to "
                 "fully_shard"
             )
-        if self.capture_lack:
-            raise ScheduleError(f"a CUDA graph cannot be captured here, since {self.capture_lack}")
+        if self.no_capture_reason:
+            raise ScheduleError(f"a CUDA graph cannot be captured here, since {self.no_capture_reason}")
         if any(usage.asks for usage in self._usage.values()):
             raise ScheduleError(
                 "a CUDA graph is being captured before any step in which every parameter got a gradient on some rank, "
@@ -787,8 +787,8 @@ class Engine:
         """Outcomes of requests that depend on the machine, one sentence each."""
         graphs = "cuda_graph_mode: memory keeps its addresses, but nothing can be captured, since "
         buffers = "" if self.user_buffers is None else self.user_buffers.notice
-        lack = self.capture_lack and graphs + self.capture_lack
-        return tuple(filter(None, (buffers, self.format_note, lack)))
+        capture = self.no_capture_reason and graphs + self.no_capture_reason
+        return tuple(filter(None, (buffers, self.format_note, capture)))
 
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 

@@ -309,7 +309,7 @@ class ParameterGroup:
         return addresses_of(tuple(map(_local_tensor, self.sharded)))
 
     def _was_cast(self, pointed_to: torch.Tensor) -> bool:
-        """Return whether any full parameter is not a view of its memory any more."""
+        """Return True if any full parameter is not a view of its memory any more."""
         found = self._find_full_pointers(pointed_to)
         if found == self._full_pointers:
             return False

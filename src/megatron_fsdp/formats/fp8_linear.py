@@ -50,7 +50,7 @@ def _emulates(device: torch.device, shape: Sequence[int]) -> bool:
 
 
 def to_float8(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round values (m, k) to a float8 dtype; returns codes and the scale, float32 ().
+    """Round values (m, k) to a float8 dtype; return codes and the scale, float32 ().
 
     What is not finite makes all codes or the scale so, and with them every element of a product.
     """
@@ -82,7 +82,7 @@ def _aligned(scale: torch.Tensor) -> torch.Tensor:
 
 
 def emulation_note(groups: Iterable[ParameterGroup], device: torch.device) -> str:
-    """Say which weights of groups are multiplied by emulation, and why; empty where none is."""
+    """Describe the weights that are multiplied by emulation, and why; empty if none is."""
     names = [
         name
         for group in groups
@@ -93,16 +93,16 @@ def emulation_note(groups: Iterable[ParameterGroup], device: torch.device) -> st
     if not names:
         return ""
     sides = f"their sides are no multiples of {_MULTIPLE}"
-    device_lack = f"this {device.type} has no float8 products"
-    lack = sides if multiplies_float8(device) else device_lack
+    on_device = f"this {device.type} has no float8 products"
+    reason = sides if multiplies_float8(device) else on_device
     return (
         f"fp8_compute: {len(names)} weights (first: {names[0]}) are multiplied in float64, exactly and slowly, since "
-        f"{lack}; weight_format='fp8' gathers as few bytes, and multiplies in the dtype of the model"
+        f"{reason}; weight_format='fp8' gathers as few bytes, and multiplies in the dtype of the model"
     )
 
 
 class _Gathered:
-    """What the aliases of one weight share: its codes, and what was derived from them."""
+    """State that the aliases of one weight share: its codes, and tensors derived from them."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _Gathered:
 
 
 class Fp8Weight(torch.Tensor):
-    """The weight of a linear as gathered e4m3 codes; whatever is no `F.linear` computes with a decoded copy."""
+    """The weight of a linear as gathered e4m3 codes; functions other than `F.linear` compute with a decoded copy."""
 
     held: _Gathered
 
@@ -176,7 +176,7 @@ class Fp8Weight(torch.Tensor):
 
 
 def _linear(input: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
-    """Compute `F.linear`: in float8, where the input is a plain tensor, or a DTensor as the weight is one."""
+    """Compute `F.linear`, in float8 if the input is a plain tensor, or a DTensor as the weight is one."""
     tensor, kind, part = input, input.device.type, weight.held.part
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     fits = type(tensor) in _PLAIN if part is None else type(tensor) is DTensor and tensor.device_mesh == part.mesh
@@ -193,7 +193,7 @@ def _linear(input: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = 
 
 
 def _multiply_part(tensor: DTensor, weight: Fp8Weight) -> DTensor:
-    """Multiply by the part of a weight that tensor parallelism has cut; sums over ranks are left open.
+    """Multiply by a tensor-parallel part of a weight; sums over ranks stay partial.
 
     Rows of the weight give columns of the output, of whole inputs; its columns take those of the input.
     """
@@ -253,7 +253,7 @@ class Fp8Quantizer(WrappingQuantizer):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it keeps on the device: amaxes and scales."""
+        """Bytes of amaxes and scales, which are kept on the device."""
         return self.amaxes.nbytes + self._scales.nbytes
 
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
@@ -267,7 +267,7 @@ class Fp8Quantizer(WrappingQuantizer):
         return full[start:stop].view(_E4M3).view(self._layout.shapes[index]).data
 
     def blank_codes(self, index: int) -> torch.Tensor:
-        """Return codes without memory, of the shape of tensor `index`."""
+        """Return placeholders without memory, shaped as tensor `index`."""
         return torch.zeros((), dtype=_E4M3, device=self.amaxes.device).expand(self._layout.shapes[index])
 
     def wrap(self, index: int, codes: torch.Tensor) -> torch.Tensor:
@@ -277,13 +277,13 @@ class Fp8Quantizer(WrappingQuantizer):
         return Fp8Weight(_Gathered(codes, self._scales[index], self._dtype, self._keeps_transposed, self._linear, part))
 
     def point(self, index: int, made: Any, codes: torch.Tensor) -> None:
-        """Let a tensor that `wrap` made be around other codes."""
+        """Re-point a wrapped tensor at new codes."""
         made.held.codes, made.held.transposed = codes, None
 
     def update(self, index: int, made: Any, full: torch.Tensor) -> None:
-        """Forget what was derived from codes that are new now."""
+        """Drop tensors derived from codes before these were gathered anew."""
         made.held.transposed = None
 
     def release(self, made: Any) -> None:
-        """Forget what was derived from codes that are not gathered any more."""
+        """Drop tensors derived from codes that are resharded."""
         made.held.transposed = None

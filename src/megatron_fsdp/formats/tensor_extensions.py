@@ -1,4 +1,4 @@
-"""Tensor extensions: parameters whose tensor class encodes its own shards and wraps what was gathered.
+"""Tensor extensions: parameters whose tensor class encodes its own shards and wraps gathered codes.
 
 That is PyTorch's extension of FSDP2, which the float8 weights of torchao implement:
 
@@ -52,11 +52,11 @@ class TensorExtension:
         return self.kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.size(), rows.stride())
 
     def blank_row(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a row of zeros, which stands for a shard where there is none."""
+        """Return a row of zeros, the proxy for a shard on ranks without one."""
         return torch.zeros(1, *self.shape[1:], dtype=dtype, device=device)
 
     def encode(self, rows: torch.Tensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], object]:
-        """Encode rows (n, *rest), at least one; returns their codes (n, ...) and metadata; may communicate."""
+        """Encode rows (n, *rest), at least one; return their codes (n, ...) and metadata; may communicate."""
         method = self.around(rows).fsdp_pre_all_gather
         given: tuple[Any, ...] = (mesh,)
         if len(inspect.signature(method).parameters) > 1:
@@ -79,7 +79,7 @@ class TensorExtension:
 
 
 def tensor_extension_of(name: str, param: torch.Tensor, module: nn.Module) -> TensorExtension | None:
-    """Describe a parameter of a tensor class that is gathered in its own way; None for any other.
+    """Return the tensor extension of a parameter; None for a parameter of any other class.
 
     A class that lacks a method, or is more than plain values, is refused.
     """
@@ -120,7 +120,7 @@ def find_tensor_extensions(module: nn.Module) -> dict[str, TensorExtension]:
 
 
 def extension_format(extension: TensorExtension, param: torch.Tensor, mesh: DeviceMesh) -> ExtensionFormat:
-    """Ask an extension for the bytes of a row, by encoding one of zeros; may communicate."""
+    """Find the bytes of an extension's row by encoding one of zeros; may communicate."""
     codes, _ = extension.encode(extension.blank_row(param.dtype, param.device), mesh)
     row_numel, row_bytes = max(1, prod(extension.shape[1:])), sum(each.nbytes for each in codes)
     shared = gcd(row_numel, row_bytes)
@@ -146,7 +146,7 @@ class ExtensionQuantizer(WrappingQuantizer):
     """Encodes and wraps the tensors of one layout, all of them extensions."""
 
     def __init__(self, plan: GroupPlan, extensions: Sequence[TensorExtension]) -> None:
-        """Let each extension encode a row of zeros, so that there is metadata before weights are installed."""
+        """Encode a row of zeros by each extension, for metadata before weights are installed."""
         assert isinstance(plan.weight_format, ExtensionFormat)
         super().__init__(plan.weight_format, plan.layout, plan.device)
         self._dtype, self._extensions = plan.precision.compute, extensions
@@ -173,7 +173,7 @@ class ExtensionQuantizer(WrappingQuantizer):
                     part.view_in(self._rows(out, index, start, stop)).copy_(each)
 
     def decode(self, encoded: torch.Tensor, region: Region, out: torch.Tensor) -> None:
-        """Do nothing: modules compute with the codes."""
+        """Leave the bytes as they are: modules compute with the codes."""
 
     def round_into(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Leave the elements of `out` as they are: a module encodes plain weights itself."""
@@ -184,7 +184,7 @@ class ExtensionQuantizer(WrappingQuantizer):
         return tuple(part.view_in(rows).data for part in self._parts[index])
 
     def blank_codes(self, index: int) -> tuple[torch.Tensor, ...]:
-        """Return codes without memory, of the shapes of those of tensor `index`."""
+        """Return placeholders without memory, shaped as the codes of tensor `index`."""
         length, device = self._layout.shapes[index][0], self.amaxes.device
         return tuple(
             torch.zeros((), dtype=part.dtype, device=device).expand(length, *part.shape) for part in self._parts[index]
@@ -204,13 +204,13 @@ class ExtensionQuantizer(WrappingQuantizer):
         return made
 
     def point(self, index: int, made: torch.Tensor, codes: tuple[torch.Tensor, ...]) -> None:
-        """Let a tensor that `wrap` made be around other codes."""
+        """Re-point a wrapped tensor at new codes."""
         other: Any = self.wrap(index, codes)
         for name in other.__tensor_flatten__()[0]:
             setattr(made, name, getattr(other, name))
 
     def update(self, index: int, made: torch.Tensor, full: torch.Tensor) -> None:
-        """Tell a tensor that `wrap` made that its codes, in gathered bytes `full`, are new."""
+        """Renew a wrapped tensor after an all-gather of its codes in `full`."""
         self._finish[index](self.codes_in(full, index), self._metadata[index], self._dtype, out=made)
 
     def _rows(self, encoded: torch.Tensor, index: int, start: int, stop: int) -> torch.Tensor:
@@ -219,7 +219,7 @@ class ExtensionQuantizer(WrappingQuantizer):
 
 
 def _parts_of(codes: Sequence[torch.Tensor]) -> tuple[_Codes, ...]:
-    """Describe what an extension has encoded a row into."""
+    """Describe the tensors into which an extension has encoded a row."""
     ends = (0, *accumulate(each.nbytes for each in codes))
     return tuple(
         _Codes(start, stop, tuple(each.shape[1:]), each.dtype)

@@ -5,7 +5,7 @@ ranks, under any strategy, and in one process without sharding. A shard may end 
 
     elements           0 ..... 255 | 256 ... 511 | 512 ... 767
     held by            ------- rank 0 ----><------ rank 1 ----
-    its scale rests    with rank 0 | with rank 0 | with rank 1     (who holds the block's first element)
+    its scale is       with rank 0 | with rank 0 | with rank 1     (who holds the block's first element)
 
 Ranks that share a block take its scale from the maximum over all of them: two all-reduces of a few numbers in a step,
 one for the old scales and one for the new, and none where no shard ends inside a block.
@@ -123,7 +123,7 @@ class AdamW8bit(Optimizer):
         return loss
 
     def agree(self, error: Exception | None) -> None:
-        """Raise on all ranks what any has met before scales of shared blocks are exchanged; collective if some are."""
+        """Raise the error of any rank on all before scales of shared blocks are exchanged; collective if some are."""
         self._has_agreed = True
         live = [param for param in params_of(self) if isinstance(param, UnevenDTensor) and param.grad is not None]
         frames = [param.shard_frame for param in live]
@@ -190,14 +190,14 @@ class BlocksStep(ExchangingStep):
         cast(AdamW8bit, optimizer)._has_agreed = False
 
     def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
-        """Raise what a hook has met; collective, unless the step has agreed already."""
+        """Raise the error of a hook; collective, unless the step has agreed already."""
         own = cast(AdamW8bit, optimizer)
         if not own._has_agreed:
             own.agree(error)
 
 
 def check_blocks(optimizer: AdamW8bit) -> None:
-    """Refuse parameters whose blocks would depend on how they are sharded."""
+    """Raise for parameters whose blocks would depend on their sharding."""
     problem = next(filter(None, map(_problem, params_of(optimizer))), None)
     if problem is not None:
         raise ConfigurationError(f"AdamW8bit was given {problem}")
@@ -253,7 +253,7 @@ def _blocks(numel: int) -> int:
 
 
 def scales_in_blocks(description: ShardDescription) -> ShardDescription | None:
-    """Describe the scales of a tensor: each rests with the shard that holds the first element of its block.
+    """Return the shard spec of a tensor's scales: each is on the rank that holds the first element of its block.
 
     None where tensor-parallel parts end inside a block.
     """
@@ -377,7 +377,7 @@ class _Piece:
         self._new: dict[int, Tensor] = {}  # scales of blocks that are shared
 
     def shares(self, block: int) -> bool:
-        """Return True if there are elements of a block here."""
+        """Return True if this rank holds elements of a block."""
         return self.first <= block < self._last
 
     def maxima_in(self, block: int) -> Tensor:
@@ -436,7 +436,7 @@ class _Piece:
         return mean, (root * root * root_beta + grad * grad * (1 - root_beta)).sqrt()
 
     def _part(self, first: int, last: int) -> slice:
-        """Return the elements of blocks [first, last) that are here."""
+        """Return this rank's elements of blocks [first, last)."""
         return slice(max(first * BLOCK - self._start, 0), min(last * BLOCK, self._stop) - self._start)
 
     def _spread(self, scales: Tensor, first: int, part: slice) -> Tensor:
@@ -458,7 +458,7 @@ def _local_of(value: Tensor) -> Tensor:
 
 
 def _shared(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Return the pieces with blocks that are shared, by the groups of ranks that share them."""
+    """Return the local shards with shared blocks, by the groups of ranks that share them."""
     found: dict[tuple[dist.ProcessGroup, ...], list[_Piece]] = {}
     for piece in pieces:
         if piece.straddling:
@@ -485,7 +485,7 @@ def _share_scales(pieces: Sequence[_Piece], are_new: bool) -> None:
 
 
 def _fitted(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return loaded codes and scales, cut as the parameter's; refuse what is none of such a parameter."""
+    """Return loaded codes and scales, sharded as the parameter's; raise if they do not fit it."""
     wanted = {**dict.fromkeys(_CODES, (tuple(param.shape), torch.uint8))}
     wanted |= dict.fromkeys(_SCALES, (scales_shape(param.shape), torch.float32))
     found = {key: state[key] for key in wanted if isinstance(state.get(key), Tensor)}

@@ -56,7 +56,7 @@ class ChainedOptimizer(Optimizer):
         self.register_step_pre_hook(ChainedOptimizer._check_parameters)  # one may have been given a new group
 
     def _check_parameters(self, *_step_arguments: object) -> None:
-        """Refuse a parameter that two optimizers have: both would step it, and one of its states would be lost."""
+        """Raise if two optimizers have a parameter: both would step it, and one of its states would be lost."""
         twice = [param for param, count in Counter(params_of(self)).items() if count > 1]
         if twice:
             raise ConfigurationError(
@@ -71,7 +71,7 @@ class ChainedOptimizer(Optimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of."""
+        """Return the attributes of a copy."""
         return {"optimizers": self.optimizers, "defaults": self.defaults}
 
     @property
@@ -99,7 +99,7 @@ class ChainedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse.
+        """Raise: a chain has no groups of its own.
 
         Raises:
             ConfigurationError: It is not said to which optimizer the group would belong.
@@ -138,14 +138,14 @@ class ChainedStep(ExchangingStep):
     """Steps the optimizers of a chain; they fail on all ranks together.
 
     A rank on which one fails steps the others all the same, as its peers do, which may wait for messages. Then ranks
-    tell each other what has come of each optimizer, by one small gather. Nobody waits outside of `step` and `finish`.
+    exchange the outcomes of all optimizers, by one small all-gather. No rank waits outside of `step` and `finish`.
     """
 
     def __init__(self, members: Sequence[tuple[Optimizer, Step]]) -> None:
         super().__init__()
         self._members = members
         self._running: Optimizer | None = None
-        self._has_begun = False  # it stands in for the running one, or has been stood in for by that one's own hooks
+        self._has_begun = False  # a proxy of the running one steps: ours, or that of its own hooks
         self._stands_in = False
         self._met: list[Exception | None] = []  # in each optimizer, in the step that is running
         self._ranks: dict[DeviceMesh, Ranks] = {}
@@ -156,18 +156,18 @@ class ChainedStep(ExchangingStep):
             optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
-        """Return a chain that has this object for its only optimizer."""
+        """Return a proxy: a chain whose only optimizer is this object."""
         made = object.__new__(ChainedOptimizer)
         made.__dict__ = {**optimizer.__dict__, "optimizers": (self,)}
         return made
 
     def step(self) -> None:
-        """Step the optimizers one after another, with their own hooks; what fails is kept for `finish`."""
+        """Step the optimizers one after another, with their own hooks; errors are kept for `finish`."""
         self._begun = None
         self._all(self._step)
 
     def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
-        """Take part in what ranks agree on for each optimizer, whose steps a hook of the chain has prevented."""
+        """Join the agreement of each optimizer, whose steps a hook of the chain has prevented."""
         assert error is not None
         self._begun = None
         self._all(lambda _optimizer, way: self._missed(way, error))
@@ -178,7 +178,7 @@ class ChainedStep(ExchangingStep):
         raise error
 
     def _all(self, step: Callable[[Optimizer, Step], None]) -> None:
-        """Do the same for the optimizers one after another; what fails is kept for `finish`."""
+        """Run a function for the optimizers one after another; errors are kept for `finish`."""
         self._met = []
         for optimizer, way in self._members:
             self._running, self._has_begun, self._stands_in = optimizer, False, False
@@ -219,7 +219,7 @@ class ChainedStep(ExchangingStep):
             way.finish(optimizer)
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Let ranks tell each other what has come of each optimizer; collective.
+        """Exchange the outcomes of all optimizers; raise on all ranks if any failed. Collective.
 
         Raises:
             RankError: On every rank, with the same message, where one has failed on a rank; says which ones stepped.
@@ -237,7 +237,7 @@ class ChainedStep(ExchangingStep):
         ask([(group, (prevented, here)) for group in groups], lambda everyone: _judge(names, everyone), error)
 
     def hand_over(self) -> None:
-        """Let each optimizer have what its step has made."""
+        """Move remaining new state to each optimizer."""
         for _, way in self._members:
             way.hand_over()
 
@@ -266,11 +266,11 @@ def _judge(names: Sequence[str], everyone: Sequence[tuple[Met, Sequence[str | No
 
 
 def _told(names: Sequence[str], everyone: Sequence[Sequence[str | None]]) -> Problem | None:
-    """Say what has come of each optimizer of a chain; None where all have stepped.
+    """Return the problem of a chain's step, with the outcome of each optimizer; None if all have stepped.
 
     Args:
         names: Of the optimizers.
-        everyone: What each rank has met in each of those that were begun.
+        everyone: Each rank's error, or None, in each of those that were begun.
     """
     told, met = [], list(zip(*everyone, strict=True))
     if not any(text for texts in met for text in texts):

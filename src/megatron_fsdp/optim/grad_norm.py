@@ -51,7 +51,7 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     if math.isfinite(max_norm) and local:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if not is_known_to_be_one(factor):
-            for device in dict.fromkeys(piece.device for piece in local):  # more than one where a part rests elsewhere
+            for device in dict.fromkeys(piece.device for piece in local):  # more than one where a part is offloaded
                 torch._foreach_mul_([piece for piece in local if piece.device == device], factor.to(device))
     return norm
 
@@ -59,7 +59,7 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
 def compared_arguments(
     groups: Sequence[dist.ProcessGroup | None], check: Callable[[], None], **given: float | torch.Tensor
 ) -> Companion:
-    """Check the arguments of a call that clips, and return what compares them over groups, which reach all ranks."""
+    """Check the arguments of a call that clips; return a `Companion` that compares them over the groups."""
     facts, error = dict[str, str](), None
     try:
         check()
@@ -70,7 +70,7 @@ def compared_arguments(
 
 
 def check_clipping(max_norm: Any, norm_type: Any) -> None:
-    """Refuse a limit or an order that is none."""
+    """Raise if the limit or the order of the norm is not valid."""
     for name, value in {"max_norm": max_norm, "norm_type": norm_type}.items():
         if not isinstance(value, int | float | torch.Tensor):
             raise ConfigurationError(f"{name}={value!r} is a {type(value).__name__}; give a number")
@@ -93,7 +93,7 @@ def _check(engine: Engine, max_norm: float, norm_type: float) -> None:
 
 
 def is_known_to_be_one(factor: torch.Tensor) -> bool:
-    """Return True if a factor is 1, where it can be read without a device sync."""
+    """Return True if a factor is 1 and can be read without a device sync."""
     return factor.is_cpu and has_values(factor) and factor.item() == 1.0
 
 
@@ -119,7 +119,7 @@ def _total_norm(
     device: torch.device,
     asked: Companion | None = None,
 ) -> torch.Tensor:
-    """Compute the norm of everything; what ranks hold copies of counts once."""
+    """Compute the norm of all gradients; replicas count once."""
     found = pieces or {(): []}
     powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in found.items()}
     return combine_powers(powers, norm_type, asked)
@@ -128,7 +128,7 @@ def _total_norm(
 def combine_powers(
     powers: dict[ProcessGroups, torch.Tensor], norm_type: float, asked: Companion | None = None
 ) -> torch.Tensor:
-    """Reduce each sum over its groups, and return the norm of everything, the same on all ranks of the groups.
+    """Reduce each sum over its groups, and return the norm of all of them, the same on all ranks of the groups.
 
     `powers` are `sum_of_powers` of the pieces here, by the groups that they are sharded over; at least one, all on the
     device that the groups communicate from. The keys and their order are the same on all ranks of a group. Sums that
@@ -178,7 +178,7 @@ _LOW_BITS = 31  # sums of rows are added in two parts: up to 2**31 rows fit
 def exact_norm(
     pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.device, asked: Companion | None = None
 ) -> torch.Tensor:
-    """Compute the 2-norm of everything, the same bits however the elements are cut into pieces."""
+    """Compute the 2-norm of all elements, with the same bits however they are sharded."""
     runs = {groups: _runs(tensors) for groups, tensors in pieces.items()}
     largest = _total_norm(runs, math.inf, device, asked)
     if not pieces:

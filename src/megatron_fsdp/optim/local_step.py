@@ -55,29 +55,29 @@ def steps_locally(optimizer: Optimizer) -> bool:
 
 
 def sharded_state(optimizer: Optimizer) -> frozenset[str]:
-    """Return the keys of the state that is sharded as its parameter; none where the kind of optimizer is not known."""
+    """Return the keys of the state that is sharded as its parameter; none for an unknown kind of optimizer."""
     return _SHARDED_STATE.get(type(optimizer), frozenset())
 
 
 class LocalStep(Step):
-    """The view of one optimizer; between steps it holds neither gradients nor state. Ranks step by themselves.
+    """Steps a view of one optimizer over local tensors, without communication; between steps it holds no tensors.
 
-    With `moves_state` state of some parameters rests elsewhere than on the device.
+    `moves_state`: state of some parameters is offloaded.
     """
 
     def __init__(self, moves_state: bool = False) -> None:
         self._streams = _StateStreams() if moves_state else None
         self._view: _LocalTensors | None = None  # of the running step
-        self.has_stepped = False  # so that there is state, in the order of parameters and where it rests
+        self.has_stepped = False  # so that there is state, in the order of parameters and in its place
         self.leaves_out: frozenset[int] = frozenset()  # ids of parameters that the next step finds stepped
         self.check: Callable[[], None] | None = None  # called by that step, behind all hooks
 
     def part(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalView:
-        """Return the object that steps some parameters alone; let it hand over its state after it."""
+        """Return a view that steps some parameters alone; call its `hand_over` after it."""
         return _view_of(optimizer, _LocalTensors(optimizer, None, list(groups)))
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
-        """Return the object to step in place of a connected optimizer; call `finish` after the step.
+        """Return the proxy to step instead of a connected optimizer; call `finish` after the step.
 
         Returns:
             A view that works on local tensors; the optimizer itself where its kind is not known to be elementwise,
@@ -97,12 +97,12 @@ class LocalStep(Step):
         return _view_of(optimizer, self._view)
 
     def finish(self, _optimizer: Optimizer) -> None:
-        """Give new state to the optimizer after a step."""
+        """Move new state to the optimizer after a step."""
         self.hand_over()
         self.has_stepped = True
 
     def hand_over(self) -> None:
-        """Give new state to the optimizer, after a step or one that failed, and drop all references."""
+        """Move new state to the optimizer, after a step or one that failed, and drop all references."""
         view, self._view = self._view, None
         if view is not None:
             view.hand_over_state()
@@ -155,7 +155,7 @@ class _LocalTensors:
         return shown
 
     def _localise(self, params: Sequence[Tensor]) -> list[tuple[Tensor, State]] | None:
-        """Return each parameter with its gradient, and its state, as local tensors; None where that is impossible."""
+        """Return each parameter with its gradient, and its state, as local tensors; None if that is impossible."""
         source, found = self._optimizer.state, []
         if len(set(map(id, params))) < len(params):
             return None  # a parameter that is listed twice is stepped twice on one state
@@ -180,7 +180,7 @@ class _LocalTensors:
         return found
 
     def hand_over_state(self) -> None:
-        """Give the optimizer the state that the step has made, sharded as its parameter where it is."""
+        """Move the state that the step has made to the optimizer, sharded as its parameter where it has its shape."""
         shown, self._shown, self.state = self._shown, [], self._optimizer.state
         for param, state in shown:
             if not state:
@@ -194,7 +194,7 @@ class _LocalTensors:
 
 
 class _StateStreams:
-    """Two streams for each device: state comes on one and goes on the other, at the same time."""
+    """Two copy streams for each device: offloaded state comes on one and goes on the other, at the same time."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[torch.device, str], CommStream] = {}
@@ -214,7 +214,7 @@ class _StateStreams:
 
 @dataclass(eq=False)
 class _Turn:
-    """Parameters of one group of an optimizer whose state rests in one place; `comes` is on its way to the device."""
+    """Parameters of one group of an optimizer with state in one place; `comes` is on its way to the device."""
 
     group: dict[str, Any]
     memory: StateMemory | None
@@ -224,7 +224,7 @@ class _Turn:
     work: Work | None = None
 
     def receive(self) -> None:
-        """Let the optimizer see the state that has come."""
+        """Wait for the state, and show it to the optimizer."""
         if self.work is not None:
             self.work.wait()
         for state, key, value in self.comes:
@@ -233,10 +233,10 @@ class _Turn:
 
 
 class _Turns(list[dict[str, Any]]):
-    """The groups of a step whose state rests elsewhere: each comes unit by unit, with its state for so long.
+    """The groups of a step with offloaded state, which streams to the device and back, unit by unit.
 
-    While a unit steps, the state of the next one comes and that of the one before goes. What comes takes its memory on
-    the compute stream, once that waits for what has left: of three units at most there is state on the device.
+    While a unit steps, the state of the next one comes and that of the one before goes. Memory for what comes is
+    allocated on the compute stream, behind a wait for what has left: at most three units have state on the device.
 
     Torch's steps iterate over their groups once, and what they do with one parameter depends on no other.
     """
@@ -274,7 +274,7 @@ class _Turns(list[dict[str, Any]]):
                     turn.comes.clear()
             self._let_go(0)
         for device in {turn.device for turn in turns}:
-            finish_stream(device)  # the host reads what rests there
+            finish_stream(device)  # the host may read offloaded state from here on
 
     def _find_turns(self) -> Iterator[_Turn]:
         for shown, group in zip(super().__iter__(), self._groups, strict=True):
@@ -284,7 +284,7 @@ class _Turns(list[dict[str, Any]]):
                 yield _Turn(shown, memory, device, [(local, index) for local, (_, index) in members])
 
     def _fetch(self, turn: _Turn) -> None:
-        """Start to bring the state of a turn."""
+        """Start to copy the state of a turn to the device."""
         memory, pairs = turn.memory, []
         for local, _ in turn.members if memory is not None else ():
             assert memory is not None
@@ -296,7 +296,7 @@ class _Turns(list[dict[str, Any]]):
             turn.work = self._streams.copy(turn.device, "state comes", pairs)
 
     def _give_back(self, turn: _Turn) -> None:
-        """Start to send the state of a turn to where it rests."""
+        """Start to copy the state of a turn back to the host."""
         memory, pairs = turn.memory, []
         for local, index in turn.members if memory is not None else ():
             assert memory is not None
@@ -310,7 +310,7 @@ class _Turns(list[dict[str, Any]]):
             self._going.append((self._streams.copy(turn.device, "state goes", pairs), [value for value, _ in pairs]))
 
     def _let_go(self, count: int) -> None:
-        """Free the copies of state that were sent before the last `count`, once they have left."""
+        """Free device copies of state older than the last `count`, after their write-back."""
         while len(self._going) > count:
             work, copies = self._going.popleft()
             work.wait()
@@ -318,18 +318,18 @@ class _Turns(list[dict[str, Any]]):
 
 
 def _tensors(state: State, sharded: frozenset[str]) -> list[str]:
-    """Return the keys of what is sharded as the parameter."""
+    """Return the keys of state tensors that are sharded as the parameter."""
     return [key for key, value in state.items() if key in sharded and value is not None]
 
 
 def memory_of(param: Tensor) -> tuple[StateMemory | None, int]:
-    """Return where the state of a sharded parameter rests, and its index there."""
+    """Return the memory of a sharded parameter's offloaded state, or None, and its index there."""
     group, index = engine_of(param).group_and_index[id(param)]
     return group.state_memory, index
 
 
 def move_to_offload(optimizer: Optimizer) -> None:
-    """Move state that was just loaded to where it rests."""
+    """Move state that was just loaded to its offload memory."""
     devices: set[torch.device] = set()
     for param in params_of(optimizer):
         state: State = optimizer.state.get(param, {})
@@ -344,17 +344,17 @@ def move_to_offload(optimizer: Optimizer) -> None:
             devices.add(given.device)
             state[key] = UnevenDTensor.wrap(kept, param.shard_frame)
     for device in devices:
-        finish_stream(device)  # the host reads what rests there
+        finish_stream(device)  # the host may read offloaded state from here on
 
 
 def check_offload(optimizer: Optimizer) -> None:
-    """Refuse optimizers that cannot step while their state rests elsewhere than their parameters."""
+    """Raise for an optimizer that cannot step with state offloaded and parameters on the device."""
     if not steps_locally(optimizer) and _pages(optimizer):
         raise _cannot_page(optimizer)
 
 
 def _pages(optimizer: Optimizer) -> bool:
-    """Return True if the state of any parameter rests elsewhere than the optimizer would make it."""
+    """Return True if the state of any parameter is offloaded."""
     return any(memory_of(param)[0] is not None for param in params_of(optimizer))
 
 
@@ -391,7 +391,7 @@ class LocalView(Optimizer):
     _view: _LocalTensors
 
     def hand_over(self) -> None:
-        """Give new state to the optimizer."""
+        """Move new state to the optimizer."""
         self._view.hand_over_state()
 
     @property

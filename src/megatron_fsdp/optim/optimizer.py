@@ -54,7 +54,7 @@ WHOLE_TENSOR_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim
 
 
 def step_of(optimizer: Optimizer) -> str:
-    """Say what the step of a connected optimizer works on."""
+    """Describe the tensors that the step of a connected optimizer works on."""
     if type(optimizer) is torch.optim.Muon:
         pieces = [
             ", ".join(sizes) for group in optimizer.param_groups if isinstance(sizes := group.get(SPLIT_KEY), Mapping)
@@ -130,7 +130,7 @@ _POSITIONS = re.compile(r"pos(ition|_|$)|wpe|type|segment", re.IGNORECASE)
 
 
 def _declared(model: nn.Module, method: str) -> list[nn.Module]:
-    """List what a model of transformers, or one inside, returns by a method without arguments."""
+    """List the results of a method without arguments of a transformers model, or of models inside."""
     found = []
     for module in model.modules():
         with suppress(NotImplementedError, AttributeError):  # of a type that has none
@@ -139,7 +139,7 @@ def _declared(model: nn.Module, method: str) -> list[nn.Module]:
 
 
 def route_line(optimizer: Optimizer, *models: nn.Module) -> str:
-    """Say in a line what an optimizer updates: "AdamW: 67 parameters on local tensors (norms 65, ...)"."""
+    """Summarise the updated parameters in a line: "AdamW: 67 parameters on local tensors (norms 65, ...)"."""
     params = params_of(optimizer)
     parts = ", ".join(count_kinds(params, *models))
     return f"{type(optimizer).__name__}: {len(params)} parameters {step_of(optimizer)} ({parts})"
@@ -156,7 +156,7 @@ class _StepHooks:
         self._engines = engines
         self._installs = True
         self._step = step
-        self._early: StepInBackward | None = None  # between entering its block and the end of its step
+        self._in_backward: StepInBackward | None = None  # between entering its block and the end of its step
         self._last: StepInBackward | None = None  # the last that has ended well
         self.lost: Lost = {}
         self.has_synced = False  # in the step that is running
@@ -172,8 +172,8 @@ class _StepHooks:
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
         self.refuse_inside("optimizer.step()")
-        if self._early is not None:
-            self._early.finish(optimizer, next(iter(self._engines)))
+        if self._in_backward is not None:
+            self._in_backward.finish(optimizer, next(iter(self._engines)))
         elif self._last is not None and self._last.is_of_the_last_backward:
             raise ScheduleError(
                 "optimizer.step_in_backward() has taken the step when its block ended; leave optimizer.step() out"
@@ -204,9 +204,9 @@ class _StepHooks:
 
     @contextmanager
     def step_in_backward(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let a thread step units inside a block, in which the last backward of a step runs; then step what is left."""
-        if self._early is not None:
-            raise ScheduleError(self._early.broken or "optimizer.step_in_backward() was entered inside of itself")
+        """Step units on a thread inside a block with the last backward of a step; then step the rest."""
+        if self._in_backward is not None:
+            raise ScheduleError(self._in_backward.broken or "optimizer.step_in_backward() was entered inside of itself")
         if not isinstance(self._step, LocalStep) or not steps_locally(optimizer):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} cannot step in backward, since its step is none of those of torch that go "
@@ -218,37 +218,37 @@ class _StepHooks:
                 "an optimizer of several sharded models cannot step in backward; leave step_in_backward out, or build "
                 "an optimizer for each"
             )
-        early = self._early = StepInBackward(optimizer, self._step, engine)
+        in_backward = self._in_backward = StepInBackward(optimizer, self._step, engine)
         try:
             yield
-            early.leave()
+            in_backward.leave()
             optimizer.step()
         except BaseException as error:
-            early.fail(error)
+            in_backward.fail(error)
             raise
         else:
-            early.end()
-            self._last = early
+            in_backward.end()
+            self._last = in_backward
         finally:
-            self._early = early if early.broken else None
+            self._in_backward = in_backward if in_backward.broken else None
 
     def refuse_inside(self, what: str) -> None:
-        """Refuse what cannot be inside the block of a step in backward."""
-        if self._early is not None and not self._early.has_left and not self._early.broken:
+        """Raise if called inside the block of a step in backward."""
+        if self._in_backward is not None and not self._in_backward.has_left and not self._in_backward.broken:
             raise ScheduleError(
                 f"{what} was called inside of optimizer.step_in_backward(), whose block holds the backward alone and "
                 "ends with the step; call it before or after the block"
             )
 
     def after_loading(self, optimizer: Optimizer) -> None:
-        """Move state to where it rests, and forget a step in backward that has failed: a checkpoint is loaded."""
+        """Move loaded state to its offload memory, and drop a step in backward that has failed."""
         if _moves_state(optimizer):
             for each in members_of(optimizer):
                 move_to_offload(each)
         self.refuse_inside("optimizer.load_state_dict()")
-        early, self._early = self._early, None
-        if early is not None:
-            early.end()
+        in_backward, self._in_backward = self._in_backward, None
+        if in_backward is not None:
+            in_backward.end()
 
     def at_once_after(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         self._step.finish(optimizer)
@@ -261,7 +261,7 @@ class _StepHooks:
             self._install()
 
     def sync(self) -> None:
-        """Reduce the gradients that no backward has."""
+        """Run the gradient syncs that no backward has run."""
         for engine in self._engines:
             engine.sync_if_deferred()
 
@@ -332,7 +332,7 @@ def integrate(optimizer: Optimizer, engines: Engines, describes_state: bool) -> 
 
 
 def _refuse_copy(_protocol: object) -> Any:
-    """Refuse to be pickled, and so to be copied: torch would leave the hooks out, without which steps are wrong."""
+    """Raise when pickled or copied: torch would leave the hooks out, without which steps are wrong."""
     raise ConfigurationError(
         "an optimizer of sharded parameters can be neither copied nor pickled; save optimizer.state_dict() with "
         "torch.distributed.checkpoint, or build a second optimizer and hand it to fully_shard_optimizer"
@@ -340,7 +340,7 @@ def _refuse_copy(_protocol: object) -> Any:
 
 
 def _check_new_groups(optimizer: Optimizer, engines: Engines) -> None:
-    """Let `add_param_group` refuse what the optimizer would have been refused with."""
+    """Make `add_param_group` check new groups as those of a new optimizer."""
     owner, original = weakref.ref(optimizer), type(optimizer).add_param_group
 
     @functools.wraps(original)
@@ -359,7 +359,7 @@ def _check_new_groups(optimizer: Optimizer, engines: Engines) -> None:
 
 
 def _make_step(optimizer: Optimizer) -> Step:
-    """Return how an optimizer of this class is stepped."""
+    """Make the `Step` for an optimizer of this class."""
     if isinstance(optimizer, ChainedOptimizer):
         return ChainedStep([(each, _make_step(each)) for each in optimizer.optimizers])
     if type(optimizer) is torch.optim.Muon:
@@ -372,12 +372,12 @@ def _make_step(optimizer: Optimizer) -> Step:
 
 
 def _moves_state(optimizer: Optimizer) -> bool:
-    """Return True if state of some parameters of an optimizer rests elsewhere than on the device."""
+    """Return True if state of some parameters of an optimizer is offloaded."""
     return any(engine_of(param).sharding.options.offload.optimizer_state for param in params_of(optimizer))
 
 
 def _guard(optimizer: Optimizer, made: ExchangingStep, hooks: _StepHooks) -> None:
-    """Let a step that fails on one rank fail on all, which wait for its results."""
+    """Make a step that fails on one rank fail on all, which wait for its results."""
     original = optimizer.step
 
     @functools.wraps(original)
@@ -404,7 +404,7 @@ def _guard(optimizer: Optimizer, made: ExchangingStep, hooks: _StepHooks) -> Non
 
 
 def check_connected(optimizer: Optimizer, engines: Engines) -> None:
-    """Refuse an optimizer that cannot update the sharded parameters of these models."""
+    """Raise for an optimizer that cannot update the sharded parameters of these models."""
     check_parameters(optimizer, {key: name for engine in engines for key, name in engine.sharded_names().items()})
     check_kind(optimizer, are_sharded(params_of(optimizer)))
     for each in members_of(optimizer):
@@ -415,7 +415,7 @@ def check_connected(optimizer: Optimizer, engines: Engines) -> None:
 
 
 def check_is_whole(optimizer: Any) -> None:
-    """Refuse an optimizer that steps another one, which has to be connected itself, and one without torch's hooks."""
+    """Raise for an optimizer that steps another one, which has to be connected itself, or without hooks of torch."""
     kind = type(optimizer).__name__
     for name, inner in vars(optimizer).items() if not _is_ours(optimizer) else ():
         if not hasattr(inner, "param_groups"):
@@ -445,7 +445,7 @@ _HOOKS = {"_optimizer_step_pre_hooks", "_optimizer_state_dict_pre_hooks"}
 
 
 def check_before_sharding(optimizer: Optimizer, names: Mapping[int, str], *, are_cut: bool, is_captured: bool) -> None:
-    """Refuse an optimizer that cannot be connected once its model is sharded.
+    """Raise for an optimizer that cannot be connected once its model is sharded.
 
     Args:
         optimizer: Built on the parameters of a model that is not sharded yet.
@@ -461,7 +461,7 @@ def check_before_sharding(optimizer: Optimizer, names: Mapping[int, str], *, are
 
 
 def check_parameters(optimizer: Optimizer, known: Mapping[int, str]) -> None:
-    """Refuse an optimizer that would update something else than the sharded parameters, or nothing."""
+    """Raise for an optimizer that would update other tensors than the sharded parameters, or none."""
     for each in members_of(optimizer):
         if not params_of(each):
             name = "the optimizer" if each is optimizer else f"{type(each).__name__}, in a ChainedOptimizer,"
@@ -477,7 +477,7 @@ def check_parameters(optimizer: Optimizer, known: Mapping[int, str]) -> None:
 
 
 def check_kind(optimizer: Optimizer, is_sharded: bool) -> None:
-    """Refuse optimizers of torch whose update of an element depends on elements that may be on other ranks.
+    """Raise for optimizers of torch whose update of an element depends on elements that may be on other ranks.
 
     Args:
         optimizer: Connected, or about to be; its parameters may still be plain tensors.
@@ -493,7 +493,7 @@ def check_kind(optimizer: Optimizer, is_sharded: bool) -> None:
 
 
 def are_sharded(params: Iterable[Tensor]) -> bool:
-    """Return True where some parameters are cut between ranks."""
+    """Return True if some parameters are sharded over ranks."""
     return any(
         isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements) for param in params
     )
@@ -533,7 +533,7 @@ def _check_member(optimizer: Optimizer, is_sharded: bool) -> None:
 
 
 def check_rounding(optimizer: Optimizer, is_deterministic: bool) -> None:
-    """Refuse an optimizer of a deterministic model that rounds an element by its place in a shard.
+    """Raise for an optimizer of a deterministic model that rounds an element by its place in a shard.
 
     On the CPU torch computes what fills no vector register, at the end of a tensor, one by one. Operations that round
     only once in a register round twice there: those of fused steps in any dtype (the second moment of AdamW in
@@ -583,7 +583,7 @@ def warn_of_lost_updates(optimizer: Optimizer, cure: str) -> None:
 
 
 def float32_by(model: Any) -> str:
-    """Return what to write for main weights in float32, in the words of the function that has sharded the model."""
+    """Return the argument for float32 main weights, in the terms of the function that has sharded the model."""
     return getattr(model.module, KEEPS_FLOAT32_BY, None) or getattr(model, KEEPS_FLOAT32_BY)
 
 
@@ -594,7 +594,7 @@ def _has_warned() -> list[bool]:
 
 
 def check_reads_decoupled(optimizer: Optimizer, is_decoupled: bool) -> None:
-    """Refuse an optimizer that would find no gradient, and so train nothing without a word."""
+    """Raise for an optimizer that would silently train nothing, since it reads no `.decoupled_grad`."""
     for each in members_of(optimizer) if is_decoupled else ():
         kind = type(each)
         is_torch = kind.step.__module__.startswith("torch.optim")
@@ -608,7 +608,7 @@ def check_reads_decoupled(optimizer: Optimizer, is_decoupled: bool) -> None:
 
 
 def check_capturable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step cannot be captured into a CUDA graph."""
+    """Raise for an optimizer whose step cannot be captured into a CUDA graph."""
     for each in members_of(optimizer):
         name = type(each).__name__
         if isinstance(each, AdamW8bit | torch.optim.Muon | torch.optim.LBFGS) or steps_owned(each):

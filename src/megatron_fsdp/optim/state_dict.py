@@ -1,4 +1,4 @@
-"""State dicts of optimizers with sharded parameters: what is saved, and what is loaded."""
+"""State dicts of optimizers with sharded parameters: their form when saved, and when loaded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _numbered(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[Any, An
 
 
 def as_held(engines: Engines, lost: Lost, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Return what is loaded in place of a state dict: this rank's part, cut as its parameters are.
+    """Return the state dict to load instead of a given one: this rank's shards, cut as its parameters.
 
     Shards that this rank does not hold are refused. `lost` becomes the parameters whose state may have been left out.
     """
@@ -228,7 +228,7 @@ def _saved_by_holders(param: torch.Tensor, made: dict[str, Any]) -> dict[str, An
 
 
 def _blank_momentum(group: Mapping[str, Any]) -> float:
-    """Return the zero that stands for "no step yet": the sign that zero gradients do not leave in a buffer.
+    """Return the zero that means "no step yet": the sign that zero gradients do not leave in a buffer.
 
     Adding negative zero also changes no value, to the last bit.
     """

@@ -1,4 +1,4 @@
-"""One optimizer on shards: how the code of its class is run, its parameters, and the engines of their models."""
+"""One optimizer on shards: the way in which it is stepped, its parameters, and the engines of their models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_fsdp.errors import ConfigurationError
 
 
 class Step:
-    """The way in which one optimizer is stepped: on an object that stands in for it. By itself it does nothing more."""
+    """Base class of the ways to step one optimizer: runs the step of the optimizer's class on a proxy."""
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
-        """Return the object on which the code of the optimizer's class is to run one step."""
+        """Return the proxy on which the code of the optimizer's class runs one step."""
         return optimizer
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -25,20 +25,20 @@ class Step:
         return closure
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Take what the step has made, at once after it."""
+        """Collect the results of the step, at once after it."""
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Note that a step begins, before any hook of it, of which one may fail on this rank alone."""
+        """Note that a step begins, before any of its hooks, one of which may fail on this rank alone."""
 
     def fail(self, error: Exception) -> None:
-        """Raise a RankError on all ranks, collective, where others wait for this one, whose step has failed."""
+        """Raise a RankError on all ranks, if others wait for this one, whose step has failed; collective then."""
 
     def hand_over(self) -> None:
-        """Give the optimizer what a step has made and not given back, also after one that failed."""
+        """Move remaining new state from the proxy to the optimizer, also after a step that failed."""
 
 
 class ExchangingStep(Step):
-    """A step with an exchange between ranks, before which they agree that all have come so far."""
+    """A step with an exchange between ranks, who first agree that none has failed."""
 
     def __init__(self) -> None:
         self._begun: weakref.ref[Optimizer] | None = None  # until ranks have agreed for the first time in its step
@@ -54,7 +54,7 @@ class ExchangingStep(Step):
             self.agree(optimizer, error)
 
     def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
-        """Raise on all ranks that exchange something what any of them has met; collective."""
+        """Raise the error of any rank on all ranks of the exchange; collective."""
         raise NotImplementedError
 
 

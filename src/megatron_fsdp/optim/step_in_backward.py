@@ -1,4 +1,4 @@
-"""A step that begins in backward: a thread steps what rests on the host, unit by unit, as gradients become final.
+"""Optimizer in backward: a thread steps offloaded units on the host, one by one, as their gradients become final.
 
     with optimizer.step_in_backward():   the thread steps a unit when its gradient is reduced and on the host
         loss.backward()
@@ -6,8 +6,8 @@
                                          left, and installs the weights
 
 Each parameter is stepped once, by the code of the optimizer's class on a view of its own (`local_step`), with the
-options as of entering. So bits are those of a step after backward. Between backward and the end of the block nobody is
-meant to do anything: whoever changes gradients, options or weights there would come too late, and is refused.
+options as of entering. So bits are those of a step after backward. Gradients, options and weights must not be changed
+between backward and the end of the block: a change would come too late, and raises.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOAD = (
 
 
 class StepInBackward:
-    """One such step of a connected, elementwise optimizer, from entering to the optimizer's own `step`."""
+    """One step in backward of a connected, elementwise optimizer, from entering to the optimizer's own `step`."""
 
     def __init__(self, optimizer: Optimizer, step: LocalStep, engine: Engine) -> None:
         _check_groups(optimizer)
@@ -62,7 +62,7 @@ class StepInBackward:
 
     @property
     def broken(self) -> str:
-        """Why the step cannot be finished; empty: it can."""
+        """The reason why the step cannot be finished; empty if it can."""
         return self._groups_of_backward.broken
 
     # ---- in backward ------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class StepInBackward:
                 self._versions.append((param, grad._local_tensor._version))
 
     def leave(self) -> None:
-        """End with the backward: from here on nothing may change gradients, also of what is not stepped yet."""
+        """End with the backward: from here on no gradient may change, also of parameters that are not stepped yet."""
         self.has_left = True
         self._groups_of_backward.close()
         self._pool.shutdown(wait=False)  # the thread ends when it has stepped what it was given
@@ -113,7 +113,7 @@ class StepInBackward:
         self._forbid_changes(param for param in params if id(param) not in self._used)
 
     def fail(self, error: BaseException) -> None:
-        """End with a backward or a step that has failed: wait for the thread, and say what has become of parameters."""
+        """End with a backward or step that has failed: wait for the thread, and note on the error if it has stepped."""
         self._groups_of_backward.close()
         self._pool.shutdown(cancel_futures=True)
         self._groups_of_backward.fail(f"optimizer.step_in_backward() has failed ({type(error).__name__}: {error})")
@@ -125,12 +125,12 @@ class StepInBackward:
     # ---- in the step ------------------------------------------------------------------------------------------------
 
     def finish(self, optimizer: Optimizer, engine: Engine) -> None:
-        """Wait for the thread, and let ranks agree that everything went well; collective.
+        """Wait for the thread, and agree with all ranks that none has failed; collective.
 
         Raises:
             ConfigurationError: Something inside of the block came too late.
             ScheduleError: The block has failed.
-            RankError: A rank has met an error; told on all.
+            RankError: A rank has met an error; raised on all.
         """
         self._pool.shutdown()
         error = self._error
@@ -153,7 +153,7 @@ class StepInBackward:
         return self._groups_of_backward.is_of_the_last_backward
 
     def end(self) -> None:
-        """Let go of gradients and weights, when the step is done or a checkpoint is loaded."""
+        """Drop references to gradients and weights, when the step is done or a checkpoint is loaded."""
         self._pool.shutdown()
         for grad in self._used.values():
             grad.used_for = ""
@@ -162,13 +162,13 @@ class StepInBackward:
         self._groups_of_backward.end()
 
     def _check(self, optimizer: Optimizer) -> None:
-        """Look again behind the hooks of the step, of which the user's come last."""
+        """Recheck for changes after the user's step hooks."""
         problem = self._problem(optimizer)
         if problem:
             raise ConfigurationError(problem)
 
     def _problem(self, optimizer: Optimizer) -> str:
-        """Say what was changed since entering or backward; empty: nothing."""
+        """Describe a change since entering or backward; empty if there is none."""
         inside = (
             "inside of optimizer.step_in_backward(), or by a hook of the step, where parameters were stepped already"
         )
@@ -189,7 +189,7 @@ class StepInBackward:
 
 
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return the step of an optimizer's class without torch's hooks, which see one step in all."""
+    """Return the step of an optimizer's class without torch's hooks, which run once per whole step."""
     found: Callable[..., Any] = type(optimizer).step
     while getattr(found, "hooked", False):
         found = found.__wrapped__  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def _check_groups(optimizer: Optimizer) -> None:
-    """Refuse groups that cannot be stepped in parts."""
+    """Raise for groups that cannot be stepped in parts."""
     params = params_of(optimizer)
     if len(set(map(id, params))) < len(params) or any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigurationError(
@@ -226,11 +226,11 @@ def _is_same(value: Any, noted: Any) -> bool:
 
 
 Take = Callable[[ParameterGroup, Callable[[], None]], None]
-"""Called with a group whose final gradients are shown, and with what blocks the host until it may read them."""
+"""Called with a group whose final gradients are shown, and a function that blocks the host until it may read them."""
 
 
 def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
-    """Give groups to an optimizer in the next backward.
+    """Arrange that an optimizer gets groups in the next backward.
 
     Raises:
         ConfigurationError: None of them would be final before backward ends.
@@ -243,12 +243,12 @@ def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
             "optimizer.step() first"
         )
     trained = engine.groups_with_gradients()
-    away = [group for group, _ in trained if group.plan.offloads_main]
+    offloaded = [group for group, _ in trained if group.plan.offloads_main]
     casts = any(gradients.shown_dtype != gradients.precision.main_grads for _, gradients in trained)
     is_checked = any(check.stops_steps for check in engine.gradient_checks)
-    asks = bool(away) and all(engine.usage_of(group).never_knows for group in away)
-    for holds, lack in (
-        (not away, "main weights rest on the device"),
+    asks = bool(offloaded) and all(engine.usage_of(group).never_knows for group in offloaded)
+    for holds, reason in (
+        (not offloaded, "main weights rest on the device"),
         (
             not engine.mode.syncs,
             "the next backward does not reduce gradients (no_sync or the like): enter it for the last one",
@@ -258,20 +258,20 @@ def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
         (asks, "ranks ask each other when backward ends which parameters were used (find_unused_parameters, experts)"),
     ):
         if holds:
-            raise ConfigurationError(f"an optimizer cannot step in backward where {lack}; leave step_in_backward out")
+            raise ConfigurationError(f"an optimizer cannot step in backward where {reason}; leave step_in_backward out")
     return GroupsOfBackward(engine, take)
 
 
 class GroupsOfBackward(OptimizerInBackward):
-    """Gives the groups of one backward to an optimizer; lives until the optimizer's step has ended.
+    """Passes the groups of one backward to an optimizer, until the optimizer's step has ended.
 
     Args:
         engine: Of the model.
         take: Steps a group; None: nothing is stepped in this backward.
 
     Attributes:
-        stepped: What was given to `take`.
-        broken: Why the step cannot be finished; empty: it can.
+        stepped: The groups that were passed to `take`.
+        broken: The reason why the step cannot be finished; empty if it can.
     """
 
     def __init__(self, engine: Engine, take: Take | None) -> None:
@@ -289,18 +289,18 @@ class GroupsOfBackward(OptimizerInBackward):
         return engine is not None and engine.backward_number == self._first_backward
 
     def close(self) -> None:
-        """Give no group to the optimizer any more: backward is over."""
+        """Pass no more groups to the optimizer: backward is over."""
         self._is_open = False
 
     def end(self) -> None:
-        """Let the model go on: the step has ended, or nothing of it is left."""
+        """Detach from the executor, so that passes may begin: the step has ended, or has left no trace."""
         self.close()
         engine = self._engine()
         if engine is not None and engine.executor.in_backward is self:
             engine.executor.in_backward = None
 
     def fail(self, problem: str) -> None:
-        """Stop; where a parameter was stepped, nothing goes on until a checkpoint is loaded."""
+        """Stop; if a parameter was stepped, block passes until a checkpoint is loaded."""
         self.close()
         if self.stepped:
             self.broken = self.broken or f"{problem}; {LOAD}"
@@ -308,14 +308,14 @@ class GroupsOfBackward(OptimizerInBackward):
             self.end()
 
     def reset(self) -> None:
-        """Stop where the model is reset inside of the backward."""
+        """Fail if the model is reset inside of the backward."""
         if self._is_open:
             self.fail("a backward was interrupted while an optimizer stepped in it")
 
-    # ---- what the engine tells --------------------------------------------------------------------------------------
+    # ---- events of the engine ---------------------------------------------------------------------------------------
 
     def backward_begins(self, number: int) -> None:
-        """Refuse a second backward.
+        """Raise for a second backward.
 
         Raises:
             ScheduleError: On every rank; names a parameter.
@@ -325,7 +325,7 @@ class GroupsOfBackward(OptimizerInBackward):
             raise self._too_late(name, "a second backward began inside optimizer.step_in_backward()")
 
     def unit_reduces(self, unit: Unit) -> None:
-        """Refuse gradients of a unit that was stepped.
+        """Raise for gradients of a unit that was stepped.
 
         Raises:
             ScheduleError: On every rank; names a parameter.
@@ -345,7 +345,7 @@ class GroupsOfBackward(OptimizerInBackward):
         )
 
     def unit_is_reduced(self, unit: Unit) -> None:
-        """Show the gradients of a unit that are final, and give its groups to the optimizer."""
+        """Attach the final gradients of a unit, and pass its groups to the optimizer."""
         engine = self._engine()
         if engine is None or self._take is None or not self._is_open:
             return
@@ -357,7 +357,7 @@ class GroupsOfBackward(OptimizerInBackward):
                 self._take(group, reached(engine.device))
 
     def _is_final(self, engine: Engine, group: ParameterGroup) -> bool:
-        """Return True if nothing can change the gradients of a group, but what is refused; the same on every rank."""
+        """Return True if the gradients of a group are final; the same on every rank."""
         gradients = group.gradients
         assert gradients is not None
         if not group.plan.offloads_main or gradients.is_busy or group.has_user_hooks:
@@ -373,7 +373,7 @@ class GroupsOfBackward(OptimizerInBackward):
         return usage.is_known or (usage.is_alone and all(each.arrived for each in gradients.of_parameter))
 
     def check_forward(self, number: int) -> None:
-        """Refuse a forward before the step has ended, after so many backwards of the model.
+        """Raise for a forward after `number` backwards of the model, unless the step's own backward is still to come.
 
         Raises:
             ScheduleError: On every rank.

@@ -67,7 +67,7 @@ def _problem(name: str, reason: str | None) -> str:
 
 
 def _stacked_frame(frame: ShardFrame, edges: tuple[int, ...], experts: RankMesh, mesh: DeviceMesh) -> ShardFrame | str:
-    """Return the frame of all ranks' experts in one tensor; or a text that says why there is none."""
+    """Return the shard spec of all ranks' experts in one tensor; or the reason why there is none."""
     description = frame.description
     if description.tensor_cut is not None or description.other_cuts:
         return "it is cut by tensor parallelism, too"
@@ -139,7 +139,7 @@ def state_as_saved(
 def names_as_saved(
     optimizer: torch.optim.Optimizer, known: Mapping[int, str], names: ExpertNames
 ) -> list[list[str]] | None:
-    """Return names over all ranks by the numbers of `state_as_saved`; None where there is no such list."""
+    """Return names over all ranks by the numbers of `state_as_saved`; None if there is no such list."""
     _, numbering = _number(optimizer, known, names)
     return None if numbering.problem is not None else numbering.groups
 
@@ -183,7 +183,7 @@ def _number(
 
 
 def _listing(group: StateDict, numbers: Iterable[int], names: Sequence[str]) -> StateDict:
-    """Return a parameter group with other parameters, and their names where it has names."""
+    """Return a parameter group with other parameters, and their names if it has names."""
     listed = {**group, "params": list(numbers)}
     return {**listed, "param_names": list(names)} if "param_names" in group else listed
 

@@ -1,4 +1,4 @@
-"""Iterators over full tensors, gathered from the shards in buckets of bounded size.
+"""Iterators over full tensors, all-gathered from the shards in buckets of bounded size.
 
 A group whose flat buffer fits into a bucket is one all-gather. A larger one is cut between tensors, and each bucket is
 filled by one broadcast from every rank that owns a part of it: a rank's part of a range is a slice of the bucket, so
@@ -32,13 +32,13 @@ from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
 def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """Gather all main weights by canonical name; copies, in their main dtype, the same on every rank. Collective."""
+    """All-gather main weights by canonical name; copies, in their main dtype, the same on every rank. Collective."""
     found = {name: full.clone() for name, full in iter_parameters(engine, DEFAULT_BUCKET_BYTES)}
     return {name: found[name] for group in engine.groups() for name in group.names}
 
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
-    """Gather the gradient of every trainable parameter by canonical name; None where it is None. Collective."""
+    """All-gather the gradient of every trainable parameter by canonical name; None if it is None. Collective."""
     trainable = (name for group, _ in engine.groups_with_gradients() for name in group.names)
     found: dict[str, torch.Tensor | None] = dict.fromkeys(trainable)
     found.update((name, full.clone()) for name, full in iter_gradients(engine, DEFAULT_BUCKET_BYTES))
@@ -179,7 +179,7 @@ def _check_copies(units: Sequence[Unit], copies: _Copies) -> None:
 
 
 def _compare(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
-    """Refuse values that differ between ranks, since each rank would keep its own part of them."""
+    """Raise if values differ between ranks, each of which would keep its own shard of them."""
     named: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
     for group, params in _of_groups(units, copies):
         ranks = engine.sharding.rank_mesh(group.plan.is_expert).group
@@ -203,7 +203,7 @@ _Named = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor to gather: its place, this rank's piece of it, and how often it had been written to at first."""
+    """One tensor to gather: its place, its local shard, and the shard's version when the iteration began."""
 
     group: ParameterGroup
     index: int
@@ -220,7 +220,7 @@ class _Entry:
 
     @property
     def is_cut_further(self) -> bool:
-        """True if more than the sharding axis cuts it."""
+        """True if it is sharded over more than the sharding axis."""
         plan = self.group.plan
         part = plan.parts[self.index]
         return plan.num_shards > plan.axis.num_ranks or (part is not None and part.is_cut)
@@ -245,7 +245,7 @@ def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, tor
 
 @contextmanager
 def _open_pass(engine: Engine) -> Iterator[None]:
-    """Let the engine refuse what would change the tensors, or communicate between them, until a generator ends."""
+    """Keep the engine from changing the tensors, and from other collectives, until a generator ends."""
     _check_between_steps(engine, "full tensors were asked for")
     engine.open_pass = True
     try:
@@ -255,7 +255,7 @@ def _open_pass(engine: Engine) -> Iterator[None]:
 
 
 def _entries(engine: Engine, tensor_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[_Entry]:
-    """List all tensors that there are, group after group, in the order of the flat buffers."""
+    """List all tensors, group after group, in the order of the flat buffers."""
     return [
         _Entry(group, index, tensor, local_part(tensor)._version)
         for group in engine.groups()
@@ -265,7 +265,7 @@ def _entries(engine: Engine, tensor_of: Callable[[ParameterGroup, int], torch.Te
 
 
 def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
-    """Iterate, and tell observers while the next tensor is gathered, not while the caller uses it."""
+    """Iterate, and report a phase to observers while the next tensor is gathered, not while the caller uses it."""
     while True:
         with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
             found = next(stream, None)
@@ -293,7 +293,7 @@ def _stream(engine: Engine, entries: Sequence[_Entry], bucket_bytes: int) -> Ite
 
 
 def _check_unwritten(engine: Engine, entries: Sequence[_Entry]) -> None:
-    """Refuse tensors that were written to since the iteration began, as by `param.data.mul_()` or clipping."""
+    """Raise if tensors were written to since the iteration began, as by `param.data.mul_()` or clipping."""
     if any(entry.piece._version != entry.version for entry in entries):
         engine.refuse_open_pass(f"{entries[0].name} or a tensor after it was written to")
 
@@ -322,7 +322,7 @@ def _buckets(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[tuple[list
 
 
 def _gathered(bucket: Sequence[_Entry], start: int, stop: int) -> Iterator[_Named]:
-    """Gather the elements [start, stop) of a group's flat buffer, and iterate over the tensors of the bucket in it."""
+    """All-gather the elements [start, stop) of a group's flat buffer, and iterate over the tensors of their bucket."""
     group = bucket[0].group
     layout, rank = group.plan.layout, group.plan.axis.rank
     is_sharded = not group.weights.main.is_whole
@@ -339,7 +339,7 @@ def _gathered(bucket: Sequence[_Entry], start: int, stop: int) -> Iterator[_Name
 
 
 def _gather_range(group: ParameterGroup, full: torch.Tensor, start: int, stop: int) -> None:
-    """Send the elements [start, stop) of the group's flat buffer to every rank; each has its own part in `full`."""
+    """All-gather the elements [start, stop) of a group's flat buffer into `full`, which holds this rank's shard."""
     layout, axis = group.plan.layout, group.plan.axis
     if stop - start == layout.numel:
         axis.all_gather(full, full[slice(*layout.shard_range(axis.rank))], async_op=False)
@@ -356,7 +356,7 @@ def _gather_range(group: ParameterGroup, full: torch.Tensor, start: int, stop: i
 
 
 def check_bucket_bytes(bucket_bytes: object) -> None:
-    """Refuse sizes that are not positive.
+    """Raise if a size is not positive.
 
     Raises:
         ConfigurationError: It is not a positive number.

@@ -38,7 +38,7 @@ class _CopiesNothing(TorchFunctionMode):
 
 
 def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
-    """Run a load without copying, and return all of torch's complaints, None for none; no communication."""
+    """Run a load without copying, and return torch's error about all entries, or None; no communication."""
     overridden = [each for each in module.modules() if type(each).set_extra_state is not nn.Module.set_extra_state]
     before = [(each, each.get_extra_state()) for each in overridden]
     try:
@@ -56,7 +56,7 @@ def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
 
 
 def other_shards(value: object, frame: ShardFrame) -> str | None:
-    """Describe in one sentence a shard that is cut otherwise than it should be, on this rank; no communication.
+    """Describe a shard of this rank that is cut otherwise than it should be, in one sentence; no communication.
 
     None for what fits, is whole, or is no shard of ours.
     """
@@ -76,7 +76,7 @@ def other_shards(value: object, frame: ShardFrame) -> str | None:
 
 
 def are_from_file(values: Iterable[object]) -> bool:
-    """Return True if there are shards that were unpickled, as from one file that all ranks read."""
+    """Return True if shards were unpickled, as from one file that all ranks read."""
     return any(
         isinstance(value, UnevenDTensor) and value.shard_frame.is_from_file and not value.shard_frame.is_whole
         for value in values
@@ -162,7 +162,7 @@ def _to_local_names(
 
 
 def _rename(state_dict: dict[str, Any], prefix: str, new_name: Callable[[str], str | None]) -> None:
-    """Rename what is behind the prefix, in place; drop what has no new name."""
+    """Rename keys behind the prefix, in place; drop those without a new name."""
     entries = list(state_dict.items())
     state_dict.clear()
     for key, value in entries:
@@ -173,7 +173,7 @@ def _rename(state_dict: dict[str, Any], prefix: str, new_name: Callable[[str], s
 
 
 def own_shard(value: Any, frame: ShardFrame) -> Any:
-    """Return this rank's elements of a whole tensor, as a view; anything else as it is."""
+    """Return this rank's shard of a whole tensor, as a view; anything else as it is."""
     if isinstance(value, DTensor) and not isinstance(value, UnevenDTensor):
         if not all(placement.is_replicate() for placement in value.placements):
             return value
@@ -216,7 +216,7 @@ def load_shards(
 
 
 def refuse_load(engine: Engine, problem: str | None, is_from_file: bool) -> None:
-    """Raise the problem of a state dict; on all ranks, together, where it comes out of a file.
+    """Raise the problem of a state dict; on all ranks together, if it comes from a file.
 
     Raises:
         CheckpointError: There is a problem here, or, with `is_from_file`, on any rank.
@@ -261,7 +261,7 @@ def _held(engine: Engine, name: str, tensor: torch.Tensor, frame: ShardFrame) ->
 def _problem_of_load(
     engine: Engine, wrapper: nn.Module, load: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool
 ) -> str | None:
-    """Describe the entries that do not fit, and what to do; None if all fit."""
+    """Describe the entries that do not fit, and the remedy; None if all fit."""
     frames = _frames(engine)
     keys = {engine.expert_names.name_of(name): name for name in frames}
     fit = [key for key in keys if _PREFIX + key in state_dict]

@@ -107,7 +107,7 @@ def _statistics(engine: Engine, locals_of: Locals) -> ModelStatistics:
 
 
 def _gather(ranks: ProcessGroups, rows: torch.Tensor) -> torch.Tensor:
-    """Gather the rows of all ranks that hold different pieces, (ranks, pieces, columns), on the CPU."""
+    """All-gather the rows of ranks that hold different shards, (ranks, shards, columns), onto the CPU."""
     gathered = rows.unsqueeze(0)
     for group in ranks:
         parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
@@ -118,7 +118,7 @@ def _gather(ranks: ProcessGroups, rows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _row(local: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Describe one piece, (columns,) in float64 on the device of its group, without a device sync."""
+    """Compute the row of one local shard, (columns,) in float64 on the device of its group, without a device sync."""
     if local is None or local.numel() == 0:
         return torch.zeros(_COLUMNS, dtype=torch.float64, device=device)
     values = (torch.view_as_real(local) if local.is_complex() else local).reshape(-1).double()
@@ -143,7 +143,7 @@ def _row(local: torch.Tensor | None, device: torch.device) -> torch.Tensor:
 
 
 def _merge(rows: torch.Tensor) -> TensorStatistics:
-    """Merge the rows of disjoint parts, (parts, columns), into one description."""
+    """Merge the rows of disjoint shards, (shards, columns), into one."""
     numels, counts, means, m2s, squares, minima, maxima, zeros, nans = rows.unbind(1)
     numel, count, nan_count = int(numels.sum()), counts.sum().item(), int(nans.sum())
     if count == 0:
@@ -200,7 +200,7 @@ def in_hex(value: int) -> str:
 
 
 def shared_out_over(engine: Engine, group: ParameterGroup, index: int) -> ProcessGroups:
-    """Return the process groups that a reduction over a main weight, or its gradient after the sync, must span.
+    """Return the process groups over which a main weight, or its gradient after the sync, has to be reduced.
 
     Along each the ranks hold different pieces; all other ranks hold copies. The same on every rank. For experts the
     groups along which experts differ are among them.
@@ -220,5 +220,5 @@ def shared_out_over(engine: Engine, group: ParameterGroup, index: int) -> Proces
 
 
 def local_of(grad: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements."""
+    """Return the local tensor."""
     return grad._local_tensor if isinstance(grad, DTensor) else grad

@@ -1,1 +1,1 @@
-"""What happens once: a model is checked, its units are found and sharded, hooks are registered."""
+"""Wrapping of a model, once: it is checked, its units are found and sharded, hooks are registered."""

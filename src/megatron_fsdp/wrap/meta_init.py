@@ -27,14 +27,14 @@ from megatron_fsdp.sharding.units import parameter_sites
 
 @dataclass(frozen=True)
 class Uninitialized:
-    """A tensor without an initial value yet, filled with a marker that no initialisation leaves behind."""
+    """A tensor without an initial value yet, filled with a marker that no initialisation leaves."""
 
     tensor: torch.Tensor  # NaN where the dtype has it, else the dtype's extreme value
     version: int  # of the tensor when it was made
 
     @property
     def is_unset(self) -> bool:
-        """True if some element never got a value; for integers, whether none did."""
+        """True if an element never got a value; for integers, if none did."""
         tensor = self.tensor.detach()
         if tensor.is_meta or not tensor.numel():
             return tensor.is_meta
@@ -59,7 +59,7 @@ def uninitialized_parameter(like: nn.Parameter, device: torch.device) -> Uniniti
 
 
 def _twin(param: nn.Parameter) -> nn.Parameter:
-    """Make a parameter of the same (global) shape without memory: writes to it do nothing but count."""
+    """Make a parameter of the same (global) shape without memory, whose version counter counts writes."""
     empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=param.requires_grad)
 
@@ -116,7 +116,7 @@ class Blueprint:
 
 
 def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> Blueprint:
-    """Record what is on the meta device; of parameters what is `wanted`, by canonical name (None: all)."""
+    """Record the tensors on the meta device; of parameters those `wanted`, by canonical name (None: all)."""
     params = dict(module.named_parameters())
     found = parameter_sites(module)
     sites = {name: [(id(owner), attribute) for owner, attribute in found[id(param)]] for name, param in params.items()}
@@ -147,7 +147,7 @@ def meta_tensors(module: nn.Module, but: Collection[int] = ()) -> Iterator[str]:
 
 
 def reset_methods(module: nn.Module) -> tuple[Callable[[], object], ...]:
-    """Return the methods that initialise what a module holds, in the order in which to call them."""
+    """Return the methods that initialise a module's own tensors, in the order in which to call them."""
     found = [method for name in RESET_METHODS if (method := _method(module, name)) is not None][:1]
     buffers = _method(module, BUFFER_METHOD)
     return (*found, buffers) if buffers is not None else tuple(found)
@@ -159,7 +159,7 @@ def model_method(module: nn.Module) -> Callable[[nn.Module], object] | None:
 
 
 def check_can_initialise(module: nn.Module) -> None:
-    """Refuse a model with modules that nothing can initialise, and name them all; nothing is changed."""
+    """Raise if a model has modules without a method that initialises them, and name them all; nothing is changed."""
     covered = {id(below) for part in module.modules() if model_method(part) is not None for below in part.modules()}
     elsewhere = {
         (id(owner), attribute)  # of a parameter that is registered elsewhere first, and gets its value there
@@ -203,7 +203,7 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def set_random_state(device: torch.device, state: RandomState) -> None:
-    """Restore states that `random_state` gave."""
+    """Restore states that `random_state` returned."""
     torch.set_rng_state(state[0])
     if len(state) > 1:
         torch.get_device_module(device).set_rng_state(state[1], device)
@@ -211,7 +211,7 @@ def set_random_state(device: torch.device, state: RandomState) -> None:
 
 @contextmanager
 def same_random_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
-    """Make every rank draw what the first rank of the groups draws.
+    """Draw the random numbers of the groups' first rank on every rank, inside a block.
 
     Where ranks were seeded alike nothing is changed and generators go on from where the block leaves them; else the
     ranks use the first one's state for the block, are warned, and get their own back afterwards. After an exception
@@ -234,7 +234,7 @@ def same_random_numbers(groups: Sequence[dist.ProcessGroup], device: torch.devic
 
 
 def _follow_first(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Take the random state of the group's first rank; return whether any rank had another."""
+    """Take the random state of the group's first rank; return True if any rank had another."""
     mine = random_state(device)
     states = [state.to(device) for state in mine]
     hashes = torch.stack([fingerprint(state) for state in states])
@@ -247,7 +247,7 @@ def _follow_first(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], device: torch.device) -> None:
-    """Initialise everything that was on the meta device, or refuse as `draw_values`; nothing is communicated."""
+    """Initialise all tensors that were on the meta device; raise as `draw_values`; no communication."""
     unit_tops = [root.get_submodule(path) for unit in units for path in unit.modules if path]
     store = {
         name: partial(group.weights.store, index)
@@ -280,7 +280,7 @@ def draw_values(
     *,
     may_leave_buffers: bool = False,
 ) -> None:
-    """Draw what the constructors and the initialisation of a model on the meta device would, a unit at a time.
+    """Draw the values that a model's constructors and initialisation would have drawn, a unit at a time.
 
     Buffers are made in place. Parameters are passed to `store` and freed.
 
@@ -334,7 +334,7 @@ class _Walk:
     # ---- as constructors do -------------------------------------------------------------------------------------
 
     def construct(self, module: nn.Module, scope: _Scope, held: bool, model: ModelMethod | None) -> None:
-        """Draw what the constructors of `module` and of all below it draw."""
+        """Draw the values of the constructors of `module` and of all modules below it."""
         if id(module) in self.constructed or id(module) not in self.blueprint.unfinished:
             return
         self.constructed.add(id(module))
@@ -387,7 +387,7 @@ class _Walk:
             self._release(inner)
 
     def _reconstruct(self, unit: nn.Module, scope: _Scope, model: ModelMethod) -> None:
-        """Draw again what the constructors of a unit drew."""
+        """Draw the values of a unit's constructors again."""
         state, constructed = self.replays.pop(id(unit))
         shared, self.ties_are_shared = self.ties_are_shared, False
         now = random_state(self.device)
@@ -440,7 +440,7 @@ class _Walk:
                 scope.buffers.append((module, attribute, made))
 
     def _fill_parameter(self, module: nn.Module, attribute: str, param: nn.Parameter, scope: _Scope) -> None:
-        """Put a full tensor in place of a sharded parameter: to be stored, or as scratch if its value is not needed.
+        """Swap a full tensor in for a sharded parameter: to be stored, or as scratch if its value is not needed.
 
         A real parameter keeps its value. A tied one keeps what its first module draws, as where a constructor sets
         `head.weight = embedding.weight`; a model's own method that runs after that writes into the one tensor.
@@ -466,7 +466,7 @@ class _Walk:
         set_parameter(module, attribute, made.tensor)
 
     def _shield_inner_units(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-        """Put parameters without memory in place of those of units below a module, to notice writes there."""
+        """Swap parameters without memory in for those of units below a module, to notice writes there."""
         inside = {id(part) for part in self._within(module)}
         shields = []
         for part in module.modules():
@@ -488,7 +488,7 @@ class _Walk:
         scope.scratch.clear()
 
     def _release(self, scope: _Scope) -> None:
-        """Store what was drawn and free it."""
+        """Store the drawn values in the shards and free them."""
         self._put_back(scope)
         for name in self.stored & scope.live.keys():
             made = scope.live[name]

@@ -1,4 +1,4 @@
-"""Checks of optimizers that hold parameters of before the sharding, whose steps would train nothing."""
+"""Checks of optimizers that hold parameters from before the sharding, whose steps would train nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReplacedParameters:
         self._right: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that holds such parameters: it would train nothing. One with none is not searched again.
+        """Raise if an optimizer holds such parameters: it would train nothing. One with none is not searched again.
 
         One with a gradient is in use elsewhere, by another module that shares it and was not sharded, say.
         """
@@ -44,7 +44,7 @@ class ReplacedParameters:
 
 
 def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
-    """Refuse an optimizer that keeps parameters outside of its groups, where sharding cannot replace them."""
+    """Raise if an optimizer keeps parameters outside of its groups, where sharding cannot replace them."""
     for where, param in held_parameters(optimizer):
         if where != _IN_GROUPS and id(param) in known:
             raise ConfigurationError(
@@ -55,7 +55,7 @@ def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, 
 
 
 def held_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the tensors in an optimizer's groups and in its other lists, with where each one is."""
+    """Iterate over the tensors in an optimizer's groups and in its other lists, with the place of each."""
     lists = [group["params"] for group in optimizer.param_groups]
     yield from ((_IN_GROUPS, param) for params in lists for param in params)
     for name, value in vars(optimizer).items():

@@ -76,7 +76,7 @@ class Grouping(ABC):
 
     @abstractmethod
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
-        """Return the units of a model, the root first, or refuse what cannot be grouped so; the model is only read."""
+        """Return the units of a model, the root first; raise if it cannot be grouped so; the model is only read."""
 
     def cut_numel(self, num_ranks: int) -> int | None:  # noqa: ARG002
         """Return the elements at which the root's parameters are cut into groups; None: never."""
@@ -99,7 +99,7 @@ class UnitGrouping(Grouping):
     memory: MemoryOptions
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
-        """Find the units; refine them for fine-grained gathers, or merge small neighbours."""
+        """Find the units; split them for fine-grained all-gathers, or merge small neighbours."""
         alike = sharding.experts is None and sharding.dense.tensor_parallel is None
         return plan_units(module, self.unit_modules, self.memory, sharding.dense.num_ranks, shapes_are_alike=alike)
 
@@ -116,7 +116,7 @@ def plan_units(
     *,
     shapes_are_alike: bool,
 ) -> UnitPlan:
-    """Find the units of a model; refine them for fine-grained gathers, or merge small neighbours; it is only read.
+    """Find the units of a model; split them for fine-grained all-gathers, or merge small neighbours; it is only read.
 
     `num_ranks` are data-parallel ones. `shapes_are_alike`: all ranks hold tensors of the same shapes. Experts and
     tensor-parallel parts may not, and then nothing is merged, since all ranks have to merge the same.
@@ -145,7 +145,7 @@ def assemble(
     device: torch.device,
     mode: SyncMode,
 ) -> Engine:
-    """Shard a model in place, or refuse one that cannot be sharded as it is, and options that contradict each other."""
+    """Shard a model in place; raise if it, or the combination of options, cannot be sharded."""
     options.check_capture()
     replaced = ReplacedParameters(module)
     with delayed_weight_gradients(module) if options.delay_wgrad_compute else nullcontext() as delayed:
@@ -182,9 +182,9 @@ def assemble(
                 own_groups=own_groups,
                 user_buffers=user_buffers,
                 format_note=emulation_note((group for unit in units for group in unit.groups), device),
-                capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
+                no_capture_reason=_no_capture_reason(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
             )
-            if engine.capture_lack:
+            if engine.no_capture_reason:
                 warn_caller(engine.notices[-1], is_first=sharding.is_first)
             if user_buffers is not None:
                 if options.memory.user_buffers is not None and not options.memory.user_buffers.manual:
@@ -197,7 +197,7 @@ def assemble(
 
 
 def _user_buffers(plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
-    """Prepare the registration of communication memory, where it was asked for; ranks agree on where blocks lie."""
+    """Prepare the registration of communication memory, if asked for; ranks agree on the offsets of blocks."""
     asked = sharding.options.memory.user_buffers
     if asked is None or plan.pool is None:
         return None
@@ -208,8 +208,8 @@ def _user_buffers(plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
     return UserBuffers(axes, sharding.reaching_all, sharding.device, asked.symmetric)
 
 
-def _capture_lack(sharding: Sharding) -> str:
-    """Say why no step of a model can be captured into a CUDA graph; empty where one can."""
+def _no_capture_reason(sharding: Sharding) -> str:
+    """Return the reason why no step of a model can be captured into a CUDA graph; empty if one can."""
     if sharding.device.type != "cuda":
         return f"the model is on {sharding.device.type}"
     if sharding.experts is not None and sharding.experts.foreign_groups:
@@ -221,7 +221,7 @@ def _capture_lack(sharding: Sharding) -> str:
 
 
 def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> list[GradientCheck]:
-    """Make the checks of gradients that were asked for, and that of copies on tensor-parallel ranks. Collective."""
+    """Make the gradient checks that were asked for, and that of replicas on tensor-parallel ranks. Collective."""
     options = sharding.options
     labels = {
         name: unit.label.strip("()")  # messages put it in parentheses
@@ -307,31 +307,30 @@ def _plan_together(
 
 
 def _check_extensions(extensions: Mapping[str, TensorExtension], sharding: Sharding) -> None:
-    """Refuse extensions where their shards are not whole rows, or where nothing is gathered."""
+    """Raise if tensor extensions are not sharded at whole rows, or not all-gathered."""
     if not extensions:
         return
-    options, lack = sharding.options, None
+    options, reason = sharding.options, None
     if options.strategy is not ShardingStrategy.optim_grads_params:
-        lack = f"with strategy {options.strategy.name}, which gathers none; use zero_dp_strategy 3"
+        reason = f"with strategy {options.strategy.name}, which gathers none; use zero_dp_strategy 3"
     elif sharding.dense.tensor_parallel is not None or sharding.experts is not None:
-        lack = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"
+        reason = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"
     elif len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard:
-        lack = "with main weights that outer ranks share out; use outer_dp_sharding_strategy 0"
+        reason = "with main weights that outer ranks share out; use outer_dp_sharding_strategy 0"
     elif options.offload.main_weights or options.offload.compute_weights:
-        lack = "with offloaded weights; leave offload out"
-    if lack is not None:
+        reason = "with offloaded weights; leave offload out"
+    if reason is not None:
         name, extension = next(iter(extensions.items()))
         raise ConfigurationError(
-            f"{name} is a {extension.kind.__name__}, which is gathered in its own way; this cannot be done {lack}, or "
-            "give "
-            "a plain parameter"
+            f"{name} is a {extension.kind.__name__}, which is gathered in its own way; this cannot be done {reason}, "
+            "or give a plain parameter"
         )
 
 
 def _extension_formats(
     extensions: Mapping[str, TensorExtension], params: Mapping[str, nn.Parameter], sharding: Sharding
 ) -> dict[str, WeightFormat]:
-    """Let extensions encode a row, to learn what they send; every rank gets the same answer or an error."""
+    """Find the format of each tensor extension by encoding a row; the same answer or error on every rank."""
     formats: dict[str, WeightFormat] = {}
     if extensions:
         with all_agree(_DOING, sharding.reaching_all):
@@ -343,7 +342,7 @@ def _extension_formats(
 
 
 def _check_options(sharding: Sharding) -> None:
-    """Refuse options that contradict each other, or cannot hold on these ranks."""
+    """Raise if options contradict each other, or cannot hold on these ranks."""
     options, dense = sharding.options, sharding.dense
     is_tensor_parallel = dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1
     shares_outer = len(dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
@@ -353,15 +352,17 @@ def _check_options(sharding: Sharding) -> None:
             f"{_FP32_SUMS}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
             "use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
         )
-    lack = None
+    reason = None
     if not options.calculate_per_token_loss:
-        lack = "the mean divides by the number of ranks; pass calculate_per_token_loss=True and divide losses yourself"
+        reason = (
+            "the mean divides by the number of ranks; pass calculate_per_token_loss=True and divide losses yourself"
+        )
     elif is_tensor_parallel:
-        lack = "tensor parallelism cuts the sums inside of matrix products; use a mesh without a tensor-parallel axis"
+        reason = "tensor parallelism cuts the sums inside of matrix products; use a mesh without a tensor-parallel axis"
     elif sharding.experts is not None:
-        lack = "which tokens an expert computes together depends on the ranks; leave expt_device_mesh out"
-    if deterministic is not None and lack is not None:
-        raise ConfigurationError(f'deterministic="{deterministic}" cannot hold here: {lack}')
+        reason = "which tokens an expert computes together depends on the ranks; leave expt_device_mesh out"
+    if deterministic is not None and reason is not None:
+        raise ConfigurationError(f'deterministic="{deterministic}" cannot hold here: {reason}')
     if shares_outer and options.offload.compute_weights:
         raise ConfigurationError(
             "offload has compute_weights, and outer ranks share out the main weights (HFSDP), whose gathers "
@@ -401,7 +402,7 @@ def _warn_of_dtypes(units: Sequence[Unit], sharding: Sharding) -> None:
 
 
 def _facts(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> dict[str, str]:
-    """List what every data-parallel rank must have in common; experts may differ between ranks."""
+    """List the facts that every data-parallel rank must have in common; experts may differ between ranks."""
     facts = {name: str(value) for name, value in vars(sharding.options).items()}
     facts |= {
         f"parameter {name}": f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_device_note(p)}"
@@ -485,7 +486,7 @@ def _shard(
 
 
 def _quantizer(plan: GroupPlan, params: Sequence[nn.Parameter], owners: Sequence[nn.Module]) -> WeightQuantizer | None:
-    """Make the quantizer of a group's weight format; None where weights are gathered in a plain dtype."""
+    """Make the quantizer of a group's weight format; None for a plain dtype."""
     if plan.weight_format is None:
         return None
     if not plan.stays_encoded:
@@ -496,7 +497,7 @@ def _quantizer(plan: GroupPlan, params: Sequence[nn.Parameter], owners: Sequence
 
 
 def check_not_wrapped(module: object) -> None:
-    """Refuse what is no model, and models that torch or this package has wrapped, or in part; no communication."""
+    """Raise for a model that is no module, or that torch or this package has wrapped even partly. No communication."""
     if not isinstance(module, nn.Module):
         given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
         raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
@@ -515,7 +516,7 @@ def check_not_wrapped(module: object) -> None:
 
 
 def check_module(module: nn.Module, init_meta: bool | str) -> None:
-    """Refuse models that cannot be sharded; no communication.
+    """Raise for a model that cannot be sharded; no communication.
 
     Raises:
         ConfigurationError: No parameters, parameters without memory or on several devices, already sharded, or of a
@@ -574,7 +575,7 @@ def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
-    """Broadcast the weights of the first rank to data-parallel ranks that differ, and warn of it.
+    """Broadcast the first rank's weights if data-parallel ranks differ, and warn of it.
 
     Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
     initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.

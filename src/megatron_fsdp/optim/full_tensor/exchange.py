@@ -31,7 +31,7 @@ from megatron_fsdp.sharding.shards import Box, MeshUse
 
 
 def assign_owners(flops: Sequence[int], loads: list[int], holders: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-    """Give every matrix an owner, the costliest first, each to the rank that has least to do.
+    """Assign an owner rank to every matrix, greedily: the most expensive matrix to the least loaded rank.
 
     A rank that holds a matrix whole comes first, where no rank then has more than 1.05 of the mean, or than it would
     have otherwise: nothing has to be sent.
@@ -58,7 +58,7 @@ def assign_owners(flops: Sequence[int], loads: list[int], holders: Sequence[Sequ
 def _assigned(
     flops: Sequence[int], loads: Sequence[int], holders: Sequence[Sequence[int]] = (), limit: float = 0.0
 ) -> tuple[list[int], list[int]]:
-    """Return the owners, and what each rank has to do then; holders come first, and get no more than the limit."""
+    """Return the owners, and the load of each rank; holders come first, and get no more than the limit."""
     owners, after, holders = [0] * len(flops), list(loads), holders or [()] * len(flops)
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -84,14 +84,14 @@ def _places(use: MeshUse) -> dict[int, list[int]]:
 
 
 def holders_of(frame: ShardFrame) -> Sequence[int]:
-    """Return the places in the mesh that hold a tensor whole, while others hold nothing of it."""
+    """Return the places in the mesh that hold a tensor whole, if all others hold nothing of it."""
     description = frame.description
     shard = description.cut.whole_shard
     return () if shard is None or description.tensor_cut is not None else _places(description.use)[shard]
 
 
 def replicas_of(frame: ShardFrame) -> int:
-    """Return how many times the ranks of the mesh hold a tensor together."""
+    """Return the number of replicas of a tensor on a mesh."""
     description = frame.description
     return math.prod(n for dim, n in enumerate(description.use.sizes) if dim not in description.spread_dims)
 
@@ -99,7 +99,7 @@ def replicas_of(frame: ShardFrame) -> int:
 def balanced_owners(
     meshes: Sequence[DeviceMesh], costs: Sequence[int], holders: Sequence[Sequence[int]] = ()
 ) -> list[int]:
-    """Give every tensor an owner among the ranks of its mesh, so that ranks have about the same to do over all meshes.
+    """Assign an owner rank of its mesh to every tensor, balancing the load of ranks over all meshes.
 
     Args:
         meshes: Of each tensor.
@@ -154,17 +154,17 @@ class Ranks:
     """The ranks of a mesh in one process group."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        """Use the mesh's group, or make one of all its ranks where it has several dimensions; then collective."""
+        """Use the mesh's group, or make one of all its ranks if it has several dimensions; then collective."""
         self.coordinates = tuple(itertools.product(*map(range, mesh.mesh.shape)))  # of each rank, in group order
         self.group = group_over(mesh, self)  # None for a single rank
         self.rank = 0 if self.group is None else dist.get_rank(self.group)  # this rank's place in the group
 
 
 def agreed(told: Mapping[Ranks, Mapping[int, Any]], error: Exception | None) -> dict[Ranks, dict[int, Any]]:
-    """Gather what ranks tell each other before a step's results are taken, over all meshes; collective.
+    """All-gather ranks' reports over all meshes before results are used; raise on all if a rank failed. Collective.
 
-    What each rank tells has a number. Where there is an `error` on a rank, all raise the same RankError; unless all
-    have met the same of this library, which each is left to raise.
+    Each report has a number. If a rank has an `error`, all raise the same RankError; unless all have the same error of
+    this library, which each raises itself.
     """
     met = Met.of(error)
     found = ask([(ranks.group, (met, dict(here))) for ranks, here in told.items()], _judge_step, error)
@@ -188,7 +188,7 @@ class Met:
 
 
 def judge_met(everyone: Sequence[Met]) -> Problem | None:
-    """Judge what the ranks of a group have met, in rank order; None where they may go on, or all raise the same."""
+    """Return the problem of a group's errors, in rank order; None if all may go on, or raise the same error."""
     failed = [f"rank {rank}: {met.text}" for rank, met in enumerate(everyone) if met.text is not None]
     if not failed or (everyone[0].is_ours and set(everyone) == {everyone[0]}):
         return None
@@ -200,7 +200,7 @@ def _judge_step(reports: Sequence[tuple[Met, Any]]) -> Problem | None:
 
 
 class Exchange:
-    """Which parts of some matrices travel between the ranks of their mesh, which hold shards of them, and owners.
+    """Routes of some matrices between their shards on the ranks of a mesh and their owners.
 
     `frames` say how each matrix is cut, and `owners` are places in the group.
     """
@@ -220,19 +220,19 @@ class Exchange:
         return all(a == b for dim, (a, b) in enumerate(zip(own, other, strict=True)) if dim not in spread)
 
     def boxes(self, index: int, place: int) -> tuple[Box, ...]:
-        """Return what a rank holds of a matrix."""
+        """Return a rank's shard of a matrix, as boxes."""
         if (index, place) not in self._found:
             coordinate = self.ranks.coordinates[place]
             self._found[index, place] = self.frames[index].description.boxes_at(coordinate)
         return self._found[index, place]
 
     def numel(self, index: int, place: int) -> int:
-        """Return the number of elements that a rank holds of a matrix."""
+        """Return the number of elements in a rank's shard of a matrix."""
         return sum(box.numel for box in self.boxes(index, place))
 
     @functools.cached_property
     def to_owners(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Elements of each matrix that go to each rank, and that come from each, on the way to owners."""
+        """Elements of each matrix that this rank sends to, and receives from, each rank on the way to owners."""
         here, mine = self.ranks.rank, self.of[self.ranks.rank]
         sent = [[self.numel(index, here) for index in own if self.sends(index, here)] for own in self.of]
         came = [[self.numel(index, place) for index in mine if self.sends(index, place)] for place in self.places]
@@ -252,12 +252,12 @@ class Exchange:
 
     @property
     def own_numel(self) -> int:
-        """Elements that this rank, as an owner, sends back: at least as many as come."""
+        """Elements that this rank, as an owner, sends back: at least as many as it receives."""
         return sum(map(sum, self.to_shards[0]))
 
 
 class Messages:
-    """An exchange's message to the owners, the one back, or both; no memory is taken once a message is under way.
+    """An exchange's message to the owners, the one back, or both; no memory is allocated once a message is sent.
 
     So ranks can agree that all have room before the first of them sends, which leaves none waiting for another.
 
@@ -273,7 +273,7 @@ class Messages:
         self._parts: list[list[Tensor]] = []
 
     def pack_shards(self, shards: Sequence[Tensor]) -> None:
-        """Take this rank's shard of each matrix, to be sent by `to_owners`."""
+        """Pack this rank's shard of each matrix, to be sent by `to_owners`."""
         exchange, here = self.exchange, self.exchange.ranks.rank
         places = [index for own in exchange.of for index in own if exchange.sends(index, here)]
         _pack([shards[index].reshape(-1) for index in places], self._here)
@@ -283,7 +283,7 @@ class Messages:
         self._send(self._here, self._own, *self.exchange.to_owners)
 
     def whole(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's own matrices, put together from what has come: index and whole tensor."""
+        """Yield this rank's own matrices, assembled from the received shards: index and full tensor."""
         exchange = self.exchange
         pieces = [iter(parts) for parts in self._parts]
         for index in exchange.of[exchange.ranks.rank]:
@@ -299,24 +299,24 @@ class Messages:
             yield index, whole
 
     def pack_results(self, results: Mapping[int, Tensor]) -> None:
-        """Take the results of this rank's own matrices by index, to be sent by `to_shards`."""
+        """Pack the results of this rank's own matrices by index, to be sent by `to_shards`."""
         exchange = self.exchange
         own = [(index, place) for place in exchange.places for index in exchange.of[exchange.ranks.rank]]
         boxes = [(index, box) for index, place in own for box in exchange.boxes(index, place)]
         _pack([results[index][box.indices].reshape(-1) for index, box in boxes], self._own)
 
     def to_shards(self) -> None:
-        """Start to send results to all ranks, each its shard."""
+        """Start to send every rank its shard of the results."""
         self._send(self._own, self._here, *self.exchange.to_shards)
 
     def shards(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield what has come: index, and this rank's shard as `frame.description.local_shape`."""
+        """Yield received shards: index, and this rank's shard as `frame.description.local_shape`."""
         for own, parts in zip(self.exchange.of, self._parts, strict=True):
             for index, part in zip(own, parts, strict=True):
                 yield index, part.view(self.exchange.frames[index].description.local_shape)
 
     def wait(self, is_last: bool = False) -> None:
-        """Wait until the message under way has come; after the last one keep nothing but what has come."""
+        """Wait for the message in flight; after the last one keep only received data."""
         if self._work is not None:
             self._work.wait()
             self._work = None

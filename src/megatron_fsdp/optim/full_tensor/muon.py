@@ -72,7 +72,7 @@ WAVE_BYTES = 256 << 20
 
 
 def check_muon(optimizer: Optimizer) -> None:
-    """Refuse options under which a step could not be right.
+    """Raise for options under which a step could not be right.
 
     torch checks some of them only when it iterates, which is on the owner of a matrix alone.
     """
@@ -97,7 +97,7 @@ def check_muon(optimizer: Optimizer) -> None:
 
 
 def split_rows(group: Group, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows of the matrices that a matrix, or each one of a stack, is made of: `split_sizes`, or all."""
+    """Return the rows of the matrices into which a matrix, or each one of a stack, is split: `split_sizes`, or all."""
     sizes, rows = group.get(SPLIT_KEY), shape[-2]
     if sizes is None:
         return (rows,)
@@ -168,7 +168,7 @@ class _Matrix:
         return self.param._local_tensor.detach().view(-1)[self.part]
 
     def operand(self, state: State) -> Tensor:
-        """Update the momentum of this rank's shard, and return the shard of what is orthogonalized."""
+        """Update the momentum of this rank's shard, and return the shard of the matrix to orthogonalize."""
         frame, momentum = self.param.shard_frame, self.group["momentum"]
         (shown,) = shown_grads([self.param])
         sharded: Any = as_sharded(cast(Tensor, shown), frame)
@@ -209,8 +209,8 @@ class MuonStep(ExchangingStep):
         self._parts: dict[tuple[ShardFrame, tuple[int, ...]], tuple[tuple[ShardFrame, slice], ...]] = {}
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
-        """Return the object on which the code of the optimizer's class is to run its step."""
-        made = MuonStandIn.__new__(MuonStandIn)
+        """Return the proxy on which the code of the optimizer's class runs its step."""
+        made = MuonProxy.__new__(MuonProxy)
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
         made._update = functools.partial(self.update, optimizer)
         return made
@@ -253,7 +253,7 @@ class MuonStep(ExchangingStep):
             wave.apply()
 
     def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
-        """Raise on all ranks of the meshes that step what any of them has met; collective."""
+        """Raise the error of any rank on all ranks of the meshes that step; collective."""
         self._begun = None
         params = params_of(optimizer)
         ranks = [self._ranks_of(param.shard_frame.mesh) for param in params]
@@ -277,7 +277,7 @@ class MuonStep(ExchangingStep):
                 yield from (_Matrix(param, *part, group, lr) for part in self._parts[key])
 
     def _owners(self, matrices: Sequence[_Matrix]) -> list[int]:
-        """Return the owner of each matrix; it does not depend on which of them have a gradient."""
+        """Return the owner of each matrix; it is the same whichever of them have a gradient."""
         key = [(matrix.frame, matrix.group["ns_steps"]) for matrix in matrices]
         if key != self._owned[0]:
             meshes = [matrix.frame.mesh for matrix in matrices]
@@ -303,7 +303,7 @@ class MuonStep(ExchangingStep):
 
 
 def _reserve(exchanges: Sequence[Exchange], device: torch.device) -> list[Messages]:
-    """Take the memory of all messages of a step: shards of each wave, and whole matrices of three waves in turn."""
+    """Allocate the messages of a step: shards of each wave, and full matrices of three waves in turn."""
     numels = [exchange.here_numel for exchange in exchanges]
     largest = max((exchange.own_numel for exchange in exchanges), default=0)
     here = torch.empty(sum(numels), dtype=torch.bfloat16, device=device)
@@ -343,15 +343,15 @@ class _Wave:
 
     @contextmanager
     def _others_wait(self) -> Iterator[None]:
-        """Keep what fails for later: the other ranks wait for this one's messages, and must raise, too."""
+        """Keep an error for later: the other ranks wait for this one's messages, and must raise, too."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - see above
             self.error = error.with_traceback(None)  # which would keep the tensors
 
 
-class MuonStandIn(torch.optim.Muon):
-    """A Muon whose step finds nothing left to do: all updates are made when it asks for the gradients of one group."""
+class MuonProxy(torch.optim.Muon):
+    """Proxy on which torch's Muon runs its step; reading the gradients of the first group performs all updates."""
 
     __slots__ = ("_update",)
     _update: Callable[[], None]

@@ -3,7 +3,7 @@
 *Owned* (Adafactor, SOAP, Shampoo, or somebody's own): every parameter has an owner among the ranks of its mesh. For a
 step the owner gets the whole parameter, the whole gradient and whole state of the parameter's shape; the code of the
 optimizer's class, unchanged, runs there on plain tensors, and shards of the new parameter and state go back. Other
-state (factors, preconditioners) rests with the owner, as global tensors of which the others hold nothing, so that
+state (factors, preconditioners) stays with the owner, as global tensors of which the others hold nothing, so that
 checkpoints have it once and any number of ranks loads it. Numbers are the same on all ranks. This is right for classes
 that update a parameter from that parameter's own gradient and state, and from nothing else. A class says so with
 `steps_whole_tensors`; of torch's own, Adafactor is one. With P parameters of b bytes over N ranks, a rank sends and
@@ -72,7 +72,7 @@ def steps_owned(optimizer: Optimizer) -> bool:
 
 
 def inherits_declaration(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer is of a class that declares nothing, below one that is declared."""
+    """Return True if only a base class of an optimizer is declared."""
     return not steps_owned(optimizer) and hasattr(type(optimizer), _DECLARED)
 
 
@@ -88,7 +88,7 @@ class _Sharded:
 
 @dataclass(frozen=True)
 class _Owned:
-    """A tensor that rests with the owner."""
+    """A tensor that only the owner rank holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -129,7 +129,7 @@ class _Stepped:
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor to move: whose it is, how it is cut, and this rank's shard, or the whole where this rank owns it."""
+    """A tensor to move: its parameter, its shard spec, and this rank's shard, or the full tensor on its owner."""
 
     of: _Stepped
     frame: ShardFrame
@@ -151,7 +151,7 @@ class OwnedStep(ExchangingStep):
         self._stand_in: Optimizer | None = None
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
-        """Bring whole parameters to their owners; collective. Call `finish` after the step, or `fail`.
+        """Send full parameters to their owners; collective. Call `finish` after the step, or `fail`.
 
         Returns:
             The object on which the code of the optimizer's class is to run its step: an optimizer of this rank's own
@@ -175,7 +175,7 @@ class OwnedStep(ExchangingStep):
         return made
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Take new parameters and state back to shards; collective."""
+        """Send new parameters and state back to shards; collective."""
         made = self._stand_in
         assert made is not None
         for each in self._running:
@@ -199,18 +199,18 @@ class OwnedStep(ExchangingStep):
         self._drop()
 
     def fail(self, error: Exception) -> None:
-        """Tell the other ranks that the step has failed here, and raise the same RankError on all; collective."""
+        """Report to the other ranks that the step has failed here, and raise the same RankError on all; collective."""
         super().fail(error)
         self._agreed(error)
         self._drop()
 
     def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
-        """Raise what a hook has met while other ranks wait for shards; collective."""
+        """Raise the error of a hook on all ranks, which wait for shards; collective."""
         self._running, self._begun = self._stepped(optimizer), None
         self._agreed(error)
 
     def _agreed(self, error: Exception | None = None, tells: bool = False) -> dict[Ranks, dict[int, Any]]:
-        """Gather what owners tell of new state, if they do, over all meshes; where a rank has failed, raise on all."""
+        """All-gather owners' reports of new state over all meshes; raise on all ranks if any has failed."""
         told: dict[Ranks, dict[int, Any]] = {each.ranks: {} for each in self._running}
         for each in self._running if tells else ():
             if each.is_here:
@@ -222,7 +222,7 @@ class OwnedStep(ExchangingStep):
             raise
 
     def _drop(self) -> None:
-        """Drop what a step holds."""
+        """Drop the tensors of a step."""
         self._running, self._stand_in = [], None
 
     def _stepped(self, optimizer: Optimizer) -> list[_Stepped]:
@@ -271,7 +271,7 @@ class OwnedStep(ExchangingStep):
         return found
 
     def _packed(self, items: Sequence[_Item], to_owners: bool) -> Iterator[tuple[list[int], Messages]]:
-        """Yield messages, and the places of the items in each: of one mesh and dtype, what is kept by itself."""
+        """Yield messages of one mesh and dtype each, and the places of the items in them; kept items travel alone."""
         by_kind: dict[tuple[Ranks, torch.dtype, bool], list[int]] = {}
         for place, item in enumerate(items):
             by_kind.setdefault((item.of.ranks, item.dtype, item.is_kept), []).append(place)
@@ -297,7 +297,7 @@ class OwnedStep(ExchangingStep):
 
 
 def _shards(each: _Stepped, state: State | None) -> Iterator[_Item]:
-    """Yield what goes to the owner: the shards of a parameter, its gradient and its state."""
+    """Yield the shards of a parameter, its gradient and its state, which go to the owner."""
     frame = each.param.shard_frame
     sharded: Any = as_sharded(each.grad, frame)
     for local in (each.param._local_tensor, sharded._local_tensor):
@@ -308,7 +308,7 @@ def _shards(each: _Stepped, state: State | None) -> Iterator[_Item]:
 
 
 def _show(each: _Stepped, state: State | None, arrived: Iterator[Tensor | None]) -> None:
-    """Give the owner the whole parameter, gradient and state that have come."""
+    """Set the received full parameter, gradient and state on the owner."""
     whole, grad = next(arrived), next(arrived)
     brought = {id(value): next(arrived) for value in _leaves(state) if each.must_move(value)}
     if each.is_here:
@@ -320,7 +320,7 @@ def _show(each: _Stepped, state: State | None, arrived: Iterator[Tensor | None])
 
 
 def _results(each: _Stepped, told: Any) -> Iterator[_Item]:
-    """Yield what goes back to shards: the new parameter and state, whole on the owner."""
+    """Yield the new parameter and state, full on the owner, which go back to shards."""
     frame = each.param.shard_frame
     yield _Item(each, frame, each.param.dtype, None if each.whole is None else each.whole.detach())
     values = _leaves(each.state) if each.is_here else [None] * len(_leaves(told))
@@ -337,7 +337,7 @@ def _leaves(state: Any) -> list[Any]:
 
 
 def _shown(frame: ShardFrame, brought: Mapping[int, Tensor | None], value: Any) -> Any:
-    """Return a value of the state as the owner's step sees it: a tensor of ours as a plain one.
+    """Return a value of the state for the owner's step: a DTensor as a plain tensor.
 
     What is sharded as the parameter, by this frame, stays as it was should the step fail.
     """
@@ -349,7 +349,7 @@ def _shown(frame: ShardFrame, brought: Mapping[int, Tensor | None], value: Any) 
     return local.clone() if value.shard_frame == frame else local
 
 
-# Checkpoints store a tensor under a key, and a list in one piece. So lists of tensors rest as dicts of text keys.
+# Checkpoints store a tensor under a key, and a list in one piece. So lists of tensors are kept as dicts of text keys.
 
 
 def _without_lists(value: Any) -> Any:
@@ -374,7 +374,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _described(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the owner's state of a parameter for the other ranks; refuse what is neither tensor nor plain value."""
+    """Describe the owner's state of a parameter for the other ranks; raise if it is neither tensor nor plain value."""
     found = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
@@ -397,7 +397,7 @@ def _described_value(key: str, value: Any) -> Any:
 
 
 def _rebuilt(each: _Stepped, arrived: Iterator[Tensor], mine: Iterator[Any] | None, kind: Any) -> Any:
-    """Return a value of the state as it rests on this rank.
+    """Return a value of the state as this rank keeps it.
 
     Args:
         each: The parameter.
@@ -421,7 +421,7 @@ def _rebuilt(each: _Stepped, arrived: Iterator[Tensor], mine: Iterator[Any] | No
 
 
 def _owned_frame(frame: ShardFrame, shape: tuple[int, ...], owner: int) -> ShardFrame:
-    """Return the frame of a tensor that one rank of the mesh holds whole, and the others nothing of."""
+    """Return the shard spec of a tensor held entirely by one rank."""
     sizes, coordinate = frame.description.use.sizes, frame.description.coordinate
     numel, num_ranks = math.prod(shape), math.prod(sizes)
     cut = ListedCut((0,) * (owner + 1) + (numel,) * (num_ranks - owner))
@@ -440,14 +440,14 @@ def steps_replicated(optimizer: Optimizer) -> bool:
 
 
 class ReplicatedStep(Step):
-    """Steps one LBFGS on whole local tensors; between steps it holds nothing."""
+    """Steps one LBFGS on full local tensors; between steps it holds none."""
 
     def __init__(self) -> None:
         self._params: Sequence[UnevenDTensor] = ()  # of the running step
         self._made: Optimizer | None = None
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
-        """Return an optimizer of the same class over the local tensors of the parameters and of the state."""
+        """Return a proxy of the same class over the local tensors of the parameters and of the state."""
         (group,) = optimizer.param_groups
         self._params = group["params"]
         shown = [param._local_tensor.detach() for param in self._params]  # share the version counters
@@ -483,7 +483,7 @@ class ReplicatedStep(Step):
         return evaluated
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Take the new state."""
+        """Set the new state on the optimizer."""
         assert self._made is not None
         (group,), (shown,) = optimizer.param_groups, self._made.param_groups
         group.update({key: value for key, value in shown.items() if key != "params"})
