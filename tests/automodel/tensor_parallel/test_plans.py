@@ -118,6 +118,7 @@ def test_functions_of_own_weights_are_recomputed_as_on_one_process(frozen: bool)
         for norm in [part for part in model.modules() if isinstance(part, LlamaRMSNorm)]:
             norm.__class__ = RecomputedNorm
             norm.use_reentrant = use_reentrant
+            norm.unused = nn.Parameter(torch.ones(3))  # gets no gradient, and is a DTensor again all the same
             norm.requires_grad_(not frozen)
         return model
 

@@ -111,8 +111,8 @@ def _hide(shown: _Shown) -> None:
 
 def _show_in_backward(shown: _Shown, _grad: Tensor) -> None:
     _show([each for each in shown if id(each[0]._parameters[each[1]]) == id(each[2])])
-    if any(plain.grad_fn is None for *_, plain in shown):  # frozen
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_hide, shown))
+    # At the end at the latest: one that is frozen, or that this forward did not use, gets no gradient.
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_hide, shown))
 
 
 def use_plain_tensors(module: nn.Module, uses: tuple[LocalUse, ...]) -> None:
