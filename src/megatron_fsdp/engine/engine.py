@@ -673,6 +673,7 @@ class Engine:
                 concludes = True
                 self.executor.run((Operation(Action.REDUCE, unit.index),))
             else:
+                # Its inner reductions are over; at most the outer one was deferred.
                 self.executor.reduce_outer(unit)
         self.executor.retire_all()
         if check is not None and concludes:

@@ -360,6 +360,7 @@ class Executor:
         # Here, and not whenever the inner reduction happens to be done: waits are at the same places on every rank, so
         # that all launch the outer collectives in the same order.
         if reduction.sync_scope is SyncScope.EVERYWHERE:
+            # Gradients are final here, or when the outer reduction is waited for.
             is_on_its_way = self.reduce_outer(reduction.unit)
             if self.in_backward is not None and not is_on_its_way:
                 self.in_backward.unit_is_reduced(reduction.unit)

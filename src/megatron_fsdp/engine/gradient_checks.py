@@ -222,7 +222,7 @@ class FiniteCheck(CheckByName):
 # that add in any order by their rounding.
 
 BACKWARDS = 10
-"""How many with gradients are compared at most; fewer where each parameter had a gradient other than zero before."""
+"""The most backwards that are compared; fewer once each parameter had a gradient other than zero."""
 
 _SUMS = 4  # of squares, and with signs of three patterns
 _CHUNK_NUMEL = 1 << 20

@@ -85,7 +85,7 @@ PHASE_OF: dict[Action, Phase] = {
 
 
 class Observer:
-    """Base of observers; each method does nothing unless a subclass overrides it. Its errors end the training step."""
+    """Base class of observers, whose methods are no-ops. Errors of an observer end the training step."""
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Observe the begin of a phase of a unit; for phases of the whole model the unit is the root, 0."""

@@ -119,7 +119,7 @@ class _LocalTensors:
         check: Callable[[], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self.groups = groups or ()  # what to show in place of all current ones
+        self.groups = groups or ()  # to be shown instead of all current ones
         self._check = check  # of what hooks may have changed
         self._streams = streams  # where state moves, if it does
         self._sharded = _SHARDED_STATE[type(optimizer)]

@@ -84,7 +84,7 @@ def _places(use: MeshUse) -> dict[int, list[int]]:
 
 
 def holders_of(frame: ShardFrame) -> Sequence[int]:
-    """Return the places in the mesh that hold a tensor whole, if all others hold nothing of it."""
+    """Return the places in the mesh that hold a full tensor, if all others hold no element of it."""
     description = frame.description
     shard = description.cut.whole_shard
     return () if shard is None or description.tensor_cut is not None else _places(description.use)[shard]
