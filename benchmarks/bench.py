@@ -25,7 +25,7 @@ from benchmarks.page import PUBLISHED, render
 
 ROOT = Path(__file__).resolve().parents[1]
 _DISAGREEMENT = 1
-"""The exit code of a comparison that has results, though not for everybody."""
+"""The exit code of a comparison with results of some contenders, but not all."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _muon(model: str, ranks: int, rounds: int) -> Run:
 
 
 def perform(run: Run, folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """Run one process; returns its document, or None, and what went wrong, or ""."""
+    """Run one process; return its document, or None, and its error, or ""."""
     file = folder / f"{run.name}.json"
     file.unlink(missing_ok=True)
     script = str(ROOT / "benchmarks" / run.script)
@@ -120,7 +120,7 @@ def perform(run: Run, folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> tuple[int, str] | None:
-    """Run a program that starts processes, and leave none behind; its exit code and stderr, None where it is given up.
+    """Run a program and end all its processes; return exit code and stderr, None after the time limit.
 
     Ranks that outlive a program that was given up would take time from every run that follows.
     """
@@ -144,7 +144,7 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_s: 
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit that is checked out around a folder, with a plus sign where files differ from it."""
+    """Return the commit checked out around a folder, with a plus sign if files differ from it."""
     answers = []
     for command in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
         try:
@@ -156,7 +156,7 @@ def commit_of(folder: Path) -> str:
 
 
 def _performed(chosen: Sequence[Run], folder: Path, until: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run one after another; returns the documents, and why the other runs gave none."""
+    """Run one after another; return the documents, and the errors of the other runs."""
     results, failures, commit = dict[str, Any](), dict[str, str](), commit_of(ROOT)
     for index, run in enumerate(chosen, 1):
         begun = time.monotonic()
@@ -175,13 +175,13 @@ def _performed(chosen: Sequence[Run], folder: Path, until: float) -> tuple[dict[
 
 
 def publish(results: Mapping[str, Any], failures: Mapping[str, str], root: Path = ROOT) -> None:
-    """Write the results into the repository, and docs/performance.md out of them."""
+    """Write the results into the repository, and docs/performance.md from them."""
     write_document({"results": results, "failures": failures}, root / PUBLISHED)
     (root / "docs" / "performance.md").write_text(render(published(root)), encoding="utf-8")
 
 
 def published(root: Path = ROOT) -> dict[str, Any]:
-    """Return the published results; empty where there are none."""
+    """Return the published results, if any."""
     file = root / PUBLISHED
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["results"] if file.exists() else {}
     return found
@@ -200,7 +200,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run everything and write the page; returns the exit code, 1 where no run gave results."""
+    """Run everything and write the page; return the exit code, 1 if no run gave results."""
     given = _parse(argv)
     chosen = [
         run for run in runs(given.quick, given.rounds) if not given.only or any(word in run.name for word in given.only)

@@ -73,7 +73,7 @@ def our_saver(job: Contender, folder: Path, *, in_background: bool) -> Saver:
 
 
 def dcp_saver(job: Contender, folder: Path) -> Saver:
-    """Save with torch's `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict`, as its documentation tells."""
+    """Save with torch's `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict`, as its documentation does."""
     optimizer = optimizer_of(job)
 
     def state() -> dict[str, Any]:
@@ -89,7 +89,7 @@ def dcp_saver(job: Contender, folder: Path) -> Saver:
 
 
 def build_savers(setting: Setting, batch: Microbatch, folder: Path) -> dict[str, Saver]:
-    """Train one job of this library and one of FSDP2 for a step, and make every way to save them; collective."""
+    """Train a job of this library and one of FSDP2 for a step, and make their savers. Collective."""
     ours, theirs = (_trained(name, setting, batch) for name in (OURS[3], FSDP2))
     return {
         OURS_NOW: our_saver(ours, folder / "now", in_background=False),
@@ -105,7 +105,7 @@ def _trained(name: str, setting: Setting, batch: Microbatch) -> Contender:
 
 
 def local_values(job: Contender) -> dict[str, Tensor]:
-    """Return this rank's elements of every weight and optimizer state; the live ones."""
+    """Return this rank's elements of every weight and optimizer state, without copies."""
     found = {}
     names = {id(param): name for name, param in job.model.named_parameters()}
     for name, value in job.model.state_dict().items():
@@ -123,7 +123,7 @@ def _local(value: Tensor) -> Tensor:
 
 
 def forget(saver: Saver) -> None:
-    """Make weights and optimizer state such that a load has to bring them back."""
+    """Overwrite weights and optimizer state, so that a load has to restore them."""
     with torch.no_grad():
         for value in local_values(saver.job).values():
             value.fill_(torch.nan)
@@ -131,7 +131,7 @@ def forget(saver: Saver) -> None:
 
 
 def differences(job: Contender, expected: dict[str, Tensor]) -> list[str]:
-    """Keys whose bits are not as expected."""
+    """Return the keys whose bits differ."""
     found = local_values(job)
     wrong = sorted(found.keys() ^ expected.keys())
     return wrong + [key for key in found.keys() & expected.keys() if not torch.equal(found[key], expected[key])]
@@ -142,7 +142,7 @@ def differences(job: Contender, expected: dict[str, Tensor]) -> list[str]:
 
 @dataclass(frozen=True)
 class Request:
-    """What to run."""
+    """The arguments of a measurement."""
 
     model: str
     ranks: int
@@ -152,7 +152,7 @@ class Request:
 
 @dataclass
 class Act:
-    """What one rank measured of saving, or of loading."""
+    """One rank's measurements of saving, or of loading."""
 
     wall_s: list[float] = field(default_factory=list)  # per round, until control returns
     cpu_s: list[float] = field(default_factory=list)  # per round, of all threads of the process
@@ -161,7 +161,7 @@ class Act:
 
 @dataclass
 class Reading:
-    """What one rank measured of one way."""
+    """One rank's measurements of one saver."""
 
     payload_bytes: int  # of this rank's weights and optimizer state
     save: Act = field(default_factory=Act)
@@ -187,7 +187,7 @@ def measure_here(request: Request, device: torch.device, mesh: DeviceMesh) -> di
 
 
 def _prepare(saver: Saver) -> Reading:
-    """Compare values and count; this save and this load are not timed."""
+    """Compare values and count files and collectives, without timing."""
     expected = {key: value.clone() for key, value in local_values(saver.job).items()}
     reading = Reading(sum(value.nbytes for value in expected.values()))
     for act, note in ((saver.save, reading.save), (saver.load, reading.load)):
@@ -212,7 +212,7 @@ def _timed(note: Act, act: Callable[[], object], finish: Callable[[], object] = 
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
-    """Read the arguments; returns what to run and the file for the results."""
+    """Parse the arguments; return the request and the file for the results."""
     parser = argparse.ArgumentParser(prog="checkpoints.py", description=__doc__)
     parser.add_argument("--model", choices=list(WORKLOADS), default="many-small")
     parser.add_argument("--ranks", type=int, choices=range(1, 9), default=2)
@@ -223,7 +223,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
 
 
 def measure(request: Request, argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Start the ranks, wait for them, and return what they measured, as data for programs."""
+    """Start the ranks, wait for them, and return their measurements as plain values."""
     with tempfile.TemporaryDirectory() as folder:
         asked = replace(request, folder=Path(folder) / "saved")
         everyone: list[dict[str, Reading]] = measure_on_ranks(measure_here, asked, request.ranks, threads=1)
@@ -234,7 +234,7 @@ def measure(request: Request, argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run, print a table, and write the results where asked; returns the exit code."""
+    """Run, print a table, write the results if asked, and return the exit code."""
     request, file = parse(argv)
     found = measure(request, argv)
     wrong = {name: one["problems"][:3] for name, ranks in found["readings"].items() for one in ranks if one["problems"]}

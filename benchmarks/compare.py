@@ -28,7 +28,7 @@ EXIT_DISAGREEMENT = 1
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
-    """Read the arguments; returns what to run and the file for the results."""
+    """Parse the arguments; return the request and the file for the results."""
     parser = argparse.ArgumentParser(prog="compare.py", description="Compare this engine with PyTorch's.")
     parser.add_argument("--model", choices=list(WORKLOADS), default="many-small")
     parser.add_argument("--ranks", type=_positive, help="default: 2 on the CPU, all devices elsewhere")
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
 
 
 def measure(request: Request, argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Start the ranks, wait for them, and return what they measured, as data for programs."""
+    """Start the ranks, wait for them, and return their measurements as plain values."""
     readings = measure_on_ranks(measure_here, request, request.ranks, device_type=request.device_type)
     reading: RunReading = readings[0]
     facts = {
@@ -92,7 +92,7 @@ def tokens_per_rank(request: Request) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparison, print a table, and write the results where asked; returns the exit code."""
+    """Run the comparison, print a table, write the results if asked, and return the exit code."""
     request, file = parse(argv)
     found = measure(request, argv)
     results = {f"{request.model}, {request.ranks} ranks": found}

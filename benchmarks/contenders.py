@@ -1,4 +1,4 @@
-"""Who is compared: this engine by units and by buckets, FSDP2, DDP, DeepSpeed, and a floor without communication."""
+"""The contenders: this engine by units and by buckets, FSDP2, DDP, DeepSpeed, and a floor without communication."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ from megatron_fsdp.optim.optimizer import kinds_of
 from megatron_fsdp.optional_packages import require
 
 FLOOR = "floor"
-"""Does not communicate, so its losses are its own."""
+"""The floor: does not communicate, so its losses differ."""
 WIRES = ("wire-0", "wire-3")
-"""Only the collectives that `ours-0` and `ours-3` start in a step, one after another: what the back end takes."""
+"""The collectives of a step of `ours-0` and `ours-3` alone, one after another: the back end's time."""
 UNTRAINED = (FLOOR, *WIRES)
-"""Those whose losses are not compared."""
+"""The contenders whose losses are not compared."""
 FSDP2, FSDP2_DEFERRED = "fsdp2", "fsdp2-deferred"
 DDP, DDP_ZERO = "ddp", "ddp-zero"
 FSDP2_HOST = "fsdp2-host"
-"""With all state in host memory."""
+"""FSDP2 with all state in host memory."""
 PEERS = (FSDP2, FSDP2_DEFERRED, FSDP2_HOST, DDP, DDP_ZERO)
 OURS = tuple(f"ours-{strategy}" for strategy in range(4))
 OURS_DEFERRED = "ours-3-deferred"
-"""Strategy 3, of which only the last of several microbatches is reduced, as `fsdp2-deferred`."""
+"""Strategy 3 with reductions in the last microbatch only, as `fsdp2-deferred`."""
 OURS_HOST = "ours-3-host"
 """Strategy 3 with all state in host memory, as `fsdp2-host`."""
 OUR_DDP, OUR_DDP_OPTIM = "mddp", "mddp-optim"
 OURS_BY_BUCKETS = (OUR_DDP, OUR_DDP_OPTIM)
 DEEPSPEED_HOST, DEEPSPEED_RELEASES = "deepspeed-host", "deepspeed-host-releases"
-"""DeepSpeed's ZeRO-3 with all state in host memory, where it is installed; see `_deepspeed`."""
+"""DeepSpeed's ZeRO-3 with all state in host memory, if it is installed; see `_deepspeed`."""
 NAMES = (
     *(FLOOR, *WIRES, *OURS, *OURS_BY_BUCKETS, *PEERS, DEEPSPEED_HOST, DEEPSPEED_RELEASES),
     *(OURS_DEFERRED, OURS_HOST),
 )
-"""Everybody that steps AdamW, in table order."""
+"""The contenders that step AdamW, in table order."""
 OUR_MUON, FSDP2_MUON = "ours-muon", "fsdp2-muon"
-"""Muon for matrices and AdamW for the rest: this engine, and FSDP2 whose ranks gather and iterate every matrix."""
+"""Muon for matrices and AdamW for the rest: this engine, and FSDP2 with all-gathered matrices."""
 
 LEARNING_RATE = 1e-4
 _MEBIBYTE = 2**20
@@ -68,7 +68,7 @@ _MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders of a run share."""
+    """The common settings of all contenders of a run."""
 
     workload: Workload  # model and batch shape
     dtype: torch.dtype  # of weights, gradients and optimizer state alike
@@ -79,12 +79,12 @@ class Setting:
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:
-        """Dtype of gradients on the wire where it is not their own; else None."""
+        """The communication dtype of gradients, if it is not their own."""
         return None if self.comm_dtype == self.dtype else self.comm_dtype
 
     @property
     def bucket_numel(self) -> int:
-        """Elements of gradients that close a bucket, at least 1."""
+        """The bucket size in elements, at least 1."""
         return max(1, int(self.bucket_mib * _MEBIBYTE) // self.dtype.itemsize)
 
 
@@ -116,14 +116,14 @@ class Contender:
     deferring: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Train on one step's microbatches of this rank; returns this rank's mean loss, a scalar, detached."""
+        """Train on this rank's microbatches of a step; return its mean loss, a scalar, detached."""
         loss = self.backward(microbatches)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Run forward and backward of a step; returns this rank's mean loss, detached."""
+        """Run forward and backward of a step; return this rank's mean loss, detached."""
         losses = []
         for index, batch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
@@ -134,25 +134,25 @@ class Contender:
         return torch.stack(losses).sum()
 
     def traffic(self) -> Traffic | None:
-        """Return what this rank has sent so far; None for those that do not count it."""
+        """Return this rank's traffic so far; None for contenders that do not count it."""
         return self.model.traffic() if isinstance(self.model, MegatronFSDP) else None
 
 
 @dataclass(frozen=True)
 class Wire(Contender):
-    """The collectives of a step, alone."""
+    """The contender that runs a step's collectives only."""
 
     calls: Sequence[Callable[[], object]] = ()  # each starts a collective and waits for it
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Run them; the loss is 0."""
+        """Run the collectives; the loss is 0."""
         for call in self.calls:
             call()
         return torch.zeros((), device=microbatches[0][0].device)
 
 
 def build_contender(name: str, setting: Setting, model: nn.Module | None = None) -> Contender:
-    """Build one contender by name, around a model or the workload's own; collective."""
+    """Build a contender by name, around a model or the workload's own. Collective."""
     model = build_model(setting.workload, setting.dtype, setting.device) if model is None else model
     if name == FLOOR:
         return Contender(name, model, make_optimizer(model))
@@ -170,12 +170,12 @@ def build_contender(name: str, setting: Setting, model: nn.Module | None = None)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer that everybody uses."""
+    """Make the optimizer that all contenders use."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
 def _our_ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
-    """This engine by buckets: a bucket is closed by the parameter with which it reaches its size, as in torch's."""
+    """Build this engine by buckets, which close at the same parameters as torch's."""
     shards = name == OUR_DDP_OPTIM
     config = DistributedDataParallelConfig(
         overlap_grad_reduce=True,
@@ -191,7 +191,7 @@ def _our_ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
 
 
 def _ours(name: str, model: nn.Module, setting: Setting) -> Contender:
-    """Dtypes follow the model's. Where gradients are whole until the sync (0 and 1), they defer as DDP's does."""
+    """Build this engine by units; under strategies 0 and 1 gradients stay unreduced until the sync, as in DDP."""
     strategy = OURS.index(name) if name in OURS else 3
     sharded, optimizer = fully_shard(
         model,
@@ -208,7 +208,7 @@ def _ours(name: str, model: nn.Module, setting: Setting) -> Contender:
 
 
 def _collectives(name: str, model: nn.Module, setting: Setting) -> list[Callable[[], object]]:
-    """Note what a contender sends in its third step, when all orders are known, with memory of its own."""
+    """Record a contender's collectives in its third step, when all orders are known, with separate memory."""
     contender, calls = build_contender(name, setting, model), list[Callable[[], object]]()
     microbatches = [make_batch(setting.workload, setting.device, seed=0)]
     for _ in range(2):
@@ -234,7 +234,7 @@ def _noting(method: Callable[..., Any], calls: list[Callable[[], object]]) -> Ca
 
 
 def _fsdp2(name: str, model: nn.Module, setting: Setting) -> Contender:
-    """Shard each block and the model; the root keeps its default, which is to stay gathered after forward."""
+    """Shard each block and the model; the root stays unsharded after forward, by default."""
     policy = fsdp.MixedPrecisionPolicy(reduce_dtype=setting.narrow_dtype)
     pins = setting.device.type != "cpu"
     home = fsdp.CPUOffloadPolicy(pin_memory=pins) if name == FSDP2_HOST else fsdp.OffloadPolicy()
@@ -247,7 +247,7 @@ def _fsdp2(name: str, model: nn.Module, setting: Setting) -> Contender:
 
 @contextmanager
 def _unsynchronised(model: fsdp.FSDPModule) -> Iterator[None]:
-    """Keep whole gradients of a microbatch, as `no_sync` does."""
+    """Keep unreduced gradients of a microbatch, as `no_sync` does."""
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -256,7 +256,7 @@ def _unsynchronised(model: fsdp.FSDPModule) -> Iterator[None]:
 
 
 def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
-    """Wrap by DDP as it is, or with ZeRO's optimizer.
+    """Wrap by DDP, with or without `ZeroRedundancyOptimizer`.
 
     ZeRO sends one tensor per rank after a step, where its default is one per parameter.
     """
@@ -287,7 +287,7 @@ def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
 
 
 def _deepspeed(name: str, model: nn.Module, setting: Setting) -> Contender:
-    """Shard by DeepSpeed, with its defaults but for what would make it compute something else than the others do.
+    """Shard by DeepSpeed with its defaults, except where these change results.
 
     Unless told otherwise it clips gradients to a norm of 1, steps by an Adam of its own, which rounds in its own way,
     and puts a linear of its own in the place of torch's, for everybody in this process. It keeps gathered weights up to
@@ -322,7 +322,7 @@ def _deepspeed(name: str, model: nn.Module, setting: Setting) -> Contender:
 
 @contextmanager
 def _before_the_boundary(engine: Any) -> Iterator[None]:
-    """Let DeepSpeed add up the gradients of a microbatch that is not the last."""
+    """Accumulate a microbatch's gradients in DeepSpeed, without its step."""
     engine.set_gradient_accumulation_boundary(False)
     try:
         yield
@@ -350,7 +350,7 @@ def _muon(name: str, model: nn.Module, setting: Setting) -> Contender:
 
 
 class GatheredMuon(torch.optim.Optimizer):
-    """Muon over DTensors of FSDP2: momentum on shards; every rank gathers and iterates every matrix."""
+    """Muon over FSDP2's DTensors: momentum on shards; every rank all-gathers and iterates every matrix."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, torch.optim.Muon([nn.Parameter(torch.ones(1, 1))], lr=lr).defaults)

@@ -1,4 +1,4 @@
-"""Exact counts of what a block of code asks of ranks and files; in all threads of this process."""
+"""Exact counts of a block's collectives and file operations, in all threads of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 @dataclass
 class Counts:
-    """What one rank has asked for."""
+    """The counts of one rank."""
 
     collectives: int = 0  # of all process groups, those that torch makes to send one object counted one by one
     object_bytes: int = 0  # pickled to be sent, by this rank
@@ -28,7 +28,7 @@ class Counts:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counts]:
-    """Count what happens inside; the number of collectives is there once the block is left."""
+    """Count operations inside the block; collectives are counted when it ends."""
     counts = Counts()
     before = collectives_by_group()
     patches = (
@@ -46,14 +46,14 @@ def counting() -> Iterator[Counts]:
 
 
 def collectives_by_group() -> dict[dist.ProcessGroup, int]:
-    """Return how many collectives each process group has counted so far."""
+    """Return the number of collectives of each process group so far."""
     groups = distributed_c10d._world.pg_map if dist.is_initialized() else {}
     return {group: group._get_sequence_number_for_group() for group in groups}  # type: ignore[attr-defined]
 
 
 def _counting_open(counts: Counts) -> Callable[..., Any]:
     class File(io.FileIO):
-        """A file without a buffer, which sees what is asked of the system."""
+        """An unbuffered file, which counts calls of the system."""
 
         def readinto(self, buffer: Any, /) -> Any:
             found = super().readinto(buffer)

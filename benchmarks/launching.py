@@ -1,4 +1,4 @@
-"""Starting the ranks of a measurement on this machine, and writing down what the first of them measured."""
+"""Start the ranks of a measurement on this machine, and write their results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.program import count_cores, rank_environment
 
 _LIMIT_S = 3600.0
-"""Of a whole measurement; who runs it has a shorter limit."""
+"""Time limit of a whole measurement, in seconds; callers have shorter ones."""
 
 _Found = TypeVar("_Found")
 RankFunction = Callable[[Any, torch.device, DeviceMesh], Any]
-"""Is called on every rank with the request, the rank's device and a mesh of one dimension, "dp"; returns a reading."""
+"""Called on every rank with the request, the rank's device and a mesh of one dimension, "dp"; returns a reading."""
 
 
 def measure_on_ranks(
@@ -37,7 +37,7 @@ def measure_on_ranks(
     device_type: str = "cpu",
     simulated_ranks: int = 0,
 ) -> list[Any]:
-    """Run a function on every rank and return what each returned.
+    """Run a function on every rank and return the results.
 
     The function is at the top of a module and the request travels as a pickle; None `threads`: a fair share of the
     cores. `simulated_ranks` is the size of the job that one process pretends to be the first rank of; 0: none.
@@ -50,7 +50,7 @@ def measure_on_ranks(
 
 
 def _measure_here(job: tuple[RankFunction, Any, int, int], device_type: str | None) -> list[Any]:
-    """Measure on this rank, or as the first of many whose collectives send nothing."""
+    """Measure on this rank, or as the first of many with simulated collectives."""
     function, request, threads, simulated_ranks = job
     torch.set_num_threads(threads)
     torch.set_flush_denormal(bool(simulated_ranks))  # what simulated ranks receive is whatever lies in memory
@@ -69,13 +69,13 @@ def _measure_here(job: tuple[RankFunction, Any, int, int], device_type: str | No
 
 
 def finish_queued_work(device: torch.device) -> None:
-    """Wait until a device has done what it was asked for; the CPU is never behind."""
+    """Synchronise a device; the CPU is never behind."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def timed(act: Callable[[], _Found], device: torch.device) -> tuple[_Found, float, float]:
-    """Do something after a barrier of all ranks; return what it gave, wall seconds and CPU seconds.
+    """Run a function after a barrier of all ranks; return its result, wall seconds and CPU seconds.
 
     CPU time is the host's until it has asked for everything, wall time until the device has done it.
     """
@@ -90,7 +90,7 @@ def timed(act: Callable[[], _Found], device: torch.device) -> tuple[_Found, floa
 
 
 def describe_machine(device_type: str, ranks: int) -> dict[str, str]:
-    """Tell date, versions and hardware of a run on "cpu" or, with a device for each rank, on "cuda"."""
+    """Return date, versions and hardware of a run on "cpu" or, with a device for each rank, on "cuda"."""
     hardware = f"{count_cores()} CPU cores ({platform.machine()}), {platform.system()}"
     if device_type == "cuda":
         hardware += f", {ranks} x {torch.cuda.get_device_name(0)}"
@@ -102,14 +102,14 @@ def describe_machine(device_type: str, ranks: int) -> dict[str, str]:
 
 
 def write_document(document: Mapping[str, Any], file: Path | None) -> None:
-    """Write a document as JSON where a file is asked for, with six significant digits of every float."""
+    """Write a document as JSON, if a file is given, with six significant digits of every float."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(shortened(document)) + "\n", encoding="utf-8")
 
 
 def shortened(value: Any) -> Any:
-    """Return the same with six significant digits of every float, which is more than any measurement has."""
+    """Return the document with six significant digits of every float, more than any measurement has."""
     if isinstance(value, Mapping):
         return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Exact counts of what one step asks of the dispatcher: what goes over the wire, and what is copied besides."""
+"""Exact counts of one step's operators: bytes sent and elements copied."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SENT = frozenset({"send", "broadcast_"})
 
 _TORCH = "torch"
 ENGINE = "megatron_fsdp."
-"""How names of modules of this engine begin."""
+"""Prefix of the names of this engine's modules."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Of one step on one rank."""
+    """The counts of one step on one rank."""
 
     # by algorithms that reach the minimum (ring or pairwise); broadcasts are shared out evenly, since their senders
     # take turns
@@ -39,7 +39,7 @@ class Moved:
 
 
 def ring_bytes(name: str, inputs_bytes: int, outputs_bytes: int, num_ranks: int) -> int | None:
-    """Count the bytes that one rank sends in a c10d collective; None for those that carry no tensors of a model.
+    """Count the bytes that one rank sends in a c10d collective; None for collectives without the model's tensors.
 
     In-place collectives give what they take.
     """
@@ -55,7 +55,7 @@ def ring_bytes(name: str, inputs_bytes: int, outputs_bytes: int, num_ranks: int)
 
 
 def copied_numel(name: str, overload: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Elements that an operator writes a second time; 0 where it computes something."""
+    """Return the elements that an operator copies; 0 if it computes."""
     if name == "all_gather_copy_in":
         return _numel(args[0])  # a rank's shards go into the buffer that is gathered
     if name == "split_with_sizes_copy":
@@ -68,7 +68,7 @@ def copied_numel(name: str, overload: str, args: Sequence[Any], kwargs: dict[str
 
 
 def asking_module() -> str:
-    """Name of the innermost module on the stack that is not torch's and not this one."""
+    """Return the name of the innermost module on the stack, besides torch's and this one."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -84,7 +84,7 @@ def engine_copies(copied_by: Mapping[str, int]) -> int:
 
 
 class MovedModel(TorchDispatchMode):
-    """Counts inside the block; operators that run inside those of tensor subclasses are not seen."""
+    """Counter of a block's operators, without those that tensor subclasses run inside theirs."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ class MovedModel(TorchDispatchMode):
 
     @property
     def moved(self) -> Moved:
-        """So far."""
+        """The counts so far."""
         sent = self._bytes.total()
         return Moved(
             sent,
@@ -121,7 +121,7 @@ class MovedModel(TorchDispatchMode):
 
 
 def _outputs_and_inputs(name: str, args: Sequence[Any]) -> tuple[int, int]:
-    """Bytes of the first two arguments: what is received and what is given; in-place operators have one."""
+    """Return the bytes of output and input, the first two arguments; in-place operators have one."""
     first = _nbytes(args[0])
     if name in _REDUCED or name in _SENT:
         return first, first

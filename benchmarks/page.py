@@ -1,4 +1,4 @@
-"""docs/performance.md out of the results of runs: ratios, exact counts, phases (pure)."""
+"""Render docs/performance.md from results: ratios, exact counts, phases (pure)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.operators import engine_copies
 
 Results = Mapping[str, Mapping[str, Any]]
-"""By the name of a run, its document; runs that failed are not there."""
+"""The documents of runs, by name, without failed runs."""
 
 PUBLISHED = "benchmarks/results/bench-2xcpu.json"
 MET, MISSED, OPEN = "met", "missed", "not measured"
@@ -21,7 +21,7 @@ MODELS = {
     "llama-2": "Hugging Face Llama, 6 layers, vocabulary 8,192",
     "moe-2": "Hugging Face Mixtral, 6 layers, vocabulary 2,048",
 }
-"""What is trained in the runs that the README shows."""
+"""The models of the runs that the README shows."""
 
 _METHOD = f"""\
 # Performance
@@ -71,7 +71,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(value: Mapping[str, float] | None, factor: float, digits: int) -> str:
-    """Tell such as `1.25 [1.21, 1.31]`; a dash for None."""
+    """Format as `1.25 [1.21, 1.31]`; a dash for None."""
     if value is None:
         return "-"
     low, middle, high = (f"{value[key] * factor:.{digits}f}" for key in ("lower", "median", "upper"))
@@ -79,7 +79,7 @@ def spread(value: Mapping[str, float] | None, factor: float, digits: int) -> str
 
 
 def facts(results: Results) -> str:
-    """Tell when and from what everything was made; versions and hardware are those of the first run that notes them."""
+    """Render date, commit, versions and hardware, from the first run that has them."""
     made = [found["made"] for found in results.values() if "made" in found]
     dates, commits = sorted(each["date"] for each in made), dict.fromkeys(each["commit"] for each in made)
     lines = [f"- date: {dates[0]} to {dates[-1]}, commit {', '.join(commits)}"] if made else []
@@ -98,7 +98,7 @@ def comparisons(results: Results) -> Results:
 
 
 def comparison_table(results: Results) -> str:
-    """Make a row for each contender of each comparison, in a table of times and one of what a step costs."""
+    """Make a row for each contender of each comparison, in a table of times and one of costs."""
     lines = [(name, found, line) for name, found in results.items() for line in found["contenders"]]
     if not lines:
         return ""
@@ -140,7 +140,7 @@ def _costs(found: Mapping[str, Any], line: Mapping[str, Any]) -> list[str]:
 
 
 def wire_shares(results: Results) -> str:
-    """Tell how much of what a step takes beyond the floor its bare collectives take, in medians of a round."""
+    """Render the share of a step's time over the floor that its bare collectives take, in medians of a round."""
     lines = []
     for name, found in results.items():
         over = {line["name"]: line["wall_over"].get("floor", {}).get("median") for line in found["contenders"]}
@@ -155,7 +155,7 @@ def wire_shares(results: Results) -> str:
 
 
 def notes(results: Results) -> str:
-    """Tell who disagrees with one process and has no speed, and who took no part in which runs."""
+    """List contenders that disagree with one process, and those missing from runs."""
     lines, absences = [], dict[tuple[str, str], list[str]]()
     for name, found in results.items():
         wrong = [line for line in found.get("contenders", ()) if line["disagrees"]]
@@ -190,7 +190,7 @@ def saver_ratio(found: Mapping[str, Any], who: str, act: str, kind: str = "wall_
 
 
 def phase_table(results: Results) -> str:
-    """Make a row for each phase and contender, and tell the host time per unit."""
+    """Make a row for each phase and contender, and render the host time per unit."""
     head = ("run", "phase", "contender", "wall ms", "CPU ms", "wall / first", "CPU / first", "peak MiB")
     rows, told = [], []
     for name, found in results.items():
@@ -205,7 +205,7 @@ def phase_table(results: Results) -> str:
 
 
 def checkpoint_table(results: Results) -> str:
-    """Set saving and loading beside FSDP2's with `dcp`."""
+    """Make the table of saving and loading beside FSDP2's with `dcp`."""
     head = ("run", "", "contender", "wall / fsdp2 and dcp", "CPU / fsdp2 and dcp", "collectives", "written MiB")
     rows = []
     for name, found in results.items():

@@ -37,7 +37,7 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "whole step"
 
 @dataclass(frozen=True)
 class PhaseRequest:
-    """What to measure."""
+    """The arguments of a measurement."""
 
     model: str
     ranks: int  # processes; 1 for a host's time
@@ -111,7 +111,7 @@ def measure_here(request: PhaseRequest, device: torch.device, mesh: DeviceMesh) 
 
 
 def steps(request: PhaseRequest, setting: Setting) -> Notes:
-    """Clipping and the optimizer's step, and both with the forward and backward before them."""
+    """Measure clipping and the optimizer's step, alone and in a whole step."""
     batch = _batch(setting)
     contenders = {name: build_contender(name, setting) for name in request.contenders}
     notes = {name: PhaseNotes() for name in contenders}
@@ -130,7 +130,7 @@ def steps(request: PhaseRequest, setting: Setting) -> Notes:
 
 
 def starts(request: PhaseRequest, setting: Setting) -> Notes:
-    """Wrapping a model that is there, and the first step, with a new model each time."""
+    """Measure wrapping and the first step, with a new model each time."""
     batch = _batch(setting)
     notes = {name: PhaseNotes() for name in request.contenders}
 
@@ -147,7 +147,7 @@ def starts(request: PhaseRequest, setting: Setting) -> Notes:
 
 
 def host(request: PhaseRequest, setting: Setting) -> Notes:
-    """Forward and backward of each, and what is alive at the peak of a step."""
+    """Measure the host time of forward and backward, and the memory at a step's peak."""
     batch = _batch(setting)
     notes = {name: PhaseNotes() for name in request.contenders}
     peaks = {}
@@ -188,7 +188,7 @@ def _timed(noted: PhaseNotes, phase: str, act: Callable[[], Any], device: torch.
 
 
 def _clip(contender: Contender) -> float:
-    """Clip as each one's users do, and have the norm as a number."""
+    """Clip as each contender's users do; return the norm as a number."""
     if isinstance(contender.model, MegatronFSDP):
         return contender.model.clip_grad_norm_(_MAX_NORM).item()
     norm = nn.utils.clip_grad_norm_(contender.model.parameters(), _MAX_NORM)
@@ -203,7 +203,7 @@ def _batch(setting: Setting) -> Microbatch:
 
 
 def measure(request: PhaseRequest) -> dict[str, Any]:
-    """Start the ranks and return what they measured, as data for programs; times in seconds."""
+    """Start the ranks and return their measurements as plain values; times in seconds."""
     everyone: list[Notes] = measure_on_ranks(
         measure_here,
         request,
@@ -221,7 +221,7 @@ def measure(request: PhaseRequest) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what was asked for, print a table, and write the results where asked."""
+    """Measure, print a table, and write the results if asked."""
     parser = argparse.ArgumentParser(prog="phases.py", description="Measure single phases beside FSDP2's.")
     parser.add_argument("what", choices=tuple(_MEASURED))
     parser.add_argument("--model", choices=list(WORKLOADS), default="many-small")

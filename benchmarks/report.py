@@ -1,4 +1,4 @@
-"""What a run measured, and from readings to ratios and a JSON document (pure)."""
+"""The measurements of a run, and their ratios and JSON document (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-4}
 
 @dataclass(frozen=True)
 class Request:
-    """What to run."""
+    """The arguments of a measurement."""
 
     model: str
     ranks: int
@@ -35,7 +35,7 @@ class Request:
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """Allocated bytes of one rank, activations included; all 0 where they were not measured."""
+    """Allocated bytes of one rank, activations included; all 0 if not measured."""
 
     persistent: int  # between steps, gradients cleared
     peak: int  # the most during a step
@@ -43,7 +43,7 @@ class LiveBytes:
 
 @dataclass(frozen=True)
 class RankReading:
-    """What one rank measured of one contender."""
+    """One rank's measurements of one contender."""
 
     wall_s: tuple[float, ...]
     cpu_s: tuple[float, ...]  # CPU seconds of all threads of the process per measured step
@@ -56,7 +56,7 @@ class RankReading:
 
 @dataclass(frozen=True)
 class RunReading:
-    """What all ranks measured."""
+    """All ranks' measurements."""
 
     parameter_numel: int
     reference_losses: tuple[float, ...]  # per step, of one process on the whole batch
@@ -74,12 +74,12 @@ def spread_of(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Divide each by its other."""
+    """Return the ratios of pairs."""
     return [value / other for value, other in zip(values, others, strict=True)]
 
 
 def disagreements(reading: RunReading, tolerance: float) -> dict[str, str]:
-    """Say by contender where its loss is not that of one process on the whole batch; `UNTRAINED` ones are left out."""
+    """Return by contender its loss's difference from one process on the whole batch, without `UNTRAINED` ones."""
     found = {}
     for name, ranks in reading.contenders.items():
         if name in UNTRAINED:
@@ -96,7 +96,7 @@ def disagreements(reading: RunReading, tolerance: float) -> dict[str, str]:
 
 
 def document(reading: RunReading, request: Request, facts: Mapping[str, str]) -> dict[str, Any]:
-    """Return what ranks measured for programs; times in seconds, memory in bytes, no speeds of those that disagree."""
+    """Return measurements as plain values: seconds, bytes; no speeds of contenders that disagree."""
     wrong = disagreements(reading, tolerance_of(request))
     walls = {name: _over_ranks(max, [rank.wall_s for rank in ranks]) for name, ranks in reading.contenders.items()}
     cpus = {name: _over_ranks(mean, [rank.cpu_s for rank in ranks]) for name, ranks in reading.contenders.items()}
@@ -131,7 +131,7 @@ _NO_SPEED: Mapping[str, Any] = {"wall_s": None, "cpu_s": None, "wall_over": {}, 
 
 
 def tolerance_of(request: Request) -> float:
-    """Return the largest relative difference of losses that is rounding: that of the narrowest dtype in use."""
+    """Return the tolerance of relative differences of losses, by the narrowest dtype in use."""
     return max(TOLERANCES[request.dtype], TOLERANCES[request.comm_dtype])
 
 

@@ -1,4 +1,4 @@
-"""What each rank does: measure memory, train the reference, then let the contenders take turns, step by step."""
+"""The measurement on each rank: memory, the reference, then contenders in turns, step by step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MEASURED_STEP = "benchmark: the step whose peak counts"
 
 @dataclass
 class _Notes:
-    """What is written down about one contender while it runs."""
+    """The records of one contender while it runs."""
 
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class _Notes:
 
 
 def setting_of(request: Request, device: torch.device, mesh: DeviceMesh) -> Setting:
-    """Return what the contenders of a run share, on this rank."""
+    """Return the common settings of a run's contenders on this rank."""
     return Setting(
         WORKLOADS[request.model],
         getattr(torch, request.dtype),
@@ -50,7 +50,7 @@ def setting_of(request: Request, device: torch.device, mesh: DeviceMesh) -> Sett
 
 
 def measure_here(request: Request, device: torch.device, mesh: DeviceMesh) -> RunReading:
-    """Measure on this rank; returns the same on all ranks, except that only the first has the reference. Collective."""
+    """Measure on this rank; return the same on all ranks, but the reference on the first only. Collective."""
     setting, rank = setting_of(request, device, mesh), dist.get_rank()
     live, absent = _measure_memory(request, setting, rank)
     reference = reference_losses(request, setting) if rank == 0 else ()
@@ -83,7 +83,7 @@ def measure_here(request: Request, device: torch.device, mesh: DeviceMesh) -> Ru
 
 
 def _measure_memory(request: Request, setting: Setting, rank: int) -> tuple[dict[str, LiveBytes], dict[str, str]]:
-    """Try everybody alone; returns what each holds, and why others take no part."""
+    """Run each contender alone; return their memory, and the errors of those that failed."""
     if not request.measures_memory:
         return dict.fromkeys(request.contenders, LiveBytes(0, 0)), {}
     live, absent = dict[str, LiveBytes](), dict[str, str]()
@@ -101,7 +101,7 @@ _Found = TypeVar("_Found")
 
 
 def _tried(attempt: Callable[[], _Found]) -> tuple[str, _Found | None]:
-    """Try something that all ranks do; where it fails on one of them, nobody has it, and all know why."""
+    """Run a function on all ranks; if it fails on one, return the error on all."""
     problem, found = "", None
     try:
         found = attempt()
@@ -114,7 +114,7 @@ def _tried(attempt: Callable[[], _Found]) -> tuple[str, _Found | None]:
 
 
 def _moved(contender: Contender, microbatches: Sequence[Microbatch], setting: Setting) -> Moved | None:
-    """Count one more step; nobody's time."""
+    """Count operators in one more step, untimed."""
     if setting.device.type != "cpu":
         return None
     with MovedModel(setting.mesh.size()) as counted:
@@ -123,7 +123,7 @@ def _moved(contender: Contender, microbatches: Sequence[Microbatch], setting: Se
 
 
 def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contender], rank: int) -> list[_Notes]:
-    """Run every contender's next step, one after another: what disturbs the machine for a while disturbs them all."""
+    """Run every contender's next step, one after another, so that disturbances of the machine hit all."""
     notes = [_Notes() for _ in contenders]
     for step in range(request.warmup + request.steps):
         microbatches = microbatches_of(request, setting, step, rank)
@@ -142,7 +142,7 @@ def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contend
 
 
 def turns(count: int, round_index: int) -> list[int]:
-    """Return the order of a round: each rotation is run through forwards and then backwards.
+    """Return the order of a round: each rotation forwards, then backwards.
 
     Everybody comes first, and last, equally often, and nobody always runs behind the same other.
     """
@@ -155,13 +155,13 @@ def _count_collectives() -> int:
 
 
 def microbatches_of(request: Request, setting: Setting, step: int, rank: int) -> list[Microbatch]:
-    """Make this rank's data of one step; no two ranks, steps or microbatches see the same."""
+    """Make this rank's data of a step, different for each rank, step and microbatch."""
     first = (step * request.ranks + rank) * request.microbatches
     return [make_batch(setting.workload, setting.device, first + index) for index in range(request.microbatches)]
 
 
 def reference_losses(request: Request, setting: Setting) -> tuple[float, ...]:
-    """Mean loss per step of one process that sees the data of all ranks."""
+    """Return the mean loss per step of one process on the data of all ranks."""
     model = build_model(setting.workload, setting.dtype, setting.device)
     optimizer = make_optimizer(model)
     losses = []
@@ -186,7 +186,7 @@ def _sent(contender: Contender, before: Traffic | None, steps: int) -> Traffic |
 
 
 def live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) -> LiveBytes:
-    """Count allocations of a contender that is built, trained for three steps and dropped. Slow; never timed."""
+    """Count allocations of a contender over its build and three steps. Slow; never timed."""
     if setting.device.type == "cpu":
         return _live_host_bytes(name, setting, microbatches)
     before = torch.accelerator.memory_allocated(setting.device)
@@ -200,14 +200,14 @@ def live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) 
 
 
 def _settle(contender: Contender, microbatches: Sequence[Microbatch]) -> None:
-    """Let everything exist that stays, and nothing that waits for the collector: that is no contender's need."""
+    """Make lasting objects exist and collect garbage, neither of which is a contender's memory."""
     for _ in range(2):
         contender.step(microbatches)
     gc.collect()
 
 
 def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) -> LiveBytes:
-    """As the profiler sees them from the first allocation on; it knows nothing of what was allocated before.
+    """Return the live bytes by the profiler, without allocations before it started.
 
     It does not see what the threads of gloo free, such as what a collective has kept until it was over. What it takes
     for held after the step and is not is taken off the peak: all of it, so that no contender looks worse than it is.
@@ -234,7 +234,7 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
 
 
 def _bytes_of_tensors() -> int:
-    """What all tensors of this process refer to, each storage once; a DTensor refers to its local part."""
+    """Return the bytes of all tensors' storages in this process, each once; of a DTensor, the local one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some objects warn when they are looked at
         tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]

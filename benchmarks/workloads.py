@@ -1,4 +1,4 @@
-"""The models and the data that contenders are compared on: a plain decoder, and Hugging Face's Llama and Mixtral."""
+"""Models and data of the comparisons: a plain decoder, and Hugging Face's Llama and Mixtral."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Microbatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model's shape and what one rank computes on in one microbatch."""
+    """A model's shape, and the size of one rank's microbatch."""
 
     layers: int
     features: int
@@ -32,7 +32,7 @@ class Workload:
 
     @property
     def feed_forward(self) -> int:
-        """Features inside of a feed-forward layer."""
+        """Features inside a feed-forward layer."""
         return 4 * self.features if self.wide is None else self.wide
 
 
@@ -119,7 +119,7 @@ class HuggingFaceDecoder(nn.Module):
 
 
 def _hugging_face(workload: Workload) -> nn.Module:
-    """Built on the spot, so no file is read; attention is torch's `scaled_dot_product_attention`."""
+    """Build a model of transformers without files, with torch's `scaled_dot_product_attention`."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     shape: dict[str, Any] = {
@@ -137,7 +137,7 @@ def _hugging_face(workload: Workload) -> nn.Module:
 
 
 def build_model(workload: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Build the same weights on every call and rank; tokens in, logits out, and `blocks` are the units."""
+    """Build a model from tokens to logits, of the same weights in every call on every rank; `blocks` are units."""
     with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(0)
         if workload.kind == "decoder":
@@ -146,14 +146,14 @@ def build_model(workload: Workload, dtype: torch.dtype, device: torch.device) ->
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the modules that are units of their own, all of one class, in the order of use."""
+    """Return the modules to shard as units, all of one class, in order of use."""
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleList)
     return list(blocks)
 
 
 def make_batch(workload: Workload, device: torch.device, seed: int) -> Microbatch:
-    """Random tokens; equal for equal seeds."""
+    """Make random tokens; equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed)
     shape = (workload.samples, workload.tokens + 1)
     tokens = torch.randint(workload.vocabulary, shape, generator=generator).to(device)
@@ -161,6 +161,6 @@ def make_batch(workload: Workload, device: torch.device, seed: int) -> Microbatc
 
 
 def loss_of(model: nn.Module, batch: Microbatch) -> Tensor:
-    """Mean cross-entropy in nats per token, computed in float32; a scalar."""
+    """Return the mean cross-entropy in nats per token, computed in float32; a scalar."""
     inputs, targets = batch
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
