@@ -1,15 +1,15 @@
 """Agreement of ranks: they exchange facts and errors, so that all go on or all raise the same error.
 
-    raise_together  may all go on, and did all do the same?  What a rank met, and facts that differ, are raised on all;
-                    `together` is the same around a function, `all_agree` around a block
-    ask             the same for other reports: a judge says what is wrong with them
+    raise_together  raises the error of any rank, or a difference of facts, on all ranks; `together` is the same around
+                    a function, `all_agree` around a block
+    ask             the same for other reports, which a judge examines
     decided_by_first  the first rank decides for all
-    Companion       facts that are compared in an all-reduce that ranks make anyway
+    Companion       compares facts in an all-reduce that ranks make anyway
 
 An error that one rank alone raises would leave the others waiting in their next collective. So errors travel first.
-Every question begins with a gather over its groups, and a rank that has failed sends its failure there, whatever the
-question is: so a block may have questions inside, and a rank that leaves it early is heard at the next of them.
-`raise_together` names ranks by their global rank; a judge is told reports in the order of the group's ranks.
+Every agreement begins with a gather over its groups, and a rank that has failed sends its failure there, whatever the
+others report: so agreements nest, and an error that leaves a block early is raised by the next of them.
+`raise_together` names ranks by their global rank; a judge gets reports in the order of the group's ranks.
 Every function here is a collective; `gather_objects` and `gather_over` gather one value of every rank.
 """
 
@@ -154,16 +154,16 @@ def ask(
     """All-gather reports over one group after another, and raise the problem they show, if any; one collective a group.
 
     Args:
-        reports: Groups that together reach all ranks that are to know, and what this rank reports in each; None is a
-            group of this rank alone.
-        judge: Looks at the reports of one group; what it finds is passed on to the ranks of the next ones.
-        error: What this rank met, the cause of what is raised.
+        reports: Groups that together reach all ranks concerned, with this rank's report in each; None is a group of
+            this rank alone.
+        judge: Examines the reports of one group; its problem is passed on to the ranks of the next ones.
+        error: This rank's error, the cause of the one that is raised.
 
     Returns:
         The reports in each group, in rank order.
 
     Raises:
-        Exception: What the first judge to find something has found, on all ranks.
+        Exception: The first problem that a judge returns, on all ranks.
     """
     found: list[list[Report]] = []
     problem: Problem | None = None
@@ -200,15 +200,15 @@ def raise_together(
     """Raise the error of any rank on all of them; one small collective for each group.
 
     Args:
-        error: What this rank met; None if all went well.
-        doing: What was being done, for the message: "writing runs/a/iter_0000010".
-        groups: Those of this rank along the dimensions of a mesh, which together reach all ranks that are to know;
+        error: This rank's error, if any.
+        doing: The action, for the message: "writing runs/a/iter_0000010".
+        groups: Those of this rank along the dimensions of a mesh, which together reach all ranks concerned;
             None is a group of this rank alone. Without any: all ranks, or this process alone where torch.distributed
             is not initialised.
-        facts: What has to be the same on every rank of the first group, by name, in an order that its ranks share.
+        facts: Values that have to be the same on every rank of the first group, by name, in one order.
             Compared before errors are looked at, unless a rank of the group gave None; only a digest is sent unless
             they differ.
-        raises: The type of what is raised, but for what all have met of this library, and for facts that differ.
+        raises: The type of the error, unless all ranks met this library's errors, or facts differ.
 
     Raises:
         ConfigurationError: Facts differ; or, without `raises`, all errors that were met are such. Says which rank has
@@ -294,11 +294,11 @@ def all_agree(
     of them: who leaves it early answers the next one. An error that these ranks have all raised already passes.
 
     Args:
-        doing: What is being done, for the message.
+        doing: The action, for the message.
         groups: As for `raise_together`.
         raises: As for `raise_together`.
-        facts: What has to be the same on every rank, whatever comes of the block; without them what the block adds to
-            the dictionary that it gets, unless it fails.
+        facts: Values that have to be the same on every rank, also if the block fails. Without them: those that the
+            block adds to the dictionary it is given, unless it fails.
     """
     began, error, added = next(_clock), None, dict[str, str]()
     try:
