@@ -114,8 +114,8 @@ def summary_table(results: Results) -> str:
     names = ("ours-3", "fsdp2", "ddp")
     rows = []
     for run, title in MODELS.items():
-        lines = {name: _contender(results, run, name) for name in names}
-        ratios = [f"{line['wall_over']['floor']['median']:.2f}" for line in lines.values()]
+        lines = {each["name"]: each for each in results[run]["contenders"]}
+        ratios = [f"{lines[name]['wall_over']['floor']['median']:.2f}" for name in names]
         peaks = [_mib(lines[name]["live"]["peak"], 0) for name in names]
         rows.append([title, *ratios, ", ".join(peaks)])
     return table(("model", "this engine", "FSDP2", "DDP", "peak live MiB: this engine, FSDP2, DDP"), rows)
@@ -168,10 +168,6 @@ def notes(results: Results) -> str:
 
 def _mib(num_bytes: float, digits: int = 1) -> str:
     return f"{num_bytes / _MEBIBYTE:.{digits}f}"
-
-
-def _contender(results: Results, run: str, name: str) -> Mapping[str, Any]:
-    return {each["name"]: each for each in results[run]["contenders"]}[name]
 
 
 def saver_ratio(found: Mapping[str, Any], who: str, act: str, kind: str = "wall_s") -> float:

@@ -812,7 +812,8 @@ def offload(session: Session) -> None:
     numel = sum(param.numel() for param in one.parameters())
     for name, (where, host_bytes) in OFFLOADED.items():
         session.free()
-        for depth in (n for n in depths if n * numel * host_bytes < _free_host_bytes()):
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for depth in (n for n in depths if n * numel * host_bytes < free_bytes):
             if _fits(session, name, where, replace(sizes, layers=depth)):
                 break
     for name, (where, _) in OFFLOADED.items():  # what they cost where all fit
@@ -864,10 +865,6 @@ def _fits(session: Session, name: str, where: Any, sizes: Sizes) -> bool:
             raise
         session.note(f"{name}, {sizes.layers} layers", error=str(error).splitlines()[0][:200])
     return fitted
-
-
-def _free_host_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------

@@ -67,17 +67,13 @@ def play(folder: Path, parts: tuple[Part, ...], steps: int) -> dict[int, tuple[f
             while process.poll() is None and (killed_at is None or len(losses_of(folder)) < killed_at):
                 time.sleep(0.2)
             is_killed = process.poll() is None
-            for rank in _children(process.pid) if is_killed else ():
-                os.kill(rank, signal.SIGKILL)
+            if is_killed:  # the launcher's children are the ranks
+                for rank in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                    os.kill(int(rank), signal.SIGKILL)
             code = process.wait()
         if (code != 0) is not is_killed or is_killed is not (killed_at is not None):
             raise SystemExit(f"{part} ended with {code}: see {log.name}")
     return losses_of(folder)
-
-
-def _children(pid: int) -> list[int]:
-    """Return the child processes of a launcher: its ranks."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def losses_of(folder: Path) -> dict[int, tuple[float, float]]:

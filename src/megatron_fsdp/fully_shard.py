@@ -199,8 +199,8 @@ def fully_shard_model(
             (docs/sharded_models.md says what may be left out).
         fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
         expt_fsdp_group_ag: The same for experts.
-        fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what
-            the model declares in `_no_split_modules`, else repeated blocks; and large ends beside them.
+        fsdp_unit_modules: Classes or import paths of the modules to unshard and reshard as units; None or "auto": those
+            that the model declares in `_no_split_modules`, else repeated blocks; and large ends beside them.
         zero_dp_strategy: 0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".
         outer_dp_sharding_strategy: 0 or "no_shard": replicate over `dp_outer_dim` (HSDP); 1 or "optim": shard main
             weights and optimizer state over it, too (HFSDP).
@@ -214,8 +214,8 @@ def fully_shard_model(
         overlap_grad_reduce: Reduce gradients during backward; strategies 2 and 3 always do.
         overlap_param_gather: Gather weights ahead of their use; strategy 3 always does.
         sync_model_each_microbatch: Make gradients final and visible after every backward.
-        preproc_state_dict_for_dcp_ckpt: Attach to the tensors of state dicts which part of the global tensor they
-            hold, for torch.distributed.checkpoint. Turn it off only for a checkpoint format of your own.
+        preproc_state_dict_for_dcp_ckpt: Attach chunk metadata to the tensors of state dicts, for
+            torch.distributed.checkpoint. Turn it off only for a checkpoint format of your own.
         report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
         average_in_collective: Average in the collective instead of a sum and a factor.
         disable_bucketing: Never cut the parameters outside of units into several buckets.
@@ -233,7 +233,7 @@ def fully_shard_model(
         enable_fine_grained_param_gather: Gather the modules inside units one by one.
         use_decoupled_grad: Set gradients as `param.decoupled_grad` in `main_grads_dtype`, never cast, and leave
             `.grad` None; for optimizers that read them there, Muon, LBFGS and those that step whole tensors.
-        cuda_graph_mode: Let whole steps be captured in a CUDA graph and replayed: communication memory, gathered
+        cuda_graph_mode: Allow whole steps in a CUDA graph, which is replayed: communication memory, unsharded
             weights and gradients keep their addresses, and `zero_grad` sets gradients to zero in place. Run a few
             steps before capturing (docs/memory.md).
         maxpool_double_buffer: Double buffers of the largest unit's size, which every unit fits.
@@ -245,19 +245,19 @@ def fully_shard_model(
             locally, in float32 and in rank order, on every back end. gloo does so anyway. Strategies 1 to 3.
         weight_allocator: "slots": gathered units share a few buffers that are kept. "resize": each has memory of its
             own, freed when it is released. Not part of the published API, nor are those that follow.
-        max_gathered_units: How many units besides the root may be gathered at a time, 1 or more (strategy 3); None: 2,
-            or what prefetching needs.
-        forward_prefetch_units: How many units to gather ahead in forward; None: 1.
-        backward_prefetch_units: How many units to gather ahead in backward; None: 1.
-        verify_ranks: For debugging: compare what ranks are about to communicate, and raise on all of them where they
-            differ. True; or seconds to wait for a rank (300); None: as MFSDP_VERIFY_RANKS says, else off.
+        max_gathered_units: The most units besides the root that are unsharded at a time, 1 or more (strategy 3); None:
+            2, or as many as prefetching needs.
+        forward_prefetch_units: Units to prefetch in forward; None: 1.
+        backward_prefetch_units: Units to prefetch in backward; None: 1.
+        verify_ranks: For debugging: compare the collectives that ranks are about to call, and raise on all ranks if
+            they differ. True; or seconds to wait for a rank (300); None: as MFSDP_VERIFY_RANKS says, else off.
         find_unused_parameters: Ask all ranks at every sync which parameters any of them used, and leave `.grad` None
             where none did, as one process would; costs one small collective. False: ask until every parameter was used
             in one backward; one that goes unused after that has a zero gradient.
         deterministic: "world": gradients, their norm and the new weights are the same bits on any number of ranks if
             microbatch j of rank r is number ``j * ranks + r`` of the step and all microbatches are of one shape.
             On one data-parallel axis, with `calculate_per_token_loss` (docs/sharded_models.md).
-        offload: The kinds of state that rest in host memory (pinned for CUDA): a sequence such as
+        offload: The kinds of state that are kept in host memory (pinned for CUDA): a sequence such as
             `["main_weights", "optimizer_state"]`, or a mapping of kinds to fractions, 0 to 1. The kinds are
             main_weights, optimizer_state, main_gradients and compute_weights; "all", or torch's `CPUOffloadPolicy()`,
             names them all. Results are the same (docs/memory.md).

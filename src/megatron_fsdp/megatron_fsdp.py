@@ -264,7 +264,8 @@ class MegatronFSDP(nn.Module):
         self._bucket_numel = grouping.cut_numel(self._engine.sharding.dense.num_ranks)
         watch_optimizers(self._engine)
         answer_for_sharded_parameters(self._engine)
-        self._stamp_parameters()
+        for _, _, param in self._named_parameters():  # our one attribute on parameters
+            param._megatron_fsdp_model = weakref.proxy(self)  # type: ignore[attr-defined]
         log_if_asked(self._engine)
         plan = self._engine.unit_plan
         count, source = len(plan.units) - 1, plan.source.removeprefix("given classes ")
@@ -449,7 +450,7 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: The policy asks for other main dtypes (buffers of these exist already), a backward is
                 running, or deferred gradients wait for their reduction.
         """
-        with self._agreeing("reset_mixed_precision_policy") as facts:
+        with all_agree("reset_mixed_precision_policy", self._engine.sharding.reaching_all) as facts:
             self._change_policy(mixed_precision_policy)
             facts["grad_comm_dtype of mixed_precision_policy"] = str(mixed_precision_policy.grad_comm_dtype)
 
@@ -540,11 +541,6 @@ class MegatronFSDP(nn.Module):
         raise ConfigurationError(
             "a sharded model cannot be pickled; save model.state_dict() with torch.distributed.checkpoint instead"
         )
-
-    def _stamp_parameters(self) -> None:
-        """Set the one attribute of ours on parameters: a weak reference to this object."""
-        for _, _, param in self._named_parameters():
-            param._megatron_fsdp_model = weakref.proxy(self)  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MegatronFSDP:  # noqa: ARG002
         """Apply a function that neither moves nor casts; raise for others, since shards are views of flat buffers."""
@@ -790,7 +786,7 @@ class MegatronFSDP(nn.Module):
             ScheduleError: Inside a forward or backward, or while another iteration is open.
             ConfigurationError: An argument is out of range, or ranks have gradients for different parameters.
         """
-        with self._agreeing("iter_full_tensors") as facts:
+        with all_agree("iter_full_tensors", self._engine.sharding.reaching_all) as facts:
             check_bucket_bytes(bucket_bytes)
             if what not in ("parameters", "gradients"):
                 raise ConfigurationError(f"what={what!r} is unknown; give 'parameters' or 'gradients'")
@@ -845,10 +841,6 @@ class MegatronFSDP(nn.Module):
         if not isinstance(given, Mapping):
             return load(state_dict, strict)  # torch refuses it
         return load_shards(self._engine, self, load, state_dict, strict, assign)
-
-    def _agreeing(self, doing: str) -> AbstractContextManager[dict[str, str]]:
-        """Run a block under `comm.agreement.all_agree` over all ranks of the model."""
-        return all_agree(doing, self._engine.sharding.reaching_all)
 
     @property
     def checkpoint_names(self) -> CheckpointNames:

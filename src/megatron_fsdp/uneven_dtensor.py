@@ -127,7 +127,11 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
         int(any(box.offsets[dim] + box.lengths[dim] == dtensor.shape[dim] for box in filled)) for dim in range(ndim)
     ]
     found = torch.tensor(flags, dtype=torch.int64, device=dtensor._local_tensor.device)
-    for group in _groups(dtensor):
+    if isinstance(dtensor, UnevenDTensor):
+        groups = dtensor.shard_frame.groups
+    else:
+        groups = tuple(map(dtensor.device_mesh.get_group, sharded_dims(dtensor)))
+    for group in groups:
         if is_simulated(group):
             return
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
@@ -137,12 +141,6 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
         f"a rank's local tensor of a tensor of shape {tuple(dtensor.shape)} has not as many elements as its chunks"
     )
     assert not dtensor.numel() or all(borders), f"no rank holds a border of the tensor of shape {tuple(dtensor.shape)}"
-
-
-def _groups(dtensor: DTensor) -> Sequence[dist.ProcessGroup]:
-    if isinstance(dtensor, UnevenDTensor):
-        return dtensor.shard_frame.groups
-    return [dtensor.device_mesh.get_group(dim) for dim in sharded_dims(dtensor)]
 
 
 def filter_unflattened_state_dict(

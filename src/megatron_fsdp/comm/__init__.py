@@ -1,1 +1,1 @@
-"""Communication over process groups: collectives along one mesh axis, streams, reductions, and what ranks agree on."""
+"""Communication over process groups: collectives along one mesh axis, streams, reductions and agreement."""

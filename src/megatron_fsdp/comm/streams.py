@@ -234,11 +234,7 @@ def finish_stream(device: torch.device) -> None:
 
 def reached(device: torch.device) -> Callable[[], None]:
     """Record a CUDA event; return its host-side wait (no-op elsewhere)."""
-    return torch.cuda.current_stream(device).record_event().synchronize if device.type == "cuda" else _do_nothing
-
-
-def _do_nothing() -> None:
-    pass
+    return torch.cuda.current_stream(device).record_event().synchronize if device.type == "cuda" else lambda: None
 
 
 class Clock(Protocol):

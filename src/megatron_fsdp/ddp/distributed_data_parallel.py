@@ -100,7 +100,7 @@ class DistributedDataParallel(MegatronFSDP):
     Arguments that are not listed here are those of `fully_shard_model`.
 
     Args:
-        config: What to do; read once, never written to. Fields set after construction count.
+        config: The configuration; read once, never written to. Fields set after construction count.
         module: The model; sharded in place and kept as `.module`.
         device_mesh: The mesh; None: all ranks, on the accelerator of this process or the CPU.
         dp_dim: The data-parallel dimension of the mesh (or a flattened one); may be left out where there is only one.
@@ -109,13 +109,13 @@ class DistributedDataParallel(MegatronFSDP):
         disable_bucketing: One bucket for each kind of parameter.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         fsdp_unit_modules: The units, with `use_megatron_fsdp`; else refused.
-        device: Where the buffers live; None: this process's device of the mesh's type.
+        device: Device of the buffers; None: this process's device of the mesh's type.
         sync_model_each_microbatch: Make gradients final after every backward; False: when `finish_grad_sync` is called.
-        offload: Where each kind of state rests, as in `fully_shard_model`.
+        offload: The offloaded kinds of state, as in `fully_shard_model`.
 
     Attributes:
         ddp_config: The caller's configuration; nothing reads it after wrapping.
-        resolved: What was made of it.
+        resolved: The resolved configuration.
 
     Raises:
         ConfigurationError: The configuration, an argument or the model cannot be honoured.

@@ -359,8 +359,11 @@ def _frames(args: Args, kwargs: Kwargs) -> list[ShardFrame]:
 def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     target = _written(func, args, kwargs)
     if target is not None:
-        if not isinstance(target, UnevenDTensor):
-            return _into_other(func, args, kwargs)
+        if not isinstance(target, UnevenDTensor):  # into another kind of tensor, such as a plain one
+            if not all(frame.is_whole for frame in _frames(args, kwargs)):
+                return _refuse(func, args, kwargs)
+            func(*tree_map(_local, args), **tree_map(_local, kwargs))
+            return target
         frame = target.shard_frame
     else:
         frame = _frame_of_result(args, kwargs)
@@ -404,14 +407,6 @@ def _wrapped(func: Any, result: Any, frame: ShardFrame) -> Any:
     if isinstance(result, tuple | list):
         return type(result)(_wrapped(func, each, frame) for each in result)
     return result
-
-
-def _into_other(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation that writes into another kind of tensor, such as a plain one."""
-    if not all(frame.is_whole for frame in _frames(args, kwargs)):
-        return _refuse(func, args, kwargs)
-    func(*tree_map(_local, args), **tree_map(_local, kwargs))
-    return _written(func, args, kwargs)
 
 
 # ---- whole on every rank --------------------------------------------------------------------------------------------

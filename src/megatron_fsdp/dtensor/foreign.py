@@ -26,7 +26,7 @@ def sharded_dims(tensor: DTensor) -> tuple[int, ...]:
     """Return the mesh dimensions that a foreign DTensor is sharded over, the last split first."""
     strided = []
     for dim, placement in enumerate(tensor.placements):
-        if _is_strided(placement):
+        if type(placement).__name__ == "_StridedShard":  # private, and a subclass of Shard in some versions only
             strided.append(dim)
         elif not isinstance(placement, Shard) and not placement.is_replicate():
             raise ValueError(
@@ -40,10 +40,6 @@ def sharded_dims(tensor: DTensor) -> tuple[int, ...]:
     else:
         order = [*strided, *(dim for dim in reversed(range(tensor.device_mesh.ndim)) if dim not in strided)]
     return tuple(dim for dim in order if not tensor.placements[dim].is_replicate())
-
-
-def _is_strided(placement: object) -> bool:
-    return type(placement).__name__ == "_StridedShard"  # private, and a subclass of Shard in some versions only
 
 
 def asked_chunk(tensor: DTensor) -> ChunkStorageMetadata:

@@ -214,10 +214,5 @@ def _counted_container(name: str, plan: ExpertPlan) -> str | None:
 def _expand(run: Sequence[str], plan: ExpertPlan) -> list[str]:
     """List the parameters of all ranks' experts, expert by expert."""
     namesakes = dict.fromkeys(plan.namesakes(name) for name in run)
-    found = [(_index(name), order, name) for order, names in enumerate(namesakes) for name in names]
-    return [name for _, _, name in sorted(found)]
-
-
-def _index(name: str) -> int:
-    parsed = parse_expert(name)
-    return -1 if parsed is None else parsed.index
+    parsed = ((parse_expert(name), order, name) for order, names in enumerate(namesakes) for name in names)
+    return [name for _, _, name in sorted((each.index if each else -1, order, name) for each, order, name in parsed)]

@@ -190,8 +190,13 @@ class FSDPDistributedIndex:
         assert shard is not None
         own = shard if _has_dim(mesh, shard) else self._part_of_shard_dim(names)
         missing = [dim for dim in (self.dp_outer_dim, self.tp_dim) if dim is not None and not _has_dim(mesh, dim)]
-        unknown = [dim for dim in names if dim not in (own, shard, self.dp_outer_dim, self.tp_dim)]
-        unknown = [dim for dim in unknown if not _names_expert_parallelism(dim)]
+        unknown = [
+            dim
+            for dim in names
+            if dim not in (own, shard, self.dp_outer_dim, self.tp_dim)
+            # of expert parallelism: "ep", "expt_ep", "expert_parallel"
+            and not any(word == "ep" or word.startswith("exp") for word in dim.lower().split("_"))
+        ]
         if own is None or (missing and (unknown or own not in names)):
             wanted = repr(shard) if own is None else " and ".join(map(repr, missing))
             raise ConfigurationError(
@@ -298,11 +303,6 @@ def _has_dim(mesh: DeviceMesh, name: str) -> bool:
     except KeyError:
         return False
     return True
-
-
-def _names_expert_parallelism(name: str) -> bool:
-    """Return whether a dimension's name is one of expert parallelism: "ep", "expt_ep", "expert_parallel"."""
-    return any(word == "ep" or word.startswith("exp") for word in name.lower().split("_"))
 
 
 def _group_of(mesh: DeviceMesh, name: str, argument: str) -> dist.ProcessGroup:

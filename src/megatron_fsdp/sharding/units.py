@@ -335,13 +335,11 @@ def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.M
     owned: dict[str, list[str]] = {}
     for unit in plan.units[ROOT_UNIT + 1 :]:
         for name in unit.parameters:
-            # A tied parameter may have names elsewhere in its unit; those outside would have made it the root's.
-            owners = {
-                id(module.get_submodule(path)): path
-                for path in (
-                    _owning_module(module, unit.name, each, whole_types) for each in _names(name, unit, other_names)
-                )
-            }
+            # A tied parameter may have names elsewhere in its unit; those outside would have made it the root's. Names
+            # under a second path of the unit are left out.
+            inside = (each for each in (name, *other_names.get(name, ())) if each.startswith(f"{unit.name}."))
+            paths = (_owning_module(module, unit.name, each, whole_types) for each in inside)
+            owners = {id(module.get_submodule(path)): path for path in paths}
             if len(owners) > 1:
                 shared.append(name)
             else:
@@ -355,11 +353,6 @@ def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.M
     of_root = tuple(sorted((*root.parameters, *shared), key=order.__getitem__))
     units = (UnitSpec.of_module(root.name, of_root, root.class_name), *finer)
     return UnitPlan(units, f"{plan.source}, fine-grained", plan.aliases, plan.block_classes)
-
-
-def _names(canonical: str, unit: UnitSpec, other_names: dict[str, list[str]]) -> list[str]:
-    """List a parameter's names below its unit's path."""
-    return [name for name in (canonical, *other_names.get(canonical, ())) if name.startswith(f"{unit.name}.")]
 
 
 def _owning_module(module: nn.Module, unit: str, parameter: str, whole_types: tuple[type[nn.Module], ...]) -> str:
