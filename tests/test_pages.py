@@ -216,7 +216,7 @@ def test_arguments_and_methods_that_the_tables_of_migration_name_are_there() -> 
         megatron_fsdp.DistributedDataParallelConfig,
         megatron_fsdp.MixedPrecisionPolicy,
         megatron_fsdp.MegatronFSDP.full_parameters_context,
-        megatron_fsdp.MegatronFSDP.take_part,
+        megatron_fsdp.MegatronFSDP.join,
     )
     arguments = {name for taker in takers for name in inspect.signature(taker).parameters}
     named = set(re.findall(r"`(\w+)=", ours)) | set(re.findall(r"[(,] ?(\w+)=", ours))

@@ -38,7 +38,8 @@ from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
 from megatron_fsdp.dtensor.tensor import check_conversion
 from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
-from megatron_fsdp.engine.hooks import calls_of, compiled_in_place, take_part
+from megatron_fsdp.engine.hooks import calls_of, compiled_in_place
+from megatron_fsdp.engine.hooks import join as join_units
 from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
@@ -677,7 +678,7 @@ class MegatronFSDP(nn.Module):
         """
         self._engine.broadcast_whole_weights()
 
-    def take_part(
+    def join(
         self,
         module: nn.Module | None = None,
         hidden: torch.Tensor | None = None,
@@ -688,8 +689,8 @@ class MegatronFSDP(nn.Module):
         Call it where the other ranks call the module: it gathers what they gather, and when the gradient of the result
         comes, it gathers and reduces as their backward does, with gradients of zero.
 
-            hidden = hidden + expert(hidden) if chosen else model.take_part(expert, hidden)
-            loss = loss_of(model(batch)) if batch is not None else model.take_part()
+            hidden = hidden + expert(hidden) if chosen else model.join(expert, hidden)
+            loss = loss_of(model(batch)) if batch is not None else model.join()
 
         Args:
             module: Part of the model, or None for a whole forward (the model itself).
@@ -705,7 +706,9 @@ class MegatronFSDP(nn.Module):
             ScheduleError: `hidden` cannot carry a gradient.
         """
         calls = calls_of(self._engine, self.module, module, order)
-        return take_part(self._engine, calls, torch.zeros((), device=self.device) if hidden is None else hidden)
+        return join_units(self._engine, calls, torch.zeros((), device=self.device) if hidden is None else hidden)
+
+    take_part = join  # its earlier name
 
     @property
     def has_deferred_gradients(self) -> bool:

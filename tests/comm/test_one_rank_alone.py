@@ -738,7 +738,7 @@ def test_who_waits_for_a_rank_that_does_something_else_says_for_what(run_ranks: 
     else:
         waits, cure = (
             r"during '(gather|wait|reduce|retire)' of unit \w+; ",
-            r"calls model\.take_part\(unit, hidden\) instead",
+            r"calls model\.join\(unit, hidden\) instead",
         )
     told = [text for text in raised.value.by_rank.values() if re.search(waits, text)]
     assert any(re.search(cure, text) for text in told), raised.value

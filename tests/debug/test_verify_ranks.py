@@ -62,7 +62,7 @@ def test_a_skipped_unit_stops_every_rank_with_the_same_message(
         message = refusal(backward, model)
     assert f"rank 0 {one}" in message
     assert f"rank 1 {other}" in message
-    assert "calls model.take_part(unit, hidden) in its place" in message
+    assert "calls model.join(unit, hidden) in its place" in message
 
 
 @on_ranks(3)

@@ -187,7 +187,7 @@ class RankVerifier(Observer):
         self._lost = (
             f"rank {_listed(self._ranks[p] for p in absent)} did not come within {self._timeout_s:g} s while rank "
             f"{self._ranks[self._me]} {mine.describe(self._units)} ({did}); every rank has to call the same units in "
-            "the same order, and one that has nothing to compute calls model.take_part (mfsdp docs debugging)"
+            "the same order, and one that has nothing to compute calls model.join (mfsdp docs debugging)"
         )
         raise ScheduleError(self._lost) from cause
 
@@ -207,7 +207,7 @@ class RankVerifier(Observer):
         actions = " while ".join(f"rank {_listed(ranks)} {what}" for what, ranks in parts)
         return (
             f"{actions}; every rank has to call the same units in the same order, and one that has nothing to compute "
-            "with a unit calls model.take_part(unit, hidden) in its place (mfsdp docs debugging)"
+            "with a unit calls model.join(unit, hidden) in its place (mfsdp docs debugging)"
         )
 
 

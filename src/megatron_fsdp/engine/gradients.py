@@ -701,7 +701,7 @@ class UsageAgreement:
             raise ScheduleError(
                 "ranks gathered or reduced different units, so weights or gradients of different units were mixed; "
                 "every rank has to call the same units in the same order, and one that has nothing to compute with a "
-                "unit calls model.take_part(unit, hidden) in its place; MFSDP_VERIFY_RANKS=1 names the first "
+                "unit calls model.join(unit, hidden) in its place; MFSDP_VERIFY_RANKS=1 names the first "
                 "difference (mfsdp docs debugging)"
             )
         used = [bool(flag) for flag in found]

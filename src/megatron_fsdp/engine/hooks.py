@@ -1,6 +1,6 @@
 """Hooks on modules and their outputs, which find the tensors of a forward and backward and report to the engine.
 
-`take_part` reports instead of them, on ranks that have no data for a unit. See Note [Weak references] in `engine.py`.
+`join` reports instead of them, on ranks that have no data for a unit. See Note [Weak references] in `engine.py`.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ def unit_calls(
 def calls_of(
     engine: Engine, root: nn.Module, module: nn.Module | None, order: Iterable[nn.Module] | None
 ) -> tuple[UnitCall, ...]:
-    """Return the unit calls that `take_part` replaces: those of a module of the model `root`; None: of all of it.
+    """Return the unit calls that `join` replaces: those of a module of the model `root`; None: of all of it.
 
     `order` lists modules within it as the forward calls them; None: in the order of registration.
     """
@@ -395,20 +395,20 @@ def calls_of(
     for given in (whole, *(modules or ())):
         if id(given) not in known:
             raise ConfigurationError(
-                f"take_part was given a {type(given).__name__} that is not part of the sharded model; pass a module "
+                f"join was given a {type(given).__name__} that is not part of the sharded model; pass a module "
                 "of model.module, or None for all of it"
             )
     return unit_calls(whole, number_of, modules)
 
 
-def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tensor:
+def join(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tensor:
     """Run the communication of some units' forwards now, and that of their backwards when `hidden`'s gradient comes.
 
     Returns the same values; a new tensor where a backward is going to run, for which `hidden` has to carry a gradient.
     """
     if not hidden.is_floating_point():
         raise ScheduleError(
-            f"take_part was given a tensor of {hidden.dtype}, which carries no gradient; pass a floating-point "
+            f"join was given a tensor of {hidden.dtype}, which carries no gradient; pass a floating-point "
             "tensor that the loss depends on, or none and add the result to the loss"
         )
     for call in calls:
