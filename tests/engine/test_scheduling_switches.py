@@ -126,6 +126,17 @@ def test_weights_are_gathered_ahead_or_on_demand(overlap: bool) -> None:
     assert [trace.ahead for trace in found[1:]] == [int(overlap), 1]
 
 
+@on_ranks(2)
+def test_a_size_in_elements_gathers_nothing_ahead_where_that_is_off() -> None:
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads",
+        overlap_param_gather=False,
+        suggested_communication_unit_size=3 * FLOOR_NUMEL,
+    )
+    model = MegatronFSDP(Tower((32,) * FLOORS), FSDPDistributedIndex(mesh(), "dp"), config, fsdp_unit_modules=[Floor])
+    assert (model.suggested_AG_prefetch_size, model.suggested_RS_queue_capacity) == (0, 3 * FLOOR_NUMEL)
+
+
 # ---- how far ahead, how many at a time -----------------------------------------------------------------------------
 
 AHEAD: list[tuple[dict[str, Any], dict[str, int], int]] = [

@@ -207,7 +207,7 @@ class DistributedDataParallelConfig:
     Attributes:
         grad_reduce_in_fp32: Accumulate and reduce gradients in float32.
         overlap_grad_reduce: Reduce gradients during backward.
-        overlap_param_gather: Gather parameters during forward.
+        overlap_param_gather: Gather weights ahead of their use; strategy 3 always does.
         align_param_gather: Start the parameter gathers of all pipeline stages together.
         use_distributed_optimizer: Shard the optimizer: reduce-scatter instead of all-reduce.
         num_distributed_optimizer_instances: Into how many parts data parallelism is cut, each of which shards a whole

@@ -1,8 +1,8 @@
 """`EngineOptions`: the checked and complete options of the engine.
 
 They are resolved once, in the public call, and read where they take effect: layout and gradient factors in
-`engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest where it is needed:
-`wrap/wrap.py`, `engine/engine.py` and `megatron_fsdp.py`.
+`engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory_plan.py`, the rest in `wrap/wrap.py`,
+`engine/engine.py` and `megatron_fsdp.py`.
 """
 
 import os

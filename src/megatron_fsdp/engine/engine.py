@@ -471,7 +471,7 @@ class Engine:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
     def take_gradient(self, unit_index: int, group_index: int, index: int, param: nn.Parameter) -> None:
-        """Copy a full gradient from autograd into its bucket; with delayed weight gradients, when backward ends."""
+        """Copy a full gradient into its bucket or the unreduced gradient; a delayed backward does so at its end."""
         if self.delayed is not None and not self._ending:
             self._note_first_gradient(unit_index)
             return
@@ -593,7 +593,7 @@ class Engine:
         self.gradient_checks = [check for check in self.gradient_checks if not check.is_done]
 
     def _fill_late(self, unit_index: int, delayed: WeightGradientQueue) -> None:
-        """Copy a unit's gradients of a delayed backward into its buckets, queued weight gradients included."""
+        """Copy a unit's gradients of a delayed backward into buckets or unreduced gradients, queued ones included."""
         for group_index, group in enumerate(self.units[unit_index].groups):
             if group.gradients is None:
                 continue
@@ -657,7 +657,7 @@ class Engine:
             self.finish_grad_sync()
 
     def flush_deferred(self) -> None:
-        """Reduce deferred gradients, from the last unit to the root, as a backward would.
+        """Reduce deferred gradients, from the last unit to the root, and wait for them.
 
         Raises:
             NonFiniteGradientError: A sum of some rank is not finite, where that is checked; all are reduced by then.

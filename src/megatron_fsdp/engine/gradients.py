@@ -683,7 +683,7 @@ class UsageAgreement:
 
     @real_values()
     def agree(self, used_here: Sequence[bool], operations_digest: int) -> list[bool]:
-        """All-reduce flags of used parameters, in the order that all ranks share; True for those that any rank used.
+        """All-reduce flags of used parameters, in the order that all ranks share; return those that any rank used.
 
         `operations_digest`, below 2 ** 62, is that of the gathers and reductions so far. Ranks that gathered or reduced
         different units all raise a ScheduleError.

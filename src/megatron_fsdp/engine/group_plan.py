@@ -339,7 +339,7 @@ class GroupPlan:
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0
 
     def frame(self, index: int) -> ShardFrame:
-        """Return the shard spec of tensor `index`, which its main weight, gradient and state share."""
+        """Return the shard frame of tensor `index`, which its main weight, gradient and state share."""
         part, layouts = self.parts[index], self.layouts_by_part
         is_sharded = [placement is Placement.SHARD for placement in self.placements.main_weight]
         use = MeshUse(

@@ -197,6 +197,8 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
     if options.communication_unit_numel is not None:
         numels = unit_numels(units)
         depth = prefetch_depth(options.communication_unit_numel, numels)
+        if not (forward or backward):  # nothing is gathered ahead, as with overlap_param_gather=False
+            depth = 0
         if options.may_grow:
             slots = max(slots, depth + 1)
         forward = backward = min(depth, slots - 1)

@@ -1,4 +1,4 @@
-"""The scheduler: events in, operations out. Pure; it never touches a tensor, a stream or a rank.
+"""The scheduler: a state machine, events in, operations out. It never touches a tensor, a stream or a rank.
 
 Events are methods: a unit's forward begins or ends, its backward begins, its first gradient arrives, the backward is
 over, the weights changed. Each returns a tuple of operations for an executor. Unit 0 is the root: its forward
@@ -333,7 +333,7 @@ class Scheduler:
         state.in_backward, state.reduced = True, False
 
     def gradients_ready(self, unit: int) -> tuple[Operation, ...]:
-        """Reduce a unit that a caller who drives the passes by hand declares complete."""
+        """Reduce a unit declared complete by hand; not the root, nor where units are reduced at the end."""
         if not self.config.reduces_early or unit == ROOT_UNIT:
             return ()
         self._units[unit].reduced = True

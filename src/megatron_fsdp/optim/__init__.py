@@ -1,1 +1,1 @@
-"""Optimizer integration: the step on local tensors, the gradient norm, statistics."""
+"""Optimizer integration: the step on local tensors, the gradient norm, optimizers of whole tensors."""

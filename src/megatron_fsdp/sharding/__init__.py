@@ -1,1 +1,1 @@
-"""Pure planning of shards: placements, layouts, units, meshes."""
+"""Plans of shards and units (pure), and the process groups of the mesh."""
