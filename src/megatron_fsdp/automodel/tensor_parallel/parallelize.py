@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_fsdp.automodel.architecture import Layers, find_layers, model_type
 from megatron_fsdp.automodel.tensor_parallel import plans
 from megatron_fsdp.automodel.tensor_parallel.styles import (
     SEQUENCE_DIM,
+    LocalUse,
     gather_tokens,
     local_parts,
     not_a_view,
@@ -102,12 +103,13 @@ def parallelize_tensors(
     steps = _steps(base, styles, region)
     _check(base, steps, matched, tp_mesh.size())
     head_owners = _head_owners(styles) if plan is not None else ()
-    parts = _find_partial(base, steps, matched, tp_mesh.size(), region, head_owners)
+    parts, running = _try_division(base, steps, matched, tp_mesh.size(), region, head_owners)
     parts |= _told_partial(base, matched, region)
     # What others have noted on parameters, such as that they are initialized, is kept.
     notes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     _apply(base, steps, matched, tp_mesh)
-    for module, uses in list(undivided_units(model, {base.get_submodule(name) for name in steps}, parts)):
+    units = undivided_units(model, {base.get_submodule(name) for name in steps}, parts)
+    for module, uses in _where_they_run(model, units, running):
         for use in uses:
             place(module.get_submodule(use.path), use.name, tp_mesh, Replicate())
         use_plain_tensors(module, uses)
@@ -161,18 +163,19 @@ def _check(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, ranks: in
             plans.check_parameter(name, model.get_parameter(name), own_style, ranks)
 
 
-def _find_partial(
+def _try_division(
     model: nn.Module,
     steps: Steps,
     matched: plans.MatchedPlan,
     ranks: int,
     region: SequenceRegion | None,
     head_owners: Sequence[str],
-) -> set[int]:
-    """Return the ids of whole parameters of which each rank computes a partial gradient; see `Trial`.
+) -> tuple[set[int], dict[int, set[nn.Module]]]:
+    """Return the ids of whole parameters of which each rank computes a partial gradient, and the modules that run.
 
-    Whatever no trial can follow (styles of torch with their own layouts, models that take no token ids) counts as
-    whole. The first backward compares the gradients in any case.
+    The second are those that run at all uses of a parameter, by its id; see `Trial`. Whatever no trial can follow
+    (styles of torch with their own layouts, models that take no token ids) counts as whole. The first backward
+    compares the gradients in any case.
 
     Raises:
         ConfigurationError: One rank's part of the model cannot compute what the whole model can.
@@ -193,18 +196,39 @@ def _find_partial(
     try:
         trial, whole = tried(ranks), tried(1)
     except Exception:  # noqa: BLE001 - a model that cannot be copied, a style that cannot be followed
-        return set()
+        return set(), {}
     reason, is_whole_tried = trial.run(), whole.run() is None
     if reason is None and is_whole_tried:
         reason = trial.differing_reduction(whole)
     if reason is None:
-        return {id(model.get_parameter(name)) for name in trial.partial}
+        found = {
+            id(model.get_parameter(name)): {model.get_submodule(each) for each in modules}
+            for name, modules in trial.running.items()
+        }
+        return {id(model.get_parameter(name)) for name in trial.partial}, found
     if not is_whole_tried:
-        return set()
+        return set(), {}
     raise ConfigurationError(
         f"{ranks} tensor-parallel ranks cannot compute {type(model).__name__} by this plan: {reason}; give a tp_plan "
         f"that {_advice(model, trial.failed_in, steps)}, or use tp_size=1"
     )
+
+
+Units = Iterable[tuple[nn.Module, tuple[LocalUse, ...]]]
+
+
+def _where_they_run(model: nn.Module, units: Units, running: Mapping[int, set[nn.Module]]) -> Units:
+    """Let the module that runs show a parameter where its own is only called by another method (Gemma 3n's AltUp)."""
+    names, found = {module: name for name, module in model.named_modules()}, dict[str, list[LocalUse]]()
+    for module, uses in units:
+        for use in uses:
+            name, path = names[module], use.path
+            runs = running.get(id(module.get_submodule(path)._parameters[use.name]))
+            while name and runs is not None and model.get_submodule(name) not in runs:
+                name, _, last = name.rpartition(".")
+                path = f"{last}.{path}".rstrip(".")
+            found.setdefault(name, []).append(replace(use, path=path))
+    return [(model.get_submodule(name), tuple(uses)) for name, uses in found.items()]
 
 
 def _told_partial(model: nn.Module, matched: plans.MatchedPlan, region: SequenceRegion | None) -> set[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +112,7 @@ class _Following(TorchDispatchMode):
         whole: Sources (bits) whose gradient comes from whole activations somewhere.
         partial: Sources whose gradient comes from divided activations -> the module where.
         reductions: Operations over dimensions, in their order.
+        running: By storage of a parameter, the modules that run at all of its uses; None before the first.
     """
 
     def __init__(self) -> None:
@@ -119,6 +121,7 @@ class _Following(TorchDispatchMode):
         self.whole = 0
         self.partial: dict[int, str] = {}
         self.reductions: list[_Reduction] = []
+        self.running: dict[int, set[str] | None] = {}
         self._marks: dict[int, tuple[Any, _Mark]] = {}  # with the storage, whose address must not be used again
 
     def of(self, *values: Any) -> _Mark:
@@ -152,6 +155,10 @@ class _Following(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         found = _Reduction.of(func, self.inside[-1] if self.inside else "", args, kwargs or {})
         self.reductions.extend([found] if found is not None else ())
+        for storage in _storages((args, kwargs)):
+            if storage._cdata in self.running:
+                before = self.running[storage._cdata]
+                self.running[storage._cdata] = set(self.inside) if before is None else before & set(self.inside)
         if not func.__name__.startswith(_CONSTANT):
             mark = self.of(args, kwargs)
             if mark.is_divided:
@@ -208,6 +215,7 @@ class Trial:
         for name, param in self._model.named_parameters():
             if self._flow.of(param) == _NOTHING:
                 self._params.add(self._mark_source(name, param))
+        self._flow.running = {param.untyped_storage()._cdata: None for param in self._model.parameters()}
         for name in blocks:
             parts[name].register_forward_pre_hook(self._gather, with_kwargs=True)
         for part in parts.values():
@@ -217,6 +225,16 @@ class Trial:
     def partial(self) -> set[str]:
         """The names of the whole parameters of which each rank computes a partial gradient."""
         return {self._names[source.bit_length() - 1] for source in self._flow.partial}
+
+    @property
+    def running(self) -> dict[str, set[str]]:
+        """The modules that run at all uses of a parameter, by its name; without shared and unused parameters."""
+        named = list(self._model.named_parameters(remove_duplicate=False))
+        shared = Counter(id(param) for _, param in named)
+        found = {
+            name: self._flow.running[param.untyped_storage()._cdata] for name, param in named if shared[id(param)] == 1
+        }
+        return {name: modules for name, modules in found.items() if modules is not None}
 
     def run(self) -> str | None:
         """Run the forward on a few tokens; return the reason if the division does not fit."""
