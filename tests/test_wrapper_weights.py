@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
@@ -236,3 +236,18 @@ def test_the_printed_average_equals_one_process_and_is_swapped_in_and_out(tmp_pa
         names["swap_average"]()
         assert_equal_tensors(weights(model), before)
     assert largest_difference(shown["sharded"], shown["plain"]) <= 2e-6
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_shards_that_torch_cut_evenly_load_into_the_model_and_into_its_inner_module(strategy: int) -> None:
+    given = {name: torch.randn_like(value) for name, value in build().named_parameters()}
+    for value in given.values():
+        dist.broadcast(value, 0)
+    even = {name: distribute_tensor(value, mesh(), [Shard(0)]) for name, value in given.items() if value.ndim}
+    for prefix in ("module.", ""):
+        model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+        target = model if prefix else model.module
+        target.load_state_dict({prefix + name: value for name, value in even.items()}, strict=False)
+        found = model.full_parameters()
+        assert_equal_tensors({name: found[name] for name in even}, {name: given[name] for name in even})

@@ -351,6 +351,7 @@ MODEL_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "hybrid_fsdp_group": ("x", None),
     "fsdp_group_ag": ("x", None),
     "expt_device_mesh": ("x", None),
+    "sync_model_each_microbatch": (False, True),
     "find_unused_parameters": (True, False),
     "calculate_per_token_loss": (True, False),
     "cuda_graph_mode": (True, False),

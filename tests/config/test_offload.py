@@ -16,6 +16,7 @@ ZERO3 = ShardingStrategy.optim_grads_params
 def test_nothing_is_offloaded_unless_it_is_said(nothing: Any) -> None:
     assert resolve_offload(nothing, ZERO3) == Offload()
     assert not resolve_offload(nothing, ZERO3)
+    assert str(Offload()) == "nothing"
 
 
 @pytest.mark.parametrize("shorthand", ["all", CPUOffloadPolicy()])
@@ -36,6 +37,8 @@ def test_gradients_and_state_follow_the_main_weights() -> None:
     [
         (3, ZERO3, 'offload=3 is none of: "all", CPUOffloadPolicy()'),
         ("host", ZERO3, "offload='host' is none of: \"all\""),
+        ([["main_weights"]], ZERO3, "offload=[['main_weights']] is none of: \"all\""),
+        (b"all", ZERO3, "offload=b'all' is none of"),
         (["weights"], ZERO3, "offload has 'weights'; the kinds of state are main_weights, optimizer_state"),
         ({"main_weights": "host"}, ZERO3, "offload['main_weights'] is 'host'; give a fraction, a number from 0 to 1"),
         ({"main_weights": 2}, ZERO3, "offload['main_weights'] is 2; give a fraction"),

@@ -339,7 +339,11 @@ def agreed(
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(function)
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            with all_agree(doing, groups_of(*args, **kwargs), raises):
+            try:
+                groups = groups_of(*args, **kwargs)
+            except TypeError:  # arguments that no signature takes: the function names them
+                groups = ()
+            with all_agree(doing, groups, raises):
                 return function(*args, **kwargs)
 
         return call

@@ -313,7 +313,10 @@ def default_device() -> torch.device:
 
 def resolve_device(device: torch.device | str | int | None, mesh_device_type: str) -> torch.device:
     """Return the device that parameters live on: the one given, else this process's device of the mesh's type."""
-    resolved = torch.device(mesh_device_type if device is None else device)
+    try:
+        resolved = torch.device(mesh_device_type if device is None else device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device={device!r} is none ({error}); leave it out, or give a torch.device") from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
         given = f"the mesh is of type {mesh_device_type!r}" if device is None else f"device={device!r}"
         lack = "this torch is built for CPUs only" if torch.version.cuda is None else "torch finds no CUDA device"

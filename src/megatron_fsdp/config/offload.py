@@ -30,7 +30,8 @@ class Offload:
     def __str__(self) -> str:
         """Return the offloaded kinds, with fractions other than 1."""
         found = ((kind, getattr(self, kind)) for kind in KINDS)
-        return ", ".join(kind if fraction == 1.0 else f"{kind} {fraction:g}" for kind, fraction in found if fraction)
+        parts = [kind if fraction == 1.0 else f"{kind} {fraction:g}" for kind, fraction in found if fraction]
+        return ", ".join(parts) or "nothing"
 
     def for_share(self, offset: float) -> Offload:
         """Return the offload of a unit: every kind whole, or not at all.
@@ -72,7 +73,8 @@ def resolve_offload(given: OffloadArgument, strategy: ShardingStrategy) -> Offlo
     if kind_given == "CPUOffloadPolicy" or given == "all":
         is_sharded = strategy is ShardingStrategy.optim_grads_params
         given = ("main_weights", "compute_weights") if is_sharded else ("main_weights",)
-    if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
+    is_listed = isinstance(given, Mapping | Sequence) and not isinstance(given, str | bytes)
+    if not is_listed or not all(isinstance(kind, str) for kind in given):
         raise ConfigurationError(
             f'offload={given!r} is none of: "all", CPUOffloadPolicy(), a sequence of kinds such as '
             '["optimizer_state"], and a mapping of kinds to fractions such as {"main_weights": 0.5}'

@@ -141,7 +141,10 @@ def _before_load(
     for attribute, param in owner._parameters.items():
         if prefix + attribute in state_dict and id(param) in engine.group_and_index:
             group, index = engine.group_and_index[id(param)]
-            value = engine.expert_names.as_held(group.names[index], state_dict[prefix + attribute])
+            value = state_dict[prefix + attribute]
+            if is_cut_by_torch(value):  # into even shards, as FSDP2's are
+                value = value.full_tensor()
+            value = engine.expert_names.as_held(group.names[index], value)
             state_dict[prefix + attribute] = own_shard(value, group.frames[index])
 
 
@@ -200,7 +203,7 @@ def load_shards(
         CheckpointError: Something does not fit; nothing was loaded.
         ConfigurationError: `assign` is True.
     """
-    are_cut = any(map(_is_cut_by_torch, state_dict.values()))
+    are_cut = any(map(_is_of_torch, state_dict.values()))
     engine.refuse_open_pass("a state dict was loaded")
     with all_agree("load_state_dict", engine.sharding.reaching_all if are_cut else (None,)):
         if assign:
@@ -226,8 +229,13 @@ def refuse_load(engine: Engine, problem: str | None, is_from_file: bool) -> None
     ask([(group, found) for group in groups], first_problem)
 
 
-def _is_cut_by_torch(value: object) -> bool:
+def _is_of_torch(value: object) -> bool:
     return isinstance(value, DTensor) and not isinstance(value, UnevenDTensor)
+
+
+def is_cut_by_torch(value: Any) -> bool:
+    """Return True for a DTensor whose even shards are not those of a parameter here."""
+    return _is_of_torch(value) and not all(placement.is_replicate() for placement in value.placements)
 
 
 def _recut(engine: Engine, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -235,9 +243,7 @@ def _recut(engine: Engine, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     frames, recut = _frames(engine), {}
     for key, value in state_dict.items():
         name = engine.expert_names.name_here(key.removeprefix(_PREFIX))
-        if not _is_cut_by_torch(value) or (name is not None and name not in frames):
-            continue  # a buffer, for example, stays as it is
-        if not all(placement.is_replicate() for placement in value.placements):
+        if is_cut_by_torch(value) and (name is None or name in frames):  # a buffer, for example, stays as it is
             whole = value.full_tensor()
             recut[key] = whole if name is None else _held(engine, name, whole, frames[name]).clone()
     if not recut:

@@ -150,7 +150,7 @@ def assemble(
     replaced = ReplacedParameters(module)
     with delayed_weight_gradients(module) if options.delay_wgrad_compute else nullcontext() as delayed:
         sharding = _sharding(options, dist_index, device)
-        plan, formats = _plan_together(module, grouping, sharding)
+        plan, formats = _plan_together(module, grouping, sharding, mode)
         sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
         _move_buffers(module, device)
         _match_ranks(module, sharding)
@@ -279,7 +279,7 @@ def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: 
 
 
 def _plan_together(
-    module: nn.Module, grouping: Grouping, sharding: Sharding
+    module: nn.Module, grouping: Grouping, sharding: Sharding, mode: SyncMode
 ) -> tuple[UnitPlan, dict[str, WeightFormat]]:
     """Check the model, find its units and weight formats; every rank gets the same answer or the same error."""
     options = sharding.options
@@ -302,6 +302,7 @@ def _plan_together(
             f"the class of {name}": f"{extension.kind.__name__} ({extension.context})"
             for name, extension in extensions.items()
         }
+        facts["sync_model_each_microbatch"] = str(mode.auto_sync)
         facts[FOLDER_VARIABLE] = "set" if keeps_log else "not set"
     return plan, {**formats, **_extension_formats(extensions, params, sharding)}
 
@@ -403,7 +404,9 @@ def _warn_of_dtypes(units: Sequence[Unit], sharding: Sharding) -> None:
 
 def _facts(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> dict[str, str]:
     """List the facts that every data-parallel rank must have in common; experts may differ between ranks."""
-    facts = {name: str(value) for name, value in vars(sharding.options).items()}
+    memory = {f"{name} (of memory)": value for name, value in vars(sharding.options.memory).items()}
+    options = {**vars(sharding.options), **memory}
+    facts = {name: str(value) for name, value in options.items() if name != "memory"}
     facts |= {
         f"parameter {name}": f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_device_note(p)}"
         for name, p in module.named_parameters()
