@@ -10,9 +10,9 @@ from tests.support.source_tree import (
     SOURCE,
     module_name,
     own_files,
+    own_imports,
     parse,
     python_files,
-    runtime_imports,
     short_name,
 )
 
@@ -80,7 +80,7 @@ def layer_of(module: str) -> str:
     if parts[0] == "__init__":
         return "front"
     path = (SOURCE / "megatron_fsdp" / parts[0]).with_suffix(".py")
-    imported = {item.module for item in runtime_imports(path)} if path.exists() else set()
+    imported = {item.module for item in own_imports(path)} if path.exists() else set()
     return "base" if all(name.count(".") == 1 and layer_of(name) == "base" for name in imported) else "published"
 
 
@@ -91,7 +91,7 @@ def forbidden_imports(path: Path) -> list[str]:
     allowed = {other for other in below if (layer, other) not in STRANGERS}
     return [
         f"{short_name(path)}:{item.line} ({layer}) imports {item.module} ({layer_of(item.module)})"
-        for item in runtime_imports(path)
+        for item in own_imports(path)
         if layer_of(item.module) not in allowed
     ]
 
@@ -145,7 +145,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
     assert found == []
 
 
-def test_import_rule_sees_upward_imports_and_spares_type_checking(
+def test_import_rule_sees_upward_imports_those_of_type_checkers_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.support.source_tree.SOURCE", tmp_path)
@@ -168,5 +168,6 @@ def test_import_rule_sees_upward_imports_and_spares_type_checking(
     (package / "fully_shard.py").write_text("from megatron_fsdp.engine import executor\n")
     assert forbidden_imports(low) == [
         "megatron_fsdp/comm/low.py:3 (comm) imports megatron_fsdp.engine.executor (engine)",
+        "megatron_fsdp/comm/low.py:6 (comm) imports megatron_fsdp.engine.executor (engine)",
         "megatron_fsdp/comm/low.py:8 (comm) imports megatron_fsdp.fully_shard (published)",
     ]

@@ -1,7 +1,6 @@
 """The project's own files, parsed: what the house rules look at."""
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
@@ -46,26 +45,16 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
 
 
-def runtime_imports(path: Path) -> list[Import]:
-    """What a file below src imports from this package, outside `if TYPE_CHECKING:`."""
+def own_imports(path: Path) -> list[Import]:
+    """What a file below src imports from this package, for type checkers too."""
     found: list[Import] = []
-    for node in _walk_without_type_checking(parse(path)):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             found += [Import(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), module_name(path).rpartition(".")[0])
             found += [Import(_module_or_member(base, alias.name), node.lineno) for alias in node.names]
     return [item for item in found if item.module.split(".")[0] == "megatron_fsdp"]
-
-
-def _walk_without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-        children: list[ast.stmt] | Iterator[ast.AST] = node.orelse
-    else:
-        children = ast.iter_child_nodes(node)
-    for child in children:
-        yield from _walk_without_type_checking(child)
 
 
 def _module_or_member(base: str, name: str) -> str:
