@@ -217,7 +217,7 @@ def test_merged_units_take_one_message_each(strategy: int, message: str | None, 
 
 @on_ranks(2)
 def test_faults_are_told_in_words() -> None:
-    assert "message_bytes=" in refusal(_wrap, 3, str(dist.get_rank()))
+    assert "message_bytes (of memory) is 0 on rank 0, 1 on rank 1" in refusal(_wrap, 3, str(dist.get_rank()))
     assert refusal(_wrap, 3, "4MB") == (
         "MFSDP_MESSAGE_BYTES=4MB is not a number of bytes; set it to 0 to merge no units, or leave it unset"
     )
