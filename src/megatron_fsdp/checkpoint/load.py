@@ -153,7 +153,7 @@ def _matched(
 
 
 def _noting(what_is_left: str, act: Callable[[], None]) -> None:
-    """Note on errors what could not be rolled back."""
+    """Run a step that is not rolled back; its error says which state it leaves."""
     try:
         act()
     except Exception as error:

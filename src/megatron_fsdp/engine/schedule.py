@@ -216,7 +216,7 @@ class _UnitState:
     hosts: set[int] = field(default_factory=set)  # units whose forward was seen to call this unit's
 
     def become(self, residence: Residence) -> None:
-        """Change the residence; raise a ScheduleError, naming the unit, if the transition is illegal."""
+        """Change the residence; raise a ScheduleError with the number of the unit if the transition is illegal."""
         if residence not in _NEXT[self.residence]:
             raise ScheduleError(f"unit {self.index} is {self.residence.value} and cannot become {residence.value}")
         self.residence = residence

@@ -85,7 +85,7 @@ Lost = dict[torch.Tensor, str]
 
 
 def _frozen_without_state(optimizer: Optimizer, state_dict: StateDict) -> Lost:
-    """Find frozen parameters of which a state dict has no state, so that `dcp.load` had none to fill."""
+    """Find frozen parameters without state in a state dict, which `dcp.load` could not fill."""
     names = {key: name for param in params_of(optimizer) for key, name in engine_of(param).sharded_names().items()}
     return {
         param: names[id(param)]

@@ -218,7 +218,7 @@ Units = Iterable[tuple[nn.Module, tuple[LocalUse, ...]]]
 
 
 def _where_they_run(model: nn.Module, units: Units, running: Mapping[int, set[nn.Module]]) -> Units:
-    """Let the module that runs show a parameter where its own is only called by another method (Gemma 3n's AltUp)."""
+    """Move each plain weight up to the nearest module whose forward runs at all of its uses (not Gemma 3n's AltUp)."""
     names, found = {module: name for name, module in model.named_modules()}, dict[str, list[LocalUse]]()
     for module, uses in units:
         for use in uses:

@@ -52,11 +52,11 @@ class LocalUse:
 
 
 _Shown = list[tuple[nn.Module, str, DTensor, Tensor]]
-"""Modules, names of parameters, the parameters, and the plain tensors that are seen in their place."""
+"""Modules, names of parameters, the parameters, and the plain tensors that replace them."""
 
 
 class _Swap:
-    """The hooks that show a module plain tensors in place of its parameters.
+    """Hooks that replace a module's parameters by plain tensors while it runs.
 
     A function inside of the forward that is recomputed (`checkpoint(lambda x: self.weight * x, ...)`) runs again in
     backward, outside of the module's call. So the same plain tensors are shown again from the moment when the gradient
