@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp.comm.agreement import gather_objects, gather_over
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import local_part, part_of
@@ -164,7 +164,7 @@ def make_fsdp_dtensor(
         tensor_cut=tensor_cut,
         other_cuts=tuple(gather_objects(cut, mesh.get_group(tp_dim))) if tensor_cut is not None else (),
     )
-    made = UnevenDTensor.wrap(local_tensor.detach().view(description.local_shape), ShardFrame(mesh, description))
+    made = UnevenDTensor.wrap(local_tensor.detach().view(description.local_shape), ShardSpec(mesh, description))
     if update_uneven_dtensor_chunk_meta:
         update_uneven_dtensor_chunk_metadata(made)
     return made

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron_fsdp.comm.agreement import Groups, agreed, gather_over
 from megatron_fsdp.comm.axis import is_simulated
 from megatron_fsdp.dtensor.foreign import asked_chunk, boxes_here, sharded_dims
-from megatron_fsdp.dtensor.frame import ShardFrame, cut_up, describe_chunks, gather_full, gather_padded
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, cut_up, describe_chunks, gather_full, gather_padded
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.sharding.mesh import ranks_of
@@ -54,7 +54,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     tensor = _checked(dtensor)
     if not isinstance(tensor, UnevenDTensor):
         return asked_chunk(tensor)
-    description = tensor.shard_frame.description
+    description = tensor.shard_spec.description
     boxes = description.boxes()
     if len(boxes) > 1:
         raise ValueError(
@@ -96,7 +96,7 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
     local = dtensor._local_tensor
     if not isinstance(dtensor, UnevenDTensor) and hasattr(local, _CHUNK_METHOD) and local.ndim == dtensor.ndim:
         delattr(local, _CHUNK_METHOD)  # may be stale; the shapes are gathered again
-    describe_chunks(dtensor, dtensor.shard_frame if isinstance(dtensor, UnevenDTensor) else boxes_here(dtensor))
+    describe_chunks(dtensor, dtensor.shard_spec if isinstance(dtensor, UnevenDTensor) else boxes_here(dtensor))
 
 
 def _ranks_of(dtensor: object = None, *_: object, **__: object) -> Groups:
@@ -128,7 +128,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     ]
     found = torch.tensor(flags, dtype=torch.int64, device=dtensor._local_tensor.device)
     if isinstance(dtensor, UnevenDTensor):
-        groups = dtensor.shard_frame.groups
+        groups = dtensor.shard_spec.groups
     else:
         groups = tuple(map(dtensor.device_mesh.get_group, sharded_dims(dtensor)))
     for group in groups:
@@ -199,7 +199,7 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     """
     dtensor = _checked(dtensor)
     if isinstance(dtensor, UnevenDTensor):
-        return gather_full(dtensor._local_tensor, dtensor.shard_frame)
+        return gather_full(dtensor._local_tensor, dtensor.shard_spec)
     dims = sharded_dims(dtensor)
     boxes, local = boxes_here(dtensor), dtensor._local_tensor.detach()
     full = local.new_zeros(dtensor.shape)
@@ -267,7 +267,7 @@ def split_dtensor(
 
 
 def _own_piece(tensor: UnevenDTensor, dim: int, start: int, stop: int) -> DTensor:
-    old = tensor.shard_frame.description
+    old = tensor.shard_spec.description
     new = narrow_description(old, dim, start, stop)
     first, last = kept_in_part(old, dim, (start, stop))
     local = tensor._local_tensor
@@ -282,7 +282,7 @@ def _own_piece(tensor: UnevenDTensor, dim: int, start: int, stop: int) -> DTenso
         begin, before = old.local_range[0], elements_before(old.local_range[0], old.part_shape(), 0, (first, last))
         skipped = max(first * torch.Size(old.part_shape()[1:]).numel() - begin, 0)
         piece = local.reshape(-1).narrow(0, skipped if new.local_range[1] > before else 0, new.local_range[1] - before)
-    return UnevenDTensor.wrap(piece.view(new.local_shape), ShardFrame(tensor.device_mesh, new))
+    return UnevenDTensor.wrap(piece.view(new.local_shape), ShardSpec(tensor.device_mesh, new))
 
 
 def _foreign_piece(tensor: DTensor, dim: int, start: int, stop: int, offset: int) -> DTensor:

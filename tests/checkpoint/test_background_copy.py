@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint.background import StagingBuffers
-from megatron_fsdp.dtensor.frame import describe_chunks
+from megatron_fsdp.dtensor.shard_spec import describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box

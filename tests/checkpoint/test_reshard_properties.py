@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_fsdp.comm.axis import Axis, Traffic
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.dtensor.frame import LocalChunks
+from megatron_fsdp.dtensor.shard_spec import LocalChunks
 from megatron_fsdp.engine.group_plan import Sharding, part_of
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.shards import Box, ShardDescription
@@ -99,7 +99,7 @@ def _on_rank(
         indices = [int(info.name) for info in spec.parameters]
         parts = tuple(part_of(str(index), params[index], tensor_mesh) for index in indices)
         plan = sharding.plan_group(spec, parts)
-        found |= {index: plan.frame(position).description for position, index in enumerate(indices)}
+        found |= {index: plan.shard_spec(position).description for position, index in enumerate(indices)}
     return [found[index] for index in range(len(infos))]
 
 

@@ -219,7 +219,7 @@ def test_torch_save_keeps_each_ranks_shards(place: str) -> None:
     assert blank["state"].keys() == optimizer["state"].keys()
     for key, value in run.model.state_dict().items():
         assert type(model[key]) is UnevenDTensor
-        assert model[key].shard_frame == value.shard_frame
+        assert model[key].shard_spec == value.shard_spec
         assert model[key].placements == value.placements
     run.train(2)
     assert not all(torch.equal(value, expected[key]) for key, value in whole_state(run).items())

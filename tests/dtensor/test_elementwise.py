@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ShardOperationError
 from tests.support.on_ranks import on_ranks
@@ -69,13 +69,13 @@ def results(func: OpOverload, given: dict[str, Any], like: list[Any] | None = No
     return list(made) if isinstance(made, tuple | list) else [made]
 
 
-def is_elementwise(func: OpOverload, given: dict[str, Any], frame: ShardFrame, whole: list[Any]) -> bool:
+def is_elementwise(func: OpOverload, given: dict[str, Any], spec: ShardSpec, whole: list[Any]) -> bool:
     """Whether elements of results come from the same elements of the arguments, as far as a cut shows."""
-    for take in (frame.take, lambda tensor: tensor.flatten()[3:8], lambda tensor: tensor.flatten().flip(0)):
+    for take in (spec.take, lambda tensor: tensor.flatten()[3:8], lambda tensor: tensor.flatten().flip(0)):
         cut = {name: take(value) if isinstance(value, Tensor) else value for name, value in given.items()}
         try:
             made = results(func, cut)
-            kept = all(each.shape == frame.shape and each.layout is torch.strided for each in whole)
+            kept = all(each.shape == spec.shape and each.layout is torch.strided for each in whole)
             if not kept or not all(same(take(full), each) for full, each in zip(whole, made, strict=True)):
                 return False
         except Exception:  # noqa: BLE001 - not of these arguments
@@ -89,20 +89,20 @@ def same(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def outcome(func: OpOverload, dtype: torch.dtype, frame: ShardFrame) -> str:
+def outcome(func: OpOverload, dtype: torch.dtype, spec: ShardSpec) -> str:
     """Name what is wrong with an operation on shards, or `RAN`; empty: it is none that has to run."""
-    given = arguments(func, dtype, tuple(frame.shape))
+    given = arguments(func, dtype, tuple(spec.shape))
     try:
         whole = results(func, given) if given is not None else []
     except Exception:  # noqa: BLE001 - not of these arguments
         return ""
-    if given is None or "empty" in str(func) or not is_elementwise(func, given, frame, whole):
+    if given is None or "empty" in str(func) or not is_elementwise(func, given, spec, whole):
         return ""
     sharded = {
-        name: UnevenDTensor.wrap(frame.take(value).clone(), frame) if isinstance(value, Tensor) else value
+        name: UnevenDTensor.wrap(spec.take(value).clone(), spec) if isinstance(value, Tensor) else value
         for name, value in given.items()
     }
-    outs: list[Any] = [UnevenDTensor.wrap(torch.empty_like(frame.take(each)), frame) for each in whole]
+    outs: list[Any] = [UnevenDTensor.wrap(torch.empty_like(spec.take(each)), spec) for each in whole]
     try:
         made = results(func, sharded, outs)
     except ShardOperationError:
@@ -110,7 +110,7 @@ def outcome(func: OpOverload, dtype: torch.dtype, frame: ShardFrame) -> str:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is wrong
         return f"{func}: {type(error).__name__} {error}"
     for each, full in zip(made, whole, strict=True):
-        if not isinstance(each, UnevenDTensor) or not same(each._local_tensor, frame.take(full)):
+        if not isinstance(each, UnevenDTensor) or not same(each._local_tensor, spec.take(full)):
             return f"{func} gives another result"
     return RAN
 
@@ -119,11 +119,11 @@ def outcome(func: OpOverload, dtype: torch.dtype, frame: ShardFrame) -> str:
 @on_ranks(2)
 def test_every_elementwise_operation_of_torch_runs_on_shards() -> None:
     case = next(case for case in CASES if case.name == "inside rows")
-    frame = case.frame(make_mesh(case.sizes))
+    spec = case.spec(make_mesh(case.sizes))
     named = " ".join(REFUSED.values()).split()
     tried = [func for func in operations() if func._schema.name.removeprefix("aten::") not in named]
     dtypes = (torch.float32, torch.int64, torch.bool)
-    outcomes = [(f"{func} ({dtype})", outcome(func, dtype, frame)) for func in tried for dtype in dtypes]
+    outcomes = [(f"{func} ({dtype})", outcome(func, dtype, spec)) for func in tried for dtype in dtypes]
     assert not [each for each in outcomes if each[1] not in ("", RAN)]
     assert sum(text == RAN for _, text in outcomes) > 800
 
@@ -136,7 +136,7 @@ def test_in_place_forms_run_as_what_they_are_the_form_of() -> None:
     forms: dict[str, tuple[Any, ...]] = {"abs_": (), "relu_": (), "hardswish_": (), "threshold_": (0.1, 0.5)}
     forms |= dict.fromkeys(("copysign_", "heaviside_", "ge_", "hypot_", "arctan2_"), (other,))
     for name, rest in forms.items():
-        written, frame = getattr(torch.ops.aten, name), tensor.shard_frame
-        cut = [UnevenDTensor.wrap(frame.take(each), frame) if each is other else each for each in rest]
+        written, spec = getattr(torch.ops.aten, name), tensor.shard_spec
+        cut = [UnevenDTensor.wrap(spec.take(each), spec) if each is other else each for each in rest]
         expected = written(whole.clone(), *rest)
         assert torch.equal(written(tensor.clone(), *cut).full_tensor(), expected), name

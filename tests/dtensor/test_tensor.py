@@ -128,8 +128,8 @@ def differentiate(case: UnevenCase, failures: Failures) -> None:
     for name, penalty in PENALTIES.items():
         reference = nn.Parameter(case.whole())
         param = nn.Parameter(case.tensor(mesh))
-        frame = param.shard_frame  # type: ignore[attr-defined]
-        param.register_hook(lambda grad, frame=frame: as_sharded(grad, frame))
+        spec = param.shard_spec  # type: ignore[attr-defined]
+        param.register_hook(lambda grad, spec=spec: as_sharded(grad, spec))
         for _ in range(2):  # the second adds to the first
             x = torch.ones((), requires_grad=True)
             loss = x * 2 + 0.3 * penalty(param)
@@ -165,7 +165,7 @@ def copy_and_draw(case: UnevenCase, failures: Failures) -> None:
         loaded = torch.load(file, weights_only=weights_only)
         assert isinstance(loaded["p"], nn.Parameter)
         assert torch.equal(loaded["w"].to_local(), param.to_local())
-        assert loaded["w"].shard_frame.description == param.shard_frame.description  # type: ignore[attr-defined]
+        assert loaded["w"].shard_spec.description == param.shard_spec.description  # type: ignore[attr-defined]
     torch.manual_seed(3)
     nn.init.normal_(param, std=2.0)
     drawn = torch.randn_like(param.detach())
@@ -182,7 +182,7 @@ def copy_and_draw(case: UnevenCase, failures: Failures) -> None:
 def refuse(case: UnevenCase, failures: Failures) -> None:
     mesh = make_mesh(case.sizes)
     tensor, whole = case.tensor(mesh), case.whole()
-    if tensor.shard_frame.is_whole or not whole.numel():
+    if tensor.shard_spec.is_whole or not whole.numel():
         return
     even = DTensor.from_local(tensor.to_local(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
     attempts: dict[str, Callable[[], object]] = {

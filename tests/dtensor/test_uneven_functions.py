@@ -81,8 +81,8 @@ def test_chunks_are_where_the_values_are() -> None:
         uneven_dtensor.update_uneven_dtensor_chunk_metadata(tensor)
         chunks = local.__create_chunk_list__()  # type: ignore[attr-defined]
         items = local.__create_write_items__("w", tensor)  # type: ignore[attr-defined]
-        frame = getattr(tensor, "shard_frame", None)
-        saved = chunks if frame is None or frame.description.is_saved_here else []
+        spec = getattr(tensor, "shard_spec", None)
+        saved = chunks if spec is None or spec.description.is_saved_here else []
         if [item.tensor_data.chunk for item in items] != saved or (local.numel() == 0) != (chunks == []):
             wrong.append(f"{index} items")
         parts = [whole[tuple(slice(o, o + n) for o, n in zip(c.offsets, c.sizes, strict=True))] for c in chunks]
@@ -102,7 +102,7 @@ def test_chunks_are_where_the_values_are() -> None:
 def test_pieces_of_a_split_are_views_of_what_torch_would_split() -> None:
     wrong = []
     for index, (tensor, whole) in enumerate([*foreign_cases(), *own_cases()]):
-        inside_rows = isinstance(tensor, UnevenDTensor) and tensor.shard_frame.description.is_cut_inside_rows
+        inside_rows = isinstance(tensor, UnevenDTensor) and tensor.shard_spec.description.is_cut_inside_rows
         for dim in range(tensor.ndim):
             sizes = [1, 0, whole.shape[dim] - 1] if (index + dim) % 2 else 2
             if inside_rows and dim:

@@ -287,7 +287,7 @@ def test_a_weight_that_is_read_where_its_unit_does_not_run_is_refused_by_name(nu
 
 
 class EqualEnds(nn.Module):
-    """An embedding and a head of the same shape: their frames are cut alike, and each has a name of its own."""
+    """An embedding and a head of the same shape: their shard specs are cut alike, and each has a name of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ def test_a_member_that_fails_on_one_rank_fails_on_all_which_say_what_has_stepped
     )
     twins.reference.step()
     for param, start, whole in zip(twins.params, before, twins.copies, strict=True):
-        wanted = param.shard_frame.take(whole)  # type: ignore[attr-defined]
+        wanted = param.shard_spec.take(whole)  # type: ignore[attr-defined]
         kept = dist.get_rank() == 1 and param in set(failing.param_groups[0]["params"])
         assert torch.equal(param._local_tensor, start if kept else wanted.detach())  # type: ignore[attr-defined]
     failing.ranks = [0, 1, 2]

@@ -164,8 +164,8 @@ class DecoupledTwins(Twins):
             copy.grad = None
             copy.grad_dtype = torch.float64
             copy.grad = grad
-            frame = param.shard_frame  # type: ignore[attr-defined]
-            shard = None if grad is None else UnevenDTensor.wrap(frame.take(grad).clone(), frame)
+            spec = param.shard_spec  # type: ignore[attr-defined]
+            shard = None if grad is None else UnevenDTensor.wrap(spec.take(grad).clone(), spec)
             param.decoupled_grad = shard  # type: ignore[attr-defined]
         self.optimizer.step()
         self.reference.step()

@@ -57,8 +57,8 @@ class Twins:
         for index, (param, copy) in enumerate(zip(self.params, self.copies, strict=True)):
             grad = None if index == without else drawn(copy.shape, step, index).to(copy.dtype)
             copy.grad = grad
-            frame = param.shard_frame  # type: ignore[attr-defined]
-            param.grad = None if grad is None else UnevenDTensor.wrap(frame.take(grad).clone(), frame)
+            spec = param.shard_spec  # type: ignore[attr-defined]
+            param.grad = None if grad is None else UnevenDTensor.wrap(spec.take(grad).clone(), spec)
         self.optimizer.step()
         self.reference.step()
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
 from tests.support.arrangements import mesh_of
@@ -46,19 +46,19 @@ class UnevenCase:
         here = use.part_at(coordinate)
         return ShardDescription(self.shape, use, coordinate, cuts[here], tensor_cut, tuple(cuts))
 
-    def frame(self, mesh: DeviceMesh) -> ShardFrame:
-        return ShardFrame(mesh, self.description(tuple(mesh.get_coordinate() or ())))
+    def spec(self, mesh: DeviceMesh) -> ShardSpec:
+        return ShardSpec(mesh, self.description(tuple(mesh.get_coordinate() or ())))
 
     def whole(self, seed: int = 0) -> Tensor:
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(seed))
 
     def tensor(self, mesh: DeviceMesh, seed: int = 0, dtype: torch.dtype = torch.float32) -> UnevenDTensor:
         """This rank's piece of the global tensor, cut out box by box."""
-        frame = self.frame(mesh)
+        spec = self.spec(mesh)
         whole = self.whole(seed).to(dtype)
-        pieces = [whole[box.indices].reshape(-1) for box in frame.description.boxes()]
+        pieces = [whole[box.indices].reshape(-1) for box in spec.description.boxes()]
         flat = torch.cat(pieces) if pieces else whole.new_empty(0)
-        return UnevenDTensor.wrap(flat.view(frame.description.local_shape), frame)
+        return UnevenDTensor.wrap(flat.view(spec.description.local_shape), spec)
 
 
 CASES = [

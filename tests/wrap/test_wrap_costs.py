@@ -93,11 +93,11 @@ def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
     shapes = [param.to_local().shape for param in first.sharded]
     for block in blocks:
         assert block.plan.layout is first.plan.layout
-        assert all(a is not b for a, b in zip(block.frames, first.frames, strict=True)) or block is first
-        assert all(a.description is b.description for a, b in zip(block.frames, first.frames, strict=True))
+        assert all(a is not b for a, b in zip(block.shard_specs, first.shard_specs, strict=True)) or block is first
+        assert all(a.description is b.description for a, b in zip(block.shard_specs, first.shard_specs, strict=True))
         assert [param.to_local().shape for param in block.sharded] == shapes
-    descriptions = {id(frame.description) for group in (root, first) for frame in group.frames}
-    assert len(descriptions) == len(root.frames) + len(first.frames)  # each parameter its own
+    descriptions = {id(shard_spec.description) for group in (root, first) for shard_spec in group.shard_specs}
+    assert len(descriptions) == len(root.shard_specs) + len(first.shard_specs)  # each parameter its own
 
 
 @on_ranks(2)

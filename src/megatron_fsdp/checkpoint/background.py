@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.comm.agreement import world_size_of
 from megatron_fsdp.comm.groups import duplicate_group
-from megatron_fsdp.dtensor.frame import carry_description
+from megatron_fsdp.dtensor.shard_spec import carry_description
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError
 
@@ -142,7 +142,7 @@ def _like(tensor: torch.Tensor, staged: Mapping[Any, torch.Tensor]) -> torch.Ten
     found = found.view(found.shape)
     carry_description(local, found)
     if isinstance(tensor, UnevenDTensor):
-        return UnevenDTensor.wrap(found, tensor.shard_frame)
+        return UnevenDTensor.wrap(found, tensor.shard_spec)
     # The constructor, since `from_local` would move the copy to the device of the mesh.
     return DTensor(found, tensor._spec, requires_grad=False)
 

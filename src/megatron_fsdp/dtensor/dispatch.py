@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.reduction import (
     Combine,
     ReducedScalar,
@@ -24,6 +23,7 @@ from megatron_fsdp.dtensor.reduction import (
     unite_gradients,
     wide,
 )
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 
@@ -69,9 +69,9 @@ def _numbers(
     made = []
     for tensor, reduction, value in zip(tensors, reductions, resolve(reductions), strict=True):
         unite = None
-        if isinstance(tensor, UnevenDTensor) and tensor.requires_grad and tensor.shard_frame.shard_groups:
-            frame = tensor.shard_frame
-            unite = functools.partial(unite_gradients, groups=frame.shard_groups, adds_up=frame.adds_up)
+        if isinstance(tensor, UnevenDTensor) and tensor.requires_grad and tensor.shard_spec.shard_groups:
+            spec = tensor.shard_spec
+            unite = functools.partial(unite_gradients, groups=spec.shard_groups, adds_up=spec.adds_up)
         made.append(ReducedScalar.of(value, reduction, unite, tensor.ndim if keepdim else 0))
     return made
 
@@ -92,14 +92,14 @@ def _total(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
         raise ShardOperationError(
             f"{func} over dim={named.get('dim')}, keepdim={named.get('keepdim')} cannot run on a tensor of shape "
             f"{tuple(tensor.shape)} that is sharded over ranks; reduce all dimensions, or use full_tensor()"
-            f"{tensor.shard_frame.advice}"
+            f"{tensor.shard_spec.advice}"
         )
     return _numbers([tensor], [_reduction(_name(func), tensor, named)], bool(named.get("keepdim")))[0]
 
 
 def _reduction(name: str, tensor: UnevenDTensor, named: dict[str, Any]) -> Reduction:
     """Return the unresolved reduction of all elements, with this rank's part."""
-    local, groups, dtype = tensor._local_tensor, tensor.shard_frame.groups, named.get("dtype") or tensor.dtype
+    local, groups, dtype = tensor._local_tensor, tensor.shard_spec.groups, named.get("dtype") or tensor.dtype
     match name:
         case "all":
             return Reduction(-local.all().to(torch.int64), Combine.MAX, groups, torch.bool, negate=True)
@@ -142,8 +142,8 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
     parts = norm_parts([_local(each) for each in tensors], order, wide(dtype or tensors[0].dtype))
     made = []
     for each, part in zip(tensors, parts, strict=True):
-        frame = each.shard_frame if isinstance(each, UnevenDTensor) else None
-        groups, further = (frame.groups, frame.foreign_groups) if frame is not None else ((), ())
+        spec = each.shard_spec if isinstance(each, UnevenDTensor) else None
+        groups, further = (spec.groups, spec.foreign_groups) if spec is not None else ((), ())
         made.append(norm_reduction(part, order, groups, dtype or each.dtype, further))
     return made
 
@@ -153,48 +153,48 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
     first, second, *rest = args
     if first.shape != second.shape:
         return False if _name(func) == "equal" else _refuse(func, args, kwargs)
-    frame = _frame_of_result((first, second), {})
-    agree = func(*(_cut_alike(frame, each) for each in (first, second)), *rest, **kwargs)
+    spec = _spec_of_result((first, second), {})
+    agree = func(*(_cut_alike(spec, each) for each in (first, second)), *rest, **kwargs)
     part = torch.tensor(-int(agree), device=first.device)
-    return bool(resolve([Reduction(part, Combine.MAX, frame.groups, torch.bool, negate=True)])[0])
+    return bool(resolve([Reduction(part, Combine.MAX, spec.groups, torch.bool, negate=True)])[0])
 
 
-def _cut_alike(frame: ShardFrame, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of a tensor resharded as `frame`; gathers it if it is cut differently."""
-    if isinstance(value, UnevenDTensor) and value.shard_frame == frame:
+def _cut_alike(spec: ShardSpec, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements of a tensor resharded as `spec`; gathers it if it is cut differently."""
+    if isinstance(value, UnevenDTensor) and value.shard_spec == spec:
         return value._local_tensor
-    return frame.take(value.full_tensor() if isinstance(value, DTensor) else value)
+    return spec.take(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
-def local_operand(frame: ShardFrame, value: Any, func: Any, elementwise: bool = True) -> Any:
-    """Return the elements of an operand that go with this rank's shard of a tensor cut as `frame`."""
+def local_operand(spec: ShardSpec, value: Any, func: Any, elementwise: bool = True) -> Any:
+    """Return the elements of an operand that go with this rank's shard of a tensor cut as `spec`."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, ReducedScalar):
         return plain(value).reshape(())
     if not isinstance(value, DTensor):
-        return _part_of_plain(frame, value, func, elementwise)
+        return _part_of_plain(spec, value, func, elementwise)
     if isinstance(value, UnevenDTensor):
-        if value.shard_frame is frame or value.shard_frame == frame:
+        if value.shard_spec is spec or value.shard_spec == spec:
             return value._local_tensor
-        is_whole = value.shard_frame.is_whole
+        is_whole = value.shard_spec.is_whole
     else:
-        is_whole = _is_replicated(value) and (not value.ndim or value.device_mesh == frame.mesh)
+        is_whole = _is_replicated(value) and (not value.ndim or value.device_mesh == spec.mesh)
     if not is_whole:
         raise ShardOperationError(
-            f"{func} mixes tensors that are cut differently: shape {tuple(frame.shape)} with placements "
-            f"{frame.placements}, and shape {tuple(value.shape)} with placements {value.placements}; bring both to "
+            f"{func} mixes tensors that are cut differently: shape {tuple(spec.shape)} with placements "
+            f"{spec.placements}, and shape {tuple(value.shape)} with placements {value.placements}; bring both to "
             "whole tensors by full_tensor(), or the second to Replicate on the same mesh"
         )
     full = value._local_tensor
-    return frame.take(full) if full.ndim else full
+    return spec.take(full) if full.ndim else full
 
 
 def _is_replicated(value: DTensor) -> bool:
     return all(placement.is_replicate() for placement in value.placements)
 
 
-def _part_of_plain(frame: ShardFrame, value: torch.Tensor, func: Any, elementwise: bool) -> torch.Tensor:
+def _part_of_plain(spec: ShardSpec, value: torch.Tensor, func: Any, elementwise: bool) -> torch.Tensor:
     if value.ndim == 0:
         return value
     # Whether autograd calls: its full-size tensors come from reductions, the same on every rank.
@@ -203,68 +203,68 @@ def _part_of_plain(frame: ShardFrame, value: torch.Tensor, func: Any, elementwis
     spreads = elementwise or in_backward
     if spreads and value.numel() and all(length == 1 or stride == 0 for length, stride in lengths):
         one = value[(0,) * value.ndim]  # one number, expanded, as the gradients of sums are
-        return one.expand(frame.description.local_shape) if frame.shape else one
+        return one.expand(spec.description.local_shape) if spec.shape else one
     if in_backward:
-        return frame.take(value)
+        return spec.take(value)
     raise ShardOperationError(
-        f"{func} mixes a tensor of shape {tuple(frame.shape)} that is sharded over ranks with a plain tensor of shape "
+        f"{func} mixes a tensor of shape {tuple(spec.shape)} that is sharded over ranks with a plain tensor of shape "
         f"{tuple(value.shape)}, of which nothing says that it is the same on every rank; wrap it by "
         "DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim), or compute on to_local()"
-        f"{frame.advice}"
+        f"{spec.advice}"
     )
 
 
 # Operations on lists of tensors, which optimizers and clipping use.
 
-Frames = list[ShardFrame | None]
+Specs = list[ShardSpec | None]
 
 
 def elementwise_on_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a `_foreach_*` or `_fused_*` operation on the local tensors of its lists."""
-    frames: Frames | None = None
+    specs: Specs | None = None
     for arg in args:
         if isinstance(arg, list | tuple) and any(isinstance(each, UnevenDTensor) for each in arg):
-            frames = [each.shard_frame if isinstance(each, UnevenDTensor) else None for each in arg]
+            specs = [each.shard_spec if isinstance(each, UnevenDTensor) else None for each in arg]
             break
-    if frames is None:
+    if specs is None:
         raise ShardOperationError(f"{func} mixes a list of plain tensors with a sharded tensor; give one sort")
-    inner = [_local_argument(func, arg, frames) for arg in args]
-    result = func(*inner, **{key: _local_argument(func, arg, frames) for key, arg in kwargs.items()})
-    return _wrap(result, frames)
+    inner = [_local_argument(func, arg, specs) for arg in args]
+    result = func(*inner, **{key: _local_argument(func, arg, specs) for key, arg in kwargs.items()})
+    return _wrap(result, specs)
 
 
-def _local_argument(func: Any, arg: Any, frames: Frames) -> Any:
+def _local_argument(func: Any, arg: Any, specs: Specs) -> Any:
     if isinstance(arg, list | tuple):
-        return [_local_element(func, each, frames, index) for index, each in enumerate(arg)]
+        return [_local_element(func, each, specs, index) for index, each in enumerate(arg)]
     if isinstance(arg, UnevenDTensor):
-        if not arg.shard_frame.is_whole:
+        if not arg.shard_spec.is_whole:
             raise ShardOperationError(f"{func}: a single tensor beside lists must not be sharded over ranks")
         return arg._local_tensor
     return plain(arg)
 
 
-def _local_element(func: Any, each: Any, frames: Frames, index: int) -> Any:
+def _local_element(func: Any, each: Any, specs: Specs, index: int) -> Any:
     if type(each) is UnevenDTensor:
-        frame = frames[index]
-        if each.shard_frame is frame:
+        spec = specs[index]
+        if each.shard_spec is spec:
             return each._local_tensor
     if not isinstance(each, torch.Tensor) or (each.ndim == 0 and not isinstance(each, UnevenDTensor)):
         return plain(each)
-    frame = frames[index] if index < len(frames) else None
-    if frame is None:
+    spec = specs[index] if index < len(specs) else None
+    if spec is None:
         if isinstance(each, UnevenDTensor):
             raise ShardOperationError(f"{func} mixes plain and sharded tensors at place {index} of its lists")
         return each
-    return local_operand(frame, each, func)
+    return local_operand(spec, each, func)
 
 
-def _wrap(result: Any, frames: Frames) -> Any:
+def _wrap(result: Any, specs: Specs) -> Any:
     if not isinstance(result, list | tuple):
         return result
     if result and isinstance(result[0], list | tuple):
-        return type(result)(_wrap(each, frames) for each in result)
+        return type(result)(_wrap(each, specs) for each in result)
     return type(result)(
-        each if frame is None else UnevenDTensor.wrap(each, frame) for each, frame in zip(result, frames, strict=True)
+        each if spec is None else UnevenDTensor.wrap(each, spec) for each, spec in zip(result, specs, strict=True)
     )
 
 
@@ -276,7 +276,7 @@ def unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         group.group_name: group
         for each in grads
         if isinstance(each, UnevenDTensor)
-        for group in each.shard_frame.all_groups
+        for group in each.shard_spec.all_groups
     }
     for name in sorted(groups):
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=groups[name])
@@ -341,16 +341,16 @@ def _unless_whole(rule: Rule, reduces: bool = False) -> Rule:
     def either(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if reduces and is_total(func, args, kwargs):
             return rule(func, args, kwargs)
-        frames = _frames(args, kwargs)
-        if all(frame.is_whole for frame in frames):
-            return _on_whole(func, args, kwargs, frames[0], elementwise=False)
+        specs = _specs(args, kwargs)
+        if all(spec.is_whole for spec in specs):
+            return _on_whole(func, args, kwargs, specs[0], elementwise=False)
         return rule(func, args, kwargs)
 
     return either
 
 
-def _frames(args: Args, kwargs: Kwargs) -> list[ShardFrame]:
-    return [leaf.shard_frame for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, UnevenDTensor)]
+def _specs(args: Args, kwargs: Kwargs) -> list[ShardSpec]:
+    return [leaf.shard_spec for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, UnevenDTensor)]
 
 
 # ---- elementwise ----------------------------------------------------------------------------------------------------
@@ -360,19 +360,19 @@ def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     target = _written(func, args, kwargs)
     if target is not None:
         if not isinstance(target, UnevenDTensor):  # into another kind of tensor, such as a plain one
-            if not all(frame.is_whole for frame in _frames(args, kwargs)):
+            if not all(spec.is_whole for spec in _specs(args, kwargs)):
                 return _refuse(func, args, kwargs)
             func(*tree_map(_local, args), **tree_map(_local, kwargs))
             return target
-        frame = target.shard_frame
+        spec = target.shard_spec
     else:
-        frame = _frame_of_result(args, kwargs)
-    if frame.is_whole:
-        return _on_whole(func, args, kwargs, frame)
-    inner = [local_operand(frame, arg, func) for arg in args]
-    named = {key: local_operand(frame, arg, func) for key, arg in kwargs.items() if key != "memory_format"}
+        spec = _spec_of_result(args, kwargs)
+    if spec.is_whole:
+        return _on_whole(func, args, kwargs, spec)
+    inner = [local_operand(spec, arg, func) for arg in args]
+    named = {key: local_operand(spec, arg, func) for key, arg in kwargs.items() if key != "memory_format"}
     result = func(*inner, **named)
-    return target if target is not None else _wrapped(func, result, frame)
+    return target if target is not None else _wrapped(func, result, spec)
 
 
 def _written(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -383,54 +383,54 @@ def _written(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return args[0] if name.endswith("_") and not name.endswith("__") else None
 
 
-def _frame_of_result(args: Args, kwargs: Kwargs) -> ShardFrame:
+def _spec_of_result(args: Args, kwargs: Kwargs) -> ShardSpec:
     found = None
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, UnevenDTensor):
-            if not arg.shard_frame.is_whole:
-                return arg.shard_frame
+            if not arg.shard_spec.is_whole:
+                return arg.shard_spec
             if found is None or arg.ndim > len(found.shape):
-                found = arg.shard_frame
+                found = arg.shard_spec
     if found is None:
-        found = _frames(args, kwargs)[0]
+        found = _specs(args, kwargs)[0]
     return found
 
 
-def _wrapped(func: Any, result: Any, frame: ShardFrame) -> Any:
+def _wrapped(func: Any, result: Any, spec: ShardSpec) -> Any:
     if isinstance(result, torch.Tensor):
-        if result.shape != frame.description.local_shape:
+        if result.shape != spec.description.local_shape:
             raise ShardOperationError(
-                f"{func} would broadcast shards of a tensor of shape {tuple(frame.shape)} to another shape, which "
+                f"{func} would broadcast shards of a tensor of shape {tuple(spec.shape)} to another shape, which "
                 "only whole tensors can: use full_tensor(), or redistribute to Replicate"
             )
-        return UnevenDTensor.wrap(result, frame)
+        return UnevenDTensor.wrap(result, spec)
     if isinstance(result, tuple | list):
-        return type(result)(_wrapped(func, each, frame) for each in result)
+        return type(result)(_wrapped(func, each, spec) for each in result)
     return result
 
 
 # ---- whole on every rank --------------------------------------------------------------------------------------------
 
 
-def _on_whole(func: Any, args: Args, kwargs: Kwargs, frame: ShardFrame, elementwise: bool = True) -> Any:
+def _on_whole(func: Any, args: Args, kwargs: Kwargs, spec: ShardSpec, elementwise: bool = True) -> Any:
     """Run any operation on replicated tensors."""
     target = _written(func, args, kwargs)
-    operand = functools.partial(_whole_operand, frame, func, elementwise)
+    operand = functools.partial(_whole_operand, spec, func, elementwise)
     result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
     if target is not None:
         return target
 
     def rewrapped(value: Any) -> Any:
-        return UnevenDTensor.wrap(value, frame.whole_like(value.shape)) if isinstance(value, torch.Tensor) else value
+        return UnevenDTensor.wrap(value, spec.whole_like(value.shape)) if isinstance(value, torch.Tensor) else value
 
     return tree_map(rewrapped, result)
 
 
-def _whole_operand(frame: ShardFrame, func: Any, elementwise: bool, value: Any) -> Any:
-    is_whole = isinstance(value, UnevenDTensor) and value.shard_frame.is_whole
+def _whole_operand(spec: ShardSpec, func: Any, elementwise: bool, value: Any) -> Any:
+    is_whole = isinstance(value, UnevenDTensor) and value.shard_spec.is_whole
     if is_whole or (isinstance(value, DTensor) and _is_replicated(value)):
         return value._local_tensor
-    return local_operand(frame, value, func, elementwise)
+    return local_operand(spec, value, func, elementwise)
 
 
 # ---- single operations ----------------------------------------------------------------------------------------------
@@ -444,16 +444,16 @@ def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if any(isinstance(arg, UnevenDTensor) for arg in args[1:]):
         return _refuse(func, args, kwargs)
     named = {key: arg for key, arg in kwargs.items() if key != "memory_format"}
-    piece = tensor.shard_frame.take(func(drawn, *args[1:], **named))
+    piece = tensor.shard_spec.take(func(drawn, *args[1:], **named))
     if _name(func) in _DRAWS:
-        return UnevenDTensor.wrap(piece.clone(), tensor.shard_frame)
+        return UnevenDTensor.wrap(piece.clone(), tensor.shard_spec)
     tensor._local_tensor.copy_(piece)
     return tensor
 
 
 def _alias(_func: Any, args: Args, _kwargs: Kwargs) -> Any:
     """Return an alias of the same local tensor; an assignment to `data` moves it for all aliases."""
-    return UnevenDTensor.wrap(args[0]._local_tensor, args[0].shard_frame)
+    return UnevenDTensor.wrap(args[0]._local_tensor, args[0].shard_spec)
 
 
 def _refuse_reshaping(func: Any, args: Args, _kwargs: Kwargs) -> Any:
@@ -480,18 +480,18 @@ def _same_shape_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _new(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `new_zeros` and the like for the tensor's own shape."""
     tensor, size, *rest = args
-    frame = tensor.shard_frame
-    if list(size) != list(tensor.shape) or frame.is_whole:
+    spec = tensor.shard_spec
+    if list(size) != list(tensor.shape) or spec.is_whole:
         return _unless_whole(_refuse)(func, args, kwargs)
     if func._schema.name == "aten::new_empty_strided":
-        return UnevenDTensor.wrap(tensor._local_tensor.new_empty(frame.description.local_shape, **kwargs), frame)
-    return UnevenDTensor.wrap(func(tensor._local_tensor, frame.description.local_shape, *rest, **kwargs), frame)
+        return UnevenDTensor.wrap(tensor._local_tensor.new_empty(spec.description.local_shape, **kwargs), spec)
+    return UnevenDTensor.wrap(func(tensor._local_tensor, spec.description.local_shape, *rest, **kwargs), spec)
 
 
 def _local_only(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on the local tensor's memory (not its elements)."""
     result = func(*tree_map(_local, args), **kwargs)
-    return UnevenDTensor.wrap(result, args[0].shard_frame) if isinstance(result, torch.Tensor) else result
+    return UnevenDTensor.wrap(result, args[0].shard_spec) if isinstance(result, torch.Tensor) else result
 
 
 def _local(value: Any) -> Any:
@@ -503,12 +503,12 @@ def _refuse(func: Any, args: Args, kwargs: Kwargs) -> Any:
         result = func.decompose(*args, **kwargs)  # under inference mode, composite operations arrive here undecomposed
         if result is not NotImplemented:
             return result
-    frames = _frames(args, kwargs)
-    shapes = [tuple(frame.shape) for frame in frames]
+    specs = _specs(args, kwargs)
+    shapes = [tuple(spec.shape) for spec in specs]
     raise ShardOperationError(
         f"{func} cannot run on tensors that are sharded over ranks (shape {shapes[0] if shapes else '?'}): elementwise "
         "operations between tensors cut alike and reductions to one number can; use full_tensor() for the whole "
-        f"tensor, or to_local() for this rank's elements{frames[0].advice if frames else ''}"
+        f"tensor, or to_local() for this rank's elements{specs[0].advice if specs else ''}"
     )
 
 

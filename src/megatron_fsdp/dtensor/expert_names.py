@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.sharding.expert_names import ExpertPlan
 
@@ -17,8 +17,8 @@ class ExpertNames:
 
     def __init__(self, plan: ExpertPlan | None = None) -> None:
         self.plan = plan  # the experts of all ranks; None where no ranks hold other experts
-        # of parameters that are saved in another frame, by name on this rank: the frame here and that one
-        self.frames: dict[str, tuple[ShardFrame, ShardFrame]] = {}
+        # of parameters that are saved in another spec, by name on this rank: the spec here and that one
+        self.specs: dict[str, tuple[ShardSpec, ShardSpec]] = {}
 
     @property
     def is_trivial(self) -> bool:
@@ -34,15 +34,15 @@ class ExpertNames:
         return name if self.plan is None else self.plan.to_local(name)
 
     def as_saved(self, name: str, value: Any) -> Any:
-        """Return a tensor that is cut as parameter `name` in the frame in which it is saved; it shares its memory."""
-        own, saved = self.frames.get(name, (None, None))
-        return _reframed(value, own, saved)
+        """Return a tensor that is cut as parameter `name` in the spec in which it is saved; it shares its memory."""
+        own, saved = self.specs.get(name, (None, None))
+        return _recut(value, own, saved)
 
     def as_held(self, name: str, value: Any) -> Any:
-        """Return a loaded tensor in this rank's frame; from a whole tensor of all experts, this rank's part."""
-        own, saved = self.frames.get(name, (None, None))
+        """Return a loaded tensor in this rank's spec; from a whole tensor of all experts, this rank's part."""
+        own, saved = self.specs.get(name, (None, None))
         if own is None or saved is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            return _reframed(value, saved, own)
+            return _recut(value, saved, own)
         cut = saved.description.tensor_cut
         if cut is None or not value.shape == saved.shape != own.shape:
             return value
@@ -50,14 +50,14 @@ class ExpertNames:
         return value.narrow(cut.dim, start, stop - start)
 
 
-def _reframed(value: Any, old: ShardFrame | None, new: ShardFrame | None) -> Any:
-    if old is None or new is None or not isinstance(value, UnevenDTensor) or value.shard_frame != old:
+def _recut(value: Any, old: ShardSpec | None, new: ShardSpec | None) -> Any:
+    if old is None or new is None or not isinstance(value, UnevenDTensor) or value.shard_spec != old:
         return value
     return UnevenDTensor.wrap(value._local_tensor, new)
 
 
 def described(value: Any) -> Any:
     """Attach chunk functions to a shard; return anything else unchanged."""
-    if isinstance(value, UnevenDTensor) and not value.shard_frame.is_whole:
-        describe_chunks(value, value.shard_frame)
+    if isinstance(value, UnevenDTensor) and not value.shard_spec.is_whole:
+        describe_chunks(value, value.shard_spec)
     return value

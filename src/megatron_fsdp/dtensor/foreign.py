@@ -14,7 +14,7 @@ from megatron_fsdp.sharding.shards import Box
 def boxes_here(tensor: DTensor) -> tuple[Box, ...]:
     """Return this rank's boxes, in the order of the local elements; collective for tensors without a description."""
     if isinstance(tensor, UnevenDTensor):
-        return tensor.shard_frame.description.boxes()
+        return tensor.shard_spec.description.boxes()
     local = tensor._local_tensor
     if hasattr(local, "__create_chunk_list__"):
         return tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in local.__create_chunk_list__())

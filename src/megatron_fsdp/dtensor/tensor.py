@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.utils import _sync_module_states
 
-from megatron_fsdp.dtensor.frame import LocalChunks, ShardFrame, gather_full, no_write_items
 from megatron_fsdp.dtensor.reduction import unite_gradients
+from megatron_fsdp.dtensor.shard_spec import LocalChunks, ShardSpec, gather_full, no_write_items
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from megatron_fsdp.sharding.shards import BufferCut, ListedCut, MeshUse, ShardDescription, TensorParallelCut
 
@@ -53,33 +53,33 @@ class UnevenDTensor(DTensor):
     by the true cut; everything else raises. Where every rank holds the whole tensor, any operation is allowed.
 
     Attributes:
-        shard_frame: How it is cut, and over which ranks.
+        shard_spec: How it is cut, and over which ranks.
         used_for: Of a gradient that an optimizer has used in backward, the name of its parameter; then nobody may write
             to it.
     """
 
-    shard_frame: ShardFrame
+    shard_spec: ShardSpec
     used_for = ""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing, as torch's constructor needs; use `wrap`."""
 
     @classmethod
-    def wrap(cls, local: torch.Tensor, frame: ShardFrame, requires_grad: bool = False) -> UnevenDTensor:
+    def wrap(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> UnevenDTensor:
         """Wrap this rank's elements; no copy, no communication."""
-        made: UnevenDTensor = cls(local, frame.spec(local.dtype), requires_grad=requires_grad)
-        made.shard_frame = frame
+        made: UnevenDTensor = cls(local, spec.dtensor_spec(local.dtype), requires_grad=requires_grad)
+        made.shard_spec = spec
         return made
 
     @classmethod
-    def as_parameter(cls, local: torch.Tensor, frame: ShardFrame, requires_grad: bool) -> nn.Parameter:
+    def as_parameter(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool) -> nn.Parameter:
         """Wrap this rank's elements as a parameter, without the second tensor that `nn.Parameter` would make."""
-        made: Any = cls.wrap(local, frame, requires_grad)
+        made: Any = cls.wrap(local, spec, requires_grad)
         made._is_param = True
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        start, stop = self.shard_frame.description.local_range
+        start, stop = self.shard_spec.description.local_range
         return (
             f"UnevenDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self.placements}, "
             f"local={self._local_tensor}, elements=[{start}, {stop}))"
@@ -118,7 +118,7 @@ class UnevenDTensor(DTensor):
                     f"be assigned at any time, but the {word} of a parameter is changed before the model is sharded"
                 )
         with torch.no_grad():
-            source = as_sharded(value.detach(), self.shard_frame)
+            source = as_sharded(value.detach(), self.shard_spec)
             self._local_tensor = kept.data  # the memory, without its aliases
             torch._C._autograd._unsafe_set_version_counter((self._local_tensor,), (kept._version,))
             kept.data = kept.clone()
@@ -217,7 +217,7 @@ class UnevenDTensor(DTensor):
         if not self.is_leaf:
             raise RuntimeError("only leaves can be deep-copied; detach the tensor first")
         made = _rebuild(
-            self._local_tensor.detach().clone(), self.shard_frame, self.requires_grad, isinstance(self, nn.Parameter)
+            self._local_tensor.detach().clone(), self.shard_spec, self.requires_grad, isinstance(self, nn.Parameter)
         )
         memo[id(self)] = made
         if self.grad is not None:
@@ -230,10 +230,10 @@ class UnevenDTensor(DTensor):
         return made
 
     def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:
-        frame = self.shard_frame
+        spec = self.shard_spec
         local = self._local_tensor.detach().clone()
         is_parameter = isinstance(self, nn.Parameter)
-        return _unpickle, (local, frame.mesh, frame.description, self.requires_grad, is_parameter)
+        return _unpickle, (local, spec.mesh, spec.description, self.requires_grad, is_parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if TracingContext.try_get() is not None:
@@ -242,19 +242,19 @@ class UnevenDTensor(DTensor):
                 "compiles itself (such as torchao's AdamW8bit): use an optimizer of torch.optim or megatron_fsdp's own "
                 "AdamW8bit, and compile units before fully_shard"
             )
-        return ["_local_tensor"], (self.shard_frame, self.requires_grad)
+        return ["_local_tensor"], (self.shard_spec, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, torch.Tensor], flatten_spec: Any, _outer_size: Any, _outer_stride: Any
     ) -> UnevenDTensor:
-        frame, requires_grad = flatten_spec
-        return UnevenDTensor.wrap(inner_tensors["_local_tensor"], frame, requires_grad)
+        spec, requires_grad = flatten_spec
+        return UnevenDTensor.wrap(inner_tensors["_local_tensor"], spec, requires_grad)
 
     # ---- what torch.distributed.checkpoint asks ---------------------------------------------------------------------
 
     def _chunks(self) -> LocalChunks:
-        return LocalChunks.in_frame(self._local_tensor, self.shard_frame)
+        return LocalChunks.of_spec(self._local_tensor, self.shard_spec)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return self._chunks().chunk_list()
@@ -266,11 +266,11 @@ class UnevenDTensor(DTensor):
         return self._chunks().shard_at(self._local_tensor, index)
 
 
-_OWN = frozenset({"shard_frame", "_is_param"})
+_OWN = frozenset({"shard_spec", "_is_param"})
 
 
-def _rebuild(local: torch.Tensor, frame: ShardFrame, requires_grad: bool, is_parameter: bool) -> UnevenDTensor:
-    made = UnevenDTensor.wrap(local, frame)
+def _rebuild(local: torch.Tensor, spec: ShardSpec, requires_grad: bool, is_parameter: bool) -> UnevenDTensor:
+    made = UnevenDTensor.wrap(local, spec)
     if is_parameter:
         return nn.Parameter(made, requires_grad=requires_grad)  # type: ignore[return-value]
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
@@ -280,9 +280,9 @@ def _unpickle(
     local: torch.Tensor, mesh: DeviceMesh, description: ShardDescription, requires_grad: bool, is_parameter: bool
 ) -> UnevenDTensor:
     """Rebuild a tensor of the rank that pickled it, whatever rank this is."""
-    frame = ShardFrame(mesh, description)
-    frame.is_from_file = True
-    return _rebuild(local, frame, requires_grad, is_parameter)
+    spec = ShardSpec(mesh, description)
+    spec.is_from_file = True
+    return _rebuild(local, spec, requires_grad, is_parameter)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -290,12 +290,12 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
-        ctx.frame = tensor.shard_frame
+        ctx.spec = tensor.shard_spec
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return UnevenDTensor.wrap(grad.contiguous(), ctx.frame)
+        return UnevenDTensor.wrap(grad.contiguous(), ctx.spec)
 
 
 class _FullTensor(torch.autograd.Function):
@@ -303,13 +303,13 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
-        ctx.frame = tensor.shard_frame
-        return gather_full(tensor._local_tensor, tensor.shard_frame)
+        ctx.spec = tensor.shard_spec
+        return gather_full(tensor._local_tensor, tensor.shard_spec)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        united = unite_gradients(grad, ctx.frame.shard_groups, ctx.frame.adds_up)
-        return UnevenDTensor.wrap(ctx.frame.take(united).contiguous(), ctx.frame)
+        united = unite_gradients(grad, ctx.spec.shard_groups, ctx.spec.adds_up)
+        return UnevenDTensor.wrap(ctx.spec.take(united).contiguous(), ctx.spec)
 
 
 class _Probe(DTensor):
@@ -380,11 +380,11 @@ def _of_the_whole(initialize: Callable[..., torch.Tensor]) -> Callable[..., torc
 
     @functools.wraps(initialize)
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not isinstance(tensor, UnevenDTensor) or tensor.shard_frame.is_whole:
+        if not isinstance(tensor, UnevenDTensor) or tensor.shard_spec.is_whole:
             return initialize(tensor, *args, **kwargs)
         whole = initialize(tensor._local_tensor.new_empty(tensor.shape), *args, **kwargs)
         with torch.no_grad():
-            return tensor.copy_(as_sharded(whole, tensor.shard_frame))
+            return tensor.copy_(as_sharded(whole, tensor.shard_spec))
 
     return run
 
@@ -450,12 +450,12 @@ def _cut_as_ours(
             shard, full = found
             fits = full.shape == shard.shape
             if fits:
-                shard._local_tensor.copy_(shard.shard_frame.take(full))
+                shard._local_tensor.copy_(shard.shard_spec.take(full))
             local_state_dict[key] = shard if fits else full  # a misfit, which `load_state_dict` refuses or handles
     distribute(local_state_dict, keys, *args, **kwargs)
 
 
-def as_sharded(grad: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
+def as_sharded(grad: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Reshard a gradient like its parameter.
 
     The backward of a reduction gives gradients of the global shape, the same on every rank; each rank keeps its own
@@ -470,4 +470,4 @@ def as_sharded(grad: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
                 "redistribute it to Replicate first"
             )
         grad = grad._local_tensor
-    return UnevenDTensor.wrap(frame.take(grad).contiguous(), frame)
+    return UnevenDTensor.wrap(spec.take(grad).contiguous(), spec)

@@ -32,7 +32,7 @@ from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.offload import Offload, offload_by_unit
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import Layout, plan_layout
@@ -338,8 +338,8 @@ class GroupPlan:
         """Bytes of the full gradients in the communication dtype; 0 for a frozen group."""
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0
 
-    def frame(self, index: int) -> ShardFrame:
-        """Return the shard frame of tensor `index`, which its main weight, gradient and state share."""
+    def shard_spec(self, index: int) -> ShardSpec:
+        """Return the shard spec of tensor `index`, which its main weight, gradient and state share."""
         part, layouts = self.parts[index], self.layouts_by_part
         is_sharded = [placement is Placement.SHARD for placement in self.placements.main_weight]
         use = MeshUse(
@@ -354,7 +354,7 @@ class GroupPlan:
         if part is not None and isinstance(part.placement, Shard):
             dim = part.placement.dim
             tensor_cut = TensorParallelCut.by_chunk(part.shape[dim], use.num_parts, dim)
-        return ShardFrame(
+        return ShardSpec(
             self.mesh,
             ShardDescription(
                 shape=self.layout.shapes[index] if part is None else tuple(part.shape),

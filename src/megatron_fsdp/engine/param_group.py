@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import address_of, addresses_of, has_values
 from megatron_fsdp.config.precision import ResolvedPrecision
-from megatron_fsdp.dtensor.frame import ShardFrame, describe_chunks
 from megatron_fsdp.dtensor.reduction import unite_gradients
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, describe_chunks
 from megatron_fsdp.dtensor.tensor import DATA, UnevenDTensor, as_sharded, register_with_torch
 from megatron_fsdp.engine.gradients import (
     DECOUPLED,
@@ -206,7 +206,7 @@ class ParameterGroup:
         self,
         plan: GroupPlan,
         originals: Sequence[nn.Parameter],
-        frames: tuple[ShardFrame, ...],
+        shard_specs: tuple[ShardSpec, ...],
         memory: torch.Tensor | None,
         quantizer: WeightQuantizer | None,
     ) -> None:
@@ -223,11 +223,11 @@ class ParameterGroup:
         self._placeholder: torch.Tensor | None = None
         self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
         register_with_torch()
-        self.frames = frames  # for each parameter the elements that every rank holds
+        self.shard_specs = shard_specs  # for each parameter the elements that every rank holds
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self._hooked: set[int] = set()  # parameters that have one
         pieces = self.weights.main.pieces()
-        self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, frames, originals))
+        self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, shard_specs, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
         self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
@@ -366,8 +366,8 @@ class ParameterGroup:
         self.plan = plan
         if self.weights.make_main(plan):
             pieces = self.weights.main.pieces()
-            for param, piece, frame in zip(self.sharded, pieces, self.frames, strict=True):
-                self._move(param, piece, frame)
+            for param, piece, shard_spec in zip(self.sharded, pieces, self.shard_specs, strict=True):
+                self._move(param, piece, shard_spec)
             self._pointers = self._find_pointers()
             self.note_installed()
         self.state_memory = self._make_state_memory()
@@ -382,11 +382,11 @@ class ParameterGroup:
         return StateMemory(plan.layout, self.weights.main.region, plan.device)
 
     @staticmethod
-    def _move(param: nn.Parameter, piece: torch.Tensor, frame: ShardFrame) -> None:
+    def _move(param: nn.Parameter, piece: torch.Tensor, shard_spec: ShardSpec) -> None:
         """Move a sharded parameter into other memory, maybe of another dtype; it stays the same object."""
         moved: Any = param
-        DATA.__set__(moved, UnevenDTensor.wrap(piece.data, frame))  # sets the dtype that torch sees
-        moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
+        DATA.__set__(moved, UnevenDTensor.wrap(piece.data, shard_spec))  # sets the dtype that torch sees
+        moved._local_tensor, moved._spec = piece.data, shard_spec.dtensor_spec(piece.dtype)
 
     def decouple_gradients(self) -> None:
         """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
@@ -414,12 +414,12 @@ class ParameterGroup:
 
     def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
         """Wrap the local shard of tensor `index` as a DTensor of its global shape; no communication, no copy."""
-        return UnevenDTensor.wrap(piece.view_as(piece), self.frames[index])
+        return UnevenDTensor.wrap(piece.view_as(piece), self.shard_specs[index])
 
     def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
         """Attach chunk functions to the local tensor of parameter `index`, or of its state."""
-        if not self.frames[index].is_whole:
-            describe_chunks(tensor, self.frames[index])
+        if not self.shard_specs[index].is_whole:
+            describe_chunks(tensor, self.shard_specs[index])
         return tensor
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
@@ -497,10 +497,12 @@ class ParameterGroup:
             arrives = functools.partial(_of_autograd, weakref.ref(self), weakref.ref(param), index)
             self.own_hooks.add(param.register_hook(arrives).id)
 
-    def _make_sharded(self, index: int, piece: torch.Tensor, frame: ShardFrame, original: nn.Parameter) -> nn.Parameter:
+    def _make_sharded(
+        self, index: int, piece: torch.Tensor, shard_spec: ShardSpec, original: nn.Parameter
+    ) -> nn.Parameter:
         # No view: it would keep the buffer object alive and share its version counter, so that in-place gathers into
         # the rest of the buffer would count as changes of the parameter.
-        param = UnevenDTensor.as_parameter(piece.data, frame, original.requires_grad)
+        param = UnevenDTensor.as_parameter(piece.data, shard_spec, original.requires_grad)
         # Marks of the user have to survive, such as Megatron's `allreduce` and `sequence_parallel`.
         param.__dict__.update(original.__dict__)
         if original.requires_grad:
@@ -610,11 +612,11 @@ def _of_autograd(
     if alive is not None and alive.gradients is not None:  # else the model was deleted
         # Autograd adds what this returns to `.grad` in place. See Note [Who owns a main gradient].
         alive.gradients.detach_main_gradient(index, param)
-    frame = param.shard_frame
-    sharded_grad = as_sharded(grad, frame)  # the backward of a reduction gives gradients of the global shape
-    if not frame.copy_groups:
+    shard_spec = param.shard_spec
+    sharded_grad = as_sharded(grad, shard_spec)  # the backward of a reduction gives gradients of the global shape
+    if not shard_spec.copy_groups:
         return sharded_grad
-    return UnevenDTensor.wrap(unite_gradients(sharded_grad, frame.copy_groups, frame.adds_up), frame)
+    return UnevenDTensor.wrap(unite_gradients(sharded_grad, shard_spec.copy_groups, shard_spec.adds_up), shard_spec)
 
 
 def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:

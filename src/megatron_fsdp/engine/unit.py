@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.comm.streams import CommStream, Work
-from megatron_fsdp.dtensor.frame import OwningUnit
+from megatron_fsdp.dtensor.shard_spec import OwningUnit
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.memory_plan import outer_buffer_offsets, pack_bytes
@@ -97,8 +97,8 @@ class Unit:
         """Set the unit and the remedy that errors about sharded parameters name, where full ones are needed."""
         owner = OwningUnit(self.label, remedy)
         for group in self.groups:
-            for name, frame in zip(group.names, group.frames, strict=True):
-                frame.belongs = (name, owner)
+            for name, shard_spec in zip(group.names, group.shard_specs, strict=True):
+                shard_spec.belongs = (name, owner)
 
     def plan_buckets(self) -> None:
         """Place the buckets of all groups in one block; again after a change of the communication dtype."""

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_fsdp.comm.agreement import ask
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optim.full_tensor.exchange import Met, judge_met
@@ -126,10 +126,10 @@ class AdamW8bit(Optimizer):
         """Raise the error of any rank on all before scales of shared blocks are exchanged; collective if some are."""
         self._has_agreed = True
         live = [param for param in params_of(self) if isinstance(param, UnevenDTensor) and param.grad is not None]
-        frames = [param.shard_frame for param in live]
-        cuts = [(frame, (frame.description.cut, *frame.description.other_cuts)) for frame in frames]
+        specs = [param.shard_spec for param in live]
+        cuts = [(spec, (spec.description.cut, *spec.description.other_cuts)) for spec in specs]
         groups = dict.fromkeys(  # replicas, too, which may wait for these ranks later
-            group for frame, parts in cuts if any(map(_straddling, parts)) for group in frame.all_groups
+            group for spec, parts in cuts if any(map(_straddling, parts)) for group in spec.all_groups
         )
         ask([(group, Met.of(error)) for group in groups], judge_met, error)
         if error is not None:  # where nothing is shared
@@ -147,11 +147,11 @@ class AdamW8bit(Optimizer):
         found: dict[str, Any] = {_STEP: torch.tensor(0.0)}
         for codes, scales, code in zip(_CODES, _SCALES, zero, strict=True):
             if isinstance(param, UnevenDTensor):
-                frame = _frame_of_scales(param.shard_frame)
+                spec = _spec_of_scales(param.shard_spec)
                 local = torch.full_like(param._local_tensor, code, dtype=torch.uint8, requires_grad=False)
-                found[codes] = UnevenDTensor.wrap(local, param.shard_frame)
-                blank = local.new_zeros(frame.description.local_shape, dtype=torch.float32)
-                found[scales] = UnevenDTensor.wrap(blank, frame)
+                found[codes] = UnevenDTensor.wrap(local, param.shard_spec)
+                blank = local.new_zeros(spec.description.local_shape, dtype=torch.float32)
+                found[scales] = UnevenDTensor.wrap(blank, spec)
             else:
                 found[codes] = torch.full_like(param, code, dtype=torch.uint8, requires_grad=False)
                 found[scales] = torch.zeros(scales_shape(param.shape), device=param.device)
@@ -217,13 +217,13 @@ def _problem(param: Tensor) -> str | None:
     if not param.is_floating_point():
         return f"a parameter of {param.dtype}; give floating-point parameters"
     if isinstance(param, UnevenDTensor):
-        frame = param.shard_frame
-        if frame.foreign_groups and param.dim() > 2:
+        spec = param.shard_spec
+        if spec.foreign_groups and param.dim() > 2:
             return (
                 f"a stack of experts of shape {tuple(param.shape)} that expert-parallel ranks save as one tensor, "
                 "whose blocks no rank has; give it to AdamW, or keep one parameter for each expert"
             )
-        return None if scales_in_blocks(frame.description) is not None else _TENSOR_PARALLEL.format(tuple(param.shape))
+        return None if scales_in_blocks(spec.description) is not None else _TENSOR_PARALLEL.format(tuple(param.shape))
     if isinstance(param, DTensor):
         return (
             f"a DTensor of shape {tuple(param.shape)} that fully_shard has not made; give plain tensors, or parameters "
@@ -290,11 +290,11 @@ def _straddling(cut: Cut) -> tuple[int, ...]:
     return tuple(dict.fromkeys(edge // BLOCK for edge in edges if edge % BLOCK and edge < cut.numel))
 
 
-def _frame_of_scales(frame: ShardFrame) -> ShardFrame:
-    description = scales_in_blocks(frame.description)
+def _spec_of_scales(spec: ShardSpec) -> ShardSpec:
+    description = scales_in_blocks(spec.description)
     assert description is not None, "such a parameter was refused"
-    made = ShardFrame(frame.mesh, description)
-    made.belongs = frame.belongs
+    made = ShardSpec(spec.mesh, description)
+    made.belongs = spec.belongs
     return made
 
 
@@ -359,11 +359,11 @@ class _Piece:
         assert param.grad is not None
         self._group, self._state, self._count = group, state, float(state[_STEP]) + 1
         if isinstance(param, UnevenDTensor):
-            frame = param.shard_frame
-            description, self.groups = frame.description, frame.shard_groups
+            spec = param.shard_spec
+            description, self.groups = spec.description, spec.shard_groups
             self._start, self._stop = description.local_range
             self.straddling = _straddling(description.cut)
-            grad = as_sharded(param.grad, frame)
+            grad = as_sharded(param.grad, spec)
         else:
             self._start, self._stop, self.straddling, self.groups, grad = 0, param.numel(), (), (), param.grad
         self._weight, self._grad = _local_of(param), _local_of(grad).reshape(-1)
@@ -497,12 +497,12 @@ def _fitted(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     step = {_STEP: torch.as_tensor(state[_STEP], dtype=torch.float32, device="cpu").clone()}  # counted in place
     if not isinstance(param, UnevenDTensor):
         return step | {key: value.detach().to(param.device, copy=True) for key, value in found.items()}
-    frames = dict.fromkeys(_CODES, param.shard_frame) | dict.fromkeys(_SCALES, _frame_of_scales(param.shard_frame))
-    return step | {key: _cut(value, frames[key]).to(param.device) for key, value in found.items()}
+    specs = dict.fromkeys(_CODES, param.shard_spec) | dict.fromkeys(_SCALES, _spec_of_scales(param.shard_spec))
+    return step | {key: _cut(value, specs[key]).to(param.device) for key, value in found.items()}
 
 
-def _cut(value: Tensor, frame: ShardFrame) -> Tensor:
-    if isinstance(value, UnevenDTensor) and value.shard_frame == frame:
-        return UnevenDTensor.wrap(value._local_tensor.detach().clone(), frame)
+def _cut(value: Tensor, spec: ShardSpec) -> Tensor:
+    if isinstance(value, UnevenDTensor) and value.shard_spec == spec:
+        return UnevenDTensor.wrap(value._local_tensor.detach().clone(), spec)
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return UnevenDTensor.wrap(frame.take(whole).clone(), frame)
+    return UnevenDTensor.wrap(spec.take(whole).clone(), spec)

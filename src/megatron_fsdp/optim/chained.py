@@ -244,7 +244,7 @@ class ChainedStep(ExchangingStep):
     def _all_ranks(self, optimizer: Optimizer) -> list[Ranks]:
         """Return the ranks of all meshes, the most first, but for those that all belong to another mesh."""
         params = params_of(optimizer)
-        meshes = dict.fromkeys(param.shard_frame.mesh for param in params if isinstance(param, UnevenDTensor))
+        meshes = dict.fromkeys(param.shard_spec.mesh for param in params if isinstance(param, UnevenDTensor))
         found: dict[frozenset[int], Ranks] = {}
         for mesh in sorted(meshes, key=lambda mesh: -mesh.size()):
             members = frozenset(mesh.mesh.flatten().tolist())

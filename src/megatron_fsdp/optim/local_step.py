@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_fsdp.comm.streams import CommStream, Work, finish_stream, make_comm_stream
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.engine.memory import StateMemory
@@ -162,16 +162,16 @@ class _LocalTensors:
         for param, grad in zip(params, get_grads(params, GRAD), strict=True):
             if type(param) is not UnevenDTensor:
                 return None
-            frame = param.shard_frame
+            spec = param.shard_spec
             local = param._local_tensor.detach()  # shares the version counter, by which writes are noticed
             if grad is not None:
-                if grad.dtype != param.dtype or not _is_sharded_as(frame, grad):
+                if grad.dtype != param.dtype or not _is_sharded_as(spec, grad):
                     return None
                 local.grad = grad._local_tensor  # type: ignore[attr-defined]
             state: State = {}
             for key, value in source.get(param, {}).items():
                 if key in self._sharded and value is not None:
-                    if not _is_sharded_as(frame, value):
+                    if not _is_sharded_as(spec, value):
                         return None
                     state[key] = value._local_tensor
                 else:
@@ -190,7 +190,7 @@ class _LocalTensors:
                 if key not in self._sharded or value is None:
                     own[key] = value
                 elif own.get(key) is None or own[key]._local_tensor is not value:
-                    own[key] = UnevenDTensor.wrap(value, param.shard_frame)
+                    own[key] = UnevenDTensor.wrap(value, param.shard_spec)
 
 
 class _StateStreams:
@@ -342,7 +342,7 @@ def move_to_offload(optimizer: Optimizer) -> None:
             if kept is not given:
                 kept.copy_(given, non_blocking=True)
             devices.add(given.device)
-            state[key] = UnevenDTensor.wrap(kept, param.shard_frame)
+            state[key] = UnevenDTensor.wrap(kept, param.shard_spec)
     for device in devices:
         finish_stream(device)  # the host may read offloaded state from here on
 
@@ -366,8 +366,8 @@ def _cannot_page(optimizer: Optimizer) -> ConfigurationError:
     )
 
 
-def _is_sharded_as(frame: ShardFrame, value: object) -> bool:
-    return type(value) is UnevenDTensor and (value.shard_frame is frame or value.shard_frame == frame)
+def _is_sharded_as(spec: ShardSpec, value: object) -> bool:
+    return type(value) is UnevenDTensor and (value.shard_spec is spec or value.shard_spec == spec)
 
 
 def _view_of(optimizer: Optimizer, view: _LocalTensors) -> LocalView:

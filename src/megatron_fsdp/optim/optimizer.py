@@ -524,8 +524,8 @@ def _check_member(optimizer: Optimizer, is_sharded: bool) -> None:
             "torch.optim.Muon itself for matrices, or shard nothing (zero_dp_strategy=0, "
             "use_distributed_optimizer=False)"
         )
-    frames = [param.shard_frame for param in params_of(optimizer) if isinstance(param, UnevenDTensor)]
-    if steps_replicated(optimizer) and (len({f.mesh for f in frames}) > 1 or any(f.foreign_groups for f in frames)):
+    specs = [param.shard_spec for param in params_of(optimizer) if isinstance(param, UnevenDTensor)]
+    if steps_replicated(optimizer) and (len({f.mesh for f in specs}) > 1 or any(f.foreign_groups for f in specs)):
         raise ConfigurationError(
             f"{name} needs all parameters whole on every rank, and cannot step a model whose experts differ between "
             "ranks, or models on several meshes; use another optimizer"

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from megatron_fsdp.dtensor.frame import exclude_from_save
+from megatron_fsdp.dtensor.shard_spec import exclude_from_save
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
@@ -69,7 +69,7 @@ def as_held(engines: Engines, lost: Lost, optimizer: Optimizer, state_dict: Stat
         _warn_of_lost_state(optimizer, held)
     lost.update(_frozen_without_state(optimizer, held))
     found = (
-        other_shards(value, param.shard_frame)
+        other_shards(value, param.shard_spec)
         for param, number in _numbered(optimizer, held)
         for value in held["state"].get(number, {}).values()
         if isinstance(param, UnevenDTensor)
@@ -135,9 +135,9 @@ def _with_shards(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 def _cut_as(param: DTensor, key: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or key == STEP_KEY:
         return value
-    if isinstance(value, UnevenDTensor) and isinstance(param, UnevenDTensor) and value.shard_frame == param.shard_frame:
-        is_same = value.shard_frame is param.shard_frame  # then no new wrapper, as for unpickled tensors
-        return value if is_same else UnevenDTensor.wrap(value._local_tensor, param.shard_frame)
+    if isinstance(value, UnevenDTensor) and isinstance(param, UnevenDTensor) and value.shard_spec == param.shard_spec:
+        is_same = value.shard_spec is param.shard_spec  # then no new wrapper, as for unpickled tensors
+        return value if is_same else UnevenDTensor.wrap(value._local_tensor, param.shard_spec)
     if isinstance(value, DTensor) and not isinstance(param, UnevenDTensor):
         return value
     return engine_of(param).shard_like(param, value.full_tensor() if isinstance(value, DTensor) else value)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.dtensor.expert_names import ExpertNames, described
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.unit import Unit
@@ -30,8 +30,8 @@ def find_expert_names(units: Sequence[Unit], experts: RankMesh | None, mesh: Dev
     if experts is None or mesh is None or not experts.foreign_groups:
         return ExpertNames()
     mine = [group for unit in units for group in unit.groups if group.plan.is_expert]
-    places = [(group, index) for group in mine for index in range(len(group.frames))]
-    shapes = {group.names[index]: tuple(group.frames[index].shape) for group, index in places}
+    places = [(group, index) for group in mine for index in range(len(group.shard_specs))]
+    shapes = {group.names[index]: tuple(group.shard_specs[index].shape) for group, index in places}
     rank = 0
     for others in experts.foreign_groups:  # the first one is the most significant
         rank = rank * dist.get_world_size(others) + dist.get_rank(others)
@@ -39,18 +39,18 @@ def find_expert_names(units: Sequence[Unit], experts: RankMesh | None, mesh: Dev
     problems = dict(plan.problems)
     found = ExpertNames(plan)
     for group, index in places:
-        name, frame = group.names[index], group.frames[index]
-        saved: ShardFrame | str | None = None
+        name, spec = group.names[index], group.shard_specs[index]
+        saved: ShardSpec | str | None = None
         if name in plan.stacks:
-            saved = _stacked_frame(frame, plan.stacks[name], experts, mesh)
+            saved = _stacked_spec(spec, plan.stacks[name], experts, mesh)
         elif plan.to_global(name) != name:
-            saved = ShardFrame(frame.mesh, frame.description, frame.foreign_groups)
-        if isinstance(saved, ShardFrame):
-            found.frames[name] = frame, saved
+            saved = ShardSpec(spec.mesh, spec.description, spec.foreign_groups)
+        if isinstance(saved, ShardSpec):
+            found.specs[name] = spec, saved
         elif saved is not None:
             problems[name] = saved
-        if name in problems or isinstance(saved, ShardFrame):
-            frame.problem = _problem(name, problems.get(name))
+        if name in problems or isinstance(saved, ShardSpec):
+            spec.problem = _problem(name, problems.get(name))
     return found
 
 
@@ -66,16 +66,16 @@ def _problem(name: str, reason: str | None) -> str:
     )
 
 
-def _stacked_frame(frame: ShardFrame, edges: tuple[int, ...], experts: RankMesh, mesh: DeviceMesh) -> ShardFrame | str:
+def _stacked_spec(spec: ShardSpec, edges: tuple[int, ...], experts: RankMesh, mesh: DeviceMesh) -> ShardSpec | str:
     """Return the shard spec of all ranks' experts in one tensor; or the reason why there is none."""
-    description = frame.description
+    description = spec.description
     if description.tensor_cut is not None or description.other_cuts:
         return "it is cut by tensor parallelism, too"
     if len(experts.foreign_groups) != 1:
         return "its ranks lie on several dimensions of the expert mesh"
     (group,) = experts.foreign_groups
     foreign = _dim_of(mesh, group)
-    own = tuple(frame.mesh.mesh_dim_names or ())
+    own = tuple(spec.mesh.mesh_dim_names or ())
     names = tuple(name for name in mesh.mesh_dim_names or () if name in (foreign, *own))  # torch slices in this order
     sizes = {foreign: len(edges) - 1, **dict(zip(own, description.use.sizes, strict=True))}
     places = {foreign: dist.get_rank(group), **dict(zip(own, description.coordinate, strict=True))}
@@ -84,7 +84,7 @@ def _stacked_frame(frame: ShardFrame, edges: tuple[int, ...], experts: RankMesh,
         tuple(names.index(own[dim]) for dim in description.use.shard_dims),
         tensor_dim=names.index(foreign),
     )
-    return ShardFrame(
+    return ShardSpec(
         mesh[names],
         replace(
             description,
@@ -193,9 +193,9 @@ def _refused(state: Mapping[str, Any], problem: str) -> StateDict:
     for slot, value in state.items():
         found[slot] = value
         if isinstance(value, UnevenDTensor):
-            frame = ShardFrame(value.shard_frame.mesh, value.shard_frame.description, value.shard_frame.foreign_groups)
-            frame.problem = problem
-            found[slot] = described(UnevenDTensor.wrap(value._local_tensor, frame))
+            spec = ShardSpec(value.shard_spec.mesh, value.shard_spec.description, value.shard_spec.foreign_groups)
+            spec.problem = problem
+            found[slot] = described(UnevenDTensor.wrap(value._local_tensor, spec))
     return found
 
 

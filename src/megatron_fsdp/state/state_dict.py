@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.comm.agreement import all_agree, ask, first_problem
 from megatron_fsdp.dtensor.dispatch import local_operand
 from megatron_fsdp.dtensor.expert_names import described
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine, live_engine
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -32,7 +32,7 @@ class _CopiesNothing(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.copy_:
             if isinstance(args[0], UnevenDTensor):
-                local_operand(args[0].shard_frame, args[1], "copy_")
+                local_operand(args[0].shard_spec, args[1], "copy_")
             return args[0]
         return func(*args, **dict(kwargs or {}))
 
@@ -55,14 +55,14 @@ def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
 # ---- shards of other ranks -------------------------------------------------------------------------------------------
 
 
-def other_shards(value: object, frame: ShardFrame) -> str | None:
+def other_shards(value: object, spec: ShardSpec) -> str | None:
     """Describe a shard of this rank that is cut otherwise than it should be, in one sentence; no communication.
 
     None for what fits, is whole, or is no shard of ours.
     """
-    if not isinstance(value, UnevenDTensor) or value.shape != frame.shape or value.shard_frame == frame:
+    if not isinstance(value, UnevenDTensor) or value.shape != spec.shape or value.shard_spec == spec:
         return None
-    given, own = value.shard_frame.description, frame.description
+    given, own = value.shard_spec.description, spec.description
     if given.is_whole:
         return None
     place = f"at {given.coordinate} on a mesh of shape {given.use.sizes}"
@@ -78,7 +78,7 @@ def other_shards(value: object, frame: ShardFrame) -> str | None:
 def are_from_file(values: Iterable[object]) -> bool:
     """Return True if shards were unpickled, as from one file that all ranks read."""
     return any(
-        isinstance(value, UnevenDTensor) and value.shard_frame.is_from_file and not value.shard_frame.is_whole
+        isinstance(value, UnevenDTensor) and value.shard_spec.is_from_file and not value.shard_spec.is_whole
         for value in values
     )
 
@@ -145,7 +145,7 @@ def _before_load(
             if is_cut_by_torch(value):  # into even shards, as FSDP2's are
                 value = value.full_tensor()
             value = engine.expert_names.as_held(group.names[index], value)
-            state_dict[prefix + attribute] = own_shard(value, group.frames[index])
+            state_dict[prefix + attribute] = own_shard(value, group.shard_specs[index])
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -175,15 +175,15 @@ def _rename(state_dict: dict[str, Any], prefix: str, new_name: Callable[[str], s
             state_dict[prefix + name] = value
 
 
-def own_shard(value: Any, frame: ShardFrame) -> Any:
+def own_shard(value: Any, spec: ShardSpec) -> Any:
     """Return this rank's shard of a whole tensor, as a view; anything else as it is."""
     if isinstance(value, DTensor) and not isinstance(value, UnevenDTensor):
         if not all(placement.is_replicate() for placement in value.placements):
             return value
         value = value._local_tensor
-    if isinstance(value, UnevenDTensor) or not isinstance(value, torch.Tensor) or value.shape != frame.shape:
+    if isinstance(value, UnevenDTensor) or not isinstance(value, torch.Tensor) or value.shape != spec.shape:
         return value
-    return UnevenDTensor.wrap(frame.take(value.detach()), frame)
+    return UnevenDTensor.wrap(spec.take(value.detach()), spec)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -240,12 +240,12 @@ def is_cut_by_torch(value: Any) -> bool:
 
 def _recut(engine: Engine, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Cut tensors that torch has cut into equal shards as the parameters are."""
-    frames, recut = _frames(engine), {}
+    specs, recut = _specs(engine), {}
     for key, value in state_dict.items():
         name = engine.expert_names.name_here(key.removeprefix(_PREFIX))
-        if is_cut_by_torch(value) and (name is None or name in frames):  # a buffer, for example, stays as it is
+        if is_cut_by_torch(value) and (name is None or name in specs):  # a buffer, for example, stays as it is
             whole = value.full_tensor()
-            recut[key] = whole if name is None else _held(engine, name, whole, frames[name]).clone()
+            recut[key] = whole if name is None else _held(engine, name, whole, specs[name]).clone()
     if not recut:
         return state_dict
     found = OrderedDict({**state_dict, **recut})
@@ -254,13 +254,13 @@ def _recut(engine: Engine, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _frames(engine: Engine) -> dict[str, ShardFrame]:
-    return {name: frame for group in engine.groups() for name, frame in zip(group.names, group.frames, strict=True)}
+def _specs(engine: Engine) -> dict[str, ShardSpec]:
+    return {name: spec for group in engine.groups() for name, spec in zip(group.names, group.shard_specs, strict=True)}
 
 
-def _held(engine: Engine, name: str, tensor: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
+def _held(engine: Engine, name: str, tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Return this rank's shard of a whole tensor, of a parameter or of a stack of all ranks' experts, as views."""
-    found: torch.Tensor = own_shard(engine.expert_names.as_held(name, tensor), frame)
+    found: torch.Tensor = own_shard(engine.expert_names.as_held(name, tensor), spec)
     return found
 
 
@@ -268,8 +268,8 @@ def _problem_of_load(
     engine: Engine, wrapper: nn.Module, load: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool
 ) -> str | None:
     """Describe the entries that do not fit, and the remedy; None if all fit."""
-    frames = _frames(engine)
-    keys = {engine.expert_names.name_of(name): name for name in frames}
+    specs = _specs(engine)
+    keys = {engine.expert_names.name_of(name): name for name in specs}
     fit = [key for key in keys if _PREFIX + key in state_dict]
     bare = [key for key in keys if key in state_dict]
     if bare and not fit:
@@ -279,7 +279,7 @@ def _problem_of_load(
         )
     for key in fit:
         held = engine.expert_names.as_held(keys[key], state_dict[_PREFIX + key])
-        problem = other_shards(held, frames[keys[key]])
+        problem = other_shards(held, specs[keys[key]])
         if problem is not None:
             return problem
     problem = check_load(wrapper, lambda: load(state_dict, strict))

@@ -23,7 +23,7 @@ from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.engine.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import Executor
@@ -467,19 +467,19 @@ def _shard(
     sites: dict[int, ParameterSites],
 ) -> Iterator[Unit]:
     number = count()
-    known: dict[int, tuple[ShardFrame, ...]] = {}  # groups with one layout are cut alike
+    known: dict[int, tuple[ShardSpec, ...]] = {}  # groups with one layout are cut alike
     for unit_index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
         groups = []
         group_sites = []
         for group in of_unit:
-            frames = tuple(frame.for_another() for frame in known.get(id(group.layout), ()))
-            if not frames:
-                frames = known[id(group.layout)] = tuple(map(group.frame, range(len(group.spec.parameters))))
+            shard_specs = tuple(shard_spec.for_another() for shard_spec in known.get(id(group.layout), ()))
+            if not shard_specs:
+                shard_specs = known[id(group.layout)] = tuple(map(group.shard_spec, range(len(group.spec.parameters))))
             params = [originals.pop(info.name) for info in group.spec.parameters]
             group_sites.append([sites.pop(id(param)) for param in params])
             memory = pool.shard(next(number), group.shard_bytes // group.sent_dtype.itemsize, group.sent_dtype)
             quantizer = _quantizer(group, params, [places[0][0] for places in group_sites[-1]])
-            groups.append(ParameterGroup(group, params, frames, memory, quantizer))
+            groups.append(ParameterGroup(group, params, shard_specs, memory, quantizer))
             del params
         unit = Unit(unit_index, spec.name, groups, group_sites, spec.modules)
         unit.to_sharded()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron_fsdp.checkpoint.hf import load_hf, save_hf
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
@@ -42,7 +42,7 @@ def module_of(num_ranks: int) -> nn.Module:
         if case.num_ranks == num_ranks:
             mesh = mesh_of(case.sizes, names[: len(case.sizes)])
             tensor = case.tensor(mesh, i)
-            tensor = type(tensor).wrap(of_dtype(tensor.to_local(), i), tensor.shard_frame)
+            tensor = type(tensor).wrap(of_dtype(tensor.to_local(), i), tensor.shard_spec)
             module.register_parameter(f"c{i}", nn.Parameter(tensor, requires_grad=False))
     if num_ranks == 4:
         square = mesh_of((2, 2), names)
@@ -61,7 +61,7 @@ def cut_in_two_ways(mesh: DeviceMesh) -> UnevenDTensor:
     use = MeshUse((2, 2), (0,), 1)
     description = ShardDescription((4, 3), use, coordinate, cuts[coordinate[1]], None, cuts)
     start, stop = description.local_range
-    return UnevenDTensor.wrap(wholes(4)["duplicates"].view(-1)[start:stop].clone(), ShardFrame(mesh, description))
+    return UnevenDTensor.wrap(wholes(4)["duplicates"].view(-1)[start:stop].clone(), ShardSpec(mesh, description))
 
 
 def local_parts(module: nn.Module) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def test_experts_that_share_a_name_are_refused(tmp_path: Path) -> None:
     save_hf(module_of(2), tmp_path / "whole")
     module = module_of(2)
     param: DTensor = module.c0  # type: ignore[assignment]
-    param.shard_frame.problem = "c0 is another expert on other ranks"  # type: ignore[attr-defined]
+    param.shard_spec.problem = "c0 is another expert on other ranks"  # type: ignore[attr-defined]
     for act, folder in ((save_hf, "out"), (load_hf, "whole")):
         with pytest.raises(CheckpointError, match=r"^c0 is another expert on other ranks$"):
             act(module, tmp_path / folder)  # type: ignore[operator]

@@ -71,7 +71,7 @@ def test_each_rank_reads_the_bytes_of_its_shards_and_no_others(tmp_path: Path) -
     with noted_reads() as noted:
         report = load_hf(model, tmp_path)
     assert torch.equal(logits(model), wanted)
-    assert any(of_ranks(any(p.shard_frame.description.is_cut_inside_rows for p in model.parameters())))
+    assert any(of_ranks(any(p.shard_spec.description.is_cut_inside_rows for p in model.parameters())))
     assert sum(noted) == sum(p.to_local().numel() for p in model.parameters()) * 4
     by_rank = of_ranks(sum(noted))
     assert sum(by_rank) == total

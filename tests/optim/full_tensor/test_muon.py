@@ -217,8 +217,8 @@ def matrices_alive(count: int, size: int) -> tuple[int, list[int]]:
         patch.setattr(muon, "WAVE_BYTES", 1)
         twins.step(0)  # which makes the momentum
         for index, (param, copy) in enumerate(zip(twins.params, twins.copies, strict=True)):
-            frame = param.shard_frame  # type: ignore[attr-defined]
-            param.grad = UnevenDTensor.wrap(frame.take(drawn(copy.shape, 1, index)).clone(), frame)
+            spec = param.shard_spec  # type: ignore[attr-defined]
+            param.grad = UnevenDTensor.wrap(spec.take(drawn(copy.shape, 1, index)).clone(), spec)
         patch.setattr(muon, "_zeropower_via_newtonschulz", iterated)
         with LiveBytes() as live:
             twins.optimizer.step()

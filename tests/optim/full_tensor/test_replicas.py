@@ -109,7 +109,7 @@ def test_two_optimizers_side_by_side_step_on_clipped_gradients_as_one_process(st
     for step in range(3):
         for index, (param, whole) in enumerate(zip(params, copies, strict=True)):
             grad = drawn(whole.shape, step, index)
-            param.grad = UnevenDTensor.wrap(param.shard_frame.take(grad).clone(), param.shard_frame)
+            param.grad = UnevenDTensor.wrap(param.shard_spec.take(grad).clone(), param.shard_spec)
             whole.grad = grad
         norm = torch.nn.utils.get_total_norm([whole.grad for whole in copies if whole.grad is not None])
         torch.testing.assert_close(float(model.clip_grad_norm_(0.5)), float(norm), rtol=1e-6, atol=0.0)

@@ -59,7 +59,7 @@ class LiveTensor:
     def is_saved_here(self) -> bool:
         """True if this rank saves its boxes."""
         tensor = self.as_saved
-        return not isinstance(tensor, UnevenDTensor) or tensor.shard_frame.description.is_saved_here
+        return not isinstance(tensor, UnevenDTensor) or tensor.shard_spec.description.is_saved_here
 
     def pieces(self) -> list[Piece]:
         """Return this rank's non-empty boxes of the global tensor with views of their elements.
@@ -71,8 +71,8 @@ class LiveTensor:
             raise CheckpointError(f"{self.name} is on the meta device; initialise the model before loading or saving")
         if not isinstance(tensor, DTensor):
             return [(whole_box(tensor.shape), tensor)] if tensor.numel() else []
-        if isinstance(tensor, UnevenDTensor) and tensor.shard_frame.problem is not None:
-            raise CheckpointError(tensor.shard_frame.problem)
+        if isinstance(tensor, UnevenDTensor) and tensor.shard_spec.problem is not None:
+            raise CheckpointError(tensor.shard_spec.problem)
         local, boxes = tensor._local_tensor, [box for box in boxes_here(tensor) if box.numel]
         if len(boxes) <= 1:
             return [(box, local.view(box.lengths)) for box in boxes]

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.comm.groups import group_over
-from megatron_fsdp.dtensor.frame import ShardFrame, cut_up
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, cut_up
 from megatron_fsdp.errors import MegatronFSDPError, RankError, text_of
 from megatron_fsdp.sharding.shards import Box, MeshUse
 
@@ -83,16 +83,16 @@ def _places(use: MeshUse) -> dict[int, list[int]]:
     return found
 
 
-def holders_of(frame: ShardFrame) -> Sequence[int]:
+def holders_of(spec: ShardSpec) -> Sequence[int]:
     """Return the places in the mesh that hold a full tensor, if all others hold no element of it."""
-    description = frame.description
+    description = spec.description
     shard = description.cut.whole_shard
     return () if shard is None or description.tensor_cut is not None else _places(description.use)[shard]
 
 
-def replicas_of(frame: ShardFrame) -> int:
+def replicas_of(spec: ShardSpec) -> int:
     """Return the number of replicas of a tensor on a mesh."""
-    description = frame.description
+    description = spec.description
     return math.prod(n for dim, n in enumerate(description.use.sizes) if dim not in description.spread_dims)
 
 
@@ -202,11 +202,11 @@ def _judge_step(reports: Sequence[tuple[Met, Any]]) -> Problem | None:
 class Exchange:
     """Routes of some matrices between their shards on the ranks of a mesh and their owners.
 
-    `frames` say how each matrix is cut, and `owners` are places in the group.
+    `specs` say how each matrix is cut, and `owners` are places in the group.
     """
 
-    def __init__(self, frames: Sequence[ShardFrame], owners: Sequence[int], ranks: Ranks) -> None:
-        self.frames, self.ranks, self._owners = frames, ranks, owners
+    def __init__(self, specs: Sequence[ShardSpec], owners: Sequence[int], ranks: Ranks) -> None:
+        self.specs, self.ranks, self._owners = specs, ranks, owners
         self.places = range(len(ranks.coordinates))
         self.of: list[list[int]] = [[] for _ in self.places]  # each owner's matrices
         for index, owner in enumerate(owners):
@@ -215,7 +215,7 @@ class Exchange:
 
     def sends(self, index: int, place: int) -> bool:
         """Return True if a rank sends its shard to the owner: those that hold one copy of the matrix between them."""
-        spread = self.frames[index].description.spread_dims
+        spread = self.specs[index].description.spread_dims
         own, other = self.ranks.coordinates[self._owners[index]], self.ranks.coordinates[place]
         return all(a == b for dim, (a, b) in enumerate(zip(own, other, strict=True)) if dim not in spread)
 
@@ -223,7 +223,7 @@ class Exchange:
         """Return a rank's shard of a matrix, as boxes."""
         if (index, place) not in self._found:
             coordinate = self.ranks.coordinates[place]
-            self._found[index, place] = self.frames[index].description.boxes_at(coordinate)
+            self._found[index, place] = self.specs[index].description.boxes_at(coordinate)
         return self._found[index, place]
 
     def numel(self, index: int, place: int) -> int:
@@ -292,7 +292,7 @@ class Messages:
                 if not exchange.sends(index, place):
                     continue
                 piece = next(pieces[place])
-                whole = piece.new_empty(exchange.frames[index].shape) if whole is None else whole
+                whole = piece.new_empty(exchange.specs[index].shape) if whole is None else whole
                 for part, box in cut_up(piece, exchange.boxes(index, place)):
                     whole[box.indices].copy_(part)
             assert whole is not None, "somebody holds each matrix"
@@ -310,10 +310,10 @@ class Messages:
         self._send(self._own, self._here, *self.exchange.to_shards)
 
     def shards(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield received shards: index, and this rank's shard as `frame.description.local_shape`."""
+        """Yield received shards: index, and this rank's shard as `spec.description.local_shape`."""
         for own, parts in zip(self.exchange.of, self._parts, strict=True):
             for index, part in zip(own, parts, strict=True):
-                yield index, part.view(self.exchange.frames[index].description.local_shape)
+                yield index, part.view(self.exchange.specs[index].description.local_shape)
 
     def wait(self, is_last: bool = False) -> None:
         """Wait for the message in flight; after the last one keep only received data."""

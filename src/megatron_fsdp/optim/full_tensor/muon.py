@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import shown_grads
 from megatron_fsdp.errors import ConfigurationError
@@ -120,30 +120,30 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
     return steps * (4 * short * short * long + 2 * short**3)
 
 
-def matrices_in(frame: ShardFrame, rows: Sequence[int]) -> tuple[tuple[ShardFrame, slice], ...]:
+def matrices_in(spec: ShardSpec, rows: Sequence[int]) -> tuple[tuple[ShardSpec, slice], ...]:
     """Return the matrices of a parameter: how each is cut, and its elements in this rank's flattened shard.
 
     Args:
-        frame: Of the parameter, (rows, columns) or (matrices, rows, columns).
+        spec: Of the parameter, (rows, columns) or (matrices, rows, columns).
         rows: Of the matrices that each matrix is made of, one below the other.
 
     Returns:
-        Frames of (rows, columns) or (1, rows, columns), in the order of the flattened parameter.
+        Specs of (rows, columns) or (1, rows, columns), in the order of the flattened parameter.
     """
-    if len(frame.shape) == 2 and len(rows) == 1:
-        return ((frame, slice(None)),)
-    whole = frame.description
+    if len(spec.shape) == 2 and len(rows) == 1:
+        return ((spec, slice(None)),)
+    whole = spec.description
     if whole.tensor_cut is not None and not whole.other_cuts:  # tensor-parallel parts of a piece may differ in shape
         whole = replace(whole, other_cuts=(whole.cut,) * whole.use.num_parts)
     edges = list(itertools.pairwise(itertools.accumulate(rows, initial=0)))
-    count = frame.shape[0] if len(frame.shape) == 3 else 0
+    count = spec.shape[0] if len(spec.shape) == 3 else 0
     stack = [narrow_description(whole, 0, index, index + 1) for index in range(count)] or [whole]
     found, start = [], 0
     for each in stack:
         for edge in edges:
             one = narrow_description(each, len(each.shape) - 2, *edge)
             first, last = one.local_range
-            found.append((ShardFrame(frame.mesh, one), slice(start, start + last - first)))
+            found.append((ShardSpec(spec.mesh, one), slice(start, start + last - first)))
             start += last - first
     return tuple(found)
 
@@ -153,14 +153,14 @@ class _Matrix:
     """A matrix that is iterated."""
 
     param: UnevenDTensor  # that it is, or is a part of
-    frame: ShardFrame  # how it is cut; (rows, columns), or (1, rows, columns) out of a stack
+    spec: ShardSpec  # how it is cut; (rows, columns), or (1, rows, columns) out of a stack
     part: slice  # its elements in this rank's flattened shard of the parameter
     group: Group  # the options
     lr: float  # as a number; of a tensor, one synchronisation for a group
 
     @property
     def flops(self) -> int:
-        return newton_schulz_flops(self.frame.shape[-2:], self.group["ns_steps"])
+        return newton_schulz_flops(self.spec.shape[-2:], self.group["ns_steps"])
 
     @property
     def weight(self) -> Tensor:
@@ -169,13 +169,13 @@ class _Matrix:
 
     def operand(self, state: State) -> Tensor:
         """Update the momentum of this rank's shard, and return the shard of the matrix to orthogonalize."""
-        frame, momentum = self.param.shard_frame, self.group["momentum"]
+        spec, momentum = self.param.shard_spec, self.group["momentum"]
         (shown,) = shown_grads([self.param])
-        sharded: Any = as_sharded(cast(Tensor, shown), frame)
+        sharded: Any = as_sharded(cast(Tensor, shown), spec)
         grad = sharded._local_tensor
         if _MOMENTUM not in state:
             blank = torch.zeros_like(grad, memory_format=torch.contiguous_format)
-            state[_MOMENTUM] = UnevenDTensor.wrap(blank, frame)
+            state[_MOMENTUM] = UnevenDTensor.wrap(blank, spec)
         grad, buffer = grad.reshape(-1)[self.part], state[_MOMENTUM]._local_tensor.view(-1)[self.part]
         buffer.lerp_(grad, 1 - momentum)
         update = grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer
@@ -184,14 +184,14 @@ class _Matrix:
     def orthogonalized(self, operand: Tensor) -> Tensor:
         """Iterate on the whole operand."""
         options = self.group["ns_coefficients"], self.group["ns_steps"], self.group["eps"]
-        result = _zeropower_via_newtonschulz(operand.view(self.frame.shape[-2:]), *options)
-        return result.expand(self.frame.shape)
+        result = _zeropower_via_newtonschulz(operand.view(self.spec.shape[-2:]), *options)
+        return result.expand(self.spec.shape)
 
     def apply(self, result: Tensor) -> None:
         """Update this rank's shard of the parameter in place, by the shard of the result."""
         weight = self.weight
         weight.mul_(1 - self.lr * self.group["weight_decay"])
-        lr = _adjust_lr(self.lr, self.group["adjust_lr_fn"], self.frame.shape[-2:])
+        lr = _adjust_lr(self.lr, self.group["adjust_lr_fn"], self.spec.shape[-2:])
         weight.add_(result.reshape(-1), alpha=-lr)
 
 
@@ -206,7 +206,7 @@ class MuonStep(ExchangingStep):
         self._ranks: dict[DeviceMesh, Ranks] = {}
         self._owned: tuple[Any, list[int]] = None, []
         self._planned: tuple[Any, list[tuple[list[int], Exchange]]] = None, []
-        self._parts: dict[tuple[ShardFrame, tuple[int, ...]], tuple[tuple[ShardFrame, slice], ...]] = {}
+        self._parts: dict[tuple[ShardSpec, tuple[int, ...]], tuple[tuple[ShardSpec, slice], ...]] = {}
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the proxy on which the code of the optimizer's class runs its step."""
@@ -223,7 +223,7 @@ class MuonStep(ExchangingStep):
             RankError: Some rank lacks memory, or momentum or iteration have failed there; on all ranks. No weight was
                 updated.
         """
-        for mesh in dict.fromkeys(param.shard_frame.mesh for param in params_of(optimizer)):
+        for mesh in dict.fromkeys(param.shard_spec.mesh for param in params_of(optimizer)):
             self._ranks_of(mesh)  # making groups may be collective: in one order on all ranks
         error: Exception | None = None
         try:
@@ -256,7 +256,7 @@ class MuonStep(ExchangingStep):
         """Raise the error of any rank on all ranks of the meshes that step; collective."""
         self._begun = None
         params = params_of(optimizer)
-        ranks = [self._ranks_of(param.shard_frame.mesh) for param in params]
+        ranks = [self._ranks_of(param.shard_spec.mesh) for param in params]
         stepped = zip(ranks, shown_grads(params), strict=True)
         agreed({each: {} for each, grad in stepped if grad is not None}, error)
         if error is not None:  # where there are no gradients
@@ -271,32 +271,32 @@ class MuonStep(ExchangingStep):
         for group in optimizer.param_groups:
             lr = float(group["lr"])
             for param in group["params"]:
-                key = param.shard_frame, split_rows(group, param.shape)
+                key = param.shard_spec, split_rows(group, param.shape)
                 if key not in self._parts:
                     self._parts[key] = matrices_in(*key)
                 yield from (_Matrix(param, *part, group, lr) for part in self._parts[key])
 
     def _owners(self, matrices: Sequence[_Matrix]) -> list[int]:
         """Return the owner of each matrix; it is the same whichever of them have a gradient."""
-        key = [(matrix.frame, matrix.group["ns_steps"]) for matrix in matrices]
+        key = [(matrix.spec, matrix.group["ns_steps"]) for matrix in matrices]
         if key != self._owned[0]:
-            meshes = [matrix.frame.mesh for matrix in matrices]
-            costs, holders = [matrix.flops for matrix in matrices], [holders_of(matrix.frame) for matrix in matrices]
+            meshes = [matrix.spec.mesh for matrix in matrices]
+            costs, holders = [matrix.flops for matrix in matrices], [holders_of(matrix.spec) for matrix in matrices]
             self._owned = key, balanced_owners(meshes, costs, holders)
         return self._owned[1]
 
     def _waves(self, matrices: Sequence[_Matrix], owners: Sequence[int]) -> list[tuple[list[int], Exchange]]:
         """Return the waves of all meshes: places of the matrices, and their messages."""
-        frames = [matrix.frame for matrix in matrices]
-        key = frames, owners
+        specs = [matrix.spec for matrix in matrices]
+        key = specs, owners
         if key != self._planned[0]:
             found = []
-            for mesh in dict.fromkeys(frame.mesh for frame in frames):
-                members = [place for place, frame in enumerate(frames) if frame.mesh == mesh]
-                nbytes = [2 * math.prod(frames[place].shape) * replicas_of(frames[place]) for place in members]
+            for mesh in dict.fromkeys(spec.mesh for spec in specs):
+                members = [place for place, spec in enumerate(specs) if spec.mesh == mesh]
+                nbytes = [2 * math.prod(specs[place].shape) * replicas_of(specs[place]) for place in members]
                 for wave in waves_of([owners[place] for place in members], nbytes, WAVE_BYTES):
                     places = [members[index] for index in wave]
-                    cut, whose = [frames[place] for place in places], [owners[place] for place in places]
+                    cut, whose = [specs[place] for place in places], [owners[place] for place in places]
                     found.append((places, Exchange(cut, whose, self._ranks_of(mesh))))
             self._planned = key, found
         return self._planned[1]

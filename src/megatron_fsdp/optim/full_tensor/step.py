@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron_fsdp.comm.agreement import all_agree, gather_over
-from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import show_grad, shown_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
@@ -123,7 +123,7 @@ class _Stepped:
         """Return True if the owner does not hold the whole of a state tensor."""
         if type(value) is not UnevenDTensor:
             return False
-        held = value.shard_frame.description.boxes_at(self.ranks.coordinates[self.owner])
+        held = value.shard_spec.description.boxes_at(self.ranks.coordinates[self.owner])
         return sum(box.numel for box in held) < math.prod(value.shape)
 
 
@@ -132,7 +132,7 @@ class _Item:
     """A tensor to move: its parameter, its shard spec, and this rank's shard, or the full tensor on its owner."""
 
     of: _Stepped
-    frame: ShardFrame
+    spec: ShardSpec
     dtype: torch.dtype
     tensor: Tensor | None
     is_kept: bool = False  # it stays in the memory in which it comes
@@ -144,7 +144,7 @@ class OwnedStep(ExchangingStep):
     def __init__(self) -> None:
         super().__init__()
         self._ranks: dict[DeviceMesh, Ranks] = {}
-        self._owned: tuple[list[ShardFrame], list[int]] = [], []  # frames of all parameters, and their owners
+        self._owned: tuple[list[ShardSpec], list[int]] = [], []  # specs of all parameters, and their owners
         self._exchanges: dict[Any, Exchange] = {}  # of this step
         self._earlier: dict[Any, Exchange] = {}
         self._running: list[_Stepped] = []  # mesh by mesh
@@ -234,14 +234,14 @@ class OwnedStep(ExchangingStep):
                     f"{type(optimizer).__name__} holds a {type(param).__name__} of shape {tuple(param.shape)} that is "
                     "not sharded; build the optimizer on the parameters of sharded models alone"
                 )
-        meshes = [param.shard_frame.mesh for param in params]
+        meshes = [param.shard_spec.mesh for param in params]
         for mesh in dict.fromkeys(meshes):
             self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)
         # Owners do not depend on which parameters have a gradient.
-        frames = [param.shard_frame for param in params]
-        if frames != self._owned[0]:
+        specs = [param.shard_spec for param in params]
+        if specs != self._owned[0]:
             costs = [math.prod(param.shape) * min(param.shape, default=1) for param in params]
-            self._owned = frames, balanced_owners(meshes, costs, list(map(holders_of, frames)))
+            self._owned = specs, balanced_owners(meshes, costs, list(map(holders_of, specs)))
         found: dict[DeviceMesh, list[_Stepped]] = {}
         for param, grad, owner, mesh in zip(params, shown_grads(params), self._owned[1], meshes, strict=True):
             if grad is not None:
@@ -290,7 +290,7 @@ class OwnedStep(ExchangingStep):
             yield places, messages
 
     def _exchange(self, items: Sequence[_Item], ranks: Ranks) -> Exchange:
-        key = tuple(item.frame for item in items), tuple(item.of.owner for item in items), ranks
+        key = tuple(item.spec for item in items), tuple(item.of.owner for item in items), ranks
         if key not in self._exchanges:
             self._exchanges[key] = self._earlier.get(key) or Exchange(*key)
         return self._exchanges[key]
@@ -298,13 +298,13 @@ class OwnedStep(ExchangingStep):
 
 def _shards(each: _Stepped, state: State | None) -> Iterator[_Item]:
     """Yield the shards of a parameter, its gradient and its state, which go to the owner."""
-    frame = each.param.shard_frame
-    sharded: Any = as_sharded(each.grad, frame)
+    spec = each.param.shard_spec
+    sharded: Any = as_sharded(each.grad, spec)
     for local in (each.param._local_tensor, sharded._local_tensor):
-        yield _Item(each, frame, local.dtype, local)
+        yield _Item(each, spec, local.dtype, local)
     for value in _leaves(state):
         if each.must_move(value):
-            yield _Item(each, value.shard_frame, value.dtype, value._local_tensor)
+            yield _Item(each, value.shard_spec, value.dtype, value._local_tensor)
 
 
 def _show(each: _Stepped, state: State | None, arrived: Iterator[Tensor | None]) -> None:
@@ -315,18 +315,18 @@ def _show(each: _Stepped, state: State | None, arrived: Iterator[Tensor | None])
         assert whole is not None
         each.whole = nn.Parameter(whole)
         show_grad(each.whole, grad)
-        shown = functools.partial(_shown, each.param.shard_frame, brought)
+        shown = functools.partial(_shown, each.param.shard_spec, brought)
         each.state = _with_lists(tree_map(shown, dict(state or {})))
 
 
 def _results(each: _Stepped, told: Any) -> Iterator[_Item]:
     """Yield the new parameter and state, full on the owner, which go back to shards."""
-    frame = each.param.shard_frame
-    yield _Item(each, frame, each.param.dtype, None if each.whole is None else each.whole.detach())
+    spec = each.param.shard_spec
+    yield _Item(each, spec, each.param.dtype, None if each.whole is None else each.whole.detach())
     values = _leaves(each.state) if each.is_here else [None] * len(_leaves(told))
     for kind, value in zip(_leaves(told), values, strict=True):
         if isinstance(kind, _Sharded):
-            yield _Item(each, frame, kind.dtype, value, is_kept=True)
+            yield _Item(each, spec, kind.dtype, value, is_kept=True)
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -336,17 +336,17 @@ def _leaves(state: Any) -> list[Any]:
     return tree_flatten(dict(state or {}))[0]
 
 
-def _shown(frame: ShardFrame, brought: Mapping[int, Tensor | None], value: Any) -> Any:
+def _shown(spec: ShardSpec, brought: Mapping[int, Tensor | None], value: Any) -> Any:
     """Return a value of the state for the owner's step: a DTensor as a plain tensor.
 
-    What is sharded as the parameter, by this frame, stays as it was should the step fail.
+    What is sharded as the parameter, by this spec, stays as it was should the step fail.
     """
     if type(value) is not UnevenDTensor:
         return value
     if id(value) in brought:
         return brought[id(value)]
     local = value._local_tensor
-    return local.clone() if value.shard_frame == frame else local
+    return local.clone() if value.shard_spec == spec else local
 
 
 # Checkpoints store a tensor under a key, and a list in one piece. So lists of tensors are kept as dicts of text keys.
@@ -408,26 +408,24 @@ def _rebuilt(each: _Stepped, arrived: Iterator[Tensor], mine: Iterator[Any] | No
     own = None if mine is None else next(mine)
     param = each.param
     if isinstance(kind, _Sharded):
-        return UnevenDTensor.wrap(next(arrived), param.shard_frame)
+        return UnevenDTensor.wrap(next(arrived), param.shard_spec)
     if isinstance(kind, _Owned):
-        frame = _owned_frame(param.shard_frame, kind.shape, each.owner)
-        local = (
-            torch.empty(frame.description.local_shape, dtype=kind.dtype, device=param.device) if own is None else own
-        )
-        return UnevenDTensor.wrap(local, frame)
+        spec = _owned_spec(param.shard_spec, kind.shape, each.owner)
+        local = torch.empty(spec.description.local_shape, dtype=kind.dtype, device=param.device) if own is None else own
+        return UnevenDTensor.wrap(local, spec)
     if isinstance(kind, _Number):
         return torch.tensor(kind.value, dtype=kind.dtype, device="cpu" if kind.on_cpu else param.device)
     return kind
 
 
-def _owned_frame(frame: ShardFrame, shape: tuple[int, ...], owner: int) -> ShardFrame:
+def _owned_spec(spec: ShardSpec, shape: tuple[int, ...], owner: int) -> ShardSpec:
     """Return the shard spec of a tensor held entirely by one rank."""
-    sizes, coordinate = frame.description.use.sizes, frame.description.coordinate
+    sizes, coordinate = spec.description.use.sizes, spec.description.coordinate
     numel, num_ranks = math.prod(shape), math.prod(sizes)
     cut = ListedCut((0,) * (owner + 1) + (numel,) * (num_ranks - owner))
     use = MeshUse(sizes, tuple(range(len(sizes))))
-    made = ShardFrame(frame.mesh, ShardDescription(shape, use, coordinate, cut))
-    made.belongs = frame.belongs
+    made = ShardSpec(spec.mesh, ShardDescription(shape, use, coordinate, cut))
+    made.belongs = spec.belongs
     return made
 
 
@@ -467,17 +465,17 @@ class ReplicatedStep(Step):
 
         def evaluated() -> Any:
             assert self._made is not None
-            frame = self._params[0].shard_frame
-            groups = (*frame.shard_groups, *frame.copy_groups) or (None,)
+            spec = self._params[0].shard_spec
+            groups = (*spec.shard_groups, *spec.copy_groups) or (None,)
             with all_agree("the closure of LBFGS", groups, raises=RankError):
                 result = closure()
                 loss = float(result.detach() if isinstance(result, Tensor) else result)
             (shown,) = self._made.param_groups
             for param, local, grad in zip(self._params, shown["params"], shown_grads(self._params), strict=True):
-                sharded: Any = grad if grad is None else as_sharded(grad, param.shard_frame)
+                sharded: Any = grad if grad is None else as_sharded(grad, param.shard_spec)
                 show_grad(local, grad if grad is None else sharded._local_tensor)
             losses = gather_over(groups, loss)
-            united = sum(losses) / (1 if frame.adds_up else len(losses))
+            united = sum(losses) / (1 if spec.adds_up else len(losses))
             return result.new_tensor(united) if isinstance(result, Tensor) else united
 
         return evaluated

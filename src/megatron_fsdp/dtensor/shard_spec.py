@@ -1,4 +1,4 @@
-"""The shard spec of a tensor (`ShardFrame`): its shards and their mesh, shared by all tensors that are cut alike.
+"""The shard spec of a tensor (`ShardSpec`): its shards and their mesh, shared by all tensors that are cut alike.
 
 Whole tensors are gathered by it, and torch.distributed.checkpoint is told by it which boxes of a global tensor a local
 tensor holds, without communication. torch asks a DTensor for its chunks, and the DTensor asks its local tensor
@@ -38,7 +38,7 @@ class OwningUnit(NamedTuple):
     remedy: str  # what to do where a forward reads a weight of it without calling it
 
 
-class ShardFrame:
+class ShardSpec:
     """The shards of a tensor on a mesh, for a parameter, its gradient and its optimizer state alike."""
 
     def __init__(
@@ -55,19 +55,19 @@ class ShardFrame:
         # why such tensors can be neither saved nor loaded by torch.distributed.checkpoint
         self.problem: str | None = None
         self.is_from_file = False  # they were unpickled, so that other ranks may have read the same ones
-        self.belongs: tuple[str, OwningUnit] | None = None  # name and unit of the parameter that it is the frame of
+        self.belongs: tuple[str, OwningUnit] | None = None  # name and unit of the parameter that it is the spec of
         self.mesh = mesh
         self.description = description  # the elements that each rank holds
         # One per mesh dimension, as checkpoints and optimizers read them: `Shard(0)` along dimensions that
         # shards are spread over, even where the cut is not torch's.
         self.placements = _placements(description)
-        self._specs: dict[torch.dtype, Any] = {}
+        self._dtensor_specs: dict[torch.dtype, Any] = {}
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         return (
-            isinstance(other, ShardFrame)
+            isinstance(other, ShardSpec)
             and self.description == other.description
             and self.placements == other.placements
             and self.mesh == other.mesh
@@ -109,9 +109,9 @@ class ShardFrame:
         others = (dim for dim in range(len(use.sizes)) if dim not in use.shard_dims and dim != use.tensor_dim)
         return tuple(self.mesh.get_group(dim) for dim in others if use.sizes[dim] > 1)
 
-    def spec(self, dtype: torch.dtype) -> Any:
-        """Return the `DTensorSpec` of a tensor of this frame."""
-        found = self._specs.get(dtype)
+    def dtensor_spec(self, dtype: torch.dtype) -> Any:
+        """Return the `DTensorSpec` of a tensor of this spec."""
+        found = self._dtensor_specs.get(dtype)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
                 local = torch.empty(self.description.local_shape, dtype=dtype, device="meta")
@@ -123,7 +123,7 @@ class ShardFrame:
                     shape=self.shape,
                     stride=torch.empty(self.shape, device="meta").stride(),
                 )
-            found = self._specs[dtype] = stock._spec
+            found = self._dtensor_specs[dtype] = stock._spec
         return found
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
@@ -141,20 +141,20 @@ class ShardFrame:
             return full[start // row_numel : stop // row_numel]
         return full.reshape(-1)[start:stop]
 
-    def for_another(self) -> ShardFrame:
-        """Return the frame of another tensor cut alike; shares cached values, but not `belongs` and `problem`."""
+    def for_another(self) -> ShardSpec:
+        """Return the spec of another tensor cut alike; shares cached values, but not `belongs` and `problem`."""
         other = copy.copy(self)
         other.belongs = other.problem = None
         return other
 
-    def whole_like(self, shape: torch.Size) -> ShardFrame:
-        """Return the frame of a replicated tensor of another shape on this mesh."""
+    def whole_like(self, shape: torch.Size) -> ShardSpec:
+        """Return the spec of a replicated tensor of another shape on this mesh."""
         if shape == self.shape:
             return self
         use = self.description.use
-        frame = ShardFrame(self.mesh, described_as_whole(tuple(shape), use.sizes, self.description.coordinate))
-        frame.belongs = self.belongs
-        return frame
+        spec = ShardSpec(self.mesh, described_as_whole(tuple(shape), use.sizes, self.description.coordinate))
+        spec.belongs = self.belongs
+        return spec
 
     @property
     def advice(self) -> str:
@@ -216,19 +216,19 @@ def cut_up(elements: torch.Tensor, boxes: Sequence[Box]) -> Iterator[tuple[torch
         start += box.numel
 
 
-def gather_full(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
-    """All-gather the whole tensor; returns a new tensor on every rank. Collective over `frame.groups`."""
-    name = "a sharded tensor" if frame.belongs is None else frame.belongs[0]
+def gather_full(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """All-gather the whole tensor; returns a new tensor on every rank. Collective over `spec.groups`."""
+    name = "a sharded tensor" if spec.belongs is None else spec.belongs[0]
     with torch.no_grad(), waits_for(f"{name} is gathered whole (full_tensor)"):
-        return _gather_parts(_gather_shards(local.detach(), frame), frame)
+        return _gather_parts(_gather_shards(local.detach(), spec), spec)
 
 
-def _gather_shards(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
-    description = frame.description
+def _gather_shards(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    description = spec.description
     shape, cut = description.part_shape(), description.cut
     if cut.num_shards == 1:
         return local.reshape(shape)
-    groups = [frame.mesh.get_group(dim) for dim in reversed(description.use.shard_dims)]
+    groups = [spec.mesh.get_group(dim) for dim in reversed(description.use.shard_dims)]
     rows = gather_padded(local.reshape(-1), cut.largest_numel, groups)
     part = local.new_empty(cut.numel)
     if cut.numel:
@@ -238,15 +238,15 @@ def _gather_shards(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
     return part.view(shape)
 
 
-def _gather_parts(part: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
-    description = frame.description
+def _gather_parts(part: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    description = spec.description
     tensor_cut, use = description.tensor_cut, description.use
     if tensor_cut is None or use.tensor_dim is None:
         return part.clone() if description.num_shards == 1 else part
     shapes = [description.part_shape(index) for index in range(use.num_parts)]
     largest = max(torch.Size(shape).numel() for shape in shapes)
-    rows = gather_padded(part.contiguous().view(-1), largest, [frame.mesh.get_group(use.tensor_dim)])
-    full = part.new_empty(frame.shape)
+    rows = gather_padded(part.contiguous().view(-1), largest, [spec.mesh.get_group(use.tensor_dim)])
+    full = part.new_empty(spec.shape)
     if largest:
         for index, (shape, row) in enumerate(zip(shapes, rows, strict=True)):
             start, stop = description.part_range(index)
@@ -270,10 +270,10 @@ class LocalChunks:
         return cls(shape, tuple(box for box in boxes if box.numel), TensorProperties.create_from_tensor(local))
 
     @classmethod
-    def in_frame(cls, local: torch.Tensor, frame: ShardFrame) -> LocalChunks:
-        """Make the chunks of a local tensor of a frame."""
-        found = cls.of(local, frame.shape, frame.description.boxes())
-        return replace(found, writes=frame.description.is_saved_here, problem=frame.problem)
+    def of_spec(cls, local: torch.Tensor, spec: ShardSpec) -> LocalChunks:
+        """Make the chunks of a local tensor of a spec."""
+        found = cls.of(local, spec.shape, spec.description.boxes())
+        return replace(found, writes=spec.description.is_saved_here, problem=spec.problem)
 
     def chunk_list(self) -> list[ChunkStorageMetadata]:
         """List one chunk per box."""
@@ -343,13 +343,13 @@ def carry_description(source: torch.Tensor, target: torch.Tensor) -> None:
         )
 
 
-def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box]) -> DTensor:
+def describe_chunks(tensor: DTensor, spec_or_boxes: ShardSpec | Sequence[Box]) -> DTensor:
     """Attach chunk functions to the local tensor of a DTensor; return the DTensor."""
     local = tensor._local_tensor
-    if isinstance(frame_or_boxes, ShardFrame):
-        chunks = LocalChunks.in_frame(local, frame_or_boxes)
+    if isinstance(spec_or_boxes, ShardSpec):
+        chunks = LocalChunks.of_spec(local, spec_or_boxes)
     else:
-        chunks = LocalChunks.of(local, tensor.shape, frame_or_boxes)
+        chunks = LocalChunks.of(local, tensor.shape, spec_or_boxes)
     _attach(local, chunks)
     return tensor
 
