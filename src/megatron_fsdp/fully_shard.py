@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.comm.agreement import Groups, agreed, all_agree, rank_of
+from megatron_fsdp.comm.agreement import Groups, agreed, all_agree, raise_together, rank_of
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.offload import OffloadArgument
@@ -191,7 +191,7 @@ def fully_shard_model(
         dp_outer_dim: The outer dimension of hybrid sharding: parameters are sharded over `dp_shard_dim` and replicated
             over this one, and gradients are reduced over it once per sync.
         tp_dim: The tensor-parallel dimension. Parameters that `parallelize_module` made DTensors over it are sharded
-            further; None: the mesh dimension that these DTensors name.
+            further; None: the mesh dimension that these DTensors name. Without a mesh, a dimension of one rank.
         hybrid_fsdp_group: All ranks of `dp_outer_dim` and `dp_shard_dim`; required with `dp_outer_dim`.
         hybrid_fsdp_expt_group: The same for experts; made from their mesh if left out.
         expt_device_mesh: The mesh of expert parameters (`.experts.` in the name, or `allreduce=False` on the
@@ -269,7 +269,8 @@ def fully_shard_model(
         ConfigurationError: An argument, a combination or the model cannot be honoured (a ValueError).
         TypeError: `fsdp_unit_modules` is not a list of classes or import paths.
     """
-    with all_agree(_DOING, _ranks_of(module, device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)):
+    with all_agree(_DOING, _ranks_of(module, device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)) as facts:
+        facts["preproc_state_dict_for_dcp_ckpt"] = str(preproc_state_dict_for_dcp_ckpt)
         from megatron_fsdp.sharding.mesh import check_mesh, index_of
         from megatron_fsdp.wrap.wrap import check_not_wrapped
 
@@ -366,7 +367,10 @@ def ranks_of_parameters(*holders: object) -> Groups:
     return ()
 
 
-@agreed("connecting the optimizer", lambda optimizer=None, *_, **__: ranks_of_parameters(optimizer))
+_CONNECTING = "connecting the optimizer"
+
+
+@agreed(_CONNECTING, lambda optimizer=None, *_, **__: ranks_of_parameters(optimizer))
 @explains_arguments(optimizer="give the optimizer that was built on the parameters of the sharded model.")
 def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> _Optimizer:
     """Connect an optimizer, built on a sharded model's parameters, in place. It is not stepped.
@@ -396,6 +400,8 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
     from megatron_fsdp.optim.step import Engines, engine_of, params_of
 
     _check_optimizer(optimizer)
+    asked = {"preproc_state_dict_for_dcp_ckpt": str(preproc_state_dict_for_dcp_ckpt)}
+    raise_together(None, _CONNECTING, ranks_of_parameters(optimizer), asked)
     params = params_of(optimizer)
     if not params:
         raise ConfigurationError(

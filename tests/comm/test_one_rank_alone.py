@@ -352,6 +352,7 @@ MODEL_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "fsdp_group_ag": ("x", None),
     "expt_device_mesh": ("x", None),
     "sync_model_each_microbatch": (False, True),
+    "preproc_state_dict_for_dcp_ckpt": (False, True),
     "find_unused_parameters": (True, False),
     "calculate_per_token_loss": (True, False),
     "cuda_graph_mode": (True, False),
@@ -385,6 +386,9 @@ def calls() -> dict[str, Call]:
         "fully_shard_optimizer(None)": lambda bad: (
             made := model(),
             fully_shard_optimizer(None if bad else torch.optim.SGD(made.parameters(), lr=0.1)),  # type: ignore[arg-type]
+        ),
+        "fully_shard_optimizer(preproc_state_dict_for_dcp_ckpt)": lambda bad: fully_shard_optimizer(
+            torch.optim.SGD(model().parameters(), lr=0.1), preproc_state_dict_for_dcp_ckpt=not bad
         ),
         "fully_shard_optimizer(unsharded)": lambda bad: (
             made := model(),

@@ -1,7 +1,9 @@
 """Offload: what is read out of an argument, what is refused, and which units a fraction means."""
 
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -30,6 +32,11 @@ def test_gradients_and_state_follow_the_main_weights() -> None:
     assert half == Offload(0.5, 0.5, 0.5)
     assert str(half) == "main_weights 0.5, optimizer_state 0.5, main_gradients 0.5"
     assert str(resolve_offload(["optimizer_state"], ZERO3)) == "optimizer_state"
+
+
+@pytest.mark.parametrize("number", [Fraction(1, 2), np.float32(0.5)])
+def test_a_fraction_is_any_real_number(number: Any) -> None:
+    assert resolve_offload({"main_weights": number}, ZERO3) == Offload(0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from tests.support.zoo import (
     HidesResults,
     InObject,
     InPlace,
+    InSlot,
     ModelCase,
     Nested,
     Ordered,
@@ -133,6 +134,10 @@ def build_objects(frozen: bool = False) -> HidesResults:
     return HidesResults(frozen, InObject)
 
 
+def build_slots() -> HidesResults:
+    return HidesResults(unit=InSlot)
+
+
 def build_frozen_objects() -> HidesResults:
     return build_objects(frozen=True)
 
@@ -154,6 +159,7 @@ CASES: tuple[tuple[Callable[[Run], None], ModelCase], ...] = (
     (gradient_of_the_input, ORDERED),
     (gradient_of_the_input, vector_case(build_frozen_objects)),
     (three_steps, vector_case(build_objects)),
+    (three_steps, vector_case(build_slots)),
 )
 
 

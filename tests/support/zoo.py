@@ -463,10 +463,28 @@ class InObject(Layer):
 class Hidden:
     """Holds a result where nothing looks for it."""
 
+    def __init__(self, value: Tensor) -> None:
+        self.read = lambda: value
+
+    @property
+    def value(self) -> Tensor:
+        return self.read()
+
+
+class Slotted:
+    """Holds a result in a slot."""
+
     __slots__ = ("value",)
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
+
+
+class InSlot(Layer):
+    """A unit that returns its result in a slot of an object."""
+
+    def forward(self, x: Tensor) -> Slotted:  # type: ignore[override]
+        return Slotted(super().forward(x))
 
 
 class Opaque(Layer):

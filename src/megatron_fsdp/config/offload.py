@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 from megatron_fsdp.config.strategy import ShardingStrategy
@@ -83,7 +84,7 @@ def resolve_offload(given: OffloadArgument, strategy: ShardingStrategy) -> Offlo
     for kind, fraction in asked.items():
         if kind not in KINDS:
             raise ConfigurationError(f"offload has {kind!r}; the kinds of state are {', '.join(KINDS)}")
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 <= float(fraction) <= 1:
             raise ConfigurationError(f"offload[{kind!r}] is {fraction!r}; give a fraction, a number from 0 to 1")
     main = float(asked.get("main_weights", 0.0))
     found = {kind: float(fraction) for kind, fraction in asked.items()}

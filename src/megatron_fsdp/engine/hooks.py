@@ -73,10 +73,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _in_objects(value: Any) -> Iterator[torch.Tensor]:
-    """Iterate over tensors in attributes of the objects in a value."""
+    """Iterate over tensors in attributes of the objects in a value, slots included."""
     for leaf in tree_leaves(value):
         if not isinstance(leaf, nn.Module):
-            yield from tensors_in(getattr(leaf, "__dict__", None))
+            yield from tensors_in(object.__getstate__(leaf))
 
 
 class _UnitModule(NamedTuple):
