@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from megatron_fsdp.checkpoint.hf import save_hf
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.support.counting import LiveBytes, OpCounts
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
@@ -173,6 +174,7 @@ def test_nothing_else_happens_while_an_iteration_is_open(strategy: int) -> None:
             model.full_parameters_context().__enter__,
             model.start_param_sync,
             model.install_optimized_model_weights,
+            lambda: save_hf(model, "nowhere"),
         ):
             with pytest.raises(
                 ScheduleError, match=r"while an iteration of iter_full_tensors is open.*close\(\)"

@@ -141,7 +141,8 @@ class Engine:
         self.stepped = False
         self._unreduced = UnreducedGradients()
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
-        self.open_pass = False  # `iter_full_tensors` was begun, and is neither exhausted nor closed
+        self.open_pass = ""  # the iteration over full tensors that was begun, and is neither exhausted nor closed
+        self.weights_version = 0  # how often main weights were installed since the model was sharded
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._agreed_params: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
         self._agreed_since_change = False  # there was a sync since parameters were last frozen or unfrozen
@@ -213,10 +214,10 @@ class Engine:
             self.observers.begins(Phase.FORWARD, unit_index)
 
     def refuse_open_pass(self, what: str) -> None:
-        """Raise if `iter_full_tensors` is open, whose full tensors all have to be of one version."""
+        """Raise if an iteration over full tensors is open, all of which have to be of one version."""
         if self.open_pass:
             raise ScheduleError(
-                f"{what} while an iteration of iter_full_tensors is open, whose tensors would be of two versions or "
+                f"{what} while an iteration of {self.open_pass} is open, whose tensors would be of two versions or "
                 "whose collectives would mix with others; exhaust the iterator or close() it first"
             )
 
@@ -443,6 +444,7 @@ class Engine:
             for unit in self.units:
                 unit.install_main_weights()
         self.stepped = False
+        self.weights_version += 1
 
     # ---- backward -----------------------------------------------------------------------------------------------
 

@@ -228,14 +228,14 @@ class _Entry:
 
 def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over full main weights, in their main dtype, by canonical name."""
-    with _open_pass(engine):
+    with open_pass(engine, "iter_full_tensors"):
         entries = _entries(engine, lambda group, index: group.sharded[index])
         yield from _watched(engine, _stream(engine, entries, bucket_bytes))
 
 
 def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full gradients of trainable parameters, by canonical name, without those that are None."""
-    with _open_pass(engine):
+    with open_pass(engine, "iter_full_tensors"):
         found = {id(group): group.grads() for group in engine.groups()}
         entries = _entries(engine, lambda group, index: found[id(group)][index])
         # Ranks need the same tensors: for one that a rank lacks, the others would wait.
@@ -244,14 +244,14 @@ def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, tor
 
 
 @contextmanager
-def _open_pass(engine: Engine) -> Iterator[None]:
+def open_pass(engine: Engine, what: str) -> Iterator[None]:
     """Keep the engine from changing the tensors, and from other collectives, until a generator ends."""
     _check_between_steps(engine, "full tensors were asked for")
-    engine.open_pass = True
+    engine.open_pass = what
     try:
         yield
     finally:
-        engine.open_pass = False
+        engine.open_pass = ""
 
 
 def _entries(engine: Engine, tensor_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[_Entry]:

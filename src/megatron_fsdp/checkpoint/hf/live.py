@@ -93,6 +93,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside our wrapper and torch's; a model whose only child is called `module` is no wrapper."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
+    for engine in engines_of(model):
+        engine.refuse_open_pass("files were to be written or read")
     while True:
         if hasattr(model, "parameter_groups") and not all(
             hasattr(param, "_megatron_fsdp_model") for param in model.parameters()
@@ -107,6 +109,13 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not is_wrapper or not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def engines_of(model: nn.Module) -> list[Any]:
+    """List the engines that shard parameters of a model, each once; they cannot be imported into this layer."""
+    owned = (getattr(param, "_fsdp_engine", None) for param in model.parameters())
+    found = {id(engine): engine for own in owned if own is not None and (engine := own()) is not None}
+    return list(found.values())
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
