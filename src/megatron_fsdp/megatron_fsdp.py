@@ -104,7 +104,7 @@ class _BoundForward:
 class MegatronFSDP(nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded over data-parallel ranks.
 
-    `parameters()` yields DTensors over this rank's pieces, before and after every forward and backward; inside the
+    `parameters()` yields DTensors over this rank's shards, before and after every forward and backward; inside the
     forward of a unit its modules hold full, plain tensors. `.grad` is set by a backward that synchronises.
 
     Arguments that are not listed here are those of `fully_shard_model`.

@@ -81,11 +81,11 @@ def summed(model: nn.Module, optimizer: Optimizer) -> Pair:
     return sharded(model, optimizer, calculate_per_token_loss=True)
 
 
-# ---- pieces in the wrong place -------------------------------------------------------------------------------------
+# ---- shards in the wrong place -------------------------------------------------------------------------------------
 
 
 def swapped_shards(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """Ranks 0 and 1 hold each other's piece of one weight."""
+    """Ranks 0 and 1 hold each other's shard of one weight."""
     model, optimizer = by_torch_fsdp(model, optimizer)
     local = _local(_parameter(model))
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -112,7 +112,7 @@ def never_reduced(model: nn.Module, optimizer: Optimizer) -> Pair:
 
 
 def each_shard_its_own(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """Every rank keeps its piece of its own gradient in place of the sum of all."""
+    """Every rank keeps its shard of its own gradient instead of the sum of all."""
     model, optimizer = sharded(model, optimizer)
     for group in model.parameter_groups():  # type: ignore[operator]
         for axis in group.plan.axes:

@@ -55,7 +55,7 @@ FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = 
     (NEGATED, 2, FEATURE, "differs", "has 1 times the norm of one process, cosine -1", {}),
     (partial(BY_HAND, change=faults.spoil), 2, FEATURE, "non-finite", "is NaN in 72 of 72 elements", {}),
     (faults.never_reduced, 3, HEAD, "not reduced", "on rank 0 it is not reduced over ranks: it equals the gra", {}),
-    (faults.each_shard_its_own, 2, HEAD, "not reduced", "each piece equals the gradient of one rank's samples", {}),
+    (faults.each_shard_its_own, 2, HEAD, "not reduced", "each shard equals the gradient of one rank's samples", {}),
     (faults.one_rank_left_out, 3, HEAD, "not reduced", "lacks the gradient of rank 2's samples: it is not in the", {}),
     (faults.dropped, 2, FEATURE, "missing", "is missing (None), where one process has one", {}),
     (faults.counter_ahead, 2, ("step counter", 1, "embed.weight"), "differs", "is 2 where one process has 1", {}),

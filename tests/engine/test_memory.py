@@ -67,8 +67,8 @@ def test_parts_in_rank_order_are_the_full_buffer(
     assert torch.equal(torch.cat([shard.local for shard in shards]), full.local)
     for index, tensor in enumerate(tensors):
         assert torch.equal(full_view(layout, full.local, index), tensor)
-        pieces = torch.cat([shard.piece(index).reshape(-1) for shard in shards])
-        assert torch.equal(pieces, tensor.reshape(-1))
+        joined = torch.cat([shard.local_shard(index).reshape(-1) for shard in shards])
+        assert torch.equal(joined, tensor.reshape(-1))
 
 
 @given(shape_lists, st.integers(1, 5), st.sampled_from([1, 4]))
@@ -92,14 +92,14 @@ def test_the_part_of_a_full_buffer_is_a_buffer_that_shares_its_memory(rank: int)
     part = FlatBuffer(layout, region, full.view_of(region))
     assert full.is_whole
     assert not part.is_whole
-    assert torch.equal(part.piece(0), torch.arange(12.0).view(6, 2)[2 * rank : 2 * rank + 2])
+    assert torch.equal(part.local_shard(0), torch.arange(12.0).view(6, 2)[2 * rank : 2 * rank + 2])
     part.local.fill_(-1.0)
-    assert full.piece(0)[2 * rank].tolist() == [-1.0, -1.0]
+    assert full.local_shard(0)[2 * rank].tolist() == [-1.0, -1.0]
     assert part.local.data_ptr() == full.view_of(shard_region(layout, rank)).data_ptr()
 
 
 @given(shape_lists, st.integers(1, 5), st.sampled_from([1, 4]))
-def test_all_pieces_at_once_are_those_of_one_at_a_time(
+def test_all_shards_at_once_are_those_of_one_at_a_time(
     shapes: list[tuple[int, ...]], num_ranks: int, alignment_numel: int
 ) -> None:
     layout = plan_layout(shapes, num_ranks, alignment_numel=alignment_numel)
@@ -113,16 +113,16 @@ def test_all_pieces_at_once_are_those_of_one_at_a_time(
                 alone.store(index, tensor)
         assert torch.equal(together.local, alone.local)
         start = shard_region(layout, rank).start
-        for index, (piece, (first, stop, shape)) in enumerate(
-            zip(together.pieces(), layout.pieces_in(together.region), strict=True)
+        for index, (shard, (first, stop, shape)) in enumerate(
+            zip(together.local_shards(), layout.shards_in(together.region), strict=True)
         ):
             inside = layout.local_range(index, rank)
-            shape_cut = layout.piece_shape(index, inside[1] - inside[0])
+            shape_cut = layout.shard_shape(index, inside[1] - inside[0])
             expected = layout.shapes[index] if together.is_whole else shape_cut
-            assert shape == tuple(piece.shape) == expected
-            assert stop - first == inside[1] - inside[0] == piece.numel()
-            if piece.numel():
-                assert first == layout.offsets[index] + inside[0] - start == piece.storage_offset()
+            assert shape == tuple(shard.shape) == expected
+            assert stop - first == inside[1] - inside[0] == shard.numel()
+            if shard.numel():
+                assert first == layout.offsets[index] + inside[0] - start == shard.storage_offset()
 
 
 def test_tensors_that_do_not_lie_in_order_are_stored_as_they_read() -> None:
@@ -132,7 +132,9 @@ def test_tensors_that_do_not_lie_in_order_are_stored_as_they_read() -> None:
     for shard in shards:
         shard.store_all(tensors)
     for index, tensor in enumerate(tensors):
-        assert torch.cat([shard.piece(index).reshape(-1) for shard in shards]).tolist() == tensor.flatten().tolist()
+        assert (
+            torch.cat([shard.local_shard(index).reshape(-1) for shard in shards]).tolist() == tensor.flatten().tolist()
+        )
 
 
 POOL = CommunicationPool(CPU)

@@ -9,9 +9,9 @@ WHOLE_ROWS = 1e6
 
 
 def local_shape(layout: Layout, index: int, rank: int) -> tuple[int, ...]:
-    """The shape of a rank's piece of a tensor."""
+    """The shape of a rank's shard of a tensor."""
     start, stop = layout.local_range(index, rank)
-    return layout.piece_shape(index, stop - start)
+    return layout.shard_shape(index, stop - start)
 
 
 # Shapes, ranks, and what padding to the least common multiple needs for them.

@@ -84,7 +84,7 @@ def test_local_shapes_hold_exactly_the_local_elements(problem: Problem) -> None:
     layout = plan_layout(**problem)
     for index, shape in enumerate(layout.shapes):
         ranges = [layout.local_range(index, rank) for rank in range(layout.num_shards)]
-        local_shapes = [layout.piece_shape(index, stop - start) for start, stop in ranges]
+        local_shapes = [layout.shard_shape(index, stop - start) for start, stop in ranges]
         for (start, stop), local_shape in zip(ranges, local_shapes, strict=True):
             assert math.prod(local_shape) == stop - start
         row_numel = math.prod(shape[1:])

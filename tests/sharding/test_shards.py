@@ -119,7 +119,7 @@ def test_a_cut_read_off_a_layout_agrees_with_the_layout(
             start, stop = layout.local_range(index, rank)
             assert here.local_range == (start, stop)
             if num_shards > 1:
-                assert here.local_shape == layout.piece_shape(index, stop - start)
+                assert here.local_shape == layout.shard_shape(index, stop - start)
             listed = ListedCut((0, *(cut.range_of(shard)[1] for shard in range(num_shards))))
             assert cut.largest_numel >= listed.largest_numel
             assert all(listed.is_multiple_of(step) == cut.is_multiple_of(step) for step in (1, 2, 3, 6))

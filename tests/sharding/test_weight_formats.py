@@ -61,9 +61,9 @@ def expected(name: str, weight: torch.Tensor) -> list[float]:
     return found
 
 
-def encode(form: WeightFormat, piece: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(encoded_bytes(form, piece.numel()), dtype=torch.uint8)
-    form.encode(piece, scale, out)
+def encode(form: WeightFormat, shard: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(encoded_bytes(form, shard.numel()), dtype=torch.uint8)
+    form.encode(shard, scale, out)
     return out
 
 
@@ -112,11 +112,11 @@ def test_cut_shards_encode_to_cut_bytes(name: str, data: st.DataObject) -> None:
     inner = data.draw(st.lists(st.integers(0, blocks), max_size=7))
     ends = [0, *(min(numel, cut * form.block_numel) for cut in sorted(inner)), numel]
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9))))
-    pieces = [weight[start:stop] for start, stop in itertools.pairwise(ends)]
-    agreed = torch.stack([form.amax(piece) for piece in pieces]).amax(dim=0)
+    shards = [weight[start:stop] for start, stop in itertools.pairwise(ends)]
+    agreed = torch.stack([form.amax(shard) for shard in shards]).amax(dim=0)
     assert torch.equal(agreed, form.amax(weight))
     scale = form.scales(agreed)
-    assert torch.equal(torch.cat([encode(form, piece, scale) for piece in pieces]), encode(form, weight, scale))
+    assert torch.equal(torch.cat([encode(form, shard, scale) for shard in shards]), encode(form, weight, scale))
 
 
 def test_no_largest_element_needs_to_be_clamped() -> None:
@@ -132,9 +132,9 @@ def test_no_largest_element_needs_to_be_clamped() -> None:
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_what_is_not_finite_shows_in_the_magnitudes(name: str) -> None:
     for bad in (math.nan, math.inf, -math.inf):
-        piece = torch.ones(64)
-        piece[40] = bad
-        assert WEIGHT_FORMATS[name].amax(piece).isinf().all()
+        shard = torch.ones(64)
+        shard[40] = bad
+        assert WEIGHT_FORMATS[name].amax(shard).isinf().all()
 
 
 RATIOS = {"mxfp8": 33 / 64, "nvfp4": 9 / 32}

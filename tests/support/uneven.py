@@ -53,11 +53,11 @@ class UnevenCase:
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(seed))
 
     def tensor(self, mesh: DeviceMesh, seed: int = 0, dtype: torch.dtype = torch.float32) -> UnevenDTensor:
-        """This rank's piece of the global tensor, cut out box by box."""
+        """This rank's shard of the global tensor, cut out box by box."""
         spec = self.spec(mesh)
         whole = self.whole(seed).to(dtype)
-        pieces = [whole[box.indices].reshape(-1) for box in spec.description.boxes()]
-        flat = torch.cat(pieces) if pieces else whole.new_empty(0)
+        parts = [whole[box.indices].reshape(-1) for box in spec.description.boxes()]
+        flat = torch.cat(parts) if parts else whole.new_empty(0)
         return UnevenDTensor.wrap(flat.view(spec.description.local_shape), spec)
 
 

@@ -76,7 +76,7 @@ def recomputed(model: MegatronFSDP, x: torch.Tensor) -> list[float]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of this rank's piece; asking for whole tensors would send something."""
+    """A copy of this rank's shard; asking for whole tensors would send something."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 

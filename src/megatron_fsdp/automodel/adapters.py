@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, install_weights, keep_pieces, live_tensors, unwrap
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, install_weights, keep_local, live_tensors, unwrap
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.wrap.meta_init import same_random_numbers
@@ -133,7 +133,7 @@ def fill_adapters(model: nn.Module, twin: nn.Module, peft_config: Any, device: t
                 value = original.tensor.detach()
                 value = value.full_tensor() if isinstance(value, DTensor) else value
             if value is not None:
-                keep_pieces(live.pieces(), value)
+                keep_local(live.local_boxes(), value)
                 filled.append(live)
         for name, buffer in module.named_buffers():
             if name in buffers:

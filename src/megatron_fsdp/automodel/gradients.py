@@ -401,12 +401,12 @@ def _total_norm(
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     kind = mesh.device_type if mesh is not None else found.parameters[0].device if found.parameters else "cpu"
     device = torch.empty(0, device=kind).device
-    pieces: dict[ProcessGroups, list[Tensor]] = {(): []}
+    shards: dict[ProcessGroups, list[Tensor]] = {(): []}
     for param in found.parameters:  # the keys are the same on all ranks, gradient or not
-        tensors = pieces.setdefault(_shard_groups(param), [])
-        if (piece := of_param(param)) is not None:
-            tensors.append(piece)
-    powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
+        tensors = shards.setdefault(_shard_groups(param), [])
+        if (shard := of_param(param)) is not None:
+            tensors.append(shard)
+    powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in shards.items()}
     norms = [combine_powers(powers, norm_type, asked)]
     norms += [of_model(model).to(device) for model in found.models]
     # Pipeline ranks have other parameters, and perhaps other meshes, so they meet only once each has its own norm.

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import find_layers, parameter_names
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, base_tensors, install_weights, keep_pieces, unwrap
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, base_tensors, install_weights, keep_local, unwrap
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.wrap.meta_init import (
@@ -66,7 +66,7 @@ def draw_missing(
     _, tensors = base_tensors(unwrap(model))
     empty = [live for live in tensors if live.name not in filled]
     by_name = {alias: live for live in empty for alias in live.aliases}
-    held = {live.name: live.pieces() for live in empty}
+    held = {live.name: live.local_boxes() for live in empty}
     wanted: dict[str, LiveTensor] = {}
     for name, aliases in parameter_names(twin).items():
         live = next((by_name[alias] for alias in aliases if alias in by_name), None)
@@ -75,7 +75,7 @@ def draw_missing(
     # Ranks of a pipeline hold different parameters, and all draw the same random numbers.
     everywhere = sorted({name for theirs in gather_objects(sorted(wanted)) for name in theirs})
     store: dict[str, Callable[[torch.Tensor], None]] = {
-        name: partial(keep_pieces, held[wanted[name].name]) if name in wanted else lambda _: None for name in everywhere
+        name: partial(keep_local, held[wanted[name].name]) if name in wanted else lambda _: None for name in everywhere
     }
     before = random_state(device)
     groups = [dist.group.WORLD] if everywhere and dist.group.WORLD is not None else []

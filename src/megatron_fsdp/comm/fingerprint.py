@@ -1,6 +1,6 @@
 """Fingerprints (hashes) of tensors' bits, to compare tensors over ranks without sending them.
 
-Those of pieces that add up to that of the whole tensor are digests.
+Those of shards that add up to that of the whole tensor are digests.
 
 `torch.hash_tensor` does not do here: it is the exclusive or of all elements, which is 0 for any constant tensor of even
 size and the same for any order of elements.
@@ -101,18 +101,18 @@ def differing_tensors(
 
 
 @torch.no_grad()
-def digest(piece: torch.Tensor, name: str, start: int = 0) -> torch.Tensor:
+def digest(shard: torch.Tensor, name: str, start: int = 0) -> torch.Tensor:
     """Return the digest of a local shard, an int64 scalar on its device.
 
-    The piece, of any dtype, is contiguous in the flat whole tensor; its first element is element `start` of that.
+    The shard, of any dtype, is contiguous in the flat whole tensor; its first element is element `start` of that.
     """
-    flat, start = _flat(piece), 2 * start if piece.is_complex() else start
+    flat, start = _flat(shard), 2 * start if shard.is_complex() else start
     bits = flat.view(_BITS[flat.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=piece.device)
+    total = torch.zeros((), dtype=torch.int64, device=shard.device)
     first = zlib.crc32(name.encode()) << 29
     for begin in range(0, bits.numel(), _DIGESTED_NUMEL):
         block = bits[begin : begin + _DIGESTED_NUMEL].to(torch.int64)
-        places = torch.arange(first + start + begin, first + start + begin + block.numel(), device=piece.device)
+        places = torch.arange(first + start + begin, first + start + begin + block.numel(), device=shard.device)
         places.mul_(_STEP)
         places.bitwise_xor_((places >> 31).bitwise_and_(_LOW_33)).mul_(_MIX).bitwise_or_(1)
         total += block.mul_(places).sum()

@@ -202,7 +202,7 @@ class _Tensor:
                 if not bool(differs.any()):
                     return f"is not reduced over ranks: it equals the gradient of rank {rank}'s samples alone"
             if got.numel() > _FEW and not bool(wrong.all(0).any()):
-                return "is not reduced over ranks: each piece equals the gradient of one rank's samples alone"
+                return "is not reduced over ranks: each shard equals the gradient of one rank's samples alone"
         for rank, value in enumerate(own):
             if self.allowed.agrees(want.double() - value.double() / len(own), got):
                 return f"lacks the gradient of rank {rank}'s samples: it is not in the sum"

@@ -444,10 +444,10 @@ def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if any(isinstance(arg, UnevenDTensor) for arg in args[1:]):
         return _refuse(func, args, kwargs)
     named = {key: arg for key, arg in kwargs.items() if key != "memory_format"}
-    piece = tensor.shard_spec.take(func(drawn, *args[1:], **named))
+    shard = tensor.shard_spec.take(func(drawn, *args[1:], **named))
     if _name(func) in _DRAWS:
-        return UnevenDTensor.wrap(piece.clone(), tensor.shard_spec)
-    tensor._local_tensor.copy_(piece)
+        return UnevenDTensor.wrap(shard.clone(), tensor.shard_spec)
+    tensor._local_tensor.copy_(shard)
     return tensor
 
 

@@ -708,7 +708,7 @@ class Engine:
                 used = [trained and next(agreed) for trained in group.trained_since_attach]
                 if gradients.renewed:
                     renewed.append((group, used))
-                gradients.attach(group.sharded, used, group.describe_piece)
+                gradients.attach(group.sharded, used, group.describe_shard)
                 group.trained_since_attach = list(group.trainable)
         for group, used in renewed:  # once all gradients are set
             group.run_user_hooks(used)

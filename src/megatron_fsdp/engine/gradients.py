@@ -25,7 +25,7 @@ from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.comm.reduction import put_scaled
 from megatron_fsdp.comm.streams import CommStream, Work, submit_through
 from megatron_fsdp.engine.group_plan import GroupPlan, local_part
-from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, piece_view
+from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, shard_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.sharding.mesh import RankMesh
@@ -135,15 +135,15 @@ class MainGradient:
         """All elements, (region.numel,); allocated as by `allocate`."""
         return self.allocate().local
 
-    def piece(self, index: int) -> torch.Tensor:
+    def local_shard(self, index: int) -> torch.Tensor:
         """Return the local shard of tensor `index`, a view; content as for `local`."""
-        return self.allocate().piece(index)
+        return self.allocate().local_shard(index)
 
     def view(self, index: int, describe: Callable[[int, torch.Tensor], DTensor]) -> DTensor:
         """Return the local shard of tensor `index` as a DTensor, made once."""
         found = self.views[index]
         if found is None:
-            found = self.views[index] = describe(index, self.piece(index))
+            found = self.views[index] = describe(index, self.local_shard(index))
         return found
 
     def take_back(self, grads: Mapping[int, torch.Tensor]) -> None:
@@ -156,8 +156,8 @@ class MainGradient:
             rounded = self.local.to(dtype)
             found = rounded.clone()
             chosen = {index: local_part(grad) for index, grad in grads.items() if grad.dtype == dtype}
-            pieces = [piece_view(self._layout, self.region, found, index) for index in chosen]
-            torch._foreach_copy_(pieces, list(chosen.values()))
+            shards = [shard_view(self._layout, self.region, found, index) for index in chosen]
+            torch._foreach_copy_(shards, list(chosen.values()))
             self.local.copy_(torch.where(rounded == found, self.local, found.to(self.dtype)))
 
     def add(self, grads: Mapping[int, torch.Tensor], counts: Sequence[bool]) -> None:
@@ -168,7 +168,7 @@ class MainGradient:
         for is_sum, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
             chosen = {index: local_part(grad) for index, grad in grads.items() if counts[index] == is_sum}
             if chosen:
-                put(list(map(self.piece, chosen)), list(chosen.values()))
+                put(list(map(self.local_shard, chosen)), list(chosen.values()))
 
     def release(self) -> None:
         """Free the memory. Call it when no element counts and nothing that writes here is in flight."""
@@ -200,7 +200,7 @@ def _is_referenced(view: DTensor) -> bool:
     return in_other_places > 0 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
 
 
-DescribePiece = Callable[[int, torch.Tensor], DTensor]
+DescribeShard = Callable[[int, torch.Tensor], DTensor]
 Inspect = Callable[[int, torch.Tensor], None]
 
 
@@ -434,7 +434,7 @@ class GradientBuffers:
     def _zero_what_does_not_count(self, sums: torch.Tensor) -> None:
         _zero(
             [
-                piece_view(self.layout, self.main.region, sums, index)
+                shard_view(self.layout, self.main.region, sums, index)
                 for index, each in enumerate(self.of_parameter)
                 if not each.counts
             ]
@@ -518,7 +518,7 @@ class GradientBuffers:
 
     # ---- showing ------------------------------------------------------------------------------------------------
 
-    def attach(self, params: Sequence[nn.Parameter], used: Sequence[bool], describe: DescribePiece) -> None:
+    def attach(self, params: Sequence[nn.Parameter], used: Sequence[bool], describe: DescribeShard) -> None:
         """Set `.grad` of the sharded parameters to the main gradient, whose local shards `describe` wraps as DTensors.
 
         The parameters' own gradients are added to it first. A parameter that no rank has `used`, and that had no
@@ -549,7 +549,7 @@ class GradientBuffers:
                 if cast is None:
                     grad = self.main.view(index, describe)
                 else:
-                    grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
+                    grad = describe(index, shard_view(self.layout, self.main.region, cast, index))
                 if grad is not shown:
                     with plain_attributes():
                         setattr(param, self.grad_attribute, grad)
@@ -610,7 +610,7 @@ class GradientBuffers:
         if self._unreduced_gradient is not None:
             full_view(self.layout, self._unreduced_gradient, index).zero_()
         if self._partly_reduced is not None:
-            piece_view(self.layout, self.reducer.first_region, self._partly_reduced, index).zero_()
+            shard_view(self.layout, self.reducer.first_region, self._partly_reduced, index).zero_()
 
     def release(self, params: Sequence[nn.Parameter]) -> None:
         """Free the main gradient's memory if no parameter has a gradient.

@@ -49,36 +49,36 @@ class FlatBuffer:
         """Return the elements of a region inside of this one, a view (region.numel,)."""
         return self.local[region.within(self.region)]
 
-    def piece(self, index: int) -> torch.Tensor:
+    def local_shard(self, index: int) -> torch.Tensor:
         """Return the local shard of tensor `index`, a view, maybe empty.
 
         The full shape if the buffer is whole here; else (rows, *rest) or, where rows are cut, (elements,).
         """
-        return piece_view(self.layout, self.region, self.local, index)
+        return shard_view(self.layout, self.region, self.local, index)
 
-    def pieces(self) -> list[torch.Tensor]:
+    def local_shards(self) -> list[torch.Tensor]:
         """Return the local shards of all tensors."""
-        return [self.local[start:stop].view(shape) for start, stop, shape in self.layout.pieces_in(self.region)]
+        return [self.local[start:stop].view(shape) for start, stop, shape in self.layout.shards_in(self.region)]
 
     def store_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy this region's part of full tensors, casting to this buffer's dtype; skip those that are None."""
-        pieces, parts = [], []
-        for index, (piece, tensor) in enumerate(zip(self.pieces(), tensors, strict=True)):
-            if tensor is None or not piece.numel():
+        shards, parts = [], []
+        for index, (shard, tensor) in enumerate(zip(self.local_shards(), tensors, strict=True)):
+            if tensor is None or not shard.numel():
                 continue
             if not tensor.is_contiguous():  # flattening copies, so one at a time
                 self.store(index, tensor)
                 continue
             start, stop = self.layout.range_in(index, self.region)
-            pieces.append(piece.view(-1))
+            shards.append(shard.view(-1))
             parts.append(tensor.detach().view(-1)[start:stop])
-        if pieces:
-            torch._foreach_copy_(pieces, parts)
+        if shards:
+            torch._foreach_copy_(shards, parts)
 
     def store(self, index: int, tensor: torch.Tensor) -> None:
         """Copy this region's part of a full tensor, casting to this buffer's dtype."""
         start, stop = self.layout.range_in(index, self.region)
-        self.piece(index).view(-1).copy_(tensor.detach().reshape(-1)[start:stop])
+        self.local_shard(index).view(-1).copy_(tensor.detach().reshape(-1)[start:stop])
 
 
 def full_view(layout: Layout, full: torch.Tensor, index: int) -> torch.Tensor:
@@ -87,9 +87,9 @@ def full_view(layout: Layout, full: torch.Tensor, index: int) -> torch.Tensor:
     return full[start:stop].view(layout.shapes[index])
 
 
-def piece_view(layout: Layout, region: Region, local: torch.Tensor, index: int) -> torch.Tensor:
+def shard_view(layout: Layout, region: Region, local: torch.Tensor, index: int) -> torch.Tensor:
     """Return the shard of tensor `index` in a region, as a view of the region's memory (region.numel,)."""
-    start, stop, shape = layout.pieces_in(region)[index]
+    start, stop, shape = layout.shards_in(region)[index]
     return local[start:stop].view(shape)
 
 
@@ -117,17 +117,17 @@ class StateMemory:
         """Allocate nothing yet: names and dtypes of states are known after the first step."""
         self._layout, self._region, self._device = layout, region, device
         self._buffers: dict[tuple[str, torch.dtype], FlatBuffer] = {}
-        self._pieces: dict[tuple[str, int], torch.Tensor] = {}
+        self._shard_views: dict[tuple[str, int], torch.Tensor] = {}
 
     def place(self, key: str, index: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the host tensor of a state of parameter `index`; the same one every time for a dtype."""
-        found = self._pieces.get((key, index))
+        found = self._shard_views.get((key, index))
         if found is None or found.dtype != dtype:
             buffer = self._buffers.get((key, dtype))
             if buffer is None:
                 memory = allocate(True, self._region.numel, dtype, self._device)
                 buffer = self._buffers[key, dtype] = FlatBuffer(self._layout, self._region, memory)
-            found = self._pieces[key, index] = buffer.piece(index)
+            found = self._shard_views[key, index] = buffer.local_shard(index)
         return found
 
     def borrow(self, value: torch.Tensor) -> torch.Tensor:

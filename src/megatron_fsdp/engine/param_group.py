@@ -29,7 +29,7 @@ from megatron_fsdp.engine.gradients import (
     plain_attributes,
 )
 from megatron_fsdp.engine.group_plan import GroupPlan, local_part
-from megatron_fsdp.engine.memory import FlatBuffer, StateMemory, allocate, full_view, on_device, piece_view
+from megatron_fsdp.engine.memory import FlatBuffer, StateMemory, allocate, full_view, on_device, shard_view
 from megatron_fsdp.engine.weight_quantizer import EncodedBuffer, WeightQuantizer, WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.placement import Region, held_region
@@ -226,8 +226,8 @@ class ParameterGroup:
         self.shard_specs = shard_specs  # for each parameter the elements that every rank holds
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self._hooked: set[int] = set()  # parameters that have one
-        pieces = self.weights.main.pieces()
-        self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, shard_specs, originals))
+        shards = self.weights.main.local_shards()
+        self.sharded = tuple(map(self._make_sharded, range(len(shards)), shards, shard_specs, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
         self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
@@ -365,9 +365,9 @@ class ParameterGroup:
         """Allocate main weights, gradients and state of a frozen group; its compute weights stay where they are."""
         self.plan = plan
         if self.weights.make_main(plan):
-            pieces = self.weights.main.pieces()
-            for param, piece, shard_spec in zip(self.sharded, pieces, self.shard_specs, strict=True):
-                self._move(param, piece, shard_spec)
+            shards = self.weights.main.local_shards()
+            for param, shard, shard_spec in zip(self.sharded, shards, self.shard_specs, strict=True):
+                self._move(param, shard, shard_spec)
             self._pointers = self._find_pointers()
             self.note_installed()
         self.state_memory = self._make_state_memory()
@@ -382,11 +382,11 @@ class ParameterGroup:
         return StateMemory(plan.layout, self.weights.main.region, plan.device)
 
     @staticmethod
-    def _move(param: nn.Parameter, piece: torch.Tensor, shard_spec: ShardSpec) -> None:
+    def _move(param: nn.Parameter, shard: torch.Tensor, shard_spec: ShardSpec) -> None:
         """Move a sharded parameter into other memory, maybe of another dtype; it stays the same object."""
         moved: Any = param
-        DATA.__set__(moved, UnevenDTensor.wrap(piece.data, shard_spec))  # sets the dtype that torch sees
-        moved._local_tensor, moved._spec = piece.data, shard_spec.dtensor_spec(piece.dtype)
+        DATA.__set__(moved, UnevenDTensor.wrap(shard.data, shard_spec))  # sets the dtype that torch sees
+        moved._local_tensor, moved._spec = shard.data, shard_spec.dtensor_spec(shard.dtype)
 
     def decouple_gradients(self) -> None:
         """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
@@ -412,9 +412,9 @@ class ParameterGroup:
         self.plan = replace(self.plan, precision=precision, reduction=reduction)
         self.gradients.change_precision(self.plan)
 
-    def describe_piece(self, index: int, piece: torch.Tensor) -> DTensor:
+    def describe_shard(self, index: int, shard: torch.Tensor) -> DTensor:
         """Wrap the local shard of tensor `index` as a DTensor of its global shape; no communication, no copy."""
-        return UnevenDTensor.wrap(piece.view_as(piece), self.shard_specs[index])
+        return UnevenDTensor.wrap(shard.view_as(shard), self.shard_specs[index])
 
     def describe_chunks(self, index: int, tensor: DTensor) -> DTensor:
         """Attach chunk functions to the local tensor of parameter `index`, or of its state."""
@@ -426,7 +426,7 @@ class ParameterGroup:
         """Return this rank's shard of a full tensor, cut as parameter `index`; a copy."""
         flat = local_part(full.detach()).reshape(-1).to(self.weights.main.local.device)
         start, stop = self.plan.layout.range_in(index, self.weights.main.region)
-        return self.describe_piece(index, flat[start:stop].clone().view(self.weights.main.piece(index).shape))
+        return self.describe_shard(index, flat[start:stop].clone().view(self.weights.main.local_shard(index).shape))
 
     def local_compute_weights(self) -> tuple[nn.Parameter, ...]:
         """Make sharded parameters in the compute dtype, over this rank's shard of the compute weights."""
@@ -434,7 +434,7 @@ class ParameterGroup:
         part = self.weights.compute.view_of(region)
         made = tuple(
             nn.Parameter(
-                self.describe_piece(index, piece_view(self.plan.layout, region, part, index)),
+                self.describe_shard(index, shard_view(self.plan.layout, region, part, index)),
                 requires_grad=param.requires_grad,
             )
             for index, param in enumerate(self.sharded)
@@ -498,11 +498,11 @@ class ParameterGroup:
             self.own_hooks.add(param.register_hook(arrives).id)
 
     def _make_sharded(
-        self, index: int, piece: torch.Tensor, shard_spec: ShardSpec, original: nn.Parameter
+        self, index: int, shard: torch.Tensor, shard_spec: ShardSpec, original: nn.Parameter
     ) -> nn.Parameter:
         # No view: it would keep the buffer object alive and share its version counter, so that in-place gathers into
         # the rest of the buffer would count as changes of the parameter.
-        param = UnevenDTensor.as_parameter(piece.data, shard_spec, original.requires_grad)
+        param = UnevenDTensor.as_parameter(shard.data, shard_spec, original.requires_grad)
         # Marks of the user have to survive, such as Megatron's `allreduce` and `sequence_parallel`.
         param.__dict__.update(original.__dict__)
         if original.requires_grad:

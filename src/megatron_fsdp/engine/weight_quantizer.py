@@ -136,7 +136,7 @@ class WeightQuantizer:
     def measure(self, main: FlatBuffer) -> None:
         """Set `amaxes` to those of this rank's shard."""
         for index in range(self.amaxes.numel()):
-            self._own(self.amaxes, index).copy_(self.format.amax(main.piece(index).view(-1)))
+            self._own(self.amaxes, index).copy_(self.format.amax(main.local_shard(index).view(-1)))
 
     def is_finite(self, index: int) -> bool:
         """Return True if the amax of tensor `index` is finite."""
@@ -145,8 +145,8 @@ class WeightQuantizer:
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region into uint8 `out`."""
         scales = self.format.scales(self.amaxes)
-        for index, piece, codes in self._chunks(region, local, out):
-            values = piece.float() if piece.dtype is torch.float64 else piece
+        for index, shard, codes in self._chunks(region, local, out):
+            values = shard.float() if shard.dtype is torch.float64 else shard
             self.format.encode(values, self._own(scales, index), codes)
 
     def decode(self, encoded: torch.Tensor, region: Region, out: torch.Tensor) -> None:
@@ -156,8 +156,8 @@ class WeightQuantizer:
         in the order of their places: so none is overwritten before it is read.
         """
         scales = self.format.scales(self.amaxes)
-        for index, piece, codes in self._chunks(region, out, encoded):
-            self.format.decode(codes, self._own(scales, index), piece)
+        for index, shard, codes in self._chunks(region, out, encoded):
+            self.format.decode(codes, self._own(scales, index), shard)
 
     def round_into(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Round the elements of a region as encoding and decoding do."""

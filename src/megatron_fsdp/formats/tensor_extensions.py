@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp.engine.group_plan import GATHER_METHODS, GroupPlan
-from megatron_fsdp.engine.memory import piece_view
+from megatron_fsdp.engine.memory import shard_view
 from megatron_fsdp.engine.weight_quantizer import WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region
@@ -163,12 +163,12 @@ class ExtensionQuantizer(WrappingQuantizer):
     def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
         """Encode the elements `local` of a region, whole rows, into uint8 `out`; may communicate."""
         for index, extension in enumerate(self._extensions):
-            piece = piece_view(self._layout, region, local, index).to(self._dtype)
-            is_empty = not piece.numel()  # a class may look for the largest element, and all ranks have to take part
-            rows = extension.blank_row(self._dtype, local.device) if is_empty else piece
+            shard = shard_view(self._layout, region, local, index).to(self._dtype)
+            is_empty = not shard.numel()  # a class may look for the largest element, and all ranks have to take part
+            rows = extension.blank_row(self._dtype, local.device) if is_empty else shard
             codes, self._metadata[index] = extension.encode(rows, self._mesh)
             if not is_empty:
-                start, stop, _ = self._layout.pieces_in(region)[index]
+                start, stop, _ = self._layout.shards_in(region)[index]
                 for part, each in zip(self._parts[index], codes, strict=True):
                     part.view_in(self._rows(out, index, start, stop)).copy_(each)
 

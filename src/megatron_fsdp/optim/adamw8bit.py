@@ -104,22 +104,22 @@ class AdamW8bit(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         codes = functools.cache(_codes_on)  # for this step: once a device, not once a parameter
-        pieces: list[_Piece] = []
+        shards: list[_LocalShard] = []
         error: Exception | None = None
         try:
             for group in self.param_groups:
                 float(group["lr"])
                 found = (param for param in group["params"] if param.grad is not None)
-                pieces += [_Piece(param, group, self._state_of(param), codes) for param in found]
+                shards += [_LocalShard(param, group, self._state_of(param), codes) for param in found]
         except Exception as met:  # noqa: BLE001 - the ranks that share blocks must raise, too
             error = met
         self.agree(error)
-        shared = _shared(pieces)
+        shared = _shared(shards)
         for are_new in (False, True):
             for members in shared:
                 _share_scales(members, are_new)
-        for piece in pieces:
-            piece.update()
+        for shard in shards:
+            shard.update()
         return loss
 
     def agree(self, error: Exception | None) -> None:
@@ -343,7 +343,7 @@ def _codes_on(device: torch.device) -> tuple[_Code, _Code]:
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
-class _Piece:
+class _LocalShard:
     """This rank's elements [start, stop) of a flattened parameter (of its tensor-parallel part), and their state.
 
     `straddling` are the blocks that several ranks share, the same on all of them, and `groups` those ranks.
@@ -457,28 +457,28 @@ def _local_of(value: Tensor) -> Tensor:
     return local.detach()  # shares the version counter, by which writes are noticed
 
 
-def _shared(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+def _shared(shards: Sequence[_LocalShard]) -> list[list[_LocalShard]]:
     """Return the local shards with shared blocks, by the groups of ranks that share them."""
-    found: dict[tuple[dist.ProcessGroup, ...], list[_Piece]] = {}
-    for piece in pieces:
-        if piece.straddling:
-            found.setdefault(piece.groups, []).append(piece)
+    found: dict[tuple[dist.ProcessGroup, ...], list[_LocalShard]] = {}
+    for shard in shards:
+        if shard.straddling:
+            found.setdefault(shard.groups, []).append(shard)
     return list(found.values())
 
 
-def _share_scales(pieces: Sequence[_Piece], are_new: bool) -> None:
+def _share_scales(shards: Sequence[_LocalShard], are_new: bool) -> None:
     """Take the scales of shared blocks: the largest that any of their ranks has; an all-reduce for each group."""
-    places = [(piece, block) for piece in pieces for block in piece.straddling]
-    device = pieces[0].scales.device
+    places = [(shard, block) for shard in shards for block in shard.straddling]
+    device = shards[0].scales.device
     largest = torch.zeros(len(places), 2, device=device)
-    for place, (piece, block) in enumerate(places):
-        if piece.shares(block):
-            largest[place] = piece.maxima_in(block) if are_new else piece.scales[:, block - piece.first]
-    for group in pieces[0].groups:
+    for place, (shard, block) in enumerate(places):
+        if shard.shares(block):
+            largest[place] = shard.maxima_in(block) if are_new else shard.scales[:, block - shard.first]
+    for group in shards[0].groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    for place, (piece, block) in enumerate(places):
-        if piece.shares(block):
-            piece.take_scales(block, largest[place], are_new)
+    for place, (shard, block) in enumerate(places):
+        if shard.shares(block):
+            shard.take_scales(block, largest[place], are_new)
 
 
 # ---- state that is loaded --------------------------------------------------------------------------------------------

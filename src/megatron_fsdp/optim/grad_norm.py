@@ -36,23 +36,23 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
         error_if_nonfinite=error_if_nonfinite,
     )
     norm_type = norm_type if asked.error is None else 2.0
-    pieces = _pieces(engine)
+    shards = _local_shards(engine)
     with engine.observers.during(Phase.NORM, ROOT_UNIT):
         if engine.is_deterministic and norm_type == 2.0:
-            norm = exact_norm(pieces, engine.device, asked)
+            norm = exact_norm(shards, engine.device, asked)
         else:
-            norm = _total_norm(pieces, norm_type, engine.device, asked)
+            norm = _total_norm(shards, norm_type, engine.device, asked)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
             "them and go on, or pass error_if_nonfinite=False to scale by it all the same"
         )
-    local = [piece for found in pieces.values() for piece in found]
+    local = [shard for found in shards.values() for shard in found]
     if math.isfinite(max_norm) and local:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if not is_known_to_be_one(factor):
-            for device in dict.fromkeys(piece.device for piece in local):  # more than one where a part is offloaded
-                torch._foreach_mul_([piece for piece in local if piece.device == device], factor.to(device))
+            for device in dict.fromkeys(shard.device for shard in local):  # more than one where a part is offloaded
+                torch._foreach_mul_([shard for shard in local if shard.device == device], factor.to(device))
     return norm
 
 
@@ -97,30 +97,30 @@ def is_known_to_be_one(factor: torch.Tensor) -> bool:
     return factor.is_cpu and has_values(factor) and factor.item() == 1.0
 
 
-def _pieces(engine: Engine) -> dict[ProcessGroups, list[torch.Tensor]]:
+def _local_shards(engine: Engine) -> dict[ProcessGroups, list[torch.Tensor]]:
     """Collect this rank's elements of the gradients, by the groups they are sharded over.
 
     The keys and their order are the same on all ranks, gradient or not.
     """
-    pieces: dict[ProcessGroups, list[torch.Tensor]] = {}
+    shards: dict[ProcessGroups, list[torch.Tensor]] = {}
     for group in engine.groups():
         if group.gradients is None:
             continue
         for index, grad in enumerate(group.grads()):
-            found = pieces.setdefault(shared_out_over(engine, group, index), [])
+            found = shards.setdefault(shared_out_over(engine, group, index), [])
             if grad is not None:
                 found.append(local_of(grad))
-    return pieces
+    return shards
 
 
 def _total_norm(
-    pieces: dict[ProcessGroups, list[torch.Tensor]],
+    shards: dict[ProcessGroups, list[torch.Tensor]],
     norm_type: float,
     device: torch.device,
     asked: Companion | None = None,
 ) -> torch.Tensor:
     """Compute the norm of all gradients; replicas count once."""
-    found = pieces or {(): []}
+    found = shards or {(): []}
     powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in found.items()}
     return combine_powers(powers, norm_type, asked)
 
@@ -130,7 +130,7 @@ def combine_powers(
 ) -> torch.Tensor:
     """Reduce each sum over its groups, and return the norm of all of them, the same on all ranks of the groups.
 
-    `powers` are `sum_of_powers` of the pieces here, by the groups that they are sharded over; at least one, all on the
+    `powers` are `sum_of_powers` of the shards here, by the groups that they are sharded over; at least one, all on the
     device that the groups communicate from. The keys and their order are the same on all ranks of a group. Sums that
     share a group travel together in one all-reduce, and so does what compares the arguments of the call.
     """
@@ -176,12 +176,12 @@ _LOW_BITS = 31  # sums of rows are added in two parts: up to 2**31 rows fit
 
 
 def exact_norm(
-    pieces: dict[ProcessGroups, list[torch.Tensor]], device: torch.device, asked: Companion | None = None
+    shards: dict[ProcessGroups, list[torch.Tensor]], device: torch.device, asked: Companion | None = None
 ) -> torch.Tensor:
     """Compute the 2-norm of all elements, with the same bits however they are sharded."""
-    runs = {groups: _runs(tensors) for groups, tensors in pieces.items()}
+    runs = {groups: _runs(tensors) for groups, tensors in shards.items()}
     largest = _total_norm(runs, math.inf, device, asked)
-    if not pieces:
+    if not shards:
         return largest
     exponent = torch.frexp(largest.nan_to_num(nan=1.0, posinf=1.0)).exponent
     exponent = exponent.clamp(min=-900)  # else the scale of the smallest float64 would be infinite

@@ -352,7 +352,7 @@ class GroupsOfBackward(OptimizerInBackward):
         for group in unit.groups:
             gradients = group.gradients
             if gradients is not None and self._is_final(engine, group):
-                gradients.attach(group.sharded, [True] * len(group.sharded), group.describe_piece)
+                gradients.attach(group.sharded, [True] * len(group.sharded), group.describe_shard)
                 self.stepped.append(group)
                 self._take(group, reached(engine.device))
 

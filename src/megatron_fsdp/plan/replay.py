@@ -355,9 +355,9 @@ class _Replay:
         """Estimate the time of the optimizer's step and of installing the new weights."""
         passes = self._setup.optimizer.passes_per_param + 1
         moved = sum(
-            piece.numel * (passes * piece.precision.main_params.itemsize + piece.precision.compute.itemsize)
-            for piece in self._model.pieces()
-            if not piece.is_offloaded
+            shard.numel * (passes * shard.precision.main_params.itemsize + shard.precision.compute.itemsize)
+            for shard in self._model.local_shards()
+            if not shard.is_offloaded
         )
         muon = self._model.muon
         elsewhere = host_step_s(self._model, self._machine)

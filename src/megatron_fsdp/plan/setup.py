@@ -43,7 +43,7 @@ last (`set_model_auto_sync(False)` until then); or everything at the last (`no_s
 kept)."""
 
 
-class Piece(NamedTuple):
+class LocalShard(NamedTuple):
     """This rank's elements [start, stop) of one flattened parameter, as its optimizer updates them."""
 
     name: str
@@ -86,18 +86,18 @@ class OptimizerKind:
     one_by_one: bool  # whether it borrows for one parameter after another, else for all at a time
     passes_per_param: int  # values per parameter that a step reads and writes, its state included
 
-    def state_bytes(self, piece: Piece) -> int:
-        """Count the bytes of state for a piece."""
-        return self.states_per_param * piece.num_bytes + self.counter_bytes
+    def state_bytes(self, shard: LocalShard) -> int:
+        """Count the bytes of state for a shard."""
+        return self.states_per_param * shard.num_bytes + self.counter_bytes
 
     @property
     def counter_bytes(self) -> int:
         """The bytes of a parameter's step counter."""
         return _COUNTER_BYTES * self.counts_steps
 
-    def borrowed_bytes(self, pieces: Sequence[Piece]) -> int:
-        """Count the bytes that a step on pieces borrows."""
-        sizes = [piece.num_bytes for piece in pieces]
+    def borrowed_bytes(self, shards: Sequence[LocalShard]) -> int:
+        """Count the bytes that a step on shards borrows."""
+        sizes = [shard.num_bytes for shard in shards]
         if not self.one_by_one:
             return self.temporaries * sum(sizes)
         first, second = nlargest(2, [*sizes, 0, 0])  # the last value of the one before is still there
@@ -107,16 +107,16 @@ class OptimizerKind:
 class _EightBitKind(OptimizerKind):
     """`AdamW8bit`: a byte for each of two moments, and an fp32 scale with the first element of each block of 256."""
 
-    def state_bytes(self, piece: Piece) -> int:
+    def state_bytes(self, shard: LocalShard) -> int:
         """Count codes, scales and the counter."""
-        scales = -(-piece.stop // BLOCK) - -(-piece.start // BLOCK)
-        return 2 * (piece.numel + _FP32_BYTES * scales) + self.counter_bytes
+        scales = -(-shard.stop // BLOCK) - -(-shard.start // BLOCK)
+        return 2 * (shard.numel + _FP32_BYTES * scales) + self.counter_bytes
 
-    def borrowed_bytes(self, pieces: Sequence[Piece]) -> int:
-        """Count the scales of all blocks, the two codes, and the decoded state of one piece at a time."""
-        blocks = {piece: -(-piece.stop // BLOCK) - piece.start // BLOCK for piece in pieces if piece.numel}
+    def borrowed_bytes(self, shards: Sequence[LocalShard]) -> int:
+        """Count the scales of all blocks, the two codes, and the decoded state of one shard at a time."""
+        blocks = {shard: -(-shard.stop // BLOCK) - shard.start // BLOCK for shard in shards if shard.numel}
         decoded = (
-            self.temporaries * min(piece.numel, CHUNK) + min(BLOCK * count, CHUNK) for piece, count in blocks.items()
+            self.temporaries * min(shard.numel, CHUNK) + min(BLOCK * count, CHUNK) for shard, count in blocks.items()
         )
         return _FP32_BYTES * (2 * sum(blocks.values()) + max(decoded, default=0) + 2 * _CODE_VALUES)
 

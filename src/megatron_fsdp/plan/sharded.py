@@ -24,7 +24,7 @@ from megatron_fsdp.engine.weight_quantizer import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
-from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, Piece, Setup
+from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, LocalShard, Setup
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.wrap.wrap import plan_units
 
@@ -86,15 +86,15 @@ class PlannedModel:
         """Padding over payload, in elements."""
         return sum(unit.padding_numel for unit in self.units) / max(1, self.numel)
 
-    def pieces(self) -> list[Piece]:
-        """List the optimizer's pieces on this rank: one per used parameter, without padding, possibly empty."""
-        trained = [piece for group in self.groups if group.requires_grad for piece in self.pieces_of(group)]
-        return [piece for piece in trained if self.used is None or piece.name in self.used]
+    def local_shards(self) -> list[LocalShard]:
+        """List the optimizer's shards on this rank: one per used parameter, without padding, possibly empty."""
+        trained = [shard for group in self.groups if group.requires_grad for shard in self.local_shards_of(group)]
+        return [shard for shard in trained if self.used is None or shard.name in self.used]
 
-    def pieces_of(self, group: GroupPlan) -> list[Piece]:
-        """List the piece of each parameter of a group in this rank's main weights."""
+    def local_shards_of(self, group: GroupPlan) -> list[LocalShard]:
+        """List the shard of each parameter of a group in this rank's main weights."""
         return [
-            Piece(
+            LocalShard(
                 info.name,
                 *group.layout.range_in(index, group.main_region),
                 group.precision,
@@ -167,7 +167,7 @@ def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int,
 
 def optimizer_bytes(model: PlannedModel, *, away: bool = False) -> int:
     """Count this rank's bytes of optimizer state on the device, or `away` from it."""
-    return sum(piece.state_bytes for piece in model.pieces() if piece.state_is_offloaded is away)
+    return sum(shard.state_bytes for shard in model.local_shards() if shard.state_is_offloaded is away)
 
 
 def cast_bytes(group: GroupPlan, *, away: bool = False) -> int:
@@ -194,9 +194,9 @@ def step_bytes(model: PlannedModel) -> int:
     and one that goes.
     """
     kind, muon = model.setup.optimizer, 0 if model.muon is None else model.muon.borrowed_bytes
-    here = [piece for piece in model.pieces() if piece.kind is kind and not piece.is_offloaded]
+    here = [shard for shard in model.local_shards() if shard.kind is kind and not shard.is_offloaded]
     paged = [
-        sum(piece.state_bytes for piece in model.pieces_of(group) if piece.is_streamed)
+        sum(shard.state_bytes for shard in model.local_shards_of(group) if shard.is_streamed)
         for group in model.groups
         if group.requires_grad
     ]
@@ -209,14 +209,14 @@ def host_step_s(model: PlannedModel, machine: Machine) -> float:
     The host steps the weights that are offloaded with their state, and sends new weights back; state that is offloaded
     alone is moved in both directions at the same time. Gradients leave during backward, which hides them.
     """
-    pieces = model.pieces()
-    stepped = sum(piece.kind.passes_per_param * piece.num_bytes for piece in pieces if piece.is_offloaded)
-    sent = sum(piece.num_bytes for piece in pieces if piece.is_offloaded)
-    sent += sum(piece.state_bytes for piece in pieces if piece.is_streamed)
+    shards = model.local_shards()
+    stepped = sum(shard.kind.passes_per_param * shard.num_bytes for shard in shards if shard.is_offloaded)
+    sent = sum(shard.num_bytes for shard in shards if shard.is_offloaded)
+    sent += sum(shard.state_bytes for shard in shards if shard.is_streamed)
     return stepped / machine.host_bytes_per_s + sent / machine.host_link_bytes_per_s
 
 
 def saving_bytes(model: PlannedModel) -> int:
     """Count this rank's bytes of a checkpoint: main weights without padding, and optimizer state."""
-    weights = sum(piece.num_bytes for group in model.groups for piece in model.pieces_of(group))
+    weights = sum(shard.num_bytes for group in model.groups for shard in model.local_shards_of(group))
     return weights + optimizer_bytes(model) + optimizer_bytes(model, away=True)

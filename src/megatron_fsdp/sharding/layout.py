@@ -270,21 +270,21 @@ class _Gaps:
 
     def __init__(self, shard_length: int) -> None:
         self._shard_length = shard_length
-        self._pieces: list[tuple[int, int]] = []  # (length, start), sorted
+        self._gaps: list[tuple[int, int]] = []  # (length, start), sorted
 
     def add(self, start: int, stop: int) -> None:
         """Add the range [start, stop) as free."""
         while start < stop:
             edge = min(stop, (start // self._shard_length + 1) * self._shard_length)
-            bisect.insort(self._pieces, (edge - start, start))
+            bisect.insort(self._gaps, (edge - start, start))
             start = edge
 
     def take(self, length: int) -> int | None:
         """Take `length` from the tightest gap that holds it and return its start, or None."""
-        at = bisect.bisect_left(self._pieces, (length, 0))
-        if at == len(self._pieces):
+        at = bisect.bisect_left(self._gaps, (length, 0))
+        if at == len(self._gaps):
             return None
-        gap_length, start = self._pieces.pop(at)
+        gap_length, start = self._gaps.pop(at)
         self.add(start + length, start + gap_length)
         return start
 
@@ -350,23 +350,23 @@ class Layout:
         offset, numel = self.offsets[index], self.tensor_numel(index)
         return min(max(region.start - offset, 0), numel), min(max(region.stop - offset, 0), numel)
 
-    def pieces_in(self, region: Region) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        """Return for each tensor the half-open range of its shard in the memory of a region, and its `piece_shape`.
+    def shards_in(self, region: Region) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """Return for each tensor the half-open range of its shard in the memory of a region, and its `shard_shape`.
 
         Computed once for each region.
         """
-        found = self._pieces.get(region)
+        found = self._by_region.get(region)
         if found is None:
-            found = self._pieces[region] = tuple(self._piece_in(index, region) for index in range(len(self.shapes)))
+            found = self._by_region[region] = tuple(self._shard_in(index, region) for index in range(len(self.shapes)))
         return found
 
     @functools.cached_property
-    def _pieces(self) -> dict[Region, tuple[tuple[int, int, tuple[int, ...]], ...]]:
+    def _by_region(self) -> dict[Region, tuple[tuple[int, int, tuple[int, ...]], ...]]:
         return {}
 
-    def _piece_in(self, index: int, region: Region) -> tuple[int, int, tuple[int, ...]]:
+    def _shard_in(self, index: int, region: Region) -> tuple[int, int, tuple[int, ...]]:
         start, stop = self.range_in(index, region)
-        shape = self.shapes[index] if region.numel == self.numel else self.piece_shape(index, stop - start)
+        shape = self.shapes[index] if region.numel == self.numel else self.shard_shape(index, stop - start)
         first = self.offsets[index] + start - region.start if start < stop else 0
         return first, first + stop - start, shape
 
@@ -379,7 +379,7 @@ class Layout:
         row_numel = math.prod(shape[1:])
         return len(shape) > 0 and row_numel > 0 and self.cut(index).is_multiple_of(row_numel)
 
-    def piece_shape(self, index: int, numel: int) -> tuple[int, ...]:
+    def shard_shape(self, index: int, numel: int) -> tuple[int, ...]:
         """Return the shape of a shard of `numel` elements: `(rows, *shape[1:])` if row sharded, else `(elements,)`."""
         if not self.is_row_sharded(index):
             return (numel,)

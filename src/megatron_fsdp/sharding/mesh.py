@@ -134,14 +134,14 @@ class FSDPDistributedIndex:
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
         """Return this rank's shard index in a buffer that is sharded over both dimensions.
 
-        The buffer is cut over the sharding dimension first and each part then over the outer one, so the pieces are
+        The buffer is cut over the sharding dimension first and each part then over the outer one, so the shards are
         numbered ``sharding rank * outer ranks + outer rank``.
 
         Args:
             is_expert_parallel: Number the ranks of the expert mesh.
 
         Returns:
-            The number of the piece.
+            The number of the shard.
 
         Raises:
             ConfigurationError: The optimizer is not sharded over an outer dimension, or there is no expert mesh.

@@ -16,7 +16,7 @@ class Placement(enum.Enum):
 
     REPLICATE = "replicate"  # every rank holds the same complete values
     PARTIAL = "partial"  # every rank holds a full-size summand; the sum has not been taken
-    SHARD = "shard"  # every rank holds one of the equal contiguous pieces
+    SHARD = "shard"  # every rank holds one of the equal contiguous shards
 
 
 @dataclass(frozen=True)

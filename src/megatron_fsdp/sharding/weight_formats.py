@@ -51,7 +51,7 @@ def amaxes_of(values: Tensor, dim: int | None = None) -> Tensor:
 class WeightFormat:
     """Base class of the formats: encodes and decodes local shards of flattened tensors, without communication.
 
-    A piece is a run of elements of a flattened tensor that begins at a block. Blocks go along the flattened tensor;
+    A shard is a run of elements of a flattened tensor that begins at a block. Blocks go along the flattened tensor;
     zeros fill the last.
     """
 
@@ -75,17 +75,17 @@ class WeightFormat:
         """True if the amax of each tensor is reduced over ranks."""
         return True
 
-    def amax(self, piece: Tensor) -> Tensor:
+    def amax(self, shard: Tensor) -> Tensor:
         """Return the amax of a local shard (n,), float32 (1,): 0 for an empty one, infinity for NaN."""
-        if not piece.numel():
-            return torch.zeros(1, device=piece.device)
-        return amaxes_of(piece).view(1).nan_to_num_(inf, inf)
+        if not shard.numel():
+            return torch.zeros(1, device=shard.device)
+        return amaxes_of(shard).view(1).nan_to_num_(inf, inf)
 
     def scales(self, amaxes: Tensor) -> Tensor:
         """Return the scales of reduced amaxes."""
         return scale_to(self.largest, amaxes)
 
-    def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:
+    def encode(self, shard: Tensor, scale: Tensor, out: Tensor) -> None:
         """Encode a shard (n,), float32 or narrower, into `out`, uint8 (encoded_bytes(n),), rounding to the nearest.
 
         `scale`, (1,), is that of an agreed, finite amax.
@@ -103,10 +103,10 @@ class Fp8(WeightFormat):
 
     name: str = "fp8"
 
-    def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:
+    def encode(self, shard: Tensor, scale: Tensor, out: Tensor) -> None:
         """Divide each element by the scale and round to the nearest e4m3."""
         # Rounding alone leaves a quotient beyond 448, far from 464, from where on conversion would return NaN.
-        torch.div(piece, scale, out=out.view(_E4M3))
+        torch.div(shard, scale, out=out.view(_E4M3))
 
     def decode(self, encoded: Tensor, scale: Tensor, out: Tensor) -> None:
         """Multiply each element by the scale in float32 and round once."""
@@ -137,9 +137,9 @@ class Mxfp8(WeightFormat):
     block_numel: int = 32
     block_bytes: int = 33
 
-    def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:  # noqa: ARG002
+    def encode(self, shard: Tensor, scale: Tensor, out: Tensor) -> None:  # noqa: ARG002
         """Divide each block by its scale and round to the nearest e4m3."""
-        blocks, rows = _in_blocks(piece, self.block_numel), out.view(-1, self.block_bytes)
+        blocks, rows = _in_blocks(shard, self.block_numel), out.view(-1, self.block_bytes)
         fraction, exponents = torch.frexp(amaxes_of(blocks, 1) / _E4M3_MAX)
         # Rounded up to the next power of two.
         codes = (exponents + (fraction != 0.5) + (_E8M0_BIAS - 1)).clamp_(1, 2 * _E8M0_BIAS)
@@ -164,13 +164,13 @@ class Nvfp4(WeightFormat):
     block_bytes: int = 9
     largest: float = _E2M1_MAX * _E4M3_MAX
 
-    def encode(self, piece: Tensor, scale: Tensor, out: Tensor) -> None:
+    def encode(self, shard: Tensor, scale: Tensor, out: Tensor) -> None:
         """Divide each block by both scales and round to the nearest e2m1, ties to even."""
-        blocks, rows = _in_blocks(piece, self.block_numel), out.view(-1, self.block_bytes)
+        blocks, rows = _in_blocks(shard, self.block_numel), out.view(-1, self.block_bytes)
         block_scales = rows[:, :1].view(_E4M3)
         torch.div(amaxes_of(blocks, 1) / _E2M1_MAX, scale, out=block_scales)
         scaled = blocks / _both(block_scales, scale).neg_()
-        codes = torch.bucketize(scaled.view(torch.int32), _tables(piece)[0], out_int32=True)
+        codes = torch.bucketize(scaled.view(torch.int32), _tables(shard)[0], out_int32=True)
         torch.add(codes[:, ::2], codes[:, 1::2], alpha=16, out=rows[:, 1:])
 
     def decode(self, encoded: Tensor, scale: Tensor, out: Tensor) -> None:
@@ -203,10 +203,10 @@ class ExtensionFormat(WeightFormat):
         return False
 
 
-def _in_blocks(piece: Tensor, block_numel: int) -> Tensor:
+def _in_blocks(shard: Tensor, block_numel: int) -> Tensor:
     """Return a local shard as blocks (blocks, block), the last padded with zeros."""
-    missing = -piece.numel() % block_numel
-    return (functional.pad(piece, (0, missing)) if missing else piece).view(-1, block_numel)
+    missing = -shard.numel() % block_numel
+    return (functional.pad(shard, (0, missing)) if missing else shard).view(-1, block_numel)
 
 
 def _multiply(values: Tensor, scales: Tensor, out: Tensor) -> None:

@@ -211,7 +211,7 @@ class _Entry:
     version: int
 
     @property
-    def piece(self) -> torch.Tensor:
+    def shard(self) -> torch.Tensor:
         return local_part(self.tensor).detach()
 
     @property
@@ -239,7 +239,7 @@ def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, tor
         found = {id(group): group.grads() for group in engine.groups()}
         entries = _entries(engine, lambda group, index: found[id(group)][index])
         # Ranks need the same tensors: for one that a rank lacks, the others would wait.
-        engine.compare_facts((entry.group, entry.name, entry.piece.dtype) for entry in entries)
+        engine.compare_facts((entry.group, entry.name, entry.shard.dtype) for entry in entries)
         yield from _watched(engine, _stream(engine, entries, bucket_bytes))
 
 
@@ -280,12 +280,12 @@ def _stream(engine: Engine, entries: Sequence[_Entry], bucket_bytes: int) -> Ite
 
     A caller holds a tensor of the last bucket while the next one is made, so each takes half of what is allowed.
     """
-    alike = groupby(entries, lambda entry: (id(entry.group), entry.piece.dtype, entry.is_cut_further))
+    alike = groupby(entries, lambda entry: (id(entry.group), entry.shard.dtype, entry.is_cut_further))
     for (_, _, is_cut_further), run in alike:
         if is_cut_further:
             for entry in run:
                 _check_unwritten(engine, [entry])
-                yield entry.name, entry.group.describe_piece(entry.index, entry.piece).full_tensor()
+                yield entry.name, entry.group.describe_shard(entry.index, entry.shard).full_tensor()
         else:
             for bucket, start, stop in _buckets(run, bucket_bytes // 2):
                 _check_unwritten(engine, bucket)
@@ -294,7 +294,7 @@ def _stream(engine: Engine, entries: Sequence[_Entry], bucket_bytes: int) -> Ite
 
 def _check_unwritten(engine: Engine, entries: Sequence[_Entry]) -> None:
     """Raise if tensors were written to since the iteration began, as by `param.data.mul_()` or clipping."""
-    if any(entry.piece._version != entry.version for entry in entries):
+    if any(entry.shard._version != entry.version for entry in entries):
         engine.refuse_open_pass(f"{entries[0].name} or a tensor after it was written to")
 
 
@@ -308,7 +308,7 @@ def _buckets(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[tuple[list
     start = stop = 0
     for entry in entries:
         layout = entry.group.plan.layout
-        limit = limit_bytes // entry.piece.dtype.itemsize
+        limit = limit_bytes // entry.shard.dtype.itemsize
         low, high = (0, layout.numel) if layout.numel <= limit else layout.tensor_range(entry.index)
         if taken and high - start > limit:
             yield taken, start, stop
@@ -326,11 +326,11 @@ def _gathered(bucket: Sequence[_Entry], start: int, stop: int) -> Iterator[_Name
     group = bucket[0].group
     layout, rank = group.plan.layout, group.plan.axis.rank
     is_sharded = not group.weights.main.is_whole
-    full = torch.empty(stop - start, dtype=bucket[0].piece.dtype, device=group.plan.device)
+    full = torch.empty(stop - start, dtype=bucket[0].shard.dtype, device=group.plan.device)
     for entry in bucket:
         first = layout.local_range(entry.index, rank)[0] if is_sharded else 0
         offset = layout.offsets[entry.index] - start + first
-        full[offset : offset + entry.piece.numel()].copy_(entry.piece.reshape(-1))
+        full[offset : offset + entry.shard.numel()].copy_(entry.shard.reshape(-1))
     if is_sharded:
         _gather_range(group, full, start, stop)
     for entry in bucket:

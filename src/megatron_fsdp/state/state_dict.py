@@ -134,7 +134,7 @@ def _before_load(
     if metadata.get("assign_to_params_buffers", False):
         raise ConfigurationError(
             f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, "
-            "which are pieces of flat buffers; load with assign=False, which copies"
+            "which are views of flat buffers; load with assign=False, which copies"
         )
     engine = live_engine(reference)
     engine.refuse_open_pass("a state dict was loaded")
@@ -208,7 +208,7 @@ def load_shards(
     with all_agree("load_state_dict", engine.sharding.reaching_all if are_cut else (None,)):
         if assign:
             raise ConfigurationError(
-                "load_state_dict(assign=True) would replace the sharded parameters of the model, which are pieces "
+                "load_state_dict(assign=True) would replace the sharded parameters of the model, which are views "
                 "of flat buffers; load with assign=False, which copies"
             )
     state_dict = _recut(engine, state_dict)

@@ -1,12 +1,12 @@
 """Statistics and digests of parameters and gradients from their shards: one small collective per set of ranks.
 
-*Statistics*: each rank describes its pieces by nine numbers per tensor; these are gathered and merged on every rank in
+*Statistics*: each rank describes its shards by nine numbers per tensor; these are gathered and merged on every rank in
 rank order:
 
     mean = sum(n_r * mean_r) / n        m2 = sum(m2_r) + sum(n_r * (mean_r - mean)^2)
 
 (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979), which
-keeps the accuracy of two passes. Everything is computed in float64; padding is no part of any piece.
+keeps the accuracy of two passes. Everything is computed in float64; padding is no part of any shard.
 
 *Digests*: 64 bits that depend on every bit of the whole tensors, and on no cut. Each element is read as an integer,
 times an odd weight that its tensor's name and its place decide; the digest is the sum modulo 2**64. So the ranks'
@@ -68,7 +68,7 @@ Locals = Callable[[ParameterGroup], Sequence[torch.Tensor | None]]
 
 
 def _weights(group: ParameterGroup) -> list[torch.Tensor]:
-    return [group.weights.main.piece(index) for index in range(len(group.sharded))]
+    return [group.weights.main.local_shard(index) for index in range(len(group.sharded))]
 
 
 def _grads(group: ParameterGroup) -> list[torch.Tensor | None]:
@@ -78,7 +78,7 @@ def _grads(group: ParameterGroup) -> list[torch.Tensor | None]:
 def parameter_statistics(engine: Engine) -> ModelStatistics:
     """Compute the statistics of all main weights. Collective.
 
-    Traffic: 72 bytes per parameter tensor and rank, none where every rank holds everything. Memory: the largest piece
+    Traffic: 72 bytes per parameter tensor and rank, none where every rank holds everything. Memory: the largest shard
     a few times in float64.
     """
     return _statistics(engine, _weights)
@@ -202,7 +202,7 @@ def in_hex(value: int) -> str:
 def shared_out_over(engine: Engine, group: ParameterGroup, index: int) -> ProcessGroups:
     """Return the process groups over which a main weight, or its gradient after the sync, has to be reduced.
 
-    Along each the ranks hold different pieces; all other ranks hold copies. The same on every rank. For experts the
+    Along each the ranks hold different shards; all other ranks hold copies. The same on every rank. For experts the
     groups along which experts differ are among them.
     """
     plan = group.plan

@@ -1,7 +1,7 @@
 """Initial values for a model that was built on the meta device, module by module, straight into its shards.
 
 Modules are visited as their constructors ran: children before the module that holds them, in the order of
-registration. Each is given full tensors, its own methods fill them, every rank keeps its pieces, and the full tensors
+registration. Each is given full tensors, its own methods fill them, every rank keeps its shards, and the full tensors
 are freed. Every rank draws a random number for every element, so weights depend on the seed and not on the ranks.
 docs/sharded_models.md tells the rules from the user's side.
 """

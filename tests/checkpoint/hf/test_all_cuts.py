@@ -1,4 +1,4 @@
-"""Tensors cut in every way that sharding knows are saved whole and loaded into their pieces."""
+"""Tensors cut in every way that sharding knows are saved whole and loaded into their shards."""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
-Piece = tuple[Box, torch.Tensor]
+LocalBox = tuple[Box, torch.Tensor]
 
 _TORCH_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _COPIES = {"modules_to_save", "original_module", "token_adapter", "trainable_tokens_delta"}
@@ -61,7 +61,7 @@ class LiveTensor:
         tensor = self.as_saved
         return not isinstance(tensor, UnevenDTensor) or tensor.shard_spec.description.is_saved_here
 
-    def pieces(self) -> list[Piece]:
+    def local_boxes(self) -> list[LocalBox]:
         """Return this rank's non-empty boxes of the global tensor with views of their elements.
 
         Collective for DTensors that are not of this library.
@@ -80,9 +80,9 @@ class LiveTensor:
         return [(box, part.view(box.lengths)) for box, part in zip(boxes, parts, strict=True)]
 
 
-def keep_pieces(pieces: Sequence[Piece], full: torch.Tensor) -> None:
+def keep_local(boxes: Sequence[LocalBox], full: torch.Tensor) -> None:
     """Copy this rank's part of a whole tensor into its memory."""
-    for box, view in pieces:
+    for box, view in boxes:
         view.copy_(full[box.indices])
 
 

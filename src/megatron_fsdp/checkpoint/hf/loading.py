@@ -16,7 +16,7 @@ from megatron_fsdp.checkpoint.hf.live import (
     FileTensor,
     KeyMapping,
     LiveTensor,
-    Piece,
+    LocalBox,
     base_tensors,
     file_tensors,
     install_weights,
@@ -87,7 +87,7 @@ def load_matched(
     report = replace(report, unexpected=tuple(key for key in report.unexpected if key in unknown_to_all))
     if strict:
         report.require_complete(str(files.folder))
-    held = together(f"preparing to load {files.folder}", lambda: _checked_pieces(match, files), group)
+    held = together(f"preparing to load {files.folder}", lambda: _checked_boxes(match, files), group)
     count = together(f"loading {files.folder}", lambda: _copy_all(match.wanted, held, files), group)
     install_weights(model, [wanted.live for wanted in match.wanted])
     counts = gather_objects(count, group)
@@ -193,9 +193,9 @@ class Match(Findings):
 # ---- checks --------------------------------------------------------------------------------------------------------
 
 
-def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
+def _checked_boxes(match: Match, files: WeightFiles) -> dict[str, list[LocalBox]]:
     """Return the memory to load into, by name, without writing to it."""
-    held = {wanted.live.name: wanted.live.pieces() for wanted in match.wanted}
+    held = {wanted.live.name: wanted.live.local_boxes() for wanted in match.wanted}
     for wanted in match.wanted:
         live = wanted.live
         for _, view in held[live.name]:
@@ -222,12 +222,12 @@ def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
 
 
 def _check_tied(
-    wanted: Wanted, name: str, double: Sequence[Source], pieces: Sequence[Piece], reader: FolderReader
+    wanted: Wanted, name: str, double: Sequence[Source], boxes: Sequence[LocalBox], reader: FolderReader
 ) -> None:
     """Compare two stored copies of one tied weight, each rank its own part, in the dtype they are loaded in."""
     dtype = wanted.live.dtype
-    for piece, _ in pieces:
-        for box in portions(piece, dtype.itemsize):
+    for here, _ in boxes:
+        for box in portions(here, dtype.itemsize):
             one, other = (torch.empty(box.lengths, dtype=dtype) for _ in range(2))
             _copy(wanted.sources, [(box, one)], reader)
             _copy(double, [(box, other)], reader)
@@ -239,7 +239,7 @@ def _check_tied(
                 )
 
 
-def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: WeightFiles) -> int:
+def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[LocalBox]], files: WeightFiles) -> int:
     """Copy everything into the model; return the number of bytes read."""
     reader = FolderReader(files.folder)
     try:
@@ -251,9 +251,9 @@ def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: 
     return reader.bytes_read
 
 
-def _copy(sources: Sequence[Source], pieces: Sequence[Piece], reader: FolderReader) -> None:
-    """Fill this rank's pieces of one tensor, a portion at a time."""
-    for held, view in pieces:
+def _copy(sources: Sequence[Source], boxes: Sequence[LocalBox], reader: FolderReader) -> None:
+    """Fill this rank's boxes of one tensor, a portion at a time."""
+    for held, view in boxes:
         for part, stored in sources:
             common = held.meet(part.source)
             if common is None:

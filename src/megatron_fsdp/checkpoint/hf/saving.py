@@ -290,7 +290,7 @@ def save_files(
 def _source(live: LiveTensor, cut: Cut) -> TensorSource:
     """Return this rank's shards of a tensor, in the dtype of the files; ranks with equal shards write them once."""
     shape, dtype = live.shape, _stored_dtype(live.name, {live.dtype}, cut.dtype)
-    shards = dict(live.pieces())
+    shards = dict(live.local_boxes())
     if 0 in shape:
         shards = {whole_box(shape): torch.empty(shape, dtype=dtype)}
     boxes = list(shards) if live.is_saved_here else []

@@ -285,15 +285,15 @@ class Messages:
     def whole(self) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's own matrices, assembled from the received shards: index and full tensor."""
         exchange = self.exchange
-        pieces = [iter(parts) for parts in self._parts]
+        shards = [iter(parts) for parts in self._parts]
         for index in exchange.of[exchange.ranks.rank]:
             whole: Tensor | None = None
             for place in exchange.places:
                 if not exchange.sends(index, place):
                     continue
-                piece = next(pieces[place])
-                whole = piece.new_empty(exchange.specs[index].shape) if whole is None else whole
-                for part, box in cut_up(piece, exchange.boxes(index, place)):
+                shard = next(shards[place])
+                whole = shard.new_empty(exchange.specs[index].shape) if whole is None else whole
+                for part, box in cut_up(shard, exchange.boxes(index, place)):
                     whole[box.indices].copy_(part)
             assert whole is not None, "somebody holds each matrix"
             yield index, whole
