@@ -331,6 +331,16 @@ def counts(labels: Any, **named: Any) -> Call:
     return lambda bad: am.count_label_tokens(labels if bad else right, dist.group.WORLD, **{"shifted": False, **named})
 
 
+def counts_over(wrong: Any) -> Call:
+    """Labels that are counted over a mesh of two dimensions."""
+
+    def call(bad: bool) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
+        am.count_label_tokens(torch.ones(2, 4, dtype=torch.int64), wrong if bad else mesh, shifted=False)
+
+    return call
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 MODEL_ARGUMENTS: dict[str, tuple[Any, Any]] = {
@@ -417,6 +427,7 @@ def calls() -> dict[str, Call]:
         "torch's clip_grad_norm_(a gradient is None)": clips_by_torch,
         "count_label_tokens(type)": counts(3),
         "count_label_tokens(shape)": counts(torch.ones(3)),
+        "count_label_tokens(over)": counts_over(3),
         "full_parameters_context(foreign)": lambda bad: shown(model(), net() if bad else None),
         "full_parameters_context(options)": lambda bad: shown(model(), None, compute_dtype=bad, writeback=True),
         "iter_full_tensors(bytes)": lambda bad: list(model().iter_full_tensors(0 if bad else 100)),
@@ -507,6 +518,9 @@ def calls() -> dict[str, Call]:
             f"automodel clip_grad_norm_({kind}, norm_type)": clips(kind, norm_type=0.0),
             f"automodel clip_grad_norm_({kind}, other max_norm)": clips(kind, max_norm=0.5),
             f"automodel clip_grad_norm_({kind}, infinity)": clips(kind, norm_type=math.inf),
+            f"automodel clip_grad_norm_({kind}, parameters)": clips(kind, parameters=3),
+            f"automodel clip_grad_norm_({kind}, no parameters)": clips(kind, parameters=[]),
+            f"automodel clip_grad_norm_({kind}, other parameters)": clips(kind, parameters=nn.Linear(2, 2)),
             f"from_config({kind}, config)": from_config(kind, config=3),
             f"from_config({kind}, strategy)": from_config(kind, distributed_config="x"),
             f"from_config({kind}, tp_size)": from_config(kind, tp_size="x"),

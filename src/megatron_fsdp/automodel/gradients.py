@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
-from megatron_fsdp.comm.agreement import Companion, Groups, agreed, raise_together
+from megatron_fsdp.comm.agreement import Groups, agreed, default_if_all, device_over, raise_together
 from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError, waits_for
 from megatron_fsdp.fully_shard import fully_shard_optimizer, ranks_of_parameters
@@ -149,25 +149,27 @@ def count_label_tokens(
         The number, the same on all ranks of `over`.
 
     Raises:
-        ConfigurationError: `over` is no mesh and no group.
+        ConfigurationError: `over` is no mesh and no group; on all ranks where it is of all of them elsewhere.
         RankError: The labels of a rank cannot be counted; on all ranks of `over`.
     """
     error: Exception | None = None
     counts: list[Tensor] = []
+    groups: Groups = ()
     try:
+        if over is not None:
+            groups = default_if_all(())  # unless it is known better
+            if not isinstance(over, DeviceMesh | dist.ProcessGroup):
+                raise ConfigurationError(
+                    f"over={over!r} is a {type(over).__name__}; give a mesh, a process group or None"
+                )
+            groups = default_if_all(over.get_all_groups() if isinstance(over, DeviceMesh) else [over])
         several = [labels] if isinstance(labels, Tensor) else list(labels)
         counts = [((each if shifted else each[:, 1:]) != IGNORED_LABEL).sum() for each in several]
     except Exception as met:  # noqa: BLE001 - told in the collective that the others are in
         error = met
-    if isinstance(over, DeviceMesh):
-        groups, device = over.get_all_groups(), torch.device(over.device_type)
-    elif over is None or isinstance(over, dist.ProcessGroup):
-        groups, device = ([] if over is None else [over]), counts[0].device if counts else torch.device("cpu")
-    else:
-        raise ConfigurationError(f"over={over!r} is a {type(over).__name__}; give a mesh, a process group or None")
     # The second number counts the ranks that have met an error.
-    totals = torch.tensor([0, error is not None], device=device)
-    totals[0] += sum(count.to(device) for count in counts)
+    totals = torch.tensor([0, error is not None], device=device_over(groups))
+    totals[0] += sum(count.to(totals.device) for count in counts)
     for group in groups:
         with waits_for("the labels of all ranks are counted (count_label_tokens)"):
             dist.all_reduce(totals, group=group)
@@ -232,7 +234,7 @@ def clip_grad_norm_(
     Different shards are summed over ranks, copies count once: DTensors on any meshes (FSDP2, tensor parallel, both,
     experts on their own mesh) next to plain tensors, which must be equal on every rank (DDP, or parameters that a
     tensor-parallel plan leaves alone). Sums over the same mesh dimension share one all-reduce of a few numbers. Models
-    of this library's engine compute their own norm.
+    of this library's engine compute their own norm. All ranks call it where nothing names the ranks of plain tensors.
 
     Args:
         parameters: Every rank gives the same parameters in the same order; pipeline ranks their own parts. A parameter
@@ -248,28 +250,41 @@ def clip_grad_norm_(
 
     Raises:
         ConfigurationError: An argument means nothing; a gradient is sparse; or only a part of the parameters of a
-            model of the engine is given.
+            model of the engine is given. On all ranks of the model, if these are all ranks.
         NonFiniteNormError: The norm is not finite; on every rank, gradients are as they were.
     """
-    found = gather_gradients(parameters, pp_mesh)
-    if len(found.models) == 1 and not (found.parameters or found.copies or found.pp_mesh):
-        found.check()
-        return found.models[0].clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+    found, problem = FoundGradients(), None
+    try:
+        found = gather_gradients(parameters, pp_mesh)
+    except Exception as met:  # noqa: BLE001 - told in the collective that the others are in
+        problem = met
 
     def check() -> None:
+        if problem is not None:
+            raise problem
         check_clipping(max_norm, norm_type)
         found.check()
 
-    given = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-    asked = compared_arguments(found.groups, check, **given)
-    norm_type = norm_type if asked.error is None else 2.0
+    # In an all-reduce of its own: who gives no parameters takes part in no other one.
+    groups = default_if_all(found.groups)
+    asked = compared_arguments(
+        groups,
+        check,
+        parameters="those of a pipeline rank" if found.pp_mesh else f"{found.num_tensors} tensors",
+        max_norm=max_norm,
+        norm_type=norm_type,
+        error_if_nonfinite=error_if_nonfinite,
+    )
+    known = combine_powers({(): torch.zeros((), device=device_over(groups))}, 2.0, asked)
+    if len(found.models) == 1 and not (found.parameters or found.copies or found.pp_mesh):
+        return found.models[0].clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
     norm = _total_norm(
         found,
         float(norm_type),
         lambda param: None if param.grad is None else _reduced(param.grad),
         lambda model: model.clip_grad_norm_(math.inf, float(norm_type)),
-        asked,
     )
+    norm = norm + known.to(norm.device)  # 0, or NaN where facts differ that the host has not seen
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
@@ -306,11 +321,12 @@ def count_zero_gradients(parts: nn.Module | Pipeline) -> int:
 class FoundGradients:
     """The gradients of a list of parameters, by owner."""
 
-    models: tuple[MegatronFSDP, ...]  # of the engine, all of whose parameters are among them
-    parameters: tuple[Tensor, ...]  # the others, each once
-    copies: tuple[Tensor, ...]  # of parameters that another rank has: scaled, and not counted again
-    pp_mesh: DeviceMesh | None  # the ranks that have other parameters; None: no pipeline
-    groups: ProcessGroups  # which together reach all ranks that have some of them
+    models: tuple[MegatronFSDP, ...] = ()  # of the engine, all of whose parameters are among them
+    parameters: tuple[Tensor, ...] = ()  # the others, each once
+    copies: tuple[Tensor, ...] = ()  # of parameters that another rank has: scaled, and not counted again
+    pp_mesh: DeviceMesh | None = None  # the ranks that have other parameters; None: no pipeline
+    groups: ProcessGroups = ()  # which together reach all ranks that have some of them
+    num_tensors: int = 0
     problem: str = ""  # why they have no norm; empty: they have
 
     def check(self) -> None:
@@ -374,7 +390,7 @@ def gather_gradients(parts: Parts, pp_mesh: DeviceMesh | None = None) -> FoundGr
     if pp_mesh is not None and pp_mesh.get_group() not in groups:
         groups.append(pp_mesh.get_group())
     return FoundGradients(
-        tuple(models.values()), tuple(others), tuple(copies.values()), pp_mesh, tuple(groups), problem
+        tuple(models.values()), tuple(others), tuple(copies.values()), pp_mesh, tuple(groups), len(params), problem
     )
 
 
@@ -393,7 +409,6 @@ def _total_norm(
     norm_type: float,
     of_param: Callable[[Tensor], Tensor | None],
     of_model: Callable[[MegatronFSDP], Tensor],
-    asked: Companion | None = None,
 ) -> Tensor:
     """Return the norm over ranks, of parameters by `of_param` and of the engine's models by `of_model`."""
     # Gradients may be offloaded, so numbers are reduced on the device of a mesh, with the index of the current one.
@@ -407,7 +422,7 @@ def _total_norm(
         if (shard := of_param(param)) is not None:
             tensors.append(shard)
     powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in shards.items()}
-    norms = [combine_powers(powers, norm_type, asked)]
+    norms = [combine_powers(powers, norm_type)]
     norms += [of_model(model).to(device) for model in found.models]
     # Pipeline ranks have other parameters, and perhaps other meshes, so they meet only once each has its own norm.
     over = () if found.pp_mesh is None else (found.pp_mesh.get_group(),)

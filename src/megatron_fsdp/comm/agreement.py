@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import has_values, is_simulated, real_values
 from megatron_fsdp.comm.groups import settle_at_exit
+from megatron_fsdp.comm.streams import default_device
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError, shortened, text_of, waits_for
 
 Result = TypeVar("Result")
@@ -354,6 +355,22 @@ def agreed(
 def over(group: object) -> Groups:
     """Return the groups of an argument `group`: itself, or all ranks if it is None or no group."""
     return (group,) if isinstance(group, dist.ProcessGroup) else ()
+
+
+def default_if_all(groups: Groups) -> tuple[dist.ProcessGroup, ...]:
+    """Return the default group where groups together reach all ranks, or there are none; else these groups.
+
+    So a rank whose arguments name no group meets the others where these are all ranks.
+    """
+    if dist.is_initialized() and _reached(groups) == dist.get_world_size():
+        return (dist.group.WORLD,)  # type: ignore[return-value]
+    return tuple(group for group in groups if group is not None)
+
+
+def device_over(groups: Groups) -> torch.device:
+    """Return the device of small tensors that groups communicate."""
+    takes_cpu = all(dist.get_backend(group) == dist.Backend.GLOO for group in groups)
+    return torch.device("cpu") if takes_cpu else default_device()
 
 
 def group_of(*_: object, group: object = None, **__: object) -> Groups:

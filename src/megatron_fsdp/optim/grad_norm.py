@@ -57,13 +57,13 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
 
 
 def compared_arguments(
-    groups: Sequence[dist.ProcessGroup | None], check: Callable[[], None], **given: float | torch.Tensor
+    groups: Sequence[dist.ProcessGroup | None], check: Callable[[], None], **given: float | torch.Tensor | str
 ) -> Companion:
     """Check the arguments of a call that clips; return a `Companion` that compares them over the groups."""
     facts, error = dict[str, str](), None
     try:
         check()
-        facts = {name: f"{float(value)}" for name, value in given.items()}
+        facts = {name: value if isinstance(value, str) else f"{float(value)}" for name, value in given.items()}
     except Exception as met:  # noqa: BLE001 - told in the collective that the others are in
         error = met
     return Companion("clip_grad_norm_", facts, tuple(group for group in groups if group is not None), error)
