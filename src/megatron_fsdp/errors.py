@@ -93,6 +93,10 @@ class ScheduleError(MegatronFSDPError, RuntimeError):
     """The order of forward, backward and step calls cannot be continued (a bug, or a use that cannot work)."""
 
 
+class CallOrderError(ScheduleError, AssertionError):
+    """A call of Megatron's training loop came at a time that forbids it; also of the type that Megatron raises."""
+
+
 class ShardOperationError(MegatronFSDPError, RuntimeError):
     """An operation needs elements that other ranks hold, or mixes tensors that are cut differently."""
 

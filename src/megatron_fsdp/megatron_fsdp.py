@@ -112,9 +112,10 @@ class MegatronFSDP(nn.Module):
     Args:
         module: The model; sharded in place and kept as `.module`.
         dist_index: Mesh and process groups.
-        ddp_config: Strategy and switches; None: `optim_grads_params` with both overlaps. It is not modified. Its
-            `megatron_fsdp_*_dtype` fields belong to front ends that build a policy; here the policy has precedence. One
-            of another class, such as Megatron-Core's, is read by `DistributedDataParallelConfig.read_from`.
+        ddp_config: Strategy and switches, of this package's class or another such as Megatron-Core's; None:
+            `optim_grads_params` with both overlaps. It is not modified. What other arguments decide is logged and left
+            out (`DistributedDataParallelConfig.read_from`), so are its `megatron_fsdp_*_dtype`: the policy has
+            precedence.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
         fsdp_unit_modules: Classes or import paths of the units; None or "auto": found automatically.
         disable_bucketing: Never cut the parameters outside of units into several buckets.
@@ -265,8 +266,13 @@ class MegatronFSDP(nn.Module):
         self._bucket_numel = grouping.cut_numel(self._engine.sharding.dense.num_ranks)
         watch_optimizers(self._engine)
         answer_for_sharded_parameters(self._engine)
-        for _, _, param in self._named_parameters():  # our one attribute on parameters
-            param._megatron_fsdp_model = weakref.proxy(self)  # type: ignore[attr-defined]
+        for group in self._engine.groups():
+            for index, param in enumerate(group.sharded):
+                marks: Any = param
+                marks._megatron_fsdp_model = weakref.proxy(self)
+                # Read by Megatron-Core's checkpoints, which split fused weights and their state.
+                marks.megatron_fsdp_slice = slice(*group.plan.layout.range_in(index, group.weights.main.region))
+                marks.megatron_fsdp_dist_index = weakref.proxy(dist_index)
         log_if_asked(self._engine)
         plan = self._engine.unit_plan
         count, source = len(plan.units) - 1, plan.source.removeprefix("given classes ")
@@ -389,7 +395,8 @@ class MegatronFSDP(nn.Module):
         """Reduce all unreduced gradients, wait for them, and set `.grad`.
 
         Args:
-            force_all_reduce: Accepted for callers that pass it; reductions already are what the strategy needs.
+            force_all_reduce: Accepted for callers that pass it to save gradients; each rank has those that the strategy
+                gives it, and `full_gradients()` gathers them.
         """
         self._engine.finish_grad_sync()
 
@@ -969,13 +976,13 @@ def _ranks_of_index(index: object) -> Groups:
 def _own_config(
     given: object, policy: MixedPrecisionPolicy, disable_bucketing: bool
 ) -> tuple[DistributedDataParallelConfig, MixedPrecisionPolicy]:
-    """Return the configuration in this package's class, and the policy completed by a foreign configuration."""
+    """Return a checked copy of the configuration in this package's class, and the policy completed by it."""
     if given is None:
         return DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
         ), policy
     if isinstance(given, DistributedDataParallelConfig):
-        return given.checked_copy(), policy
+        given = given.checked_copy()
     config, notices = DistributedDataParallelConfig.read_from(given)
     for notice in notices:
         logger.info(notice)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -70,12 +71,66 @@ class ParamAndGradBuffer(_View):
                 group.gradients.scale(scaling_factor, group.sharded)
 
 
-class AllGatherPipeline(_View):
+class PrefetchOrder(Enum):
+    """The order in which units are prefetched."""
+
+    FORWARD_PASS_ORDER = 0
+    BACKWARD_PASS_ORDER = 1
+
+
+class _Pipeline(_View):
+    """Base class of views that count parameter groups; a bucket of the published package is one of them."""
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of parameter groups."""
+        return len(self._engine.groups())
+
+    def _params_of(self, bucket_id: int) -> list[nn.Parameter]:
+        groups = self._engine.groups()
+        if not 0 <= bucket_id < len(groups):
+            raise ConfigurationError(f"bucket_id={bucket_id!r} is none of the model's; give 0 to {len(groups) - 1}")
+        return list(groups[bucket_id].sharded)
+
+
+class AllGatherPipeline(_Pipeline):
     """All-gathers of a sharded model."""
 
-    def all_gather_params(self, params: Iterable[nn.Parameter]) -> None:
-        """Start to all-gather the units of some parameters, sharded or full ones."""
-        self._engine.gather_units_of(params, wait=False)
+    def all_gather_params(
+        self,
+        params: Iterable[nn.Parameter],
+        prefetch: bool = False,
+        prefetch_order: PrefetchOrder = PrefetchOrder.FORWARD_PASS_ORDER,
+        suggested_AG_prefetch_size: int | None = None,  # noqa: N803 (the published name)
+        async_param_gather: bool = True,
+        outer_fsdp_group_param_gather: bool = False,  # noqa: ARG002
+        bwd: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Start to all-gather the units of some parameters, sharded or full ones.
+
+        Args:
+            params: Parameters of the units.
+            prefetch: Then start those of the next units too, as far as there are slots.
+            prefetch_order: Which units are the next.
+            suggested_AG_prefetch_size: Prefetch so many elements, at least one unit; None: one unit.
+            async_param_gather: Do not wait for the units of `params`.
+            outer_fsdp_group_param_gather: Accepted; weights are gathered over all ranks that hold a part.
+            bwd: Accepted; weights are the same in both directions.
+        """
+        engine, params = self._engine, list(params)
+        engine.gather_units_of(params, wait=not async_param_gather)
+        if not prefetch:
+            return
+        given = [unit.index for unit in engine.units_of(params)]
+        forward = prefetch_order is PrefetchOrder.FORWARD_PASS_ORDER
+        ahead = engine.units[max(given) + 1 :] if forward else engine.units[: min(given)][::-1]
+        left = suggested_AG_prefetch_size or 1
+        for unit in ahead:
+            if left <= 0:
+                break
+            owned = [param for group in unit.groups for param in group.sharded]
+            engine.gather_units_of(owned, wait=False)
+            left -= sum(param.numel() for param in owned)
 
     def wait_params(self, params: Iterable[nn.Parameter]) -> None:
         """Unshard these units, and wait for them."""
@@ -85,17 +140,68 @@ class AllGatherPipeline(_View):
         """Reshard these units, unless they are in use."""
         self._engine.release_units_of(params)
 
+    def async_bucket_gather(self, bucket_id: int, bwd: bool = False) -> None:  # noqa: ARG002
+        """Start to all-gather the unit of a parameter group."""
+        self._engine.gather_units_of(self._params_of(bucket_id), wait=False)
 
-class GradReducePipeline(_View):
+    def wait_bucket_ready(self, bucket_id: int, bwd: bool = False, empty_ok: bool = False) -> None:  # noqa: ARG002
+        """Wait for the unit of a parameter group.
+
+        Raises:
+            ConfigurationError: It is not being gathered; with `empty_ok` nothing happens then.
+        """
+        params = self._params_of(bucket_id)
+        (unit,) = self._engine.units_of(params)
+        if self._engine.scheduler.is_gathered(unit.index):
+            self._engine.gather_units_of(params, wait=True)
+        elif not empty_ok:
+            raise ConfigurationError(
+                f"bucket {bucket_id} is not being gathered; call async_bucket_gather({bucket_id}) first"
+            )
+
+    def release_bucket(self, bucket_id: int, bwd: bool = False, lazy: bool = False) -> None:  # noqa: ARG002
+        """Reshard the unit of a parameter group, unless it is in use."""
+        self._engine.release_units_of(self._params_of(bucket_id))
+
+    def reset(self, preserve_non_fsdp_units: bool = True) -> None:
+        """Wait for all-gathers and reshard all units that are not in use, the root only where it is not preserved."""
+        engine = self._engine
+        engine.await_weights()
+        if preserve_non_fsdp_units:
+            engine.release_units_of(param for group in engine.groups() for param in group.sharded)
+        else:
+            engine.executor.run(engine.scheduler.weights_may_have_changed())
+
+
+class GradReducePipeline(_Pipeline):
     """Gradient reductions of a sharded model."""
 
-    def reduce_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Reduce the gradients that are there of the units of some parameters."""
+    def reduce_gradients(
+        self,
+        params: Iterable[nn.Parameter],
+        suggested_queue_capacity: int | None = None,  # noqa: ARG002
+        outer_fsdp_group_grad_reduce: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Reduce the gradients that are there of the units of some parameters.
+
+        Args:
+            params: Parameters of the units.
+            suggested_queue_capacity: Accepted; `suggested_RS_queue_capacity` of the model bounds what is in reduction.
+            outer_fsdp_group_grad_reduce: Accepted; the sync mode says how far gradients are reduced.
+        """
         self._engine.reduce_units_of(params)
 
-    def wait_for_previous_grad_reduce(self) -> None:
-        """Reduce unreduced gradients, and wait for every reduction."""
+    def wait_for_previous_grad_reduce(
+        self,
+        suggested_queue_size: int = 1,  # noqa: ARG002
+        suggested_queue_capacity: int | None = None,  # noqa: ARG002
+    ) -> None:
+        """Reduce unreduced gradients, and wait for every reduction, however many may be left in flight."""
         self._engine.flush_deferred()
+
+    def reset(self) -> None:
+        """Wait for every reduction that is in flight."""
+        self._engine.executor.retire_all()
 
 
 def make_fsdp_dtensor(

@@ -20,15 +20,7 @@ NOT_IMPLEMENTED: Mapping[str, str] = {
 }
 """Switches that have to stay off under every front end, with the reason."""
 
-CONFIG_DEFAULTS: Mapping[str, Any] = {
-    "grad_reduce_in_fp32": False,
-    "megatron_fsdp_version": 1,
-    "align_param_gather": False,
-    "use_distributed_optimizer": False,
-    "num_distributed_optimizer_instances": 1,
-    "num_buckets": None,
-    "pad_buckets_for_high_nccl_busbw": False,
-}
+CONFIG_DEFAULTS: Mapping[str, Any] = {"megatron_fsdp_version": 1}
 """Fields of `DistributedDataParallelConfig` that `MegatronFSDP` accepts at their default only."""
 
 DECIDED_ELSEWHERE: Mapping[str, str] = {
@@ -41,7 +33,7 @@ DECIDED_ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "whoever calls MegatronFSDP has chosen it",
     "use_custom_fsdp": "whoever calls MegatronFSDP has chosen it",
 }
-"""Fields of a foreign configuration (Megatron-Core's) that are ignored, with the reason."""
+"""Fields of a configuration that decide nothing in `MegatronFSDP`, with the reason."""
 
 
 def refuse_unsupported(given: Mapping[str, Any]) -> None:

@@ -331,14 +331,15 @@ class DistributedDataParallelConfig:
         return type(self)(**{name: getattr(self, name) for name in known})
 
     @classmethod
-    def read_from(cls, other: object) -> tuple[Self, tuple[str, ...]]:
+    def read_from(cls, other: object, elsewhere: Mapping[str, str] = DECIDED_ELSEWHERE) -> tuple[Self, tuple[str, ...]]:
         """Build a configuration for `MegatronFSDP` from one of another class, such as Megatron-Core's own.
 
-        Fields that it lacks take their defaults, and so do those that are decided elsewhere (``DECIDED_ELSEWHERE``).
+        Fields that it lacks take their defaults, and so do those that are decided elsewhere.
         What this class does not know cannot have an effect, and is warned of where it is not at its default.
 
         Args:
             other: Any object with attributes of these names.
+            elsewhere: Fields that something else decides, with the reason.
 
         Returns:
             The configuration, and a sentence for each field that was set and is decided elsewhere.
@@ -356,7 +357,7 @@ class DistributedDataParallelConfig:
         given = {name: getattr(other, name, default) for name, default in defaults.items()}
         notices = tuple(
             f"{name}={given.pop(name)!r} of ddp_config decides nothing here: {reason}"
-            for name, reason in DECIDED_ELSEWHERE.items()
+            for name, reason in elsewhere.items()
             if given[name] != defaults[name]
         )
         unknown = [

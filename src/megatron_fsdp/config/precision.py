@@ -103,11 +103,13 @@ def check_policy(policy: object) -> None:
 
 def is_float8tensor(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is one of Transformer Engine's in float8 (with one scale, blocks of them, or MXFP8)."""
-    return any(
-        kind.__module__.partition(".")[0] == "transformer_engine"
-        and kind.__name__ in ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor")
-        for kind in type(tensor).__mro__
-    )
+    return is_te_tensor(tensor, "Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor")
+
+
+def is_te_tensor(tensor: torch.Tensor, *names: str) -> bool:
+    """Return True if a tensor is of one of the classes of Transformer Engine that have these names."""
+    kinds = type(tensor).__mro__
+    return any(kind.__module__.partition(".")[0] == "transformer_engine" and kind.__name__ in names for kind in kinds)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_buckets
 from megatron_fsdp.ddp.engine import BucketEngine, Readers
+from megatron_fsdp.ddp.megatron_core import MegatronCalls, takes_core_arguments
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.engine import Engine
@@ -29,7 +30,6 @@ from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, check_mesh, mesh_and_dim, ranks_of, tensor_parallel_dim
 from megatron_fsdp.sharding.units import UnitPlan
 from megatron_fsdp.wrap.wrap import Grouping, check_not_wrapped
@@ -79,7 +79,7 @@ def _ranks_of(
     return ranks_of(given[3] if len(given) > 3 else device_mesh, dp_dim, tp_dim)
 
 
-class DistributedDataParallel(MegatronFSDP):
+class DistributedDataParallel(MegatronCalls):
     """A model replicated over data-parallel ranks, with gradients reduced bucket by bucket during backward.
 
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
@@ -88,8 +88,9 @@ class DistributedDataParallel(MegatronFSDP):
 
     The same engine as in `MegatronFSDP`, with everything that wrapper offers (checkpoints, `full_parameters_context`,
     `clip_grad_norm_`, reports); parameters are grouped by size, in backward order, instead of by module. Plain
-    loops need no further call: gradients are final when `backward` returns. Megatron's schedules may use `no_sync`,
-    `start_grad_sync`, `finish_grad_sync`, `start_param_sync`, `zero_grad_buffer` and `scale_gradients`.
+    loops need no further call: gradients are final when `backward` returns. Megatron's training loop and schedules may
+    call what they call of Megatron-Core's class, and build this one as that: `(transformer_config, ddp_config, module,
+    disable_bucketing, pg_collection)` (docs/migration.md).
 
     Between steps modules hold the sharded parameters (DTensors, over whole tensors where nothing is sharded); inside
     the model's forward and backward they hold full, plain tensors, views of the bucket's contiguous buffer.
@@ -126,6 +127,7 @@ class DistributedDataParallel(MegatronFSDP):
         "DistributedDataParallelConfig(megatron_fsdp_main_params_dtype=torch.float32, grad_reduce_in_fp32=True)"
     )
 
+    @takes_core_arguments
     @agreed("sharding the model", _ranks_of)
     @explains_arguments()
     def __init__(

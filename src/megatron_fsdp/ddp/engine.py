@@ -18,7 +18,7 @@ from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_readers
 from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
 from megatron_fsdp.engine.hooks import uncompiled
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ConfigurationError, ShardOperationError
+from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
 
@@ -32,6 +32,8 @@ class BucketEngine(Engine):
 
     scheduler: BucketScheduler
     reduces_in_fixed_order = True
+    gathers_at_once = False  # all weights are gathered before each forward, whatever overlaps otherwise
+    takes_gradients = True  # False while the memory of gradients is given up
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +53,7 @@ class BucketEngine(Engine):
             self._show(self._buckets)
             return
         # Fast paths in evaluation read weights of modules that only training calls.
-        reads_anything = not torch.is_grad_enabled()
+        reads_anything = self.gathers_at_once or not torch.is_grad_enabled()
         self.executor.run(self.scheduler.everything() if reads_anything else self.scheduler.forward_opens())
         if reads_anything or not self.waits_for_readers:
             self._show(self._buckets)
@@ -107,6 +109,11 @@ class BucketEngine(Engine):
 
     def pre_backward(self, call: ForwardCall) -> None:
         """Unshard all weights before the model's backward, since recomputation may read them."""
+        if not self.takes_gradients:
+            raise ScheduleError(
+                "a backward began after offload_grad_buffers(), so that its gradients have no memory; call "
+                "restore_grad_buffers() first, or compute under torch.no_grad()"
+            )
         super().pre_backward(call)
         if not self._unsharded_for_backward.issuperset(unit.index for unit in self._buckets):
             self.executor.run(self.scheduler.everything(), self.sync_scope)

@@ -154,6 +154,18 @@ def _refuse_without_effect(config: DistributedDataParallelConfig, strategy: Shar
             raise ConfigurationError(f"{name}={getattr(config, name)!r} has no effect {reason}")
 
 
+def idle_in_megatron(config: DistributedDataParallelConfig) -> dict[str, str]:
+    """Return the fields that Megatron-LM always sets and that have no effect beside the others, with the reason."""
+    set_always = {"align_param_gather": "without overlap_param_gather=True"}
+    if config.use_megatron_fsdp:
+        idle = dict.fromkeys(_BUCKETS_ONLY, "with use_megatron_fsdp=True")
+    else:
+        idle = dict.fromkeys(_UNITS_ONLY, "without use_megatron_fsdp=True")
+        idle |= {} if config.overlap_param_gather else set_always
+    defaults = {field.name: field.default for field in fields(config)}
+    return {name: reason for name, reason in idle.items() if getattr(config, name) != defaults[name]}
+
+
 def _bucket_numel(
     config: DistributedDataParallelConfig, num_ranks: int, num_parameters: int, disable_bucketing: bool
 ) -> tuple[int | None, str]:

@@ -394,6 +394,14 @@ class WeightMemory:
         block.empty()
         return True
 
+    def empty(self) -> bool:
+        """Free all blocks, whose units are resharded; return False if memory is kept since its address has to stay."""
+        if self._plan.taken_at_once:
+            return False
+        for block in self._blocks.values():
+            block.empty()
+        return True
+
     def _block(self, use: Use, number: int, num_bytes: int) -> Block:
         if (use, number) not in self._blocks:
             self._blocks[use, number] = self._pool.make(use, number, num_bytes)

@@ -442,6 +442,10 @@ class Scheduler:
         """True if a forward (or recomputation) of some unit is running."""
         return bool(self._forward_stack)
 
+    def is_gathered(self, unit: int) -> bool:
+        """Return True if a unit's weights are gathered, or on their way."""
+        return not self.config.gathers or self._units[unit].residence is not _SHARDED
+
     def forward_depth(self, unit: int) -> int:
         """Return the number of the unit's running forwards, one inside another."""
         return self._forward_stack.count(unit)

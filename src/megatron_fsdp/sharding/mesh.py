@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -84,11 +85,14 @@ class FSDPDistributedIndex:
             self.hybrid_fsdp_expt_group = self._make_hybrid_expert_group()
         self._check_groups()
 
-    def get_submesh(self, names: str | tuple[str, ...] | list[str], is_expert_parallel: bool = False) -> DeviceMesh:
+    def get_submesh(
+        self, mesh_dim_names: str | Sequence[str | None] | None, is_expert_parallel: bool = False
+    ) -> DeviceMesh:
         """Return the sub-mesh of some dimensions.
 
         Args:
-            names: One dimension or several, outermost first.
+            mesh_dim_names: One dimension or several, outermost first. Without tensor parallelism `index.tp_dim`, which
+                is None, stands for a mesh of this rank alone (without a process group).
             is_expert_parallel: Take it from the expert mesh.
 
         Returns:
@@ -97,12 +101,18 @@ class FSDPDistributedIndex:
         Raises:
             ConfigurationError: No such sub-mesh was registered.
         """
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        wanted = (mesh_dim_names,) if isinstance(mesh_dim_names, str | None) else tuple(mesh_dim_names)
+        if wanted == (None,) and self.tp_dim is None:
+            return self._alone
         if (*wanted, is_expert_parallel) not in self.mesh_library:
             known = ", ".join(str(key[:-1]) for key in self.mesh_library if key[-1] == is_expert_parallel) or "none"
             which = "expert" if is_expert_parallel else "dense"
             raise ConfigurationError(f"there is no {which} sub-mesh {wanted}; the {which} sub-meshes are {known}.")
-        return self.mesh_library[*wanted, is_expert_parallel]
+        return self.mesh_library[*wanted, is_expert_parallel]  # type: ignore[arg-type]  # names, as was checked
+
+    @functools.cached_property
+    def _alone(self) -> DeviceMesh:
+        return DeviceMesh(self.device_mesh.device_type, [dist.get_rank()], mesh_dim_names=("tp",), _init_backend=False)
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
         """Return the group of all data-parallel ranks: outer and sharding dimension together where both exist."""
