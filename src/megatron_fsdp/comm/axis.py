@@ -54,7 +54,7 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
     return name == dist.Backend.FAKE or name.startswith(SIMULATED)
 
 
-def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor for communication: float8 as bytes, since gloo has no such dtype."""
     is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
     return tensor.view(torch.uint8) if is_float8 else tensor
@@ -64,7 +64,7 @@ def broadcast(
     tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int = 0, async_op: bool = False
 ) -> dist.Work | None:
     """Broadcast a tensor from a rank of the group, in place; with `async_op`, return its work."""
-    work: dist.Work | None = dist.broadcast(_as_sent(tensor), group_src=source, group=group, async_op=async_op)
+    work: dist.Work | None = dist.broadcast(as_sent(tensor), group_src=source, group=group, async_op=async_op)
     return work
 
 
@@ -134,7 +134,7 @@ class Axis:
         self.traffic.gathers += 1
         self.traffic.gather_bytes += full.nbytes - shard.nbytes
         group = self.gather_group or self.group
-        work: dist.Work | None = all_gather_flat(_as_sent(full), _as_sent(shard), group=group, async_op=async_op)
+        work: dist.Work | None = all_gather_flat(as_sent(full), as_sent(shard), group=group, async_op=async_op)
         return work
 
     def all_reduce(self, full: torch.Tensor, average: bool = False, async_op: bool = True) -> dist.Work | None:

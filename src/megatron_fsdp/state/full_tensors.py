@@ -1,16 +1,9 @@
-"""Iterators over full tensors, all-gathered from the shards in buckets of bounded size.
-
-A group whose flat buffer fits into a bucket is one all-gather. A larger one is cut between tensors, and each bucket is
-filled by one broadcast from every rank that owns a part of it: a rank's part of a range is a slice of the bucket, so
-every element is sent once and nothing is copied. With B buckets and N ranks a group takes at most B + N - 1 broadcasts.
-Tensors that are cut over more than the sharding axis (by the outer axis or by tensor parallelism) come one by one.
-"""
+"""Full tensors: copies of all of them, shown in modules, or one after another with bounded memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -18,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.comm.agreement import all_agree, raise_together
-from megatron_fsdp.comm.axis import address_of, broadcast
+from megatron_fsdp.comm.axis import address_of
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import local_part
@@ -29,6 +22,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, ScheduleError
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT
+from megatron_fsdp.state.gathers import Entry, cut_into_buckets, gather, parts_of
 
 
 def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
@@ -201,31 +195,6 @@ DEFAULT_BUCKET_BYTES = 2**28
 _Named = tuple[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One tensor to gather: its place, its local shard, and the shard's version when the iteration began."""
-
-    group: ParameterGroup
-    index: int
-    tensor: torch.Tensor  # sharded
-    version: int
-
-    @property
-    def shard(self) -> torch.Tensor:
-        return local_part(self.tensor).detach()
-
-    @property
-    def name(self) -> str:
-        return self.group.names[self.index]
-
-    @property
-    def is_cut_further(self) -> bool:
-        """True if it is sharded over more than the sharding axis."""
-        plan = self.group.plan
-        part = plan.parts[self.index]
-        return plan.num_shards > plan.axis.num_ranks or (part is not None and part.is_cut)
-
-
 def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over full main weights, in their main dtype, by canonical name."""
     with open_pass(engine, "iter_full_tensors"):
@@ -254,10 +223,10 @@ def open_pass(engine: Engine, what: str) -> Iterator[None]:
         engine.open_pass = ""
 
 
-def _entries(engine: Engine, tensor_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[_Entry]:
+def _entries(engine: Engine, tensor_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[Entry]:
     """List all tensors, group after group, in the order of the flat buffers."""
     return [
-        _Entry(group, index, tensor, local_part(tensor)._version)
+        Entry(group, index, tensor, parts_of(group, index), local_part(tensor)._version)
         for group in engine.groups()
         for index in sorted(range(len(group.names)), key=group.plan.layout.tensor_range)
         if (tensor := tensor_of(group, index)) is not None
@@ -275,84 +244,27 @@ def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
         del found
 
 
-def _stream(engine: Engine, entries: Sequence[_Entry], bucket_bytes: int) -> Iterator[_Named]:
+def _stream(engine: Engine, entries: Sequence[Entry], bucket_bytes: int) -> Iterator[_Named]:
     """Iterate over every tensor as a view of its bucket.
 
     A caller holds a tensor of the last bucket while the next one is made, so each takes half of what is allowed.
     """
-    alike = groupby(entries, lambda entry: (id(entry.group), entry.shard.dtype, entry.is_cut_further))
-    for (_, _, is_cut_further), run in alike:
-        if is_cut_further:
-            for entry in run:
-                _check_unwritten(engine, [entry])
-                yield entry.name, entry.group.describe_shard(entry.index, entry.shard).full_tensor()
-        else:
-            for bucket, start, stop in _buckets(run, bucket_bytes // 2):
-                _check_unwritten(engine, bucket)
-                yield from _gathered(bucket, start, stop)
+    alike = groupby(entries, lambda entry: (id(entry.group), entry.shard.dtype, entry.parts is not None))
+    for (_, dtype, _), run in alike:
+        for bucket in cut_into_buckets(run, bucket_bytes // 2, dtype):
+            check_unwritten(engine, bucket)
+            full = gather(bucket, dtype, bucket_bytes // 2)
+            assert full is not None  # without a receiver all ranks get it
+            full.reverse()
+            for entry in bucket:
+                yield entry.name, full.pop()[0]
 
 
-def _check_unwritten(engine: Engine, entries: Sequence[_Entry]) -> None:
+def check_unwritten(engine: Engine, entries: Iterable[Entry]) -> None:
     """Raise if tensors were written to since the iteration began, as by `param.data.mul_()` or clipping."""
-    if any(entry.shard._version != entry.version for entry in entries):
-        engine.refuse_open_pass(f"{entries[0].name} or a tensor after it was written to")
-
-
-def _buckets(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[tuple[list[_Entry], int, int]]:
-    """Cut entries of one group and dtype into buckets that are no larger than the limit, or one tensor.
-
-    With each comes the range of the group's flat buffer to gather: all of it where that fits, since that is one
-    collective.
-    """
-    taken: list[_Entry] = []
-    start = stop = 0
     for entry in entries:
-        layout = entry.group.plan.layout
-        limit = limit_bytes // entry.shard.dtype.itemsize
-        low, high = (0, layout.numel) if layout.numel <= limit else layout.tensor_range(entry.index)
-        if taken and high - start > limit:
-            yield taken, start, stop
-            taken = []
-        if not taken:
-            start = low
-        taken.append(entry)
-        stop = high
-    if taken:
-        yield taken, start, stop
-
-
-def _gathered(bucket: Sequence[_Entry], start: int, stop: int) -> Iterator[_Named]:
-    """All-gather the elements [start, stop) of a group's flat buffer, and iterate over the tensors of their bucket."""
-    group = bucket[0].group
-    layout, rank = group.plan.layout, group.plan.axis.rank
-    is_sharded = not group.weights.main.is_whole
-    full = torch.empty(stop - start, dtype=bucket[0].shard.dtype, device=group.plan.device)
-    for entry in bucket:
-        first = layout.local_range(entry.index, rank)[0] if is_sharded else 0
-        offset = layout.offsets[entry.index] - start + first
-        full[offset : offset + entry.shard.numel()].copy_(entry.shard.reshape(-1))
-    if is_sharded:
-        _gather_range(group, full, start, stop)
-    for entry in bucket:
-        low, high = layout.tensor_range(entry.index)
-        yield entry.name, full[low - start : high - start].view(layout.shapes[entry.index])
-
-
-def _gather_range(group: ParameterGroup, full: torch.Tensor, start: int, stop: int) -> None:
-    """All-gather the elements [start, stop) of a group's flat buffer into `full`, which holds this rank's shard."""
-    layout, axis = group.plan.layout, group.plan.axis
-    if stop - start == layout.numel:
-        axis.all_gather(full, full[slice(*layout.shard_range(axis.rank))], async_op=False)
-        return
-    works = []
-    for rank in range(axis.num_ranks):
-        low, high = layout.shard_range(rank)
-        part = full[max(low, start) - start : max(min(high, stop) - start, 0)]
-        if part.numel():
-            works.append(broadcast(part, axis.group, rank, async_op=True))
-    for work in works:
-        if work is not None:
-            work.wait()
+        if local_part(entry.tensor)._version != entry.version:
+            engine.refuse_open_pass(f"{entry.name} was written to")
 
 
 def check_bucket_bytes(bucket_bytes: object) -> None:
