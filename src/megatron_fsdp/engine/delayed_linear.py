@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.sharding.units import parameter_sites
+from megatron_fsdp.sharding.units import parameter_owners
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 """Types that compute as plain tensors; DTensors and other subclasses have their own arithmetic."""
@@ -196,11 +196,11 @@ def delayed_weight_gradients(module: nn.Module) -> Iterator[WeightGradientQueue]
     Raises:
         ConfigurationError: There is nothing to delay.
     """
-    sites = parameter_sites(module)
+    owners = parameter_owners(module)
     linears = [
         linear
         for linear in module.modules()
-        if _is_plain(linear, "weight") and all(_is_plain(*site) for site in sites[id(linear.weight)])
+        if _is_plain(linear, "weight") and all(_is_plain(*owner) for owner in owners[id(linear.weight)])
     ]
     if not linears:
         raise ConfigurationError(

@@ -46,7 +46,7 @@ from megatron_fsdp.sharding.units import (
     UnitPlan,
     cut_groups,
     group_parameters,
-    parameter_sites,
+    parameter_owners,
 )
 from megatron_fsdp.sharding.weight_formats import Fp8Compute, WeightFormat, encoded_bytes
 
@@ -612,9 +612,9 @@ def looked_up(module: nn.Module) -> frozenset[str]:
     def looks_up(owner: nn.Module) -> bool:
         return type(owner) is nn.Embedding and not any(getattr(owner, name) for name in _HOOKS)
 
-    sites = parameter_sites(module)
+    owners = parameter_owners(module)
     return frozenset(
-        name for name, param in module.named_parameters() if all(looks_up(owner) for owner, _ in sites[id(param)])
+        name for name, param in module.named_parameters() if all(looks_up(owner) for owner, _ in owners[id(param)])
     )
 
 

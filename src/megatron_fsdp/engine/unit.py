@@ -18,7 +18,7 @@ from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.memory_plan import outer_buffer_offsets, pack_bytes
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.sharding.units import ParameterSites
+from megatron_fsdp.sharding.units import ParameterOwners
 
 _Swap = tuple[nn.Module, dict[str, Any], str, nn.Parameter, nn.Parameter, bool]
 """A module, its dictionary, an attribute, the full and the sharded parameter for it, and whether it is set directly.
@@ -36,7 +36,7 @@ class Unit:
         index: int,
         name: str,
         groups: Sequence[ParameterGroup],
-        sites: Sequence[Sequence[ParameterSites]],
+        owners: Sequence[Sequence[ParameterOwners]],
         modules: Sequence[str] = (),
     ) -> None:
         self.index = index  # position in the plan; 0 is the root
@@ -44,8 +44,8 @@ class Unit:
         # paths: one, or several small neighbours; none where it is a bucket of parameters
         self.modules = tuple(modules)
         self.groups = tuple(groups)  # none where the module owns no parameter of its own
-        self._sites = tuple(tuple(of_group) for of_group in sites)
-        self._swaps = _swaps(self.groups, self._sites, self.modules)
+        self._owners = tuple(tuple(of_group) for of_group in owners)
+        self._swaps = _swaps(self.groups, self._owners, self.modules)
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.plan.gathered_bytes for group in self.groups])
         self.plan_buckets()
         # what all-gathers write
@@ -252,9 +252,9 @@ class Unit:
     def show_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
         """Put given parameters into the module tree, one per parameter of each group."""
         self._swapped.update(range(len(self._swaps)))
-        for group, params, sites in zip(self.groups, copies, self._sites, strict=True):
-            for sharded, param, of_param in zip(group.sharded, params, sites, strict=True):
-                # Every site of a tied weight, or the module that was left out would compute with the sharded one.
+        for group, params, owners in zip(self.groups, copies, self._owners, strict=True):
+            for sharded, param, of_param in zip(group.sharded, params, owners, strict=True):
+                # At every owner of a tied weight, or the module that was left out would compute with the sharded one.
                 for module, attribute in of_param:
                     if module._parameters.get(attribute) is not sharded:
                         raise self._refusal_of(module, attribute)
@@ -269,12 +269,12 @@ class Unit:
 
     def has_parameters_in(self, modules: Collection[int]) -> bool:
         """Return True if a module, of those whose ids are given, holds a parameter of the unit."""
-        sites = chain.from_iterable(chain.from_iterable(self._sites))
-        return any(id(module) in modules for module, _ in sites)
+        owners = chain.from_iterable(chain.from_iterable(self._owners))
+        return any(id(module) in modules for module, _ in owners)
 
     def holds_copy(self, group_index: int, index: int, copy: nn.Parameter) -> bool:
-        """Return True if parameter `index` of a group is `copy` at every site in the module tree."""
-        return all(module._parameters.get(name) is copy for module, name in self._sites[group_index][index])
+        """Return True if parameter `index` of a group is `copy` at every owner in the module tree."""
+        return all(module._parameters.get(name) is copy for module, name in self._owners[group_index][index])
 
     @property
     def main_changed(self) -> bool:
@@ -319,11 +319,11 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _swaps(
-    groups: Sequence[ParameterGroup], sites: Sequence[Sequence[ParameterSites]], modules: Sequence[str]
+    groups: Sequence[ParameterGroup], owners: Sequence[Sequence[ParameterOwners]], modules: Sequence[str]
 ) -> tuple[tuple[_Swap, ...], ...]:
     """Return the swaps inside each of a unit's modules; all together where it has one, or none."""
     found: list[list[_Swap]] = [[] for _ in modules or ("",)]
-    for group, of_group in zip(groups, sites, strict=True):
+    for group, of_group in zip(groups, owners, strict=True):
         for name, full, sharded, at in zip(group.names, group.full, group.sharded, of_group, strict=True):
             inside = next(i for i, path in enumerate(modules) if name.startswith(f"{path}.")) if len(found) > 1 else 0
             for module, attribute in at:

@@ -20,7 +20,7 @@ from megatron_fsdp.engine.memory import FlatBuffer
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
-from megatron_fsdp.sharding.units import ParameterSites, parameter_sites
+from megatron_fsdp.sharding.units import ParameterOwners, parameter_owners
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, Fp8, Fp8Compute, WeightFormat, encoded_bytes
 
 _CHUNK_NUMEL = 1 << 22  # elements that are decoded at a time, through float32; a multiple of every block
@@ -56,13 +56,13 @@ def encoded_parameters(
         )
     chosen: dict[str, list[str]] = {pattern: [] for pattern in patterns}  # names whose first match it is
     found: dict[str, WeightFormat] = {}
-    sites = parameter_sites(module)
+    owners = parameter_owners(module)
     for name, param in module.named_parameters():
         pattern = next((each for each in patterns if fnmatchcase(name, each)), None)
         if pattern is None:
             continue
         chosen[pattern].append(name)
-        form, at = patterns[pattern], sites[id(param)]
+        form, at = patterns[pattern], owners[id(param)]
         is_looked_up = any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner, _ in at)
         if form is None or is_looked_up or param.ndim < 2 or param.dtype not in _DTYPES or is_tensor_extension(param):
             continue
@@ -106,12 +106,12 @@ def _check_patterns(
             )
 
 
-def _is_multiplied(param: torch.Tensor, sites: ParameterSites) -> bool:
+def _is_multiplied(param: torch.Tensor, owners: ParameterOwners) -> bool:
     """Return True if only linears, plain or cut by tensor parallelism, hold a parameter, as their weight."""
     is_cut = isinstance(param, DTensor) and all(placement.is_shard() for placement in param.placements)
     return (is_cut or type(param) in (nn.Parameter, FakeTensor)) and all(
         type(owner) is nn.Linear and attribute == "weight" and "forward" not in owner.__dict__
-        for owner, attribute in sites
+        for owner, attribute in owners
     )
 
 

@@ -114,8 +114,8 @@ def tensor_extension_of(name: str, param: torch.Tensor, module: nn.Module) -> Te
 
 def find_tensor_extensions(module: nn.Module) -> dict[str, TensorExtension]:
     """Return the parameters that are extensions, by name; the module is only read."""
-    sites = {id(param): owner for owner in module.modules() for param in owner.parameters(recurse=False)}
-    found = {name: tensor_extension_of(name, param, sites[id(param)]) for name, param in module.named_parameters()}
+    owners = {id(param): owner for owner in module.modules() for param in owner.parameters(recurse=False)}
+    found = {name: tensor_extension_of(name, param, owners[id(param)]) for name, param in module.named_parameters()}
     return {name: extension for name, extension in found.items() if extension is not None}
 
 

@@ -48,13 +48,13 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
     if not blocks:
         return {}
     least_numel = max(_numel(block) for block in blocks.values()) / _LEAST_PART
-    sites = parameter_sites(module)
+    owners = parameter_owners(module)
     return {
         name: candidate
         for name, candidate in _outside(module, {id(block) for block in blocks.values()})
         if isinstance(candidate, _END_TYPES)
         and next(candidate.children(), None) is None
-        and all(owner is candidate for param in candidate.parameters() for owner, _ in sites[id(param)])
+        and all(owner is candidate for param in candidate.parameters() for owner, _ in owners[id(param)])
         and _numel(candidate) >= least_numel
     }
 
@@ -78,18 +78,18 @@ def _outside(module: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Modu
         yield from walk("", module)
 
 
-ParameterSites = tuple[tuple[nn.Module, str], ...]
+ParameterOwners = tuple[tuple[nn.Module, str], ...]
 """The modules that hold a parameter, and the attribute of each, in module order; several for a tied one."""
 
 
-def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
+def parameter_owners(module: nn.Module) -> dict[int, ParameterOwners]:
     """Return the owners of each parameter, by its id."""
-    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for attribute, param in owner._parameters.items():
             if param is not None:
-                sites.setdefault(id(param), []).append((owner, attribute))
-    return {key: tuple(found) for key, found in sites.items()}
+                owners.setdefault(id(param), []).append((owner, attribute))
+    return {key: tuple(found) for key, found in owners.items()}
 
 
 def _numel(module: nn.Module) -> int:

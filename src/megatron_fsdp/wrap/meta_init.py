@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megatron_fsdp.comm.fingerprint import fingerprint, lowest_and_highest
 from megatron_fsdp.engine.unit import Unit, set_parameter
 from megatron_fsdp.errors import ConfigurationError, warn_caller
-from megatron_fsdp.sharding.units import parameter_sites
+from megatron_fsdp.sharding.units import parameter_owners
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ BUFFER_METHOD = "reset_buffers"
 MODEL_METHOD = "_init_weights"
 """Method of a model, with a module as its one argument, as Hugging Face models have it."""
 
-Site = tuple[int, str]
+Owner = tuple[int, str]
 """The id of a module and the name of its attribute."""
 
 
@@ -105,8 +105,8 @@ class Blueprint:
     # by canonical name, on the meta device: the original itself, or a twin of a real one
     shapes: Mapping[str, nn.Parameter]
     on_meta: frozenset[str]  # names of the parameters that have to be initialised
-    names: Mapping[Site, str]  # canonical name at each site of a parameter; a tied one has several
-    first_sites: frozenset[Site]  # the first site of each parameter in registration order
+    names: Mapping[Owner, str]  # canonical name at each owner of a parameter; a tied one has several
+    first_owners: frozenset[Owner]  # the first owner of each parameter in registration order
     unfinished: frozenset[int]  # ids of modules with something on the meta device in them or below them
     module_names: Mapping[int, str]  # fully qualified, by id
 
@@ -118,15 +118,15 @@ class Blueprint:
 def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> Blueprint:
     """Record the tensors on the meta device; of parameters those `wanted`, by canonical name (None: all)."""
     params = dict(module.named_parameters())
-    found = parameter_sites(module)
-    sites = {name: [(id(owner), attribute) for owner, attribute in found[id(param)]] for name, param in params.items()}
+    found = parameter_owners(module)
+    owners = {name: [(id(owner), attribute) for owner, attribute in found[id(param)]] for name, param in params.items()}
     on_meta = frozenset(name for name, param in params.items() if param.is_meta and (wanted is None or name in wanted))
     given_up = {id(params[name]) for name in params.keys() - on_meta}
     return Blueprint(
         {name: param if param.is_meta else _twin(param) for name, param in params.items()},
         on_meta,
-        {site: name for name, of_param in sites.items() for site in of_param},
-        frozenset(of_param[0] for of_param in sites.values()),
+        {owner: name for name, of_param in owners.items() for owner in of_param},
+        frozenset(of_param[0] for of_param in owners.values()),
         frozenset(id(part) for part in module.modules() if any(has_meta(b, given_up) for b in part.modules())),
         {id(part): name for name, part in module.named_modules()},
     )
@@ -163,8 +163,8 @@ def check_can_initialise(module: nn.Module) -> None:
     covered = {id(below) for part in module.modules() if model_method(part) is not None for below in part.modules()}
     elsewhere = {
         (id(owner), attribute)  # of a parameter that is registered elsewhere first, and gets its value there
-        for sites in parameter_sites(module).values()
-        for owner, attribute in sites[1:]
+        for owners in parameter_owners(module).values()
+        for owner, attribute in owners[1:]
     }
     helpless = [
         f"{name or '(root)'} ({type(part).__name__}: {', '.join(own)})"
@@ -307,10 +307,10 @@ ModelMethod = Callable[[nn.Module], object]
 class _Scope:
     """The full tensors that exist now, of one unit or of the modules outside of units."""
 
-    # the sites that hold full tensors: the module, and the sharded parameter to put back
-    standing: dict[Site, tuple[nn.Module, nn.Parameter]] = field(default_factory=dict)
+    # the owners that hold full tensors: the module, and the sharded parameter to put back
+    standing: dict[Owner, tuple[nn.Module, nn.Parameter]] = field(default_factory=dict)
     live: dict[str, Uninitialized] = field(default_factory=dict)  # full tensors that will be stored, by name
-    scratch: set[Site] = field(default_factory=set)  # sites of tensors that are drawn into and dropped
+    scratch: set[Owner] = field(default_factory=set)  # owners of tensors that are drawn into and dropped
     buffers: list[tuple[nn.Module, str, Uninitialized]] = field(default_factory=list)  # those that were made
 
 
@@ -445,23 +445,23 @@ class _Walk:
         A real parameter keeps its value. A tied one keeps what its first module draws, as where a constructor sets
         `head.weight = embedding.weight`; a model's own method that runs after that writes into the one tensor.
         """
-        site = (id(module), attribute)
-        if site in scope.standing and not (site in scope.scratch and self.ties_are_shared):
+        owner = (id(module), attribute)
+        if owner in scope.standing and not (owner in scope.scratch and self.ties_are_shared):
             return
-        name = self.blueprint.names[site]
+        name = self.blueprint.names[owner]
         if param.is_meta and name not in self.blueprint.on_meta:
             return  # its values are not needed, and on the meta device nothing is drawn
         shape = self.blueprint.shapes[name]
-        is_wanted = name in self.blueprint.on_meta and (site in self.blueprint.first_sites or self.ties_are_shared)
+        is_wanted = name in self.blueprint.on_meta and (owner in self.blueprint.first_owners or self.ties_are_shared)
         made = scope.live.get(name) if is_wanted else None
         if made is None:
             made = uninitialized_parameter(shape, self.device)
         if is_wanted:
             scope.live[name] = made
-            scope.scratch.discard(site)
+            scope.scratch.discard(owner)
         else:
-            scope.scratch.add(site)
-        scope.standing.setdefault(site, (module, param))
+            scope.scratch.add(owner)
+        scope.standing.setdefault(owner, (module, param))
         assert isinstance(made.tensor, nn.Parameter)
         set_parameter(module, attribute, made.tensor)
 

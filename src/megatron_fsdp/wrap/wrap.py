@@ -48,12 +48,12 @@ from megatron_fsdp.formats.tensor_extensions import (
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_rank_mesh
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
-    ParameterSites,
+    ParameterOwners,
     UnitPlan,
     find_units,
     merge_small_units,
     message_bytes,
-    parameter_sites,
+    parameter_owners,
     refine_units,
 )
 from megatron_fsdp.sharding.weight_formats import WeightFormat
@@ -450,7 +450,7 @@ def _build_units(
     """
     leaves_empty = sharding.options.init_model_with_meta_device == ALLOCATE_ONLY
     blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
-    units = tuple(_shard(plan, planned, pool, dict(module.named_parameters()), parameter_sites(module)))
+    units = tuple(_shard(plan, planned, pool, dict(module.named_parameters()), parameter_owners(module)))
     if blueprint is not None:
         inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
         ranks = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
@@ -464,24 +464,24 @@ def _shard(
     planned: Sequence[Sequence[GroupPlan]],
     pool: CommunicationPool,
     originals: dict[str, nn.Parameter],
-    sites: dict[int, ParameterSites],
+    owners: dict[int, ParameterOwners],
 ) -> Iterator[Unit]:
     number = count()
     known: dict[int, tuple[ShardSpec, ...]] = {}  # groups with one layout are cut alike
     for unit_index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
         groups = []
-        group_sites = []
+        group_owners = []
         for group in of_unit:
             shard_specs = tuple(shard_spec.for_another() for shard_spec in known.get(id(group.layout), ()))
             if not shard_specs:
                 shard_specs = known[id(group.layout)] = tuple(map(group.shard_spec, range(len(group.spec.parameters))))
             params = [originals.pop(info.name) for info in group.spec.parameters]
-            group_sites.append([sites.pop(id(param)) for param in params])
+            group_owners.append([owners.pop(id(param)) for param in params])
             memory = pool.shard(next(number), group.shard_bytes // group.sent_dtype.itemsize, group.sent_dtype)
-            quantizer = _quantizer(group, params, [places[0][0] for places in group_sites[-1]])
+            quantizer = _quantizer(group, params, [places[0][0] for places in group_owners[-1]])
             groups.append(ParameterGroup(group, params, shard_specs, memory, quantizer))
             del params
-        unit = Unit(unit_index, spec.name, groups, group_sites, spec.modules)
+        unit = Unit(unit_index, spec.name, groups, group_owners, spec.modules)
         unit.to_sharded()
         if unit_index:  # the root is whole wherever a forward can read its weights
             unit.set_error_owner(plan.remedy(spec))
