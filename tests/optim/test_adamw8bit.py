@@ -65,10 +65,10 @@ def test_updates_are_close_to_those_of_adamw(dtype: torch.dtype) -> None:
     assert (ours - theirs).float().norm() < (0.02 if dtype is torch.float32 else 0.05) * moved
 
 
-def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for chunk in (adamw8bit.CHUNK, 512):
-        monkeypatch.setattr(adamw8bit, "CHUNK", chunk)
+    for numel in (adamw8bit.BUCKET_NUMEL, 512):
+        monkeypatch.setattr(adamw8bit, "BUCKET_NUMEL", numel)
         param = nn.Parameter(drawn(torch.Size((30, 70)), 0, 0))
         optimizer = AdamW8bit([param], lr=0.1)
         for step in range(3):

@@ -151,7 +151,7 @@ class _LocalTensors:
             pairs += zip(group["params"], (state for _, state in found), strict=True)
         self.state, self._shown = states, pairs
         if self._streams is not None:
-            return _Turns(shown, groups, states, self._sharded, self._streams)
+            return _StepBuckets(shown, groups, states, self._sharded, self._streams)
         return shown
 
     def _localise(self, params: Sequence[Tensor]) -> list[tuple[Tensor, State]] | None:
@@ -213,8 +213,8 @@ class _StateStreams:
 
 
 @dataclass(eq=False)
-class _Turn:
-    """Parameters of one group of an optimizer with state in one place; `comes` is on its way to the device."""
+class _StepBucket:
+    """A bucket of the step: parameters of one group with state in one place; `comes` is on its way to the device."""
 
     group: dict[str, Any]
     memory: StateMemory | None
@@ -232,7 +232,7 @@ class _Turn:
         self.comes, self.work = [], None
 
 
-class _Turns(list[dict[str, Any]]):
+class _StepBuckets(list[dict[str, Any]]):
     """The groups of a step with offloaded state, which streams to the device and back, unit by unit.
 
     While a unit steps, the state of the next one comes and that of the one before goes. Memory for what comes is
@@ -254,51 +254,51 @@ class _Turns(list[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._going: deque[tuple[Work, list[Tensor]]] = deque()
-        turns = list(self._find_turns())
+        buckets = list(self._find_buckets())
         try:
-            for turn, following in itertools.zip_longest(turns, turns[1:]):
-                if turn is turns[0]:
-                    self._fetch(turn)
+            for bucket, following in itertools.zip_longest(buckets, buckets[1:]):
+                if bucket is buckets[0]:
+                    self._fetch(bucket)
                 self._let_go(1)
                 if following is not None:
                     self._fetch(following)
-                turn.receive()
+                bucket.receive()
                 try:
-                    yield {**turn.group, "params": [local for local, _ in turn.members]}
+                    yield {**bucket.group, "params": [local for local, _ in bucket.members]}
                 finally:
-                    self._give_back(turn)
+                    self._give_back(bucket)
         finally:
-            for turn in turns:
-                if turn.work is not None:  # it came for nothing: the step has failed
-                    turn.work.wait()
-                    turn.comes.clear()
+            for bucket in buckets:
+                if bucket.work is not None:  # it came for nothing: the step has failed
+                    bucket.work.wait()
+                    bucket.comes.clear()
             self._let_go(0)
-        for device in {turn.device for turn in turns}:
+        for device in {bucket.device for bucket in buckets}:
             finish_stream(device)  # the host may read offloaded state from here on
 
-    def _find_turns(self) -> Iterator[_Turn]:
+    def _find_buckets(self) -> Iterator[_StepBucket]:
         for shown, group in zip(super().__iter__(), self._groups, strict=True):
             places = zip(shown["params"], map(memory_of, group["params"]), strict=True)
             by_place = itertools.groupby(places, key=lambda place: (place[1][0], place[0].device))
             for (memory, device), members in by_place:
-                yield _Turn(shown, memory, device, [(local, index) for local, (_, index) in members])
+                yield _StepBucket(shown, memory, device, [(local, index) for local, (_, index) in members])
 
-    def _fetch(self, turn: _Turn) -> None:
-        """Start to copy the state of a turn to the device."""
-        memory, pairs = turn.memory, []
-        for local, _ in turn.members if memory is not None else ():
+    def _fetch(self, bucket: _StepBucket) -> None:
+        """Start to copy the state of a bucket to the device."""
+        memory, pairs = bucket.memory, []
+        for local, _ in bucket.members if memory is not None else ():
             assert memory is not None
             state = self._states[local]
             for key in _tensors(state, self._sharded):
                 pairs.append((state[key], memory.borrow(state[key])))
-                turn.comes.append((state, key, pairs[-1][1]))
+                bucket.comes.append((state, key, pairs[-1][1]))
         if pairs:
-            turn.work = self._streams.copy(turn.device, "state comes", pairs)
+            bucket.work = self._streams.copy(bucket.device, "state comes", pairs)
 
-    def _give_back(self, turn: _Turn) -> None:
-        """Start to copy the state of a turn back to the host."""
-        memory, pairs = turn.memory, []
-        for local, index in turn.members if memory is not None else ():
+    def _give_back(self, bucket: _StepBucket) -> None:
+        """Start to copy the state of a bucket back to the host."""
+        memory, pairs = bucket.memory, []
+        for local, index in bucket.members if memory is not None else ():
             assert memory is not None
             state = self._states[local]
             for key in _tensors(state, self._sharded):
@@ -307,7 +307,7 @@ class _Turns(list[dict[str, Any]]):
                 if state[key] is not value:
                     pairs.append((value, state[key]))
         if pairs:
-            self._going.append((self._streams.copy(turn.device, "state goes", pairs), [value for value, _ in pairs]))
+            self._going.append((self._streams.copy(bucket.device, "state goes", pairs), [value for value, _ in pairs]))
 
     def _let_go(self, count: int) -> None:
         """Free device copies of state older than the last `count`, after their write-back."""

@@ -192,14 +192,14 @@ def test_operands_of_the_next_wave_travel_while_one_is_iterated() -> None:
         patch.setattr(muon, "_zeropower_via_newtonschulz", iterated)
         twins.step(0)
     assert twins.differing() == []
-    turns = (
+    order = (
         "send0",
         "send1 wait0 iterate send2",
         "send3 wait1 iterate send4 wait2",
         "wait3 iterate send5 wait4",
         "wait5",
     )
-    assert events == " ".join(turns).split()
+    assert events == " ".join(order).split()
 
 
 def matrices_alive(count: int, size: int) -> tuple[int, list[int]]:

@@ -241,13 +241,13 @@ class MuonStep(ExchangingStep):
             _Wave([stepped[index] for index in members], each, optimizer.state)
             for (members, _), each in zip(planned, messages, strict=True)
         ]
-        for turn in range(len(waves) + 2):
-            if turn < len(waves):
-                waves[turn].send()
-            if 0 < turn <= len(waves):
-                waves[turn - 1].compute()
-            if turn > 1:
-                waves[turn - 2].receive()
+        for index in range(len(waves) + 2):
+            if index < len(waves):
+                waves[index].send()
+            if 0 < index <= len(waves):
+                waves[index - 1].compute()
+            if index > 1:
+                waves[index - 2].receive()
         self.agree(optimizer, next((wave.error for wave in waves if wave.error is not None), None))
         for wave in waves:
             wave.apply()
@@ -303,7 +303,7 @@ class MuonStep(ExchangingStep):
 
 
 def _reserve(exchanges: Sequence[Exchange], device: torch.device) -> list[Messages]:
-    """Allocate the messages of a step: shards of each wave, and full matrices of three waves in turn."""
+    """Allocate the messages of a step: shards of each wave, and full matrices of three waves by rotation."""
     numels = [exchange.here_numel for exchange in exchanges]
     largest = max((exchange.own_numel for exchange in exchanges), default=0)
     here = torch.empty(sum(numels), dtype=torch.bfloat16, device=device)
