@@ -319,9 +319,9 @@ CASES = {
         (FORWARD, "unshard0 wait0 unshard1@0 wait1 unshard2 wait2 reshard1 unshard3@0 wait3"),
         (BACKWARD, "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise"),
         ("W", "reshard0 reshard1 reshard2"),
-        # The kept one is gathered ahead although the only slot is taken.
+        # The persistent one is gathered ahead although the only slot is taken.
         ("F0> F1>", "unshard0 unshard1@0 wait0 unshard2 wait1"),
-        kept=frozenset({2}),
+        persistent=frozenset({2}),
         slots=1,
     ),
 }

@@ -75,14 +75,14 @@ def programs(draw: st.DrawFn, nests: bool = False) -> Program:
 
 
 def _places(draw: st.DrawFn, count: int, shares_slots: bool) -> dict[str, frozenset[int]]:
-    """Units with memory of their own, and memory that is given back, which is never what is kept."""
+    """Units with memory of their own, and memory that is given back, which is never persistent."""
     if not shares_slots:
         return {}
-    kinds = draw(st.lists(st.sampled_from(("slot", "resized", "kept")), min_size=count, max_size=count))
+    kinds = draw(st.lists(st.sampled_from(("slot", "resized", "persistent")), min_size=count, max_size=count))
     resized = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "resized")
     root = frozenset({ROOT_UNIT}) if draw(st.booleans()) else frozenset()
-    kept = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "kept")
-    return {"resized": resized, "kept": kept, "returned": resized | root}
+    persistent = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "persistent")
+    return {"resized": resized, "persistent": persistent, "returned": resized | root}
 
 
 @st.composite
@@ -149,7 +149,7 @@ class Machine:
         assert self.config.gathers, "nothing has to be gathered"
         assert unit not in self.place, "gathered twice"
         assert unit not in self.computing, "overwritten while in use"
-        in_slots = self.config.shares_slots and unit != ROOT_UNIT and unit not in self.config.kept
+        in_slots = self.config.shares_slots and unit != ROOT_UNIT and unit not in self.config.persistent
         assert (slot is not None) == in_slots, "slots are for units other than the root"
         if slot is not None:
             assert slot not in self.place.values(), "two units in one slot"

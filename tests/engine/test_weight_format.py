@@ -288,12 +288,12 @@ def test_a_pattern_that_takes_no_effect_is_refused_by_name(asked: dict[str, str 
 
 @pytest.mark.unmerged
 @on_ranks(2)
-def test_encoded_shards_live_in_kept_memory() -> None:
+def test_encoded_shards_live_in_persistent_memory() -> None:
     with first_rank_warns("only NCCL registers memory"):
-        kept, _ = wrap(Job("mxfp8"), nccl_ub=True)
+        persistent, _ = wrap(Job("mxfp8"), nccl_ub=True)
     lazy, _ = wrap(Job("mxfp8"))
-    same = [torch.equal(CASE.loss(kept, batch()), CASE.loss(lazy, batch()))]
-    for mine, other in zip(kept.parameter_groups(), lazy.parameter_groups(), strict=True):
+    same = [torch.equal(CASE.loss(persistent, batch()), CASE.loss(lazy, batch()))]
+    for mine, other in zip(persistent.parameter_groups(), lazy.parameter_groups(), strict=True):
         same.append(torch.equal(mine.weights.compute.local, other.weights.compute.local))
     assert all(same)
 

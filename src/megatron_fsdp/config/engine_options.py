@@ -23,7 +23,7 @@ from megatron_fsdp.errors import ConfigurationError
 class WeightAllocator(Enum):
     """Allocators of memory for unsharded weights, which `docs/memory.md` compares."""
 
-    SLOTS = "slots"  # slots as long as the unit in them, taken at their first use and kept
+    SLOTS = "slots"  # slots as long as the unit in them, persistent from their first use
     RESIZE = "resize"  # every unit has a storage of its own, which is empty while the unit is sharded
     DOUBLE_BUFFER = "double buffer"  # two slots of the most common unit's size, taken at once; other units resize
     PERSISTENT_DOUBLE_BUFFER = "persistent double buffer"  # two slots; other units keep a buffer of their own

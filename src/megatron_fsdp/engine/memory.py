@@ -221,7 +221,7 @@ class CommunicationPool:
 
     Args:
         device: Device of the memory.
-        plan: The blocks that are taken now, in one stretch, and kept; None: every block is allocated when it is made.
+        plan: The persistent blocks, which are taken now in one stretch; None: each block is allocated when it is made.
         allocate: Allocates a number of bytes, zeros of uint8, for that; None: on the device.
     """
 

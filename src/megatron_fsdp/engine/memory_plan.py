@@ -21,7 +21,7 @@ class WeightStorage(Enum):
     """Storage of one unit's gathered weights."""
 
     SLOT = "slot"  # in numbered slots, shared with other units
-    OWN = "own"  # in a buffer of its own that is kept
+    OWN = "own"  # in a persistent buffer of its own
     FOR_STEP = "for a step"  # in a buffer of its own, from its first use to the last backward before weights change
     RESIZED = "resized"  # in a buffer of its own that is allocated only while the unit is gathered
 
@@ -42,7 +42,7 @@ class WeightPlan:
     storages: tuple[WeightStorage, ...]
     gathered_bytes: tuple[int, ...]  # of the block of each unit
     slots: int  # units besides the root that are gathered at a time, of those that do not keep their memory
-    # Whether slots and kept buffers are allocated at wrap time, each slot for the largest unit in it; else at
+    # Whether slots and persistent buffers are allocated at wrap time, each slot for the largest unit in it; else at
     # their first use, and a slot is as long as the unit that is in it.
     taken_at_once: bool = False
 
@@ -187,7 +187,7 @@ class MemoryPlan:
     schedule: ScheduleConfig
     buckets: int  # units besides the root that fill a bucket or have one in reduction at a time
     may_grow: bool  # a larger prefetch size may bring more slots
-    pool: PoolPlan | None = None  # the blocks that are taken at wrap time and kept, if any
+    pool: PoolPlan | None = None  # the persistent blocks, which are taken at wrap time, if any
 
 
 def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
@@ -215,7 +215,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
         backward_prefetch_units=backward,
         reduces_early=reduces_early,
         resized=resized - {ROOT_UNIT},
-        kept=frozenset(weights.units_in(WeightStorage.OWN)) - {ROOT_UNIT},
+        persistent=frozenset(weights.units_in(WeightStorage.OWN)) - {ROOT_UNIT},
         returned=resized,
         returned_before_step=frozenset(
             unit

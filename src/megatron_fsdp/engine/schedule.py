@@ -52,7 +52,8 @@ class ScheduleConfig:
     reduces_early: bool = True  # a unit is reduced when the backward of the next one begins; else when all are over
     # units with memory of their own: a slot only counts how many are gathered, and any will do
     resized: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()  # those whose own memory is kept: they take no slot and are never evicted
+    # those whose own memory is persistent: they take no slot and are never evicted
+    persistent: frozenset[int] = frozenset()
     returned: frozenset[int] = frozenset()  # those released when a backward is over, because their memory is freed
     # those released after the last backward before the weights change, as far as predicted
     returned_before_step: frozenset[int] = frozenset()
@@ -493,7 +494,7 @@ class Scheduler:
         if state.residence is not _SHARDED:
             return []
         operations: list[Operation] = []
-        if unit != ROOT_UNIT and self.config.shares_slots and unit not in self.config.kept:
+        if unit != ROOT_UNIT and self.config.shares_slots and unit not in self.config.persistent:
             slot = self._choose_slot(unit, spare, must)
             if slot is None:
                 return []
