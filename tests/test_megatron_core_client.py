@@ -164,7 +164,7 @@ def test_a_foreign_config_is_read_with_defaults_for_what_it_lacks_and_left_as_it
     before = dict(vars(theirs))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ours, notices = DistributedDataParallelConfig.read_from(theirs)
+        ours, notes = DistributedDataParallelConfig.read_from(theirs)
     assert vars(theirs) == before
     assert ours == DistributedDataParallelConfig(
         data_parallel_sharding_strategy="optim_grads",
@@ -173,7 +173,7 @@ def test_a_foreign_config_is_read_with_defaults_for_what_it_lacks_and_left_as_it
         check_for_nan_in_grad=True,
         bucket_size=40_000_000,
     )
-    assert [notice.partition(" of ")[0] for notice in notices] == [
+    assert [note.partition(" of ")[0] for note in notes] == [
         "grad_reduce_in_fp32=True",
         "use_distributed_optimizer=True",
         "align_param_gather=True",

@@ -983,9 +983,9 @@ def _own_config(
         ), policy
     if isinstance(given, DistributedDataParallelConfig):
         given = given.checked_copy()
-    config, notices = DistributedDataParallelConfig.read_from(given)
-    for notice in notices:
-        logger.info(notice)
+    config, notes = DistributedDataParallelConfig.read_from(given)
+    for note in notes:
+        logger.info(note)
     if disable_bucketing:  # Megatron-Core's training loop always sets a size, and disables it for some model chunks
         config.bucket_size = None
     if getattr(given, "grad_reduce_in_fp32", False) and policy.main_grads_dtype is policy.grad_comm_dtype is None:

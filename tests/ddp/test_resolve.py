@@ -31,7 +31,7 @@ def test_gathers_in_few_bits_are_weight_formats_of_sharded_weights() -> None:
     assert resolve(**UNITS, fp8_param_gather=True).policy.weight_format == "fp8"
     kept = resolve(**UNITS, fp8_param_gather=True, keep_fp8_transpose_cache=True)
     assert kept.policy.weight_format == "fp8_compute"
-    assert any(each.startswith("linears multiply float8 weights") for each in kept.notices)
+    assert any(each.startswith("linears multiply float8 weights") for each in kept.notes)
     assert resolve(**UNITS, fp4_param_gather=True).policy.weight_format == "nvfp4"
     words = ("*.head.*=none", "*.experts.*=nvfp4", "mxfp8")
     named = {"*.head.*": None, "*.experts.*": "nvfp4", "*": "mxfp8"}
@@ -115,7 +115,7 @@ def test_what_is_implied_or_set_after_construction_is_checked_as_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_ranks", "numel", "notice"),
+    ("fields", "num_ranks", "numel", "note"),
     [
         ({"bucket_size": 123}, 4, 123, None),
         ({}, 4, None, "one bucket for each kind of parameter: overlap_grad_reduce is off and no bucket_size is given"),
@@ -129,17 +129,17 @@ def test_what_is_implied_or_set_after_construction_is_checked_as_well() -> None:
         (UNITS, 4, None, None),
     ],
 )
-def test_the_size_of_buckets(fields: Fields, num_ranks: int, numel: int | None, notice: str | None) -> None:
+def test_the_size_of_buckets(fields: Fields, num_ranks: int, numel: int | None, note: str | None) -> None:
     found = resolve(num_ranks, **fields)
     assert found.bucket_numel == numel
-    said = [line for line in found.notices if "bucket" in line]
-    assert (said == []) if notice is None else (len(said) == 1 and notice in said[0])
+    said = [line for line in found.notes if "bucket" in line]
+    assert (said == []) if note is None else (len(said) == 1 and note in said[0])
 
 
 def test_bucketing_disabled() -> None:
     found = resolve(disable_bucketing=True, overlap_grad_reduce=True)
     assert found.bucket_numel is None
-    assert found.notices == ("one bucket for each kind of parameter: disable_bucketing",)
+    assert found.notes == ("one bucket for each kind of parameter: disable_bucketing",)
     for field in ("bucket_size", "num_buckets"):
         with pytest.raises(ConfigurationError, match=f"disable_bucketing=True contradicts {field}=7"):
             resolve(disable_bucketing=True, **{field: 7})
@@ -189,17 +189,17 @@ FP32 = torch.float32
 def test_dtypes(given: str, policy: tuple[torch.dtype | None, ...]) -> None:
     found = resolve(**sets(given))
     assert found.policy == MixedPrecisionPolicy(*policy)
-    says = any("grad_reduce_in_fp32" in line for line in found.notices)
+    says = any("grad_reduce_in_fp32" in line for line in found.notes)
     assert says is ("grad_reduce_in_fp32" in given)
 
 
 def test_notices_of_what_is_implied() -> None:
     found = resolve(**UNITS, use_distributed_optimizer=True)
-    assert found.notices == (
+    assert found.notes == (
         "use_distributed_optimizer: implied by data_parallel_sharding_strategy='optim_grads_params'",
         "overlap_grad_reduce is always on with optim_grads_params",
     )
-    assert resolve(**UNITS, overlap_grad_reduce=True).notices == ()
+    assert resolve(**UNITS, overlap_grad_reduce=True).notes == ()
 
 
 @given(valid_configs())

@@ -214,8 +214,8 @@ def test_memory_goes_with_the_model() -> None:
 def test_a_back_end_that_cannot_register_is_said_once_and_told() -> None:
     with first_rank_warns(TAKEN + r" ranks communicate by gloo on cpu, and only NCCL registers memory"):
         model, _ = shard()
-    (notice,) = model.describe().notices
-    assert "only NCCL registers memory" in notice
+    (note,) = model.describe().notes
+    assert "only NCCL registers memory" in note
 
 
 class Backend:
@@ -238,7 +238,7 @@ class Backend:
 @contextmanager
 def as_if_with_nccl(backend: Backend) -> Iterator[None]:
     with (
-        mock.patch("megatron_fsdp.comm.registration._lack", return_value=""),
+        mock.patch("megatron_fsdp.comm.registration._unsupported_reason", return_value=""),
         mock.patch("megatron_fsdp.comm.registration._backend", return_value=backend),
         mock.patch.object(UserBuffers, "allocate", lambda _self, n: torch.zeros(n, dtype=torch.uint8)),
         mock.patch.object(dist, "barrier"),
@@ -253,7 +253,7 @@ def test_memory_is_registered_with_every_group_until_the_model_is_deleted(given:
     with as_if_with_nccl(backend):
         model, optimizer = wrap(**given)
         how = "conventionally" if given else "with symmetric windows"
-        assert model.describe().notices[0].endswith(f"they are registered with NCCL {how}")
+        assert model.describe().notes[0].endswith(f"they are registered with NCCL {how}")
         assert backend.calls == [f"symm={not given}"]
         with pytest.raises(ConfigurationError, match="needs fsdp_manual_registration=True"):
             model.manual_buffer_registration()

@@ -225,7 +225,7 @@ def test_a_capture_that_could_not_be_replayed_is_refused_where_it_begins() -> No
 def test_a_model_that_nothing_can_be_captured_of_says_so() -> None:
     with first_rank_warns("cuda_graph_mode: .* nothing can be captured, since the model is on cpu"):
         model, _ = fully_shard(net := nn.Linear(8, 8), torch.optim.SGD(net.parameters()), cuda_graph_mode=True)
-    assert model.describe().notices[0].endswith("nothing can be captured, since the model is on cpu")
+    assert model.describe().notes[0].endswith("nothing can be captured, since the model is on cpu")
 
 
 @pytest.mark.parametrize(

@@ -451,9 +451,9 @@ def test_what_is_routed_where_is_logged_once_and_described() -> None:
     logger.setLevel(logging.INFO)
     try:
         muon = fully_shard_optimizer(torch.optim.Muon(matrices))
-        assert model.describe().notices == (f"no connected optimizer updates 10 parameters ({', '.join(rest)})",)
+        assert model.describe().notes == (f"no connected optimizer updates 10 parameters ({', '.join(rest)})",)
         adamw = fully_shard_optimizer(torch.optim.AdamW(others))
-        assert model.describe().notices == ()
+        assert model.describe().notes == ()
         assert fully_shard_optimizer(adamw) is adamw  # again: nothing more is said
     finally:
         logger.removeHandler(handler)

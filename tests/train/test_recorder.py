@@ -54,7 +54,7 @@ def test_header_says_what_was_given_by_whom_and_what_became_of_it(tmp_path: Path
     config = tmp_path / "run.yaml"
     config.write_text("lr: 0.25\nqk_layernorm: false\n")
     job = job_of("--config", str(config), "--train-iters", "20", "--no-overlap-grad-reduce", "--use-sharp")
-    rows = [row for row in rows_of(job) if row[0] != "notice"]
+    rows = [row for row in rows_of(job) if row[0] != "note"]
     name, preset = rows.pop(9)
     assert rows == [
         ("engine", "megatron_fsdp, optim_grads_params"),
@@ -74,9 +74,9 @@ def test_header_says_what_was_given_by_whom_and_what_became_of_it(tmp_path: Path
     assert "--num-layers 2 --hidden-size 64" in preset
     assert "--min-lr 0.0003 " in preset
     assert "--train-iters" not in preset  # the command line won
-    notices = [notice for kind, notice in rows_of(job) if kind == "notice"]
-    assert tuple(notices) == job.notices
-    assert notices[0] == "without effect here: --use-sharp"
+    notes = [note for kind, note in rows_of(job) if kind == "note"]
+    assert tuple(notes) == job.notes
+    assert notes[0] == "without effect here: --use-sharp"
 
 
 @pytest.mark.parametrize(

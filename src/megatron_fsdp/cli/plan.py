@@ -135,13 +135,13 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.ranks <= _MOST_RANKS:
         raise ConfigurationError(f"invalid --ranks {args.ranks}: give 1 to {_MOST_RANKS:,}")
     tried: Recommendation | None = None
-    notices: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if args.config is not None:
         for name, default in vars(args.parser.parse_args([])).items():
             if name not in _BESIDE_CONFIG and getattr(args, name) != default:
                 given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
                 raise ConfigurationError(f"{given} contradicts --config, which says it: leave one of them out")
-        workload, setup, notices = planned_run(args.config, args.ranks)
+        workload, setup, notes = planned_run(args.config, args.ranks)
         plan = plan_workload(workload, setup, _machine(args))
     else:
         is_auto = args.strategy == _AUTO
@@ -159,8 +159,8 @@ def run(args: argparse.Namespace) -> int:
         write_json(report.plan_dict(plan, tried))
     else:
         _show(plan, tried, with_units=args.units)
-        for notice in notices:
-            write_line(f"the trainer tells: {notice}")
+        for note in notes:
+            write_line(f"the trainer tells: {note}")
     return EXIT_SAME if plan.fits else EXIT_DIFFERENT
 
 
@@ -274,14 +274,14 @@ def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str,
     if model is not None:
         rows, length = shape
         given: dict[str, Any] = {"sequence_length": length, "micro_batch": rows, "dtype": job.dtype}
-        return make_workload(model, setup.ranks, **given, name=str(model)), setup, job.notices
+        return make_workload(model, setup.ranks, **given, name=str(model)), setup, job.notes
     vocab_size = _BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
     if vocab_size is None:
         raise ConfigurationError(
             f"--config {path} does not say how many tokens there are: set vocab_size, or tokenizer_type: byte"
         )
     decoder = model_shape(options.model, vocab_size)
-    return _decoder_workload(decoder, job.dtype, setup.ranks, shape, str(path)), setup, job.notices
+    return _decoder_workload(decoder, job.dtype, setup.ranks, shape, str(path)), setup, job.notes
 
 
 def _preset_workload(args: argparse.Namespace, setup: Setup) -> Workload:

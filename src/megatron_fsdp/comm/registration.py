@@ -40,14 +40,15 @@ class UserBuffers:
         self._device = device
         self._symmetric = symmetric
         self._pool: Any = None
-        self.lack = _lack(self._groups, device)  # why nothing can be registered here, in words; empty where it can
+        # why nothing can be registered here, in words; empty where it can
+        self.unsupported_reason = _unsupported_reason(self._groups, device)
         self.is_registered = False
         self.num_bytes = 0  # of the memory, once there is some
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Allocate zeros of uint8, from the back end's allocator if they can be registered."""
         self.num_bytes = num_bytes
-        if self.lack:
+        if self.unsupported_reason:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         self._pool = torch.cuda.MemPool(_backend(self._groups[0], self._device).mem_allocator)
         with torch.cuda.use_mem_pool(self._pool, self._device):
@@ -58,7 +59,7 @@ class UserBuffers:
 
         Where the library refuses on one rank, every rank raises.
         """
-        if self.lack:
+        if self.unsupported_reason:
             return
         done: list[dist.ProcessGroup] = []
         weakref.finalize(self, _deregister, self._pool, done, self._device).atexit = False
@@ -79,11 +80,11 @@ class UserBuffers:
         self.is_registered = True
 
     @property
-    def notice(self) -> str:
+    def note(self) -> str:
         """The state of registration, in one sentence."""
         taken = f"{self.num_bytes:,} bytes of communication memory are taken once and keep their addresses"
-        if self.lack:
-            return f"nccl_ub: {taken}, but nothing is registered, since {self.lack}"
+        if self.unsupported_reason:
+            return f"nccl_ub: {taken}, but nothing is registered, since {self.unsupported_reason}"
         if not self.is_registered:
             return f"nccl_ub: {taken}; call manual_buffer_registration() to register them"
         knows = _knows_windows(_backend(self._groups[0], self._device))
@@ -93,7 +94,7 @@ class UserBuffers:
         return f"nccl_ub: {taken}; they are registered with NCCL {how}"
 
 
-def _lack(groups: Sequence[dist.ProcessGroup], device: torch.device) -> str:
+def _unsupported_reason(groups: Sequence[dist.ProcessGroup], device: torch.device) -> str:
     """Return the reason that memory cannot be registered with all groups; empty if it can."""
     if not groups:
         return "there is only one rank, which sends nothing"

@@ -319,9 +319,9 @@ def resolve_device(device: torch.device | str | int | None, mesh_device_type: st
         raise ConfigurationError(f"device={device!r} is none ({error}); leave it out, or give a torch.device") from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
         given = f"the mesh is of type {mesh_device_type!r}" if device is None else f"device={device!r}"
-        lack = "this torch is built for CPUs only" if torch.version.cuda is None else "torch finds no CUDA device"
+        reason = "this torch is built for CPUs only" if torch.version.cuda is None else "torch finds no CUDA device"
         cure = 'build the mesh with init_device_mesh("cpu", ...)' if device is None else "leave the argument out"
-        raise ConfigurationError(f"{given}, but {lack}; {cure}, or install torch with CUDA on a machine that has it")
+        raise ConfigurationError(f"{given}, but {reason}; {cure}, or install torch with CUDA on a machine that has it")
     if resolved == torch.device("cuda"):  # without an index
         return torch.device("cuda", torch.cuda.current_device())
     return resolved

@@ -355,7 +355,7 @@ class DistributedDataParallelConfig:
             )
         defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)}
         given = {name: getattr(other, name, default) for name, default in defaults.items()}
-        notices = tuple(
+        notes = tuple(
             f"{name}={given.pop(name)!r} of ddp_config decides nothing here: {reason}"
             for name, reason in elsewhere.items()
             if given[name] != defaults[name]
@@ -370,7 +370,7 @@ class DistributedDataParallelConfig:
             warn_caller(
                 f"{', '.join(unknown)} of {type(other).__name__} has no effect in this version of megatron_fsdp."
             )
-        return cls(**given), notices
+        return cls(**given), notes
 
     def idle_settings(self) -> dict[str, str]:
         """List enabled switches without effect.

@@ -206,12 +206,12 @@ class DistributedDataParallel(MegatronCalls):
             self._bucket_numel = resolved.bucket_numel
         self.resolved = resolved
         self.ddp_config = config
-        for notice in resolved.notices:
-            logger.info(notice)
+        for note in resolved.notes:
+            logger.info(note)
 
     def _subject(self) -> Subject:
         resolved = self.resolved
-        return replace(super()._subject(), config=resolved.config, notices=resolved.notices)
+        return replace(super()._subject(), config=resolved.config, notes=resolved.notes)
 
 
 def _check_types(config: Any, module: Any) -> None:

@@ -54,7 +54,7 @@ class ResolvedDDP:
     numel_multiple: int  # buckets are padded to a multiple of this many elements
     gather_mode: GatherMode  # when changed weights are gathered
     engine_config: DistributedDataParallelConfig  # the same configuration as far as `MegatronFSDP` knows its fields
-    notices: tuple[str, ...]  # what was adjusted or derived, and why, in words
+    notes: tuple[str, ...]  # what was adjusted or derived, and why, in words
 
 
 def resolve_ddp(
@@ -71,7 +71,7 @@ def resolve_ddp(
             f"num_distributed_optimizer_instances={instances} does not divide the {num_ranks} data-parallel ranks; "
             f"give one of {', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
         )
-    bucket_numel, bucket_notice = _bucket_numel(config, num_ranks, num_parameters, disable_bucketing)
+    bucket_numel, bucket_note = _bucket_numel(config, num_ranks, num_parameters, disable_bucketing)
     policy = with_weight_format(_policy(config), config)
     gather_mode = GatherMode.TOGETHER if config.align_param_gather else GatherMode.IN_TURN
     return ResolvedDDP(
@@ -83,7 +83,7 @@ def resolve_ddp(
         numel_multiple=HIGH_BANDWIDTH_MULTIPLE if config.pad_buckets_for_high_nccl_busbw else 1,
         gather_mode=gather_mode if config.overlap_param_gather else GatherMode.AT_ONCE,
         engine_config=_engine_config(config, strategy, policy),
-        notices=tuple(_notices(config, strategy, bucket_notice)),
+        notes=tuple(_notes(config, strategy, bucket_note)),
     )
 
 
@@ -220,9 +220,9 @@ def _engine_config(
     )
 
 
-def _notices(config: DistributedDataParallelConfig, strategy: ShardingStrategy, bucket_notice: str) -> Iterator[str]:
-    if bucket_notice:
-        yield bucket_notice
+def _notes(config: DistributedDataParallelConfig, strategy: ShardingStrategy, bucket_note: str) -> Iterator[str]:
+    if bucket_note:
+        yield bucket_note
     if config.use_megatron_fsdp and config.use_distributed_optimizer:
         yield f"use_distributed_optimizer: implied by data_parallel_sharding_strategy={strategy.name!r}"
     if config.keep_fp8_transpose_cache and config.fp8_param_gather:

@@ -148,7 +148,7 @@ class Description:
     memory: MemoryDescription  # bytes, slots and buckets
     optimizers: tuple[OptimizerDescription, ...]  # those that are connected
     options: dict[str, str]  # settings that are not the default, by name of the argument or configuration field
-    notices: tuple[str, ...]  # adjustments and derived settings
+    notes: tuple[str, ...]  # adjustments and derived settings
 
     @property
     def numel(self) -> int:
@@ -180,10 +180,10 @@ def _lines(description: Description) -> Iterator[str]:
         yield from _wrapped(optimizer, "optimizer ")
     yield from (f"option {name}={value}" for name, value in description.options.items())
     yield from (f"{further} is tied to {first}" for further, first in description.tied)
-    yield from (f"note: {notice}" for notice in description.notices)
+    yield from (f"note: {note}" for note in description.notes)
 
 
-_OWN_LINES = ("axes", "units", "memory", "optimizers", "options", "tied", "notices")
+_OWN_LINES = ("axes", "units", "memory", "optimizers", "options", "tied", "notes")
 
 
 def _wrapped(part: Any, title: str, **more: object) -> list[str]:

@@ -256,7 +256,7 @@ class Subject:
     auto_sync: bool  # whether every backward ends with a sync
     # the configuration whose fields are shown, of wrappers that take one; None: arguments say all
     config: DistributedDataParallelConfig | None = None
-    notices: tuple[str, ...] = ()  # adjustments and derived settings
+    notes: tuple[str, ...] = ()  # adjustments and derived settings
 
 
 def describe_model(subject: Subject) -> Description:
@@ -281,7 +281,7 @@ def describe_model(subject: Subject) -> Description:
         memory=memory_description(engine),
         optimizers=optimizers_of(engine, subject.module),
         options=_options(options, subject.config, subject.auto_sync),
-        notices=(*subject.notices, *engine.notices, *without_optimizer(engine, subject.module)),
+        notes=(*subject.notes, *engine.notes, *without_optimizer(engine, subject.module)),
     )
 
 

@@ -786,10 +786,10 @@ class Engine:
                 match_waiting_sums(gradients, self.sharding.rank_mesh(is_expert), self.device)
 
     @property
-    def notices(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         """Outcomes of requests that depend on the machine, one sentence each."""
         graphs = "cuda_graph_mode: memory keeps its addresses, but nothing can be captured, since "
-        buffers = "" if self.user_buffers is None else self.user_buffers.notice
+        buffers = "" if self.user_buffers is None else self.user_buffers.note
         capture = self.no_capture_reason and graphs + self.no_capture_reason
         return tuple(filter(None, (buffers, self.format_note, capture)))
 

@@ -86,7 +86,7 @@ def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
     """Resolve options to a job on this machine, with warnings about its environment."""
     world = World(ranks, find_device_type(options.parallel.device), restarts)
     job = resolve(options, world)
-    return replace(job, notices=(*job.notices, *check_environment(os.environ, job, world)))
+    return replace(job, notes=(*job.notes, *check_environment(os.environ, job, world)))
 
 
 # ---- the launcher ----------------------------------------------------------------------------------------------------

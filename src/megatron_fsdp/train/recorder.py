@@ -51,7 +51,7 @@ def applied(job: Job) -> dict[str, Any]:
         "schedule": asdict(job.schedule),
         "train_iters": job.train_iters,
         "seq_length": job.seq_length,
-        "notices": list(job.notices),
+        "notices": list(job.notes),
     }
 
 
@@ -82,7 +82,7 @@ def header_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Spee
         ("peak", peak),
         ("results", str(folder)),
         *(("options", f"{' '.join(words)} ({origin})") for origin, words in said.items()),
-        *(("notice", notice) for notice in (*job.notices, *data.notes)),
+        *(("note", note) for note in (*job.notes, *data.notes)),
     ]
 
 

@@ -185,12 +185,12 @@ def assemble(
                 no_capture_reason=_no_capture_reason(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
             )
             if engine.no_capture_reason:
-                warn_caller(engine.notices[-1], is_first=sharding.is_first)
+                warn_caller(engine.notes[-1], is_first=sharding.is_first)
             if user_buffers is not None:
                 if options.memory.user_buffers is not None and not options.memory.user_buffers.manual:
                     user_buffers.register()
-                if user_buffers.lack:
-                    warn_caller(user_buffers.notice, is_first=sharding.is_first)
+                if user_buffers.unsupported_reason:
+                    warn_caller(user_buffers.note, is_first=sharding.is_first)
             grouping.connect(engine, module)
             engine.state_dict_handles = register_state_dict_hooks(engine, module)
             return engine

@@ -101,7 +101,7 @@ def test_a_model_with_weights_is_trained_on_its_own_tokens(folder: Path, tmp_pat
     job = job_of(folder, *own)
     data = prepare(job, tmp_path / "out")
     assert (data.vocab_size, text_of(data, job.options, tmp_path / "out")) == (290, TEXTS)
-    assert f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}" in "".join(job.notices)
+    assert f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}" in "".join(job.notes)
     assert prepare(job_of(folder, *own, "--tokenizer-type", "byte"), tmp_path / "out").vocab_size == 256
     train_bpe(TEXTS, 270).save(tmp_path / "tokenizer.json")
     other = [*own, "--tokenizer-model", str(tmp_path)]

@@ -43,9 +43,9 @@ def resolved(job: Job) -> ResolvedDDP:
     return resolve_ddp(job.ddp, job.sizes.data * job.sizes.context, NUMEL)
 
 
-def notices(job: Job) -> tuple[str, ...]:
+def notes(job: Job) -> tuple[str, ...]:
     """What is told."""
-    return job.notices
+    return job.notes
 
 
 IN_SAMPLES = UNITS.replace("--train-iters 20", "--train-samples 160")  # 8 in a step
@@ -66,7 +66,7 @@ OPTION_CASES: dict[str, Case] = {
         (2, 8),
         f"{FSDP2} --num-experts 8",
     ),
-    "nproc": Case("--nproc 4", notices, ("--nproc 4 has no effect: 8 ranks were started",)),
+    "nproc": Case("--nproc 4", notes, ("--nproc 4 has no effect: 8 ranks were started",)),
     "micro_batch_size": Case("--micro-batch-size 2", lambda job: (job.batch.micro, job.batch.total), (2, 16)),
     "global_batch_size": Case("--global-batch-size 24", lambda job: (job.batch.total, job.batch.microbatches), (24, 3)),
     "train_iters": Case("--train-iters 30", lambda job: (job.train_iters, job.schedule.decay_steps), (30, 30)),
@@ -103,12 +103,12 @@ OPTION_CASES: dict[str, Case] = {
 FIELD_CASES: dict[str, Case] = {
     "accumulate_allreduce_grads_in_fp32": Case(
         "--accumulate-allreduce-grads-in-fp32",
-        lambda job: [notice.partition(":")[0] for notice in job.notices],
+        lambda job: [note.partition(":")[0] for note in job.notes],
         ["--accumulate-allreduce-grads-in-fp32 has no effect of its own"],
     ),
     "use_custom_fsdp": Case(
         "--use-custom-fsdp",
-        lambda job: (job.engine, resolved(job).strategy.name, *job.notices),
+        lambda job: (job.engine, resolved(job).strategy.name, *job.notes),
         (
             "megatron_fsdp",
             "optim_grads_params",

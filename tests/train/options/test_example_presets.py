@@ -30,7 +30,7 @@ def test_a_preset_resolves_without_surprises(name: str) -> None:
     path = Path("examples/presets") / f"{name}.yaml"
     world = World(PRESETS[name], "cuda")
     job = resolve(parse_options(["--config", str(path)]), world)
-    assert job.notices == ()
+    assert job.notes == ()
     assert job.batch.filled == 0
     assert (job.engine, job.ddp.data_parallel_sharding_strategy) == ("megatron_fsdp", "optim_grads_params")
     ddp = job.ddp

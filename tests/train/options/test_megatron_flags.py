@@ -129,7 +129,7 @@ def test_a_usual_command_line_is_taken_as_it_is() -> None:
     job = resolve(parse_options(PASTED.split()), World(16, "cuda"))
     assert job.engine == "megatron_fsdp"
     assert job.batch.microbatches == 1
-    idle, *others = job.notices
+    idle, *others = job.notes
     assert idle.startswith("without effect here: ")
     assert set(idle.partition(": ")[2].split(", ")) == {
         "--use-mcore-models",
@@ -147,14 +147,14 @@ def test_a_usual_command_line_is_taken_as_it_is() -> None:
         "--manual-gc-interval",
         "--dist-ckpt-strictness raise_all",
     }
-    assert [notice.split()[0] for notice in others] == ["--max-position-embeddings", "--save-interval"]
+    assert [note.split()[0] for note in others] == ["--max-position-embeddings", "--save-interval"]
 
 
 def test_flags_with_one_value_take_it_and_no_other() -> None:
     for value_of in (min, max):
         given = [(flag, value_of(fixed.values)) for flag, fixed in FIXED.items()]
-        notices = parse_options([word for pair in given for word in pair]).explained
-        assert notices == (f"without effect here: {', '.join(map(' '.join, given))}",)
+        notes = parse_options([word for pair in given for word in pair]).explained
+        assert notes == (f"without effect here: {', '.join(map(' '.join, given))}",)
     told = refusal([word for flag in FIXED for word in (flag, "0.7")])
     for line, (flag, fixed) in zip(told, FIXED.items(), strict=True):
         assert line.startswith(f"invalid {flag} 0.7: {fixed.reason}; give ")

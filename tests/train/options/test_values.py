@@ -36,7 +36,7 @@ def test_a_preset_is_fully_sharded_in_its_dtype(preset: str, dtype: torch.dtype)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_each_preset_trains_on_any_ranks_without_a_notice(preset: str, ranks: int) -> None:
-    assert job_of(f"--preset {preset}", ranks).notices == ()
+    assert job_of(f"--preset {preset}", ranks).notes == ()
 
 
 REFUSED = {
@@ -163,7 +163,7 @@ def test_contradictions_name_both(words: str, first: str, second: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "notice"),
+    ("words", "note"),
     [
         ("--max-position-embeddings 64", "--max-position-embeddings has no effect: rotary positions have no table"),
         ("--save c --save-interval 99", "--save-interval has no effect: training ends before"),
@@ -185,8 +185,8 @@ def test_contradictions_name_both(words: str, first: str, second: str) -> None:
         ),
     ],
 )
-def test_what_is_usual_and_does_nothing_is_told(words: str, notice: str) -> None:
-    assert job_of(f"{RUN} {words}").notices == (notice,)
+def test_what_is_usual_and_does_nothing_is_told(words: str, note: str) -> None:
+    assert job_of(f"{RUN} {words}").notes == (note,)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ _IDLE_CASES: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
     ),
     ("log_exposed_communication", lambda o: o.parallel.use_torch_fsdp2, "FSDP2 does not tell what it waits for"),
 )
-"""(options, when they have no effect, why): cases of common scripts, accepted with a notice."""
+"""(options, when they have no effect, why): cases of common scripts, accepted with a note."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def check_options(options: Options) -> None:
             raise ConfigurationError(problem)
 
 
-def idle_notices(options: Options, train_iters: int) -> Iterator[str]:
+def idle_notes(options: Options, train_iters: int) -> Iterator[str]:
     """Yield warnings for given options without effect, as far as that is usual."""
     for names, is_idle, why in _IDLE_CASES:
         if is_idle(options):

@@ -73,7 +73,7 @@ class TrainParser(Parser):
         return given
 
     @property
-    def notices(self) -> list[str]:
+    def notes(self) -> list[str]:
         """The given flags that change nothing, in one line."""
         return [f"without effect here: {', '.join(self.idle)}"] if self.idle else []
 
@@ -174,7 +174,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             parser.problems.append(str(error))
     if preset is not None:
         layers.insert(0, Layer(f"preset {preset}", PRESETS[preset], gives_way=True))
-    return assemble(layers, parser.problems, parser.notices)
+    return assemble(layers, parser.problems, parser.notes)
 
 
 def _beside(file: Path, key: str, value: Any) -> Any:
@@ -245,11 +245,11 @@ class Layer(NamedTuple):
     gives_way: bool = False  # values that fit no value of a later layer are dropped
 
 
-def assemble(layers: Sequence[Layer], problems: Iterable[str] = (), notices: Iterable[str] = ()) -> Options:
+def assemble(layers: Sequence[Layer], problems: Iterable[str] = (), notes: Iterable[str] = ()) -> Options:
     """Combine layers into options; later layers win, and all problems are reported at once."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    wrong, told = list(problems), list(notices)
+    wrong, told = list(problems), list(notes)
     for layer in reversed(layers):
         found: dict[str, Any] = {}
         for name, value in layer.values.items():
@@ -293,7 +293,7 @@ def _giving_way(preset: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator
             yield name
 
 
-def _ddp_config(values: Mapping[str, Any], notices: list[str]) -> DistributedDataParallelConfig:
+def _ddp_config(values: Mapping[str, Any], notes: list[str]) -> DistributedDataParallelConfig:
     """Build the configuration of the engine.
 
     The strategy without a flag is that of Megatron-LM's command line: everything is sharded. The other two defaults
@@ -302,7 +302,7 @@ def _ddp_config(values: Mapping[str, Any], notices: list[str]) -> DistributedDat
     """
     given = dict(values)
     if given.pop("use_custom_fsdp", False):
-        notices.append("--use-custom-fsdp: the former name of --use-megatron-fsdp, and taken as such")
+        notes.append("--use-custom-fsdp: the former name of --use-megatron-fsdp, and taken as such")
         given["use_megatron_fsdp"] = True
     if given.get("use_megatron_fsdp"):
         given.setdefault("data_parallel_sharding_strategy", MEGATRON_DEFAULTS["data_parallel_sharding_strategy"])

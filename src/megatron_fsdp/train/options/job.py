@@ -19,7 +19,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 from megatron_fsdp.train.options import DDP_FIELDS, Options, flag_for
-from megatron_fsdp.train.options.checks import Sizes, check_options, idle_notices, wrong_sizes
+from megatron_fsdp.train.options.checks import Sizes, check_options, idle_notes, wrong_sizes
 
 Given = TypeVar("Given")
 EngineName = Literal["megatron_fsdp", "ddp", "torch_fsdp2"]
@@ -118,7 +118,7 @@ class Job:
     train_iters: int
     seq_length: int
     load_is_optional: bool  # there may be nothing to load yet
-    notices: tuple[str, ...]
+    notes: tuple[str, ...]
     restarts: int = 0
 
     @property
@@ -165,8 +165,8 @@ class Job:
 
 def resolve(options: Options, world: World) -> Job:
     """Complete and check a run."""
-    notices = list(options.explained)
-    options = _with_tokenizer_of_model(options, notices)
+    notes = list(options.explained)
+    options = _with_tokenizer_of_model(options, notes)
     check_options(options)
     check_backend(options, world.device_type)
     engine: EngineName = "megatron_fsdp" if options.ddp.use_megatron_fsdp else "ddp"
@@ -176,11 +176,11 @@ def resolve(options: Options, world: World) -> Job:
     dtype = torch.float16 if training.fp16 else torch.bfloat16 if training.bf16 else torch.float32
     batch = _batch(options, sizes.data)
     train_iters = _train_iters(options, batch)
-    notices += idle_notices(options, train_iters)
+    notes += idle_notes(options, train_iters)
     if nproc is not None and nproc != world.ranks:
-        notices.append(f"--nproc {nproc} has no effect: {world.ranks} ranks were started")
+        notes.append(f"--nproc {nproc} has no effect: {world.ranks} ranks were started")
     if batch.filled:
-        notices.append(
+        notes.append(
             f"{batch.filled} of {batch.total + batch.filled} samples of a step only fill up, and do not count: "
             f"--global-batch-size {batch.total} is no multiple of --micro-batch-size {batch.micro} x {batch.ranks} "
             "data-parallel ranks"
@@ -190,7 +190,7 @@ def resolve(options: Options, world: World) -> Job:
     return Job(
         options=options,
         engine=engine,
-        ddp=_engine_config(options, dtype, engine, sizes, notices),
+        ddp=_engine_config(options, dtype, engine, sizes, notes),
         sizes=sizes,
         batch=batch,
         dtype=dtype,
@@ -198,18 +198,18 @@ def resolve(options: Options, world: World) -> Job:
         train_iters=train_iters,
         seq_length=_require(options.model.seq_length, "--seq-length", "tokens of a sample"),
         load_is_optional=checkpoint.is_same_folder or (checkpoint.save is not None and world.restarts > 0),
-        notices=tuple(notices),
+        notes=tuple(notes),
         restarts=world.restarts,
     )
 
 
-def _with_tokenizer_of_model(options: Options, notices: list[str]) -> Options:
+def _with_tokenizer_of_model(options: Options, notes: list[str]) -> Options:
     """Use the tokenizer of a model with weights, unless another is requested."""
     folder, place = options.model.hf_model, options.data.tokenizer_model
     if folder is None or options.is_given("tokenizer_type"):
         return options
     if place is None:
-        notices.append(
+        notes.append(
             f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}, the model's own; --tokenizer-type byte "
             "trains it on bytes"
         )
@@ -311,7 +311,7 @@ def _schedule(options: Options, train_iters: int, samples_of_step: int) -> Sched
 
 
 def _engine_config(
-    options: Options, dtype: torch.dtype, engine: EngineName, sizes: Sizes, notices: list[str]
+    options: Options, dtype: torch.dtype, engine: EngineName, sizes: Sizes, notes: list[str]
 ) -> DistributedDataParallelConfig:
     """Complete the configuration of the engine; refuse or report settings without effect on it."""
     if engine == "torch_fsdp2":
@@ -322,7 +322,7 @@ def _engine_config(
                     "--use-megatron-fsdp"
                 )
         return replace(options.ddp, use_megatron_fsdp=False, data_parallel_sharding_strategy="no_shard")
-    config = _with_gradient_dtypes(options, dtype, notices)
+    config = _with_gradient_dtypes(options, dtype, notes)
     for sentence in config.idle_settings().values():
         raise ConfigurationError(in_flags(sentence))
     if config.megatron_fsdp_use_decoupled_grad:
@@ -343,11 +343,11 @@ def _engine_config(
             "--use-megatron-fsdp with a sharding strategy, or leave it out"
         )
     if config.use_megatron_fsdp:
-        notices += _decided_by_strategy(options, strategy)
+        notes += _decided_by_strategy(options, strategy)
     return config
 
 
-def _with_gradient_dtypes(options: Options, dtype: torch.dtype, notices: list[str]) -> DistributedDataParallelConfig:
+def _with_gradient_dtypes(options: Options, dtype: torch.dtype, notes: list[str]) -> DistributedDataParallelConfig:
     """Reduce and accumulate gradients of half-precision models in float32 by default."""
     config, in_bf16 = options.ddp, options.training.grad_reduce_in_bf16
     is_float32, in_float32 = dtype == torch.float32, config.grad_reduce_in_fp32
@@ -358,10 +358,10 @@ def _with_gradient_dtypes(options: Options, dtype: torch.dtype, notices: list[st
     if in_bf16 and not says_comm:
         comm = torch.bfloat16
         if is_float32:
-            notices.append("--grad-reduce-in-bf16: gradients of a float32 model travel in bfloat16")
+            notes.append("--grad-reduce-in-bf16: gradients of a float32 model travel in bfloat16")
     if options.is_given("accumulate_allreduce_grads_in_fp32") and not in_bf16:
         flag = flag_for("accumulate_allreduce_grads_in_fp32") if in_float32 else off_flag_of("grad_reduce_in_fp32")
-        notices.append(
+        notes.append(
             f"{flag} has no effect of its own: gradients travel and accumulate in float32, unless "
             "--grad-reduce-in-bf16 or the flags of dtypes say something else"
         )

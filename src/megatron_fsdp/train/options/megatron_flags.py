@@ -39,10 +39,10 @@ ALIASES = {flag: Spelling(to["option"], to.get("to")) for flag, to in _TABLES["o
 """Megatron-LM's spellings, those of earlier versions included, that do not follow from the names of the options."""
 
 FIXED = {flag: FixedFlag(tuple(one["values"]), one["reason"]) for flag, one in _TABLES["one_value"].items()}
-"""Flags that are accepted with these values, and named in the notice, and refused with others."""
+"""Flags that are accepted with these values, and named in the note, and refused with others."""
 
 IDLE = tuple(flag.removesuffix("=") for flag in _IDLE)
-"""Flags that are accepted, and named in a notice, since they have no effect."""
+"""Flags that are accepted, and named in a note, since they have no effect."""
 
 ELSEWHERE: Mapping[str, str] = _TABLES["elsewhere"]
 """Flag of other trainers -> the equivalent one of this trainer."""
