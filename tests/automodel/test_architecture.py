@@ -32,13 +32,13 @@ def test_every_family_has_its_four_layers_where_it_computes_them(kind: str) -> N
 
 @pytest.mark.parametrize(("kind", "heads"), [("llama", (4, 4)), ("llama_gqa", (4, 2)), ("gpt2", (4, 4))])
 def test_heads_of_queries_and_of_keys_are_counted(kind: str, heads: tuple[int, int]) -> None:
-    assert head_counts(on_meta(kind)) == heads
+    assert head_counts(text_config(on_meta(kind))) == heads
 
 
 def test_family_has_the_name_of_transformers() -> None:
     assert model_type(on_meta("qwen3_moe")) == "qwen3_moe"
     assert model_type(nn.Linear(1, 1)) == ""
-    assert head_counts(nn.Linear(1, 1)) is None
+    assert head_counts(text_config(nn.Linear(1, 1))) is None
 
 
 def test_config_of_the_language_model_is_found_inside_of_a_multimodal_one() -> None:
@@ -46,7 +46,7 @@ def test_config_of_the_language_model_is_found_inside_of_a_multimodal_one() -> N
     model = nn.Linear(1, 1)
     model.config = SimpleNamespace(get_text_config=lambda: inner)  # type: ignore[assignment]
     assert text_config(model) is inner
-    assert head_counts(model) == (8, 2)
+    assert head_counts(text_config(model)) == (8, 2)
 
 
 class Wrapped(nn.Module):

@@ -73,9 +73,14 @@ def text_config(model: nn.Module) -> Any:
     return get_text_config() if callable(get_text_config) else config
 
 
-def head_counts(model: nn.Module) -> tuple[int, int] | None:
-    """Return (query heads, key and value heads) of the language model; None if its config has none."""
+def layer_configs(model: nn.Module) -> list[Any]:
+    """Return the config of each layer of the language model if they differ, else the one of all."""
     config = text_config(model)
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def head_counts(config: Any) -> tuple[int, int] | None:
+    """Return (query heads, key and value heads) of a config; None if it has none."""
     queries = getattr(config, "num_attention_heads", None)
     if not isinstance(queries, int):
         return None

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.automodel.architecture import Layers, find_layers, model_type, text_config
+from megatron_fsdp.automodel.architecture import Layers, find_layers, layer_configs, model_type
 from megatron_fsdp.automodel.tensor_parallel import plans
 from megatron_fsdp.automodel.tensor_parallel.styles import (
     SEQUENCE_DIM,
@@ -39,6 +39,7 @@ from megatron_fsdp.wrap.meta_init import random_state
 
 SEQUENCE_PARALLEL_TYPES = (
     "deepseek_v3",
+    "cohere",
     "gemma",
     "gemma2",
     "gemma3_text",
@@ -56,7 +57,8 @@ SEQUENCE_PARALLEL_TYPES = (
 )
 """Model types whose layers are proven to compute nothing across tokens outside of their blocks."""
 
-_AT_EDGES = (plans.COLWISE | plans.ROWWISE | {"replicated_with_grad_allreduce"}) - {"packed_colwise", "packed_rowwise"}
+_AT_EDGES = plans.COLWISE | plans.ROWWISE | {"replicated_with_grad_allreduce", "local_params"}
+_AT_EDGES -= {"packed_colwise", "packed_rowwise", "rowwise_split_output"}
 
 _SUMMED = ("replicated_with_grad_allreduce", "sequence_parallel")
 _SHOWN = 4
@@ -262,7 +264,7 @@ def _apply(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, mesh: Dev
         module = model.get_submodule(name)
         placements = _placements(module, own.pop(name, {}))
         if isinstance(style, str):
-            found = plans.style_of(style, module, scatters, placements, text_config(model))
+            found = plans.style_of(style, module, scatters, placements, _layer_config(model, name))
         else:
             found = copy.copy(style)  # since applying changes a style
         if isinstance(found, ParallelStyle):
@@ -276,6 +278,13 @@ def _apply(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, mesh: Dev
         )
         if stored:
             local_parts(module, mesh, stored, whole=True)
+
+
+def _layer_config(model: nn.Module, name: str) -> Any:
+    """Return the config of the layer that a module is in."""
+    configs = layer_configs(model)
+    index = next(map(int, filter(str.isdecimal, name.split("."))), 0)
+    return configs[index] if len(configs) > 1 else configs[0]
 
 
 def _placements(module: nn.Module, styles: Mapping[str, str]) -> dict[str, Placement]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
 
-from megatron_fsdp.automodel.architecture import head_counts, model_type, parameter_names, text_config
+from megatron_fsdp.automodel.architecture import head_counts, layer_configs, model_type, parameter_names
 from megatron_fsdp.automodel.tensor_parallel.styles import (
     SEQUENCE_DIM,
     Apply,
@@ -40,7 +40,7 @@ from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 Plan = Mapping[str, ParallelStyle | str]
 COLWISE = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"})
-ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"})
+ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_split_output", "rowwise_rep", "packed_rowwise"})
 EMBEDDING = frozenset({"embedding_rowwise", "embedding_colwise"})
 LINEAR = COLWISE | ROWWISE
 NOT_DIVIDED = frozenset({"replicate", "moe_identity_expert"})
@@ -50,6 +50,13 @@ that identity experts, whose output transformers would sum over the ranks, need 
 _OTHER = ("replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "all_reduce", "local_params")
 STYLE_NAMES = LINEAR | EMBEDDING | NOT_DIVIDED | {*_OTHER, "moe_tp_experts"}
 """Every name that a plan may have."""
+
+_ATTENTION = "model.layers.*.self_attn"
+_LEFT_OUT = {
+    "cohere": {f"{_ATTENTION}.[qk]_norm": "local_params", f"{_ATTENTION}.[qk]_norm.weight": "colwise"},
+    "doge": {_ATTENTION: "local_params", f"{_ATTENTION}.A": "colwise", f"{_ATTENTION}.dt_proj": "rowwise_split_output"},
+}
+"""What plans of transformers leave out, by model type: parameters and outputs with a row for each head."""
 
 _PLAIN = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep"})
 
@@ -126,7 +133,8 @@ def _find_plan(model: nn.Module, given: Plan | str | None) -> tuple[Plan, str]:
             f"transformers has no tensor-parallel plan for {type(model).__name__} ({model_type(model) or 'no type'}); "
             "give tp_plan, a dict from names of modules to styles or its import path, or use tp_size=1"
         )
-    return _checked(own, "transformers' plan is"), f"transformers, {model_type(model)}"
+    plan = {**_checked(own, "transformers' plan is"), **_LEFT_OUT.get(model_type(model), {})}
+    return plan, f"transformers, {model_type(model)}"
 
 
 def _names(key: str, name: str) -> bool:
@@ -184,6 +192,8 @@ def style_of(
             return RowwiseParallel(output_layouts=output)
         case "rowwise_split_input" | "rowwise_rep":
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=output)
+        case "rowwise_split_output":
+            return RowwiseParallel(output_layouts=Shard(-1))
         case "colwise" | "colwise_gather_output" | "colwise_rep":
             colwise = PartialGradientColwise if splits_tokens else ColwiseParallel
             return colwise(output_layouts=Shard(-1) if name == "colwise" else Replicate())
@@ -224,6 +234,8 @@ def division_of(
             return Division(ins=ranks)
         case "rowwise_split_input" | "rowwise_rep":
             return Division()
+        case "rowwise_split_output":
+            return Division(ins=ranks, outs=ranks)
         case "colwise" | "packed_colwise":
             return Division(outs=ranks, leaves_parts=splits_tokens)
         case "colwise_gather_output" | "colwise_rep":
@@ -264,13 +276,12 @@ def check_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ran
     """Raise unless the ranks divide the heads, if attention is divided by heads."""
     if not any(style in ("colwise", "packed_colwise") and in_attention(name) for name, style in styles.items()):
         return
-    counts = head_counts(model)
-    config = text_config(model)
-    found: dict[str, Any] = {}
-    if counts is not None:
-        found = {"num_attention_heads": counts[0], "num_key_value_heads": counts[1]}
-    found |= {key: value for key, value in getattr(config, "__dict__", {}).items() if key.endswith("key_value_heads")}
-    for key, value in found.items():
+    found: list[tuple[str, Any]] = []
+    for config in layer_configs(model):
+        counts = head_counts(config)
+        found += zip(("num_attention_heads", "num_key_value_heads"), counts or (), strict=False)
+        found += (item for item in getattr(config, "__dict__", {}).items() if item[0].endswith("key_value_heads"))
+    for key, value in found:
         for count in value if isinstance(value, list | tuple) else [value]:
             if isinstance(count, int) and count % ranks:
                 raise ParallelSizeError(
@@ -302,7 +313,7 @@ def check_module(name: str, module: nn.Module, style: str, ranks: int) -> None:
         width = getattr(module, what)
         if style.startswith("packed"):
             _check_even(f"half of {name} ({what})", width // 2, ranks)
-        elif style in ("colwise", "rowwise"):
+        elif style in ("colwise", "rowwise", "rowwise_split_output"):
             _check_even(f"{name} ({what})", width, ranks)
 
 
